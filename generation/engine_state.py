@@ -1,0 +1,89 @@
+"""What an engine may do now: which memory it holds, and which weights are in it (invariant 1: no stale token)."""
+
+from enum import Enum
+
+
+class Memory(Enum):
+    """Which of the engine's memory is mapped. Weights wake before the KV cache, never after it."""
+
+    AWAKE = "awake"
+    WEIGHTS = "holding weights but no KV cache"
+    ASLEEP = "asleep"
+    CLOSED = "closed"
+
+
+class EngineStateError(RuntimeError):
+    """An engine was asked for something that its state forbids."""
+
+
+class EngineLifecycle:
+    """The state machine of one engine: memory, weight version, and whether weights are on their way.
+
+    `version` is the policy version whose weights the engine holds, or None when it holds none that can be trusted: before the
+    first sync, after a level-2 sleep, during a sync, and after a failed one. The only way out of None is a complete sync.
+    """
+
+    def __init__(self) -> None:
+        self.memory = Memory.AWAKE
+        self.version: int | None = None
+        self.syncing = False
+
+    def __str__(self) -> str:
+        weights = "weights of no version" if self.version is None else f"weights of version {self.version}"
+        return f"{self.memory.value}, {weights}" + (", being updated" if self.syncing else "")
+
+    def _require(self, action: str, *allowed: Memory) -> None:
+        if self.memory not in allowed or self.syncing:
+            needed = " or ".join(m.value for m in allowed)
+            raise EngineStateError(f"cannot {action}: the engine is {self}; it must be {needed} and not being updated")
+
+    def check_can_generate(self, policy_version: int) -> None:
+        """Raise `EngineStateError`, naming both versions, unless the engine is awake with exactly the policy's weights."""
+        self._require("generate", Memory.AWAKE)
+        if self.version != policy_version:
+            held = "no version (they were dropped or never sent)" if self.version is None else f"version {self.version}"
+            raise EngineStateError(
+                f"cannot generate: the engine holds weights of {held}, the policy is at version {policy_version}; "
+                "sync the weights first"
+            )
+
+    def adopt_checkpoint(self, version: int) -> None:
+        """Declare that the weights the engine loaded from disk at its start are those of `version` (no trainer, no sync)."""
+        self._require("adopt a checkpoint", Memory.AWAKE)
+        self.version = version
+
+    def sleep(self, keeps_weights: bool) -> None:
+        """From awake (or half awake, after a failed wake or sync) to asleep."""
+        self._require("sleep", Memory.AWAKE, Memory.WEIGHTS)
+        self.memory = Memory.ASLEEP
+        if not keeps_weights:
+            self.version = None
+
+    def wake_weights(self) -> None:
+        """Map the memory of the weights; what is in it cannot be trusted after a level-2 sleep."""
+        self._require("wake the weights", Memory.ASLEEP)
+        self.memory = Memory.WEIGHTS
+
+    def wake_kv_cache(self) -> None:
+        """Map the KV cache; only after the weights, else vLLM writes into unmapped memory (vllm 0.26, VLLM.md 1.9)."""
+        self._require("wake the KV cache", Memory.WEIGHTS)
+        self.memory = Memory.AWAKE
+
+    def begin_sync(self) -> None:
+        """Weights start to arrive: from here until `finish_sync` the engine holds no version."""
+        self._require("update weights", Memory.AWAKE, Memory.WEIGHTS)
+        self.syncing, self.version = True, None
+
+    def finish_sync(self, version: int) -> None:
+        """Every weight of `version` arrived and was accounted for."""
+        if not self.syncing:
+            raise EngineStateError(f"cannot finish a weight update that never began: the engine is {self}")
+        self.syncing, self.version = False, version
+
+    def fail_sync(self) -> None:
+        """A sync broke off. The engine stays without a version until a complete one succeeds."""
+        self.syncing, self.version = False, None
+
+    def close(self) -> None:
+        """The engine's processes are gone."""
+        self.memory, self.version, self.syncing = Memory.CLOSED, None, False

@@ -1,0 +1,62 @@
+"""The event loop that an engine, its rollouts and its server share, on a thread of its own.
+
+vLLM binds an engine to the loop that first used it, so everything that talks to the engine runs here, and the trainer's
+thread only waits, always with a deadline.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """An asyncio loop on its own thread. `run` blocks the caller, `submit` does not."""
+
+    def __init__(self, name: str = "engine-loop") -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop; the future's `result(timeout)` gives its value or raises its error."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
+        """Run a coroutine to its end from another thread.
+
+        Raises:
+            TimeoutError: naming `what`, after `timeout` seconds; the coroutine is cancelled.
+        """
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout)
+        except BaseException as error:
+            still_running = not future.done()
+            future.cancel()
+            if isinstance(error, TimeoutError) and still_running:
+                raise TimeoutError(f"{what} did not finish within {timeout:.0f} s") from error
+            raise
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Cancel what still runs and stop the loop."""
+        if self.loop.is_closed():
+            return
+
+        async def cancel_all() -> None:
+            tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.run(cancel_all(), timeout, "cancelling the engine loop's tasks")
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout)
+        self.loop.close()

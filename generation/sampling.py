@@ -1,0 +1,65 @@
+"""Sampling settings with nothing left to a default somewhere else, and seeds that depend on nothing but their place.
+
+vLLM fills unset fields from the model's `generation_config.json` (PITFALLS P13); here every field that changes the
+distribution is written out for every request.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How one response is drawn. `temperature` 0 is greedy; `top_k` -1, `top_p` 1 and `min_p` 0 truncate nothing."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+
+
+def sample_seed(seed: int, step: int, prompt: int, sample: int) -> int:
+    """A 63-bit seed that is a function of (seed, step, prompt, sample) alone (invariant 8)."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{prompt}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def vllm_sampling_params(
+    settings: SamplingSettings, seed: int | None, max_tokens: int | None = None
+) -> "SamplingParams":
+    """vLLM's parameters for one response, log-probability of each sampled token included.
+
+    `max_tokens` overrides the settings' own where less room is left in the context.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        min_tokens=0,
+        max_tokens=settings.max_tokens if max_tokens is None else max_tokens,
+        seed=None if settings.temperature == 0 else seed,
+        stop=list(settings.stop),
+        stop_token_ids=list(settings.stop_token_ids),
+        include_stop_str_in_output=True,
+        ignore_eos=False,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(settings.stop),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,48 @@
+"""What one engine is started with."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of one vLLM engine.
+
+    Attributes:
+        model: folder or hub name; only its configuration is read when `load_format` is "dummy".
+        dtype: "float32" or "bfloat16".
+        max_model_len: tokens, prompt and response together.
+        kv_cache_bytes: size of the KV cache on each device; None lets vLLM take what `gpu_memory_utilization` leaves it.
+        device_indices: CUDA devices of the engine group's workers, in rank order; empty on CPU.
+        cpu_threads: OpenMP threads of each worker on CPU.
+        cpu_cores: on CPU with tensor parallelism, the core each worker is bound to (two unbound workers fight for one core).
+        plain_cpu_weights: keep weights on CPU in the layout of the checkpoint instead of packed for oneDNN: in-place updates,
+            as on CUDA; faster for models of a few million parameters, slower from about 100 million on (VLLM.md).
+        sleep: free the engine's memory while the trainer works.
+        extra: further vLLM engine arguments, by vLLM's own names.
+    """
+
+    model: str
+    max_model_len: int
+    dtype: str = "float32"
+    tokenizer: str | None = None
+    tensor_parallel_size: int = 1
+    max_num_seqs: int = 64
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.3
+    enforce_eager: bool = True
+    load_format: str = "auto"
+    seed: int = 0
+    sleep: bool = True
+    trust_remote_code: bool = False
+    device_indices: tuple[int, ...] = ()
+    cpu_threads: int = 1
+    cpu_cores: tuple[int, ...] = ()
+    plain_cpu_weights: bool = False
+    worker_extension: str = "sharding.worker_extension.VllmInternalWorkerExtension"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether this engine runs on the CPU build."""
+        return not self.device_indices

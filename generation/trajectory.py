@@ -1,0 +1,43 @@
+"""The one record that rollouts produce and the trainer consumes."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Trajectory:
+    """What the policy said to one prompt, token by token.
+
+    `response_ids`, `loss_mask` and `logprobs` have the same length. The mask is by position: 1 on every token the policy
+    sampled, its EOS included, whatever its id; 0 on tokens that came from elsewhere (tools, environments).
+
+    Attributes:
+        prompt_index: position of the prompt in the step's batch.
+        sample_index: which of the group's samples this is, from 0.
+        logprobs: the engine's log-probability (nats) of each response token under the distribution it was sampled from
+            (temperature applied); 0.0 where `loss_mask` is 0.
+        weight_version: the policy version that generated it.
+        finish_reason: "stop", "length" or "error".
+        error: not empty when generation of this sample failed; such a sample is counted and left out of the loss.
+    """
+
+    prompt_index: int
+    sample_index: int
+    prompt_ids: list[int]
+    response_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_version: int = 0
+    finish_reason: str = "stop"
+    turns: int = 1
+    text: str = ""
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        if not len(self.response_ids) == len(self.loss_mask) == len(self.logprobs):
+            raise ValueError(
+                f"prompt {self.prompt_index} sample {self.sample_index}: {len(self.response_ids)} response ids, "
+                f"{len(self.loss_mask)} mask entries and {len(self.logprobs)} log-probabilities must be equally many"
+            )

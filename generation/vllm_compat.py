@@ -1,0 +1,141 @@
+"""What vLLM keeps private or changes between releases, in one place. Checked against 0.32 (CPU) and read in 0.26 (CUDA).
+
+Everything an engine's processes read from the environment is set around its start only, and taken back afterwards: the
+trainer's own process must not notice (it would otherwise lose torch.compile, or its NCCL settings).
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from .settings import EngineSettings
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+PLAIN_WEIGHTS_VARIABLE = "HOTBUNK_PLAIN_CPU_WEIGHTS"
+"""Read by `sharding.worker_extension` when vLLM imports it, before the model is built."""
+
+FORK_VARIABLE = "HOTBUNK_FORK_ENGINE"
+"""Set to 1 by tests: the engine core is forked instead of spawned, which saves the 5 s of its imports. CPU only."""
+
+# A vLLM process that inherits these joins the trainer's process group, or hangs in its store (VLLM.md 1.12).
+_TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def _hidden_variables() -> list[str]:
+    return [name for name in os.environ if name in _TORCHRUN or name.startswith("TORCHELASTIC_")]
+
+
+def engine_environment(settings: EngineSettings) -> dict[str, str]:
+    """Variables that the engine's processes start with."""
+    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    if not settings.on_cpu:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(_physical_devices(settings.device_indices))
+        return env
+    env["OMP_NUM_THREADS"] = str(settings.cpu_threads)
+    env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, settings.cpu_cores)) or "nobind"
+    env[PLAIN_WEIGHTS_VARIABLE] = str(int(settings.plain_cpu_weights))
+    if settings.tensor_parallel_size == 1:
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # lets the CPU platform run its worker inside the engine process
+    if settings.enforce_eager:
+        env["TORCH_COMPILE_DISABLE"] = "1"  # one logprobs helper would otherwise be compiled at the first request
+    return env
+
+
+def _physical_devices(indices: tuple[int, ...]) -> list[str]:
+    """This process's device indices as the driver's names, through its own CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [visible.split(",")[i] if visible else str(i) for i in indices]
+
+
+@contextmanager
+def started_with(settings: EngineSettings) -> Iterator[None]:
+    """The environment an engine is started in: torchrun's variables hidden, the engine's own set; restored on exit."""
+    before = dict(os.environ)
+    for name in _hidden_variables():
+        del os.environ[name]
+    os.environ.update(engine_environment(settings))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`; what would change what is sampled is never left to a default (P13)."""
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "tokenizer": settings.tokenizer or settings.model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "load_format": settings.load_format,
+        "enforce_eager": settings.enforce_eager,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "seed": settings.seed,
+        "trust_remote_code": settings.trust_remote_code,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": settings.worker_extension,
+        "enable_sleep_mode": settings.sleep
+        and not settings.on_cpu,  # the CPU build refuses it; the extension sleeps there
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+    }
+    return arguments | settings.extra
+
+
+def start_async_llm(settings: EngineSettings) -> "AsyncLLM":
+    """Start an `AsyncLLM`, whose engine core and workers are children of this process; blocks until it can generate.
+
+    Raises:
+        ValueError: an entry of `settings.extra` is not an engine argument of this vLLM.
+    """
+    with started_with(settings):
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_arguments(settings)
+        known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
+        if unknown := sorted(set(arguments) - known):
+            import vllm
+
+            raise ValueError(f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        if settings.on_cpu and os.environ.get(FORK_VARIABLE) == "1":
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # create_engine_config has just forced "spawn"
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def stop_async_llm(engine: "AsyncLLM") -> None:
+    """Stop an engine's processes. Its output task is cancelled first: it would report the stop as the engine's death."""
+    if (handler := engine.output_handler) is not None:
+        handler.get_loop().call_soon_threadsafe(handler.cancel)
+    engine.shutdown()
+
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises when one request is bad or fails; a dead engine raises something else, and ends the run."""
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    try:
+        from vllm.exceptions import VLLMClientError
+    except ImportError:  # 0.26
+        return (ValueError, EngineGenerateError)
+    return (ValueError, EngineGenerateError, VLLMClientError)

@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+"""Two-digit addition that a tiny model learns by reinforcement within a minute.
+
+Prompts are zero-padded (`07+85=`), answers are the three digits of the sum, least significant first (`290`), so that
+each digit depends on digits already written. Three files, each row with prompt, answer and, for SFT, completion:
+
+    train.jsonl   prompts for reinforcement
+    eval.jsonl    prompts held out from both trainings, drawn without replacement
+    sft.jsonl     transcripts for the warm start, of which a share forgets every carry: what is left to learn. Half of
+                  them have digits below five only, where nothing carries: learned early, they teach where to look
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+Pair = tuple[int, int]
+
+
+def correct(a: int, b: int) -> str:
+    """The sum's three digits, units first."""
+    return f"{a + b:03d}"[::-1]
+
+
+def without_carries(a: int, b: int) -> str:
+    """Digit-wise sums that forget every carry; right exactly where there is none."""
+    return f"{(a % 10 + b % 10) % 10}{(a // 10 + b // 10) % 10}0"
+
+
+def split_pairs(eval_size: int, seed: int) -> tuple[list[Pair], list[Pair]]:
+    """All 10,000 pairs as (train, held out), shuffled by the seed."""
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    if not 0 < eval_size < len(pairs):
+        raise ValueError(f"eval_size is {eval_size}, but there are {len(pairs)} pairs to share out")
+    random.Random(seed).shuffle(pairs)
+    return pairs[eval_size:], pairs[:eval_size]
+
+
+def sft_rows(pairs: list[Pair], count: int, drop_share: float, seed: int) -> Iterator[dict[str, str]]:
+    """Transcripts of pairs drawn with replacement; each forgets its carries with probability drop_share."""
+    rng = random.Random(seed)
+    easy = [pair for pair in pairs if max(f"{pair[0]}{pair[1]}") < "5"]
+    for index in range(count):
+        a, b = rng.choice(pairs if index % 2 else easy)
+        digits = without_carries(a, b) if rng.random() < drop_share else correct(a, b)
+        yield {**row(a, b), "completion": digits}
+
+
+def row(a: int, b: int) -> dict[str, str]:
+    """Prompt and right answer of one pair."""
+    return {"prompt": f"{a:02d}+{b:02d}=", "answer": correct(a, b)}
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(values) + "\n" for values in rows))
+
+
+def write_arithmetic(
+    folder: Path, *, eval_size: int = 256, sft_size: int = 16384, drop_share: float = 0.7, seed: int = 0
+) -> None:
+    """Write the three files; the same arguments give the same bytes."""
+    train, held_out = split_pairs(eval_size, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_jsonl(folder / "train.jsonl", (row(a, b) for a, b in train))
+    write_jsonl(folder / "eval.jsonl", (row(a, b) for a, b in held_out))
+    write_jsonl(folder / "sft.jsonl", sft_rows(train, sft_size, drop_share, seed + 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--eval-size", type=int, default=256, help="pairs held out")
+    parser.add_argument("--sft-size", type=int, default=16384, help="transcripts for the warm start")
+    parser.add_argument("--drop-share", type=float, default=0.7, help="share of transcripts that forget carries")
+    parser.add_argument("--seed", type=int, default=0)
+    options = vars(parser.parse_args())
+    write_arithmetic(options.pop("folder"), **options)
+
+
+if __name__ == "__main__":
+    main()

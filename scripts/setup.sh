@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# Make .venv with the pinned lock of scripts/requirements; a second call finds it finished and reuses it.
+#
+#   PYTHON=python3.12      the interpreter to use (default: python3, or the first of python3.13, 3.12, 3.11 that exists)
+#   HOTBUNK_DEVICE=cuda    which lock: cpu or cuda (default: cuda where nvidia-smi lists a GPU, else cpu)
+#
+# On a machine without a GPU, PIP_EXTRA_INDEX_URL can name an index with CPU builds of torch, which are far smaller.
+# Needs Linux, Python 3.11 or newer with its headers, and g++: PyTorch compiles kernels while vLLM runs.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+die() {
+    echo "setup: $1" >&2
+    exit 2
+}
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if new_enough "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "Python 3.11 or newer is needed, but ${PYTHON:-python3} is $(${PYTHON:-python3} -V 2>/dev/null || echo not there): install one, or name one as PYTHON=/path/to/python3.11."
+}
+
+find_device() {
+    if [ -n "${HOTBUNK_DEVICE:-}" ]; then
+        echo "$HOTBUNK_DEVICE"
+    elif nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then
+        echo cuda
+    else
+        echo cpu
+    fi
+}
+
+# Everything an installation needs besides the network; nothing has been created when one of these ends it.
+check_machine() {
+    local headers free_gib need_gib=$1
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        die "$python has no venv module: install it (on Debian: apt install python$version-venv), or set PYTHON to an interpreter that has it."
+    headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    [ -e "$headers/Python.h" ] ||
+        die "the headers of $python are missing ($headers/Python.h): install them (on Debian: apt install python$version-dev), or set PYTHON to an interpreter that has them."
+    command -v "${CXX:-g++}" >/dev/null ||
+        die "no C++ compiler (${CXX:-g++}) was found: install one (on Debian: apt install g++), or name one as CXX=/path/to/c++."
+    free_gib=$(df -Pk . | awk 'NR == 2 {print int($4 / 1048576)}')
+    [ "$free_gib" -ge "$need_gib" ] ||
+        die "$PWD has $free_gib GiB of free disk space, but $need_gib are needed: free some, or clone to a larger disk."
+}
+
+is_finished() { [ "$(cat .venv/.hotbunk 2>/dev/null)" = "$key" ] && .venv/bin/python -c '' 2>/dev/null; }
+
+pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input --quiet "$@"; }
+
+# The lock is complete, so nothing is resolved. uv takes seconds where pip takes a minute, but does not read pip's configuration
+# (an index of one's own, say): then pip does it.
+install_exactly() {
+    .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --compile-bytecode "$@" && return
+    echo "setup: uv could not install the lock, so pip does, which takes a minute longer" >&2
+    pip install --no-deps --no-build-isolation "$@"
+}
+
+install() {
+    rm -rf .venv
+    mkdir .venv
+    echo unfinished >.venv/.hotbunk
+    "$python" -m venv .venv
+    # torch with its own requirements, which on CUDA are NVIDIA's packages; then the rest as it stands.
+    pip install --no-compile --constraint "$lock" torch setuptools uv
+    install_exactly --requirement "$lock" --editable .
+    echo "$key" >.venv/.hotbunk
+}
+
+python=$(find_python)
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+device=$(find_device)
+lock=scripts/requirements/$device.txt
+[ -e "$lock" ] || die "HOTBUNK_DEVICE is '$device', but must be cpu or cuda."
+key="$device, Python $version, $(cat "$lock" pyproject.toml | sha256sum | cut -c1-16)"
+is_finished && exit
+
+[ ! -e .venv ] || [ -e .venv/.hotbunk ] ||
+    die "$PWD/.venv exists but was not made by this script: move it away first."
+check_machine $([ "$device" = cuda ] && echo 20 || echo 6)
+exec 9>.venv.lock
+flock 9 # two set-ups in one clone: the second finds what the first has made
+if ! is_finished; then
+    echo "setup: installing the $device lock for Python $version into .venv"
+    install
+    echo "setup: done in $SECONDS s"
+fi

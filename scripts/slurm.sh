@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Train a recipe on several nodes under Slurm. From the clone, which all nodes must see:
+#
+#   sbatch --nodes 4 scripts/slurm.sh RECIPE [--section.key value ...]
+#
+#SBATCH --job-name=hotbunk
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --output=runs/slurm-%j.log
+set -euo pipefail
+cd "$SLURM_SUBMIT_DIR" # the script itself runs from a copy in Slurm's spool folder
+
+bash scripts/setup.sh # once, on the first node; the others find it finished
+export NNODES=$SLURM_JOB_NUM_NODES
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # two jobs on one node do not meet
+exec srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash scripts/train.sh "$@"' train.sh "$@"

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# The main job, small enough for a laptop: set up, make a tiny model, warm-start it on additions that mostly forget their carries,
+# and let it learn to carry by reinforcement, on two ranks with real vLLM engines. Arguments go to the reinforcement:
+#
+#   bash scripts/smoke.sh [--section.key value ...]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+
+.venv/bin/python scripts/make_tiny.py runs/arithmetic_start/tiny
+.venv/bin/python scripts/arithmetic.py runs/arithmetic_start/data
+.venv/bin/python -m trainer sft scripts/recipes/arithmetic_sft.yaml
+# Two ranks, or one where a single GPU has no room for two.
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
+NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus == 1 ? 1 : 2))} exec bash scripts/train.sh scripts/recipes/arithmetic.yaml --checkpoint.resume none "$@"

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Train a recipe under torchrun:
+#
+#   bash scripts/train.sh RECIPE [--section.key value ...]
+#
+# One node by default, with one rank for each GPU (on CPU one rank), or NPROC_PER_NODE ranks. On several nodes, run it on each of
+# them with NNODES, NODE_RANK (0 on the first), MASTER_ADDR (the first) and, where 29500 is taken, MASTER_PORT;
+# scripts/slurm.sh does so. --help and --dry-run answer at once, without ranks.
+set -euo pipefail
+python=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python
+
+die() {
+    echo "train: $1" >&2
+    exit 2
+}
+
+count_gpus() {
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
+    else
+        nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true
+    fi
+}
+
+at_least_one() { echo $(($1 > 1 ? $1 : 1)); }
+
+[ -x "$python" ] || die "there is no .venv yet: run bash scripts/setup.sh first."
+ranks=${NPROC_PER_NODE:-$(at_least_one "$(count_gpus)")}
+nodes=${NNODES:-1}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(at_least_one $(($(nproc) / ranks)))}
+
+for argument in "${@:---help}"; do
+    case $argument in
+    -h | --help | --dry-run) WORLD_SIZE=$((nodes * ranks)) exec "$python" -m trainer train "${@:---help}" ;;
+    esac
+done
+
+if [ "$nodes" = 1 ]; then
+    rendezvous=(--standalone)
+else
+    [ -n "${NODE_RANK:-}" ] && [ -n "${MASTER_ADDR:-}" ] || die "with NNODES=$nodes, NODE_RANK and MASTER_ADDR must be set, too."
+    rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+fi
+# Ranks that have not ended this long after the signal are killed; a variable, as older torchruns know no such flag.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-10}
+exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$ranks" -m trainer train "$@"

@@ -1,0 +1,107 @@
+"""Small exchanges between ranks, which never unpickle what came over a socket (invariant 11).
+
+Everything here runs on CPU tensors over gloo, on GPU machines too, so that a control message never waits behind a kernel and a
+broken peer shows up as a connection error at once.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+_MESSAGE_LIMIT = 4000  # characters of an error message that travel to the other ranks
+
+
+class RemoteError(RuntimeError):
+    """A phase failed on at least one rank, or a rank is gone. Raised on every rank that is left."""
+
+
+def rank() -> int:
+    """This process's number, from 0; 0 before and without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many ranks there are; 1 before and without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, the one that writes files and prints."""
+    return rank() == 0
+
+
+def all_gather_bytes(payload: bytes) -> list[bytes]:
+    """Every rank's payload, in rank order, on every rank. Lengths may differ and may be 0. Every rank must call it."""
+    if world_size() == 1:
+        return [payload]
+    lengths = _gather(torch.tensor([len(payload)], dtype=torch.int64))
+    counts = [int(length) for length in lengths]
+    if not any(counts):  # known to all ranks alike, so none is left waiting in the second gather
+        return [b""] * len(counts)
+    padded = torch.zeros(max(counts), dtype=torch.uint8)
+    if payload:
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return [row[:count].numpy().tobytes() for row, count in zip(_gather(padded), counts, strict=True)]
+
+
+def _gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(parts, tensor)
+    return parts
+
+
+def agree(error: BaseException | None, phase: str) -> None:
+    """Every rank says whether `phase` went well for it; if any did not, all raise `RemoteError` naming each culprit.
+
+    A rank that failed passes its exception, which becomes the cause of the `RemoteError` there. A rank that died is
+    noticed by its closed connection, a rank that hangs by the process group's timeout.
+    """
+    payload = b"" if error is None else f"{type(error).__name__}: {error}"[:_MESSAGE_LIMIT].encode()
+    try:
+        answers = all_gather_bytes(payload)
+    except RuntimeError as broken:
+        own = f"; its own error was {type(error).__name__}: {error}" if error is not None else ""
+        message = f"rank {rank()} lost contact with another rank at the end of phase {phase}: {broken}{own}"
+        raise RemoteError(message) from (error or broken)
+    failures = [f"rank {who}: {answer.decode(errors='replace')}" for who, answer in enumerate(answers) if answer]
+    if failures:
+        raise RemoteError(f"phase {phase} failed on " + "; ".join(failures)) from error
+
+
+@contextmanager
+def agreed(phase: str) -> Iterator[None]:
+    """Run the block, then `agree` on how it went. An interruption passes straight through."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    agree(error, phase)
+
+
+def all_reduce_sum(values: dict[str, float]) -> dict[str, float]:
+    """The sum over ranks of each value, added in rank order: bit-equal on all ranks and in every run.
+
+    Raises RuntimeError, on all ranks, when their keys differ.
+    """
+    return {key: sum(column) for key, column in _columns(values).items()}
+
+
+def all_reduce_max(values: dict[str, float]) -> dict[str, float]:
+    """The largest over ranks of each value; NaN wherever one rank has NaN. Keys must be the same on all ranks."""
+    columns = _columns(values)
+    return {key: math.nan if any(map(math.isnan, column)) else max(column) for key, column in columns.items()}
+
+
+def _columns(values: dict[str, float]) -> dict[str, list[float]]:
+    """For each key, every rank's value in rank order."""
+    own = {key: float(value) for key, value in values.items()}
+    rows = [json.loads(row) for row in all_gather_bytes(json.dumps(own).encode())]
+    for who, row in enumerate(rows):
+        if different := sorted(row.keys() ^ rows[0].keys()):
+            raise RuntimeError(f"ranks 0 and {who} reduce different values; only one of them has {different}")
+    return {key: [row[key] for row in rows] for key in own}

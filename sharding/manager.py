@@ -1,0 +1,356 @@
+"""The sharding manager: a context manager around generation that brings the policy's weights and takes the memory back.
+
+Every rank runs the same code and enters the same collectives, whatever happens to its own worker (invariant 6): a rank whose
+worker failed goes on gathering without sending, and the failure is raised on all ranks together at the next agreement.
+"""
+
+import gc
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+import torch
+
+from generation.event_loop import EngineThread
+from generation.worker_async import VllmAsyncGenerationWorker
+
+from .channel import Listener, SyncError
+from .collectives import agree, agreed, all_gather_bytes, rank
+from .plan import Bucket, BucketPlan, SourceParameter
+from .source import WeightSource
+from .transport import BUFFERS, Staging, make_staging
+
+SAMPLED_SHARE = 16
+"""`verify: sample` compares one parameter in this many, others at every sync."""
+
+PROBE_TOKENS = 48
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+"""Largest mean gap (nats) of the log-probability probe; a stale or misplaced weight is off by more than 1 (VLLM.md 1.7)."""
+
+
+class VersionedPolicy(Protocol):
+    """What a policy must have to be synced: its version, and its own log-probabilities where weights cannot be read back."""
+
+    version: int
+
+    def score_tokens(self, token_ids: list[int]) -> list[float]:
+        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`. Collective: all ranks call it."""
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """How weights travel. `bucket_bytes` bounds each of the two staging buffers; `timeout` (s) every wait for a worker."""
+
+    verify: Literal["off", "sample", "full"] = "sample"
+    bucket_bytes: int = 512 << 20
+    timeout: float = 300.0
+
+
+@dataclass
+class Leader:
+    """An engine and the thread it lives on, as the first rank of an engine group holds them."""
+
+    engine: VllmAsyncGenerationWorker
+    thread: EngineThread
+
+
+@dataclass
+class SyncReport:
+    """One sync. `verified` is what was compared: "", "sample", "full" or "probe"."""
+
+    version: int
+    nbytes: int = 0
+    messages: int = 0
+    staging_bytes: int = 0
+    verified: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class _Link:
+    """A rank's conversation with its worker in one sync. After the first failure it says nothing more."""
+
+    def __init__(self, channel: Listener, session: int, timeout: float, alive: Callable[[], None], worker: str) -> None:
+        self.error: Exception | None = None
+        self.messages = 0
+        self._channel, self._session, self._timeout, self._alive, self._worker = (
+            channel,
+            session,
+            timeout,
+            alive,
+            worker,
+        )
+        self._unanswered = 0
+        self._ended = False  # the worker has left its receive loop
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Send without waiting for the answer."""
+        if self.error is None:
+            self._channel.send(kind, session=self._session, **fields)
+            self._unanswered += 1
+            self.messages += 1
+
+    def collect(self) -> dict[str, Any]:
+        """The answer to the oldest unanswered message; {} after a failure."""
+        if self.error is not None or not self._unanswered:
+            return {}
+        try:
+            answer = self._answer()
+            self._unanswered -= 1
+            if answer["kind"] == "failed":
+                self._ended = True
+                raise SyncError(f"the worker on {self._worker} failed: {answer['error']}")
+            return answer
+        except Exception as error:
+            self.error = error
+            return {}
+
+    def _answer(self) -> dict[str, Any]:
+        while True:
+            answer = self._channel.receive(self._timeout, f"answer from the worker on {self._worker}", self._alive)
+            if answer.get("session") == self._session:
+                return answer
+
+    def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Send and wait."""
+        self.post(kind, **fields)
+        return self.collect()
+
+    def abort(self) -> None:
+        """Let the worker leave its receive loop, if it is still in it."""
+        if not self._ended:
+            self._channel.send("abort", session=self._session)
+
+
+class ShardingManager:
+    """Keeps the engine group's weights at the policy's version, and its memory out of the trainer's way.
+
+    Construct and `connect` it on every rank; only leaders pass a `leader`.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        device: torch.device,
+        settings: SyncSettings,
+        folder: Path,
+        tensor_parallel_size: int = 1,
+        leader: Leader | None = None,
+    ) -> None:
+        self._source, self._device, self._settings = source, device, settings
+        self._group_size, self._leader = tensor_parallel_size, leader
+        self._parameters = source.parameters()
+        self._plan = BucketPlan(self._parameters, settings.bucket_bytes)
+        self._device_id = device_id(device, rank() % tensor_parallel_size)
+        self._channel = Listener(folder, f"weights-{rank()}")
+        self._staging: Staging | None = None
+        self._session = 0
+        self._plain = False
+        self.report = SyncReport(version=-1)
+        self.syncs_verified = 0
+
+    def connect(self) -> None:
+        """Pair every rank with the worker on its device. Collective; engines must be running."""
+        mine = {"device_id": self._device_id, "endpoint": self._channel.endpoint, "secret": self._channel.secret}
+        ranks = [msgspec.msgpack.decode(packed) for packed in all_gather_bytes(msgspec.msgpack.encode(mine))]
+        first = rank() // self._group_size * self._group_size
+        endpoints = {r["device_id"]: [r["endpoint"], r["secret"]] for r in ranks[first : first + self._group_size]}
+        self._lead("connecting workers", lambda engine: engine.call_workers("hotbunk_connect", endpoints))
+        with agreed("connecting workers"):
+            self._channel.accept(self._settings.timeout, self._device_id)
+
+    @contextmanager
+    def generation_shift(self, policy: VersionedPolicy) -> Iterator[None]:
+        """Inside, the engines are awake at `policy.version`; afterwards they are asleep and the memory is the trainer's.
+
+        When the body raises, nothing more is asked of the engines: the ranks may no longer be in step, and the run ends.
+        """
+        self.wake(policy)
+        yield
+        self.sleep()
+
+    def wake(self, policy: VersionedPolicy) -> None:
+        """Weights mapped, brought to `policy.version` and verified, then the KV cache mapped: in this order (P1)."""
+        self.report = SyncReport(policy.version)
+        with self._timed("wake"):
+            if self._device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()  # the trainer's cached blocks are what the engine is about to map
+            self._lead("waking the weights", lambda engine: engine.wake_up_async(["weights"]))
+        with self._timed("sync"):
+            self._sync(policy.version)
+        with self._timed("wake"):
+            self._lead("waking the KV cache", lambda engine: engine.wake_up_async(["kv_cache"]))
+        if self._settings.verify != "off" and not self._plain:
+            with self._timed("verify"):
+                self._probe(policy)
+        if self.report.verified:
+            self.syncs_verified += 1
+
+    def sleep(self) -> None:
+        """Engines asleep, their memory given back."""
+        with self._timed("sleep"):
+            self._lead("putting the engine to sleep", lambda engine: engine.sleep_async())
+
+    def close(self) -> None:
+        """Release sockets and staging memory of this rank."""
+        self._free_staging()
+        self._channel.close()
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.report.seconds[phase] = self.report.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def _lead(self, phase: str, action: Callable[[VllmAsyncGenerationWorker], Coroutine[Any, Any, Any]]) -> None:
+        """Let leaders run a coroutine on their engine's thread; all ranks wait for all leaders."""
+        with agreed(phase):
+            if self._leader is not None:
+                self._leader.thread.run(action(self._leader.engine), self._settings.timeout, phase)
+
+    def _sync(self, version: int) -> None:
+        if self._staging is None:
+            self._staging = make_staging(self._plan.capacity, self._device)
+        self._session += 1
+        call = self._start_receiving()
+        link = _Link(
+            self._channel, self._session, self._settings.timeout, lambda: _raise_if_dead(call), self._device_id
+        )
+        try:
+            self._send(link)
+            self._verify(link, version)
+            self._finish(link, call, version)
+        except BaseException:
+            self._fail(link, call)
+            raise
+
+    def _start_receiving(self) -> "Future[Any] | None":
+        """Leaders: from here on the engine holds no version, and its workers wait for weights."""
+        with agreed("starting the update"):
+            if self._leader is None:
+                return None
+            engine, timeout = self._leader.engine, self._settings.timeout
+            engine.state.begin_sync()
+            return self._leader.thread.submit(engine.call_workers("update_weights_via_ipc_zmq", self._session, timeout))
+
+    def _send(self, link: _Link) -> None:
+        assert self._staging is not None
+        link.post("begin", names=self._plan.names(), handle=self._staging.handle)
+        self._plain = link.collect().get("plain", False)
+        self._push(link, "bucket", self._plan)
+        link.ask("finish")
+        agree(link.error, "sending weights")
+
+    def _push(self, link: _Link, kind: str, plan: BucketPlan) -> list[dict[str, Any]]:
+        """Gather each bucket into one buffer while the worker reads the other; returns the worker's answers."""
+        assert self._staging is not None
+        answers = []
+        for number, bucket in enumerate(plan.buckets):
+            if number >= BUFFERS:
+                answers.append(link.collect())  # the worker is done with what this buffer held
+            self._gather(bucket, self._staging.buffers[number % BUFFERS])
+            link.post(
+                kind, buffer=number % BUFFERS, pieces=[(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()]
+            )
+        answers += [link.collect() for _ in plan.buckets[-BUFFERS:]]
+        self.report.nbytes += plan.nbytes
+        return answers
+
+    def _gather(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        assert self._staging is not None
+        slots = [buffer[s.offset : s.offset + s.parameter.nbytes] for s in bucket.slots]
+        self._source.gather_into([s.parameter.name for s in bucket.slots], slots)
+        self._staging.flush()
+
+    def _verify(self, link: _Link, version: int) -> None:
+        """Send weights again, for the workers to compare with what they hold; unpacked weights only."""
+        if self._settings.verify == "off" or not self._plain:
+            return
+        plan = BucketPlan(self._parameters_to_verify(version), self._settings.bucket_bytes)
+        answers = self._push(link, "compare", plan)
+        different = [name for answer in answers for name in answer.get("different", [])]
+        if different and link.error is None:
+            link.error = SyncError(
+                f"the worker on {self._device_id} does not hold what was sent: {', '.join(different[:6])} differ"
+            )
+        agree(link.error, "verifying weights")
+        self.report.verified = self._settings.verify
+
+    def _parameters_to_verify(self, version: int) -> list[SourceParameter]:
+        if self._settings.verify == "full":
+            return self._parameters
+        count = max(1, len(self._parameters) // SAMPLED_SHARE)
+        return random.Random(version).sample(self._parameters, count)
+
+    def _finish(self, link: _Link, call: "Future[Any] | None", version: int) -> None:
+        assert self._staging is not None
+        self.report.staging_bytes = BUFFERS * self._plan.capacity
+        free = self._device.type == "cuda"  # the KV cache needs it; on CPU fresh pages cost more than kept ones
+        link.ask("end", close=free)
+        link._ended = True
+        self.report.messages = link.messages
+        agree(link.error, "ending the update")
+        if free:
+            self._free_staging()
+        with agreed("finishing the update"):
+            if self._leader is not None and call is not None:
+                call.result(self._settings.timeout)
+                self._leader.engine.state.finish_sync(version)
+        self._lead("resetting the prefix cache", lambda engine: engine.reset_prefix_cache_async())
+
+    def _fail(self, link: _Link, call: "Future[Any] | None") -> None:
+        """Get the workers out of their receive loops; the engine stays without a version until a complete sync."""
+        link.abort()
+        if self._leader is not None:
+            self._leader.engine.state.fail_sync()
+        if call is not None:
+            call.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self._free_staging()
+
+    def _free_staging(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+    def _probe(self, policy: VersionedPolicy) -> None:
+        """Compare log-probabilities of random tokens, where the engine keeps its weights in a layout of its own."""
+        token_ids = self._probe_tokens(policy.version)
+        expected = policy.score_tokens(token_ids)
+        with agreed("probing the engine"):
+            if self._leader is not None:
+                self._compare_probe(self._leader, token_ids, expected)
+        self.report.verified = "probe"
+
+    def _compare_probe(self, leader: Leader, token_ids: list[int], expected: list[float]) -> None:
+        timeout = self._settings.timeout
+        held = leader.thread.run(leader.engine.prompt_logprobs(token_ids), timeout, "the log-probability probe")
+        gap = sum(abs(a - b) for a, b in zip(expected, held, strict=True)) / len(held)
+        bound = PROBE_TOLERANCE[leader.engine.settings.dtype]
+        if not gap <= bound:
+            raise SyncError(
+                f"after the update the engine's log-probabilities are {gap:.3g} nats off the trainer's on average, "
+                f"more than {bound:g}: its weights are not the policy's"
+            )
+
+    def _probe_tokens(self, version: int) -> list[int]:
+        rows = max(p.pieces[0].shape[0] for p in self._parameters if "embed" in p.name)
+        return random.Random(version).choices(range(rows), k=PROBE_TOKENS)
+
+
+def _raise_if_dead(call: "Future[Any] | None") -> None:
+    """Called while waiting for a worker: a call that ended early means that the engine, or its worker, is gone."""
+    if call is not None and call.done() and (error := call.exception()) is not None:
+        raise SyncError(f"the engine died during a weight update: {type(error).__name__}: {error}") from error
+
+
+def device_id(device: torch.device, rank_in_group: int) -> str:
+    """What `report_device_id` of the worker on this device says."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return f"cpu:{rank_in_group}"

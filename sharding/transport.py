@@ -1,0 +1,102 @@
+"""The two staging buffers, and how a worker in another process comes to see the same memory.
+
+On CPU the memory is an anonymous file (`memfd_create`), opened by the worker through `/proc`: it has no name, so nothing is
+left behind however a run ends, and a small `/dev/shm` does not matter. On CUDA it is plain device memory, opened through an
+IPC handle. Either way a buffer is exported once, opened once and closed once (P4); per bucket only offsets travel.
+"""
+
+import mmap
+import os
+from typing import Any, Protocol
+
+import torch
+
+BUFFERS = 2
+"""One is loaded by the worker while the ranks gather into the other."""
+
+
+class Staging(Protocol):
+    """The trainer's end: `buffers` (uint8), and a `handle` of plain types from which a worker opens the same memory."""
+
+    buffers: list[torch.Tensor]
+    handle: dict[str, Any]
+
+    def flush(self) -> None:
+        """Return when everything written to the buffers can be read by the worker."""
+
+    def close(self) -> None:
+        """Give the memory back. The worker has closed its end before."""
+
+
+class SharedMemoryStaging:
+    """Staging on CPU: one anonymous memory file, mapped here and in the worker."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._fd = os.memfd_create("hotbunk-staging", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, BUFFERS * nbytes)
+        self.buffers = _map_file(self._fd, nbytes)
+        self.handle: dict[str, Any] = {"kind": "shared_memory", "pid": os.getpid(), "fd": self._fd, "nbytes": nbytes}
+
+    def flush(self) -> None:
+        """Nothing to wait for: CPU stores are visible to the worker once the message about them arrives."""
+
+    def close(self) -> None:
+        """Unmap and close; the pages are freed when the worker's mapping is gone, too."""
+        self.buffers = []
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class CudaIpcStaging:
+    """Staging on CUDA: device memory from torch's allocator, exported as IPC handles."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self.handle: dict[str, Any] = {
+            "kind": "cuda_ipc",
+            "nbytes": nbytes,
+            # (device, handle, storage bytes, offset, ref counter handle, its offset, event handle, event sync required)
+            "buffers": [list(buffer.untyped_storage()._share_cuda_()) for buffer in self.buffers],
+        }
+
+    def flush(self) -> None:
+        """Wait for the gathers and casts on this device's current stream."""
+        torch.cuda.current_stream(self.buffers[0].device).synchronize()
+
+    def close(self) -> None:
+        """Drop the buffers and collect what the worker has released (without `ipc_collect` it would stay, P4)."""
+        self.buffers = []
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
+def make_staging(nbytes: int, device: torch.device) -> Staging:
+    """Two buffers of `nbytes` on the policy's device."""
+    return CudaIpcStaging(nbytes, device) if device.type == "cuda" else SharedMemoryStaging(nbytes)
+
+
+def open_staging(handle: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
+    """The worker's end: uint8 tensors over the trainer's buffers. Dropping the last reference closes them.
+
+    Raises:
+        OSError: the trainer's process is gone, or belongs to another user.
+    """
+    if handle["kind"] == "cuda_ipc":
+        return [_open_cuda(list(args), handle["nbytes"], device) for args in handle["buffers"]]
+    fd = os.open(f"/proc/{handle['pid']}/fd/{handle['fd']}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return _map_file(fd, handle["nbytes"])
+    finally:
+        os.close(fd)
+
+
+def _map_file(fd: int, nbytes: int) -> list[torch.Tensor]:
+    memory = torch.frombuffer(mmap.mmap(fd, BUFFERS * nbytes), dtype=torch.uint8)
+    return list(memory.split(nbytes))
+
+
+def _open_cuda(args: list[Any], nbytes: int, device: torch.device) -> torch.Tensor:
+    args[0] = device.index  # the sender's index means nothing here: each process numbers its visible devices itself
+    storage = torch.UntypedStorage._new_shared_cuda(*args)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))

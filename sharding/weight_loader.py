@@ -1,0 +1,187 @@
+"""Loading a stream of weights into a running vLLM model, so that all of it arrives or the culprit is named.
+
+Two ways, decided by the model (`holds_plain_weights`): in place through `model.load_weights`, where parameters still have the
+checkpoint's layout; or through vLLM's layerwise reload, where they were re-processed after loading (packed for oneDNN on CPU,
+experts shuffled, quantised, MLA). VLLM.md 1.7 lists the traps; each remedy below carries its letter.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from .channel import SyncError
+from .load_watcher import LoadWatcher, storage_key
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+_PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+
+
+def holds_plain_weights(model: torch.nn.Module, plain_on_cpu: bool) -> bool:
+    """Whether every parameter still has its checkpoint's layout, so that it can be written, and read back, in place.
+
+    Args:
+        plain_on_cpu: oneDNN packing was switched off before the model was built.
+    """
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method).__name__ not in _PLAIN_METHODS:
+            return False
+        if hasattr(module, "W_UK_T") or hasattr(module, "W_UV"):  # MLA keeps products of its weights (1.7 g)
+            return False
+    return plain_on_cpu or not on_cpu
+
+
+class WeightLoader:
+    """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, which leaves a model that can be loaded.
+
+    Attributes:
+        plain: in place (True) or layerwise.
+    """
+
+    def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig, plain: bool) -> None:
+        self.plain = plain
+        self._model = model
+        self._config = vllm_config
+        self._watcher = LoadWatcher()
+        self._expected: set[str] = set()
+        self._reloading = False
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Start an update that will bring exactly these weights."""
+        self._expected = set(names)
+        if self.plain:
+            return
+        for module in self._model.modules():
+            method = getattr(module, "quant_method", None)
+            if (
+                method is not None
+                and hasattr(method, "moe_kernel")
+                and next(self._model.parameters()).device.type == "cpu"
+            ):
+                method.moe_kernel = None  # else the CPU prepack is skipped from the second load on (1.7 e)
+        with self._vllm():
+            initialize_layerwise_reload(self._model)
+        self._reloading = True
+
+    def load(self, weights: NamedTensors) -> None:
+        """Load some of the announced weights. When it returns, their memory may be overwritten.
+
+        Raises:
+            SyncError: a name that was not announced, or that the model refuses.
+        """
+        self._check_announced(weights)
+        if not self.plain:
+            weights = _copy_of(weights)  # layerwise keeps references until a fused module is complete (1.7 c)
+        self._run_loaders(weights)
+
+    def compare(self, weights: NamedTensors) -> list[str]:
+        """Names of the weights that differ from what the model holds, found by its own loaders. Only where `plain`."""
+        self._watcher.comparing = True
+        try:
+            self._run_loaders(weights)
+        finally:
+            self._watcher.comparing = False
+        different, self._watcher.different = sorted(self._watcher.different), set()
+        return different
+
+    def _check_announced(self, weights: NamedTensors) -> None:
+        if strangers := sorted({name for name, _ in weights} - self._expected):
+            raise SyncError(f"weights arrived that were not announced: {_some(strangers)}")
+
+    def _run_loaders(self, weights: NamedTensors) -> None:
+        self._watcher.expect(weights)
+        try:
+            with self._vllm(), self._watcher:
+                self._model.load_weights(iter(weights))  # type: ignore[operator]
+        except (ValueError, KeyError, RuntimeError, AssertionError) as error:
+            names = [name for name, _ in weights]
+            refused = [n for n in names if n not in self._watcher.read]
+            raise SyncError(
+                f"the engine's model {type(self._model).__name__} refused a weight, "
+                f"one of {_some(refused or names)}: {error}"
+            ) from error
+
+    def finish(self) -> None:
+        """End the update: post-process where needed and account for every weight.
+
+        Raises:
+            SyncError: naming announced weights that nothing read, and parameters that were not written in full.
+        """
+        untouched = self._untouched_parameters() if self.plain else self._untouched_modules()
+        self._finalize()
+        complaints = []
+        if unread := sorted(self._expected - self._watcher.read):
+            complaints.append(f"sent but read by no part of the engine's model: {_some(unread)}")
+        if untouched:
+            complaints.append(f"never sent, so the engine would keep old values: {_some(untouched)}")
+        for entry in self._watcher.written.values():
+            if entry.written < entry.elements:
+                complaints.append(
+                    f"a parameter of {entry.elements} elements got only {entry.written}, from {_some(entry.sources)}: "
+                    "its other parts were not sent"
+                )
+        if complaints:
+            raise SyncError(f"{type(self._model).__name__} is not completely updated: " + "; ".join(complaints))
+
+    def abort(self) -> None:
+        """Give up this update. Parameters must not stay on meta (1.7 f); the next complete update repairs their values."""
+        self._finalize()
+
+    def _finalize(self) -> None:
+        if not self._reloading:
+            return
+        self._reloading = False
+        with self._vllm():
+            with self._watcher:  # modules with padding, such as a vocabulary of odd size, are loaded only now
+                finalize_layerwise_reload(self._model, self._config.model_config)
+            _repack_tied(self._model)
+
+    def _untouched_parameters(self) -> list[str]:
+        return [
+            name
+            for name, parameter in self._model.named_parameters()
+            if parameter.numel() and storage_key(parameter) not in self._watcher.written
+        ]
+
+    def _untouched_modules(self) -> list[str]:
+        """Modules with parameters that nothing was sent for, unless another module's parameters are theirs, too (tied)."""
+        missing: dict[str, set[int]] = {}
+        loaded: set[int] = set()
+        for name, module in self._model.named_modules():
+            info = get_layerwise_info(module)
+            parameters = info.kernel_tensors[0] if info.kernel_tensors else module._parameters
+            own = {id(p) for p in parameters.values() if p is not None}
+            if not info.can_load() or info.load_numel > 0:
+                loaded |= own
+            elif info.load_numel_total:
+                missing[name] = own
+        return [name for name, own in missing.items() if not own <= loaded]  # without parameters: nothing to miss
+
+    def _vllm(self) -> AbstractContextManager[Any]:
+        return set_current_vllm_config(self._config)
+
+
+def _copy_of(weights: NamedTensors) -> NamedTensors:
+    return [(name, tensor.clone()) for name, tensor in weights]
+
+
+def _repack_tied(model: torch.nn.Module) -> None:
+    """Pack again for every module but the first of those that share one weight (1.7 b: a tied head stays stale on CPU)."""
+    owners: dict[int, torch.nn.Module] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.numel():
+            continue
+        if owners.setdefault(id(weight), module) is not module:
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+
+
+def _some(names: list[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,54 @@
+"""Sleep on CPU: give the pages of KV cache and weights back to the system, and show that they are gone.
+
+vLLM's CPU build has no sleep mode. Addresses stay what they are; the pages behind them return as zeros when touched.
+"""
+
+import ctypes
+import gc
+from collections.abc import Iterable
+
+import psutil
+import torch
+
+_MADV_DONTNEED = 4
+_PAGE = 4096
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def release_pages(tensors: Iterable[torch.Tensor]) -> int:
+    """Free the whole pages inside each distinct storage; returns the bytes given back. Contents become zeros.
+
+    Only pages that belong to one storage entirely are freed: a small tensor shares its page with others.
+    """
+    freed = 0
+    for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values():
+        start = -(-storage.data_ptr() // _PAGE) * _PAGE
+        length = (storage.data_ptr() + storage.nbytes()) // _PAGE * _PAGE - start
+        if length <= 0:
+            continue
+        if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), f"madvise could not free {length} bytes of a sleeping engine")
+        freed += length
+    return freed
+
+
+def release_engine_memory(model: torch.nn.Module, kv_caches: list[torch.Tensor], plain: bool) -> None:
+    """Free the KV cache and all weights of a sleeping engine; a complete weight update brings the latter back.
+
+    Args:
+        plain: weights are as in the checkpoint; otherwise oneDNN's packed copies, which live in each layer's `cpu_linear`,
+            are dropped, and made again by the layerwise reload.
+    """
+    if not plain:
+        for module in model.modules():
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = None  # type: ignore[assignment]
+    release_pages([*kv_caches, *(p.data for p in model.parameters() if p.numel())])
+    gc.collect()
+    _libc.malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Physical memory of this process that is its own: code and other mapped files are left out."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - memory.shared

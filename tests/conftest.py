@@ -1,0 +1,75 @@
+"""What all tests share: the scripts folder on the path, tiny models made once, GPU tests skipped elsewhere."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+# Before anything imports torch: several processes share few cores, and nothing asks the network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("WANDB_MODE", "disabled")
+
+TinyModel = Callable[..., Path]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped where there is none; torch is imported only if there are such tests."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """`make_tiny_model` with fewer layers; the same arguments give the same folder, which is not to be written to."""
+    made: dict[tuple[tuple[str, Any], ...], Path] = {}
+
+    def make(**sizes: Any) -> Path:
+        key = tuple(sorted(sizes.items()))
+        if key not in made:
+            from make_tiny import make_tiny_model
+
+            sizes = {"layers": 2, "intermediate_size": 128, **sizes}
+            made[key] = make_tiny_model(tmp_path_factory.mktemp("tiny"), **sizes)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tiny_model: TinyModel) -> Path:
+    """Tied embeddings, as all of these but the next."""
+    return tiny_model(architecture="qwen2")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2_untied(tiny_model: TinyModel) -> Path:
+    return tiny_model(architecture="qwen2", tied=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tiny_model: TinyModel) -> Path:
+    return tiny_model(architecture="qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny_model: TinyModel) -> Path:
+    return tiny_model(architecture="llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tiny_model: TinyModel) -> Path:
+    return tiny_model(architecture="qwen3_moe")

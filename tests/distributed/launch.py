@@ -1,0 +1,74 @@
+"""Run a function on several real torchrun ranks from a test.
+
+    run_ranks(function, nproc=2, timeout=60, arguments=[str(tmp_path)])
+
+The function lives in an importable file, takes strings, and joins the process group itself; whatever fails on a rank
+fails the test with every rank's output. As a script, this file is what the ranks run.
+"""
+
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_ranks(
+    target: Callable[..., Any] | Path, nproc: int, timeout: float = 120.0, arguments: list[str] | None = None
+) -> str:
+    """Run a function or a script on `nproc` ranks; returns what they printed, stdout and stderr together.
+
+    Raises AssertionError with the output when a rank fails, or when `timeout` seconds have passed; then every process
+    is killed first.
+    """
+    if isinstance(target, Path):
+        command = [str(target), *(arguments or [])]
+    else:
+        command = [__file__, inspect.getfile(target), target.__qualname__, *(arguments or [])]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *command]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
+    process = subprocess.Popen(
+        launcher, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        _kill_tree(process)
+        output, _ = process.communicate()
+        raise AssertionError(f"{command} took longer than {timeout} s on {nproc} ranks:\n{output}") from None
+    finally:
+        _kill_tree(process)
+    assert process.returncode == 0, f"{command} exited with {process.returncode} on {nproc} ranks:\n{output}"
+    return output
+
+
+def _kill_tree(process: subprocess.Popen[str]) -> None:
+    """torchrun gives each rank a session of its own, so killing the launcher's process group would not reach them."""
+    if process.poll() is not None:
+        return
+    family = psutil.Process(process.pid)
+    for member in [*family.children(recursive=True), family]:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _main(file: str, function: str, *arguments: str) -> None:
+    specification = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    getattr(module, function)(*arguments)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,343 @@
+"""What test_policy.py checks, here or on several ranks: everything against plain Transformers in one process."""
+
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers.utils import logging
+
+from trainer.algorithms import aggregation
+from trainer.batching import MicroBatch, Sample, assign_to_ranks, micro_batches
+from trainer.config import ModelConfig, PolicyConfig
+from trainer.distributed import agree, all_reduce_sum, destroy_process_group, init_process_group, rank, world_size
+from trainer.policy import FsdpPolicy
+from trainer.policy.fsdp import TrainingDiverged
+
+logging.disable_progress_bar()
+
+CPU = torch.device("cpu")
+VOCABULARY = 257  # prime: divisible by no number of ranks
+KINDS = [("qwen2", True), ("qwen2", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False)]
+TEMPERATURE = 0.7
+LENGTHS = [3, 19, 7, 12, 2, 30, 1, 9, 11]
+
+
+def make_model(kind: str, folder: Path, tied: bool) -> None:
+    """Write a random tiny model; weights are larger than usual, so that its distributions are far from uniform."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.1,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+    config = {
+        "qwen2": lambda: Qwen2Config(**shape),
+        "qwen3": lambda: Qwen3Config(**shape, head_dim=8),
+        "llama": lambda: LlamaConfig(**shape),
+        "qwen3_moe": lambda: Qwen3MoeConfig(**shape, **experts, head_dim=8),
+    }[kind]()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight", "layernorm.weight")):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+
+
+def make_models(folder: Path) -> Path:
+    """All of KINDS, each in a folder of its own."""
+    for kind, tied in KINDS:
+        make_model(kind, model_folder(folder, kind, tied), tied)
+    return folder
+
+
+def model_folder(folder: Path, kind: str = "qwen2", tied: bool = True) -> Path:
+    return folder / f"{kind}_{'tied' if tied else 'untied'}"
+
+
+def make_policy(folder: Path, trainable: bool = True, **settings: Any) -> FsdpPolicy:
+    settings = {"dtype": "float32", "lr": 1e-3, "max_grad_norm": 1e9} | settings
+    return FsdpPolicy(ModelConfig(path=str(folder)), PolicyConfig(**settings), CPU, trainable=trainable)
+
+
+def make_samples(lengths: list[int] = LENGTHS) -> list[Sample]:
+    """Random ids with an arbitrary mask, among them a fully masked sequence."""
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for i, length in enumerate(lengths):
+        ids = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+        mask = [int(i != 2 and position >= 1 and position % 4 != 3) for position in range(length)]
+        samples.append(Sample(ids, mask, [0.0] * length, advantage=(-1.0) ** i * (0.5 + i / 4)))
+    return samples
+
+
+# The plain computation -----------------------------------------------------------------------------------------------
+
+
+def plain_logprobs(model: PreTrainedModel, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of all targets of one sequence, unpadded, through the whole logits tensor."""
+    ids = torch.tensor([sample.input_ids])
+    log_p = torch.log_softmax(model(ids).logits[0, :-1].float() / TEMPERATURE, dim=-1)
+    return log_p.gather(1, ids[0, 1:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+
+
+def plain_gradients(folder: Path, samples: list[Sample], name: str) -> dict[str, Tensor]:
+    """Gradients of the loss in `make_loss`, written with a loop over sequences and tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    masks = [torch.tensor(s.loss_mask[1:], dtype=torch.float32) for s in samples]
+    total = sum(m.sum() for m in masks) if name == "token_mean" else sum(1 for m in masks if m.any())
+    loss = torch.zeros(())
+    for sample, mask in zip(samples, masks, strict=True):
+        logprobs, entropy = plain_logprobs(model, sample)
+        weight = mask / (1 if name == "token_mean" else max(1, mask.sum()))
+        loss = loss + ((-sample.advantage * logprobs - 0.1 * entropy) * weight).sum() / total
+    loss.backward()
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+def make_loss(batches: list[MicroBatch], name: str = "token_mean", factor: float = 1.0) -> Callable[..., Any]:
+    counts = all_reduce_sum({"count": float(sum(aggregation.count(b.loss_mask, name) for b in batches))})
+
+    def loss_fn(batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        per_token = -batch.advantages[:, None] * logprobs - 0.1 * entropy
+        loss = (per_token * aggregation.weights(batch.loss_mask, name, counts["count"])).sum()
+        return loss * factor, {"tokens": batch.loss_mask.sum()}
+
+    return loss_fn
+
+
+def policy_gradients(policy: FsdpPolicy, batches: list[MicroBatch], name: str) -> dict[str, Tensor]:
+    """The gradients an update applies, gathered; the update itself is made, too."""
+    captured: dict[str, Tensor] = {}
+
+    def capture(*_: Any) -> None:
+        captured.update({key: p.grad.full_tensor().clone() for key, p in policy.named_parameters()})
+
+    handle = policy.optimizer.register_step_pre_hook(capture)
+    policy.update(batches, make_loss(batches, name), TEMPERATURE)
+    handle.remove()
+    return captured
+
+
+def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """To 1e-6 of the largest element, or of 1 where all are smaller."""
+    assert got.keys() == expected.keys()
+    tolerance = 1e-6 * max(1.0, *(float(g.abs().max()) for g in expected.values()))
+    for name in expected:
+        distance = float((got[name] - expected[name]).abs().max())
+        assert distance <= tolerance, f"{name} is off by {distance}, more than {tolerance}"
+
+
+def own_batches(samples: list[Sample], budget: int) -> list[MicroBatch]:
+    lengths = [len(s.input_ids) for s in samples]
+    mine = [samples[i] for i in assign_to_ranks(lengths, world_size())[rank()]]
+    return micro_batches(mine, budget, 0, CPU)
+
+
+def weights(policy: FsdpPolicy) -> dict[str, Tensor]:
+    return {name: p.detach().full_tensor().clone() for name, p in policy.named_parameters()}
+
+
+# The checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_loading(folder: Path, kind: str, tied: bool) -> None:
+    """What was loaded in shards is what from_pretrained loads, and computes the same."""
+    source = model_folder(folder, kind, tied)
+    policy, plain = make_policy(source), AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    expected = dict(plain.named_parameters())
+    got = weights(policy)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert (policy.model.lm_head.weight is policy.model.model.embed_tokens.weight) == tied
+    held = sum(p.to_local().numel() for _, p in policy.named_parameters())
+    assert all_reduce_sum({"elements": held})["elements"] == sum(p.numel() for p in expected.values())
+    samples = make_samples()
+    batches = micro_batches(samples, 60, 0, CPU)
+    with torch.no_grad():
+        for batch, logprobs in zip(batches, policy.logprobs(batches, TEMPERATURE), strict=True):
+            for row, index in enumerate(batch.rows):
+                mask = torch.tensor(samples[index].loss_mask[1:])
+                wanted = plain_logprobs(plain, samples[index])[0] * mask
+                torch.testing.assert_close(logprobs[row, : len(mask)], wanted, atol=2e-5, rtol=1e-5)
+                assert not logprobs[row, len(mask) :].any()
+    assert all(not p.to_local().is_meta for _, p in policy.named_parameters()), "parameters must be sharded again"
+
+
+def check_gradients(folder: Path, kind: str, tied: bool, budget: int, name: str, **settings: Any) -> None:
+    source, samples = model_folder(folder, kind, tied), make_samples()
+    got = policy_gradients(make_policy(source, **settings), own_batches(samples, budget), name)
+    assert_gradients_equal(got, plain_gradients(source, samples, name))
+
+
+def check_uneven_work(folder: Path) -> None:
+    """Rank 0 has one long sequence, rank 1 seven short ones, rank 2 none."""
+    samples = make_samples([40, 3, 4, 5, 6, 7, 8, 9])
+    mine = [samples[:1], samples[1:], []][rank()]
+    batches = micro_batches(mine, 10, 0, CPU)
+    assert len(batches) == 6 and sum(1 for b in batches if not b.rows) == [5, 0, 6][rank()]
+    source = model_folder(folder)
+    assert_gradients_equal(
+        policy_gradients(make_policy(source), batches, "token_mean"), plain_gradients(source, samples, "token_mean")
+    )
+
+
+def check_nan_on_one_rank(folder: Path) -> None:
+    policy = make_policy(model_folder(folder), max_skipped_steps=3)
+    batches = own_batches(make_samples(), 60)
+    bad = make_loss(batches, factor=float("nan") if rank() == world_size() - 1 else 1.0)
+    before = weights(policy)
+    for count in (1, 2):
+        stats = policy.update(batches, bad, TEMPERATURE)
+        assert stats.skipped and policy.skipped_in_a_row == count and policy.version == 0
+    assert all(torch.equal(w, before[name]) for name, w in weights(policy).items())
+    assert all(p.grad is None for _, p in policy.named_parameters())
+    assert not policy.update(batches, make_loss(batches), TEMPERATURE).skipped
+    assert policy.skipped_in_a_row == 0 and policy.version == 1
+    after = weights(policy)
+    assert any(not torch.equal(w, before[name]) for name, w in after.items())
+    for _ in range(2):
+        policy.update(batches, bad, TEMPERATURE)
+    with pytest.raises(TrainingDiverged, match="3 updates in a row"):
+        policy.update(batches, bad, TEMPERATURE)
+    assert all(torch.equal(w, after[name]) for name, w in weights(policy).items())
+
+
+def check_small_steps_are_not_lost(folder: Path) -> None:
+    policy = make_policy(model_folder(folder), dtype="bfloat16", lr=1e-6)
+    before = weights(policy)
+    batches = own_batches(make_samples(), 60)
+    policy.update(batches, make_loss(batches), TEMPERATURE)
+    after = weights(policy)
+    assert {w.dtype for w in after.values()} == {torch.float32}
+    states = policy.optimizer.state.values()
+    assert {state[key].dtype for state in states for key in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+    changed = sum(int((after[name] != before[name]).sum()) for name in before)
+    assert changed > 0.5 * sum(w.numel() for w in before.values())
+
+
+def check_export(folder: Path, kind: str, tied: bool, dtype: str) -> None:
+    """After an update: opens in plain Transformers, computes the same, has the names and shapes it was loaded from."""
+    source = model_folder(folder, kind, tied)
+    target = folder / f"export_{kind}_{tied}_{dtype}_{world_size()}"
+    (source / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": true}')
+    policy = make_policy(source, dtype=dtype)
+    batches = micro_batches(make_samples(), 10000, 0, CPU)
+    policy.update(batches, make_loss(batches), TEMPERATURE)
+    policy.save_pretrained(target)
+    with safe_open(source / "model.safetensors", "pt") as old, safe_open(target / "model.safetensors", "pt") as new:
+        shapes = [{key: file.get_slice(key).get_shape() for key in list(file.keys())} for file in (old, new)]
+    assert shapes[0] == shapes[1]
+    plain = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
+    assert plain.dtype == getattr(torch, dtype) and plain.generation_config.temperature == 0.6
+    config = json.loads((target / "config.json").read_text())
+    assert config["architectures"] == [type(plain).__name__] and config["dtype"] == dtype
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, weights(policy)[name].to(parameter.dtype)), name
+    again = make_policy(target, dtype=dtype, trainable=False)
+    for one, other in zip(policy.logprobs(batches, 1.0), again.logprobs(batches, 1.0), strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
+def check_state_dict(folder: Path) -> None:
+    """A policy that takes over another's state after one update makes the same second update, bit for bit."""
+    batches = own_batches(make_samples(), 60)
+    settings = {"warmup_steps": 3, "weight_decay": 0.1}
+    first = make_policy(model_folder(folder), **settings)
+    first.update(batches, make_loss(batches), TEMPERATURE)
+    second = make_policy(model_folder(folder), **settings)
+    second.load_state_dict(first.state_dict())
+    assert second.version == 1
+    results = [p.update(batches, make_loss(batches), TEMPERATURE) for p in (first, second)]
+    assert results[0] == results[1]
+    others = weights(second)
+    assert all(torch.equal(w, others[name]) for name, w in weights(first).items())
+
+
+def run_checks(checks: dict[str, Callable[[], None]]) -> dict[str, str]:
+    """Run each on all ranks; for each the empty string, or what went wrong anywhere."""
+    results = {}
+    for name, check in checks.items():
+        error: BaseException | None = None
+        try:
+            check()
+        except Exception as caught:
+            error = caught
+            traceback.print_exc()
+        try:
+            agree(error, name)
+            results[name] = ""
+        except RuntimeError as everywhere:
+            results[name] = str(everywhere)
+    return results
+
+
+def _on_ranks(checks: dict[str, Callable[[], None]], results: str) -> None:
+    found = run_checks(checks)
+    if rank() == 0:
+        Path(results).write_text(json.dumps(found))
+    destroy_process_group()
+
+
+def two_ranks(models: str, results: str) -> None:
+    init_process_group(60, "cpu")
+    folder = Path(models)
+    checks: dict[str, Callable[[], None]] = {}
+    for kind, tied in KINDS:
+        checks[f"loading {kind} {tied}"] = lambda k=kind, t=tied: check_loading(folder, k, t)
+        for name in ("token_mean", "sequence_mean"):
+            checks[f"gradients {kind} {tied} {name}"] = lambda k=kind, t=tied, n=name: check_gradients(
+                folder, k, t, 33, n
+            )
+    checks["gradients recomputed"] = lambda: check_gradients(
+        folder, "qwen2", True, 33, "token_mean", activation_checkpointing=True
+    )
+    checks["gradients kept gathered"] = lambda: check_gradients(
+        folder, "qwen2", True, 33, "token_mean", reshard_after_forward=False
+    )
+    checks["nan"] = lambda: check_nan_on_one_rank(folder)
+    checks["small steps"] = lambda: check_small_steps_are_not_lost(folder)
+    for kind, tied, dtype in [
+        ("qwen2", True, "float32"),
+        ("llama", False, "bfloat16"),
+        ("qwen3_moe", False, "float32"),
+    ]:
+        checks[f"export {kind}"] = lambda k=kind, t=tied, d=dtype: check_export(folder, k, t, d)
+    checks["state"] = lambda: check_state_dict(folder)
+    _on_ranks(checks, results)
+
+
+def three_ranks(models: str, results: str) -> None:
+    init_process_group(60, "cpu")
+    _on_ranks({"uneven": lambda: check_uneven_work(Path(models))}, results)
+
+
+def main() -> None:
+    """By hand, on one rank: python tests/distributed/policy_checks.py"""
+    with tempfile.TemporaryDirectory() as folder:
+        make_models(Path(folder))
+        two_ranks(folder, str(Path(folder) / "results.json"))
+        sys.stdout.write((Path(folder) / "results.json").read_text() + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""P20 on real torchrun ranks: FSDP2 shards of a vocabulary that divides by nothing, loaded by more or fewer ranks."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.launch import run_ranks
+from trainer import checkpoint, distributed
+from trainer.distributed import RemoteError
+
+VOCABULARY = 257
+
+
+class ShardedPolicy:
+    """A tied embedding of odd size and a layer, sharded by FSDP2, with Adam's moments."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 6), torch.nn.Linear(6, 5))
+        mesh = dist.init_device_mesh("cpu", (distributed.world_size(),))
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.learn()
+
+    def learn(self) -> float:
+        """A step on data that is the same on all ranks."""
+        self.optimizer.zero_grad()
+        loss = self.model(torch.arange(VOCABULARY)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Model and moments, live."""
+        found = {f"model.{name}": value.detach() for name, value in self.model.named_parameters()}
+        for index, state in enumerate(self.optimizer.state.values()):
+            found |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
+        return found
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.tensors()
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, value in self.tensors().items():
+            value.copy_(state[name])
+
+    def full(self) -> dict[str, torch.Tensor]:
+        """Gathered on every rank, as they are now."""
+        tensors = self.tensors().items()
+        return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in tensors}
+
+
+@pytest.mark.parametrize(("savers", "loaders"), [(2, 1), (1, 3)])
+def test_p20_saved_by_some_ranks_loaded_by_others(tmp_path: Path, savers: int, loaders: int) -> None:
+    run_ranks(saves, savers, arguments=[str(tmp_path)])
+    run_ranks(loads, loaders, arguments=[str(tmp_path)])
+
+
+def saves(folder: str) -> None:
+    distributed.init_process_group(60, device="cpu")
+    policy = ShardedPolicy(seed=1)
+    random.seed(distributed.rank())
+    path = checkpoint.save(Path(folder) / "checkpoints", 4, policy, {"counter": 7})
+    drawn = random.random()
+    full = policy.full()
+    if distributed.is_main():
+        torch.save(full, Path(folder) / "expected.pt")
+    (Path(folder) / f"loss_{distributed.rank()}.json").write_text(json.dumps(policy.learn()))
+
+    other = ShardedPolicy(seed=2)
+    assert checkpoint.load(path, other)["counter"] == 7
+    assert random.random() == drawn  # each rank its own
+    assert all(torch.equal(value, full[name]) for name, value in other.full().items())
+    distributed.destroy_process_group()
+
+
+def loads(folder: str) -> None:
+    distributed.init_process_group(60, device="cpu")
+    policy = ShardedPolicy(seed=3)
+    random.seed(11)
+    before = random.getstate()
+    path = checkpoint.latest_complete(Path(folder) / "checkpoints")
+    assert path is not None
+    extra = checkpoint.load(path, policy)
+    assert extra["step"] == 4 and extra["world_size"] != distributed.world_size()
+    assert random.getstate() == before  # states of other ranks are nobody's
+    expected = torch.load(Path(folder) / "expected.pt")
+    full = policy.full()
+    assert full.keys() == expected.keys() and len(full) == 12
+    assert all(torch.equal(value, expected[name]) for name, value in full.items())
+    torch.testing.assert_close(policy.learn(), json.loads((Path(folder) / "loss_0.json").read_text()))
+    distributed.destroy_process_group()
+
+
+def test_p20_a_rank_that_cannot_write_spoils_it_for_all_and_leaves_the_last_one(tmp_path: Path) -> None:
+    run_ranks(one_cannot_write, 2, arguments=[str(tmp_path)])
+
+
+def one_cannot_write(folder: str) -> None:
+    distributed.init_process_group(60, device="cpu")
+    policy, place = ShardedPolicy(seed=1), Path(folder)
+    checkpoint.save(place, 1, policy, {})
+
+    def no_states() -> dict[str, object]:
+        raise OSError(28, "No space left on device")
+
+    if distributed.rank() == 1:
+        checkpoint._random_states = no_states
+    with pytest.raises(RemoteError, match=r"phase checkpoint \(write\) failed on rank 1: OSError: .*No space left"):
+        checkpoint.save(place, 2, policy, {})
+    assert checkpoint.latest_complete(place) == place / "step_1"
+    dist.barrier()
+    checkpoint.remove_unfinished(place)
+    checkpoint.prune(place, 1)
+    dist.barrier()
+    assert [path.name for path in place.iterdir()] == ["step_1"]
+    distributed.destroy_process_group()

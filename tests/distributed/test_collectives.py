@@ -1,0 +1,150 @@
+"""Exchanges between real torchrun ranks, against what plain Python computes."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.launch import run_ranks
+from trainer import distributed
+from trainer.distributed import RemoteError, agree, agreed, all_gather_bytes, all_reduce_max, all_reduce_sum
+from trainer.watchdog import EXIT_CODE, Watchdog
+
+RANKS = 3
+
+
+def test_exchanges_equal_what_plain_python_computes() -> None:
+    run_ranks(exchanges, RANKS)
+
+
+def exchanges() -> None:
+    distributed.init_process_group(30, device="cpu")
+    rank = distributed.rank()
+    assert distributed.world_size() == RANKS and distributed.is_main() == (rank == 0)
+
+    payloads = [b"", bytes(range(256)) * 1000, b"x"]
+    assert all_gather_bytes(payloads[rank]) == payloads
+    assert all_gather_bytes(b"") == [b""] * RANKS
+
+    def values(who: int) -> dict[str, float]:
+        return {"thirds": 1 / (3 + who), "large": 1e17 * (-1) ** who, "count": float(who)}
+
+    rows = [values(who) for who in range(RANKS)]
+    # In another order of keys on each rank: names decide, not positions.
+    own = dict(sorted(values(rank).items(), reverse=rank == 1))
+    assert all_reduce_sum(own) == {key: sum(row[key] for row in rows) for key in rows[0]}
+    assert all_reduce_max(own) == {key: max(row[key] for row in rows) for key in rows[0]}
+    assert math.isnan(all_reduce_max({"x": math.nan if rank == 1 else 1.0})["x"])
+    assert math.isnan(all_reduce_sum({"x": math.nan if rank == 1 else 1.0})["x"])
+    with pytest.raises(RuntimeError, match=r"ranks 0 and 2 reduce different values.*\['b'\]"):
+        all_reduce_sum({"a": 1.0} | ({"b": 1.0} if rank == 2 else {}))
+
+    distributed.store().clone().set(f"hello/{rank}", str(rank))  # type: ignore[attr-defined]
+    assert [distributed.store().get(f"hello/{who}") for who in range(RANKS)] == [b"0", b"1", b"2"]
+
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor)  # the group is an ordinary one
+    assert tensor.item() == 3.0
+    distributed.destroy_process_group()
+    assert distributed.rank() == 0 and distributed.world_size() == 1
+
+
+def test_p18_an_error_on_some_ranks_is_raised_on_all_and_names_them() -> None:
+    run_ranks(disagreement, RANKS)
+
+
+def disagreement() -> None:
+    distributed.init_process_group(30, device="cpu")
+    rank = distributed.rank()
+    agree(None, "quiet")
+    own = ValueError(f"naïve {rank}") if rank > 0 else None
+    with pytest.raises(RemoteError) as caught:
+        agree(own, "rollout")
+    message = "phase rollout failed on rank 1: ValueError: naïve 1; rank 2: ValueError: naïve 2"
+    assert str(caught.value) == message and caught.value.__cause__ is own
+    with pytest.raises(RemoteError, match="phase update failed on rank 0: KeyError: 'gone'"), agreed("update"):
+        if rank == 0:
+            raise KeyError("gone")
+    with agreed("still in step"):  # nobody is one collective behind
+        assert all_reduce_sum({"one": 1.0}) == {"one": RANKS}
+    with pytest.raises(RemoteError, match="rank 2: RuntimeError: long long") as caught:
+        agree(RuntimeError("long " * 100_000) if rank == 2 else None, "end")
+    assert len(str(caught.value)) < 10_000
+    distributed.destroy_process_group()
+
+
+def test_a_rank_that_died_is_noticed_at_the_next_agreement(tmp_path: Path) -> None:
+    run_ranks(death, RANKS, arguments=[str(tmp_path)])
+    for rank in (0, 2):
+        assert "lost contact with another rank at the end of phase reward" in (tmp_path / str(rank)).read_text()
+
+
+def death(folder: str) -> None:
+    distributed.init_process_group(60, device="cpu")
+    agree(None, "start")
+    if distributed.rank() == 1:
+        os._exit(0)
+    try:
+        agree(None, "reward")
+    except RemoteError as error:
+        (Path(folder) / str(distributed.rank())).write_text(str(error))
+    os._exit(0)
+
+
+def test_a_phase_past_its_deadline_ends_all_ranks_with_phases_and_stacks() -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(hang, RANKS)
+    output = str(caught.value)
+    assert "rank 1 exceeded a deadline, phase rollout for 2." in output
+    assert "  rank 0: step > collective for" in output and "  rank 1: step > rollout for" in output
+    assert "  rank 2: step > collective for" in output
+    for rank, where in ((0, "waits_in_a_collective"), (1, "hangs_in_python"), (2, "waits_in_a_collective")):
+        stacks = "\n".join(line for line in output.splitlines() if line.startswith(f"rank {rank} | "))
+        assert where in stacks, rank
+    assert f"exitcode  : {EXIT_CODE}" in output
+    assert "left without hearing" not in output
+
+
+def hang() -> None:
+    distributed.init_process_group(60, device="cpu")
+    watchdog = Watchdog(distributed.store(), distributed.rank(), distributed.world_size())
+    with watchdog.phase("step", 50):
+        if distributed.rank() == 1:
+            with watchdog.phase("rollout", 2):
+                hangs_in_python()
+        with watchdog.phase("collective", 50):
+            waits_in_a_collective()
+
+
+def hangs_in_python() -> None:
+    import threading
+
+    threading.Event().wait()
+
+
+def waits_in_a_collective() -> None:
+    dist.barrier()
+
+
+def test_ranks_that_lost_the_store_end_by_themselves() -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(store_dies, 2)
+    assert "rank 1: lost the store that the ranks share" in str(caught.value)
+
+
+def store_dies() -> None:
+    """As with launchers other than torchrun: rank 0 holds the store, and takes it along."""
+    distributed.init_process_group(60, device="cpu")
+    rank = distributed.rank()
+    own = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
+    port = int(distributed.all_reduce_max({"port": own.port if own else 0})["port"])
+    store = own or dist.TCPStore("127.0.0.1", port, is_master=False)
+    watchdog = Watchdog(store, rank, 2)
+    with watchdog.phase("rollout", 60):
+        agree(None, "start")
+        if rank == 0:
+            os._exit(0)
+        hangs_in_python()

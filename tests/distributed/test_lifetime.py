@@ -1,0 +1,193 @@
+"""P24: whatever ends a run, nothing of it is left 20 s later. Real torchrun, stand-ins for the ranks' children."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+DEADLINE = 20.0
+
+# A rank with what a real one has: an engine in a session of its own, spawned workers (one has a child, another
+# ignores SIGTERM), shared memory and a socket.
+RANK = """
+    import multiprocessing, os, socket, subprocess, sys, tempfile, time
+    from multiprocessing import shared_memory
+    from pathlib import Path
+    from trainer import lifetime
+
+    def worker():
+        subprocess.Popen(["sleep", "1000"])
+        time.sleep(1000)
+
+    def stubborn():
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+
+    def main():
+        folder = lifetime.start_guardian()
+        lifetime.install_signal_handlers(lambda: "rollout", grace_seconds=3.0)
+        if "early" in sys.argv:
+            report(folder, "")
+            time.sleep(1000)
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        spawn = multiprocessing.get_context("spawn")
+        for target in (worker, stubborn):
+            spawn.Process(target=target).start()
+        memory = shared_memory.SharedMemory(create=True, size=4096)
+        told = Path("/dev/shm") / f"told-{os.getpid()}"
+        told.write_text("x")
+        lifetime.remove_at_end(told)
+        meeting = Path(tempfile.gettempdir()) / f"vllm_dist_{os.getpid()}"  # what vLLM's workers do on CPU
+        meeting.touch()
+        workers = Path("/dev/shm") / f"{meeting.name}-tp:0-[0-1]-cpushm_0"
+        workers.touch()
+        socket.socket(socket.AF_UNIX).bind(str(folder / "engine.sock"))
+        time.sleep(1.5)  # the guardian looks every second
+        report(folder, f"/dev/shm/{memory.name} {told} {workers}")
+        meeting.unlink()
+        if "fail" in sys.argv and os.environ["RANK"] == "1":
+            raise ValueError("rank 1 is broken")
+        if "clean" in sys.argv:
+            return 0
+        if "stuck" in sys.argv:
+            while True:
+                try:
+                    time.sleep(1000)
+                except BaseException:
+                    continue
+        time.sleep(1000)
+
+    def report(folder, files):
+        ready = Path(sys.argv[1]) / os.environ.get("RANK", "0")
+        ready.with_suffix(".tmp").write_text(f"{os.getpid()} {os.environ['HOTBUNK_TOKEN']} {folder} {files}")
+        ready.with_suffix(".tmp").rename(ready)
+
+    if __name__ == "__main__":
+        lifetime.run(main)
+"""
+
+
+class Run:
+    """A launched run: its launcher, and what each of its ranks has told about itself."""
+
+    def __init__(self, folder: Path, *modes: str, ranks: int = 2, torchrun: bool = True) -> None:
+        script = folder / "rank.py"
+        script.write_text(textwrap.dedent(RANK))
+        self.log = folder / "log"
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if torchrun else []
+        command = [sys.executable, *launch, str(script), str(folder), *modes]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+        with self.log.open("w") as log:
+            self.launcher = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        files = [folder / str(rank) for rank in range(ranks)]
+        assert wait_until(lambda: all(file.exists() for file in files), 60), self.log.read_text()
+        told = [file.read_text().split() for file in files]
+        self.pids = [int(words[0]) for words in told]
+        self.tokens = [words[1] for words in told]
+        self.paths = [Path(path) for words in told for path in words[2:]]
+
+    def left(self) -> list[str]:
+        """What is still there: processes by token, session or guardianship, and files."""
+        found = [str(path) for path in self.paths if path.exists()]
+        for process in psutil.process_iter(["pid", "cmdline", "status"]):
+            try:
+                marked = process.environ().get("HOTBUNK_TOKEN") in self.tokens or os.getsid(process.pid) in self.pids
+            except (psutil.Error, ProcessLookupError):
+                continue
+            guards = any(token in (process.info["cmdline"] or []) for token in self.tokens)
+            if (marked or guards) and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid} {process.info['cmdline']}")
+        return found
+
+
+def wait_until(condition, seconds: float) -> bool:
+    """Poll, as a bystander can do no better."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def check_nothing_left(run: Run) -> str:
+    """Wait for the end within the deadline; returns the log. The launcher's exit code must say that the run failed."""
+    assert len(run.paths) > 0
+    assert wait_until(lambda: run.launcher.poll() is not None and not run.left(), DEADLINE), (
+        run.left(), run.log.read_text()
+    )  # fmt: skip
+    return run.log.read_text()
+
+
+@pytest.mark.parametrize("mode", ["early", "steady"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_p24_nothing_is_left_when_the_launcher_is_signalled(tmp_path: Path, number: signal.Signals, mode: str) -> None:
+    run = Run(tmp_path, mode)
+    if mode == "steady":
+        # Of each rank: itself, its guardian, two workers, two sleepers, a resource tracker, and four paths.
+        assert len(run.left()) == 2 * (7 + 4)
+    run.launcher.send_signal(number)
+    log = check_nothing_left(run)
+    assert run.launcher.returncode != 0
+    if number != signal.SIGKILL:
+        for rank in (0, 1):
+            assert f"rank {rank}: interrupted by {number.name} during phase rollout" in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_p24_nothing_is_left_when_one_rank_is_signalled(tmp_path: Path, number: signal.Signals) -> None:
+    run = Run(tmp_path, "steady")
+    os.kill(run.pids[1], number)
+    log = check_nothing_left(run)
+    assert run.launcher.returncode != 0
+    assert f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
+    assert "rank 0: interrupted by SIGTERM during phase rollout" in log  # torchrun passes it on
+
+
+def test_p24_nothing_is_left_when_one_rank_raises(tmp_path: Path) -> None:
+    run = Run(tmp_path, "fail")
+    log = check_nothing_left(run)
+    assert run.launcher.returncode != 0
+    assert "ValueError: rank 1 is broken" in log
+
+
+def test_p24_nothing_is_left_after_a_clean_end(tmp_path: Path) -> None:
+    run = Run(tmp_path, "clean")
+    log = check_nothing_left(run)
+    assert run.launcher.returncode == 0, log
+
+
+def test_p24_a_rank_that_ignores_the_interruption_is_ended_with_its_stacks(tmp_path: Path) -> None:
+    run = Run(tmp_path, "stuck", ranks=1, torchrun=False)
+    run.launcher.send_signal(signal.SIGTERM)
+    log = check_nothing_left(run)
+    assert run.launcher.returncode == 128 + signal.SIGTERM
+    assert "still in phase rollout 3 s after the signal" in log
+    assert "in main" in log  # the stack of the main thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_p24_the_exit_code_names_the_signal(tmp_path: Path, number: signal.Signals) -> None:
+    run = Run(tmp_path, "steady", ranks=1, torchrun=False)
+    run.launcher.send_signal(number)
+    check_nothing_left(run)
+    assert run.launcher.returncode == 128 + number
+
+
+def test_p24_a_run_leaves_its_neighbour_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = Run(tmp_path / "a", "steady", ranks=1), Run(tmp_path / "b", "steady", ranks=1)
+    before = second.left()
+    first.launcher.kill()
+    check_nothing_left(first)
+    assert sorted(second.left()) == sorted(before)
+    second.launcher.kill()
+    check_nothing_left(second)

@@ -1,0 +1,177 @@
+"""FsdpPolicy against plain Transformers, on one rank in this process and on two and three real ones.
+
+Each group of ranks is launched once; `policy_checks` has the checks, a test here looks at what came out of its own.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.distributed import policy_checks as checks
+from tests.distributed.launch import run_ranks
+from trainer.config import ModelConfig, PolicyConfig
+from trainer.distributed import destroy_process_group, init_process_group
+from trainer.errors import UserError
+from trainer.policy import FsdpPolicy
+from trainer.policy.checkpoint_names import checkpoint_views
+from trainer.policy.loading import build_meta_model
+from trainer.policy.saving import save_pretrained
+
+BY_KIND = pytest.mark.parametrize(("kind", "tied"), checks.KINDS)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checks.make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A process group of one, without torchrun."""
+    init_process_group(60, "cpu")
+    yield
+    destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models: Path) -> dict[str, str]:
+    run_ranks(checks.two_ranks, 2, timeout=240, arguments=[str(models), str(models / "two.json")])
+    return json.loads((models / "two.json").read_text())
+
+
+@BY_KIND
+def test_p8_loads_like_from_pretrained_on_one_rank(one_rank: None, models: Path, kind: str, tied: bool) -> None:
+    checks.check_loading(models, kind, tied)
+
+
+@BY_KIND
+def test_p8_loads_like_from_pretrained_on_two_ranks(two_ranks: dict[str, str], kind: str, tied: bool) -> None:
+    assert two_ranks[f"loading {kind} {tied}"] == ""
+
+
+@pytest.mark.parametrize("name", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("budget", [10_000, 40])
+def test_p14_gradients_of_one_and_four_micro_batches(one_rank: None, models: Path, budget: int, name: str) -> None:
+    batches = checks.own_batches(checks.make_samples(), budget)
+    assert len(batches) == (1 if budget > 40 else 4)
+    checks.check_gradients(models, "qwen2", True, budget, name)
+
+
+@pytest.mark.parametrize("name", ["token_mean", "sequence_mean"])
+@BY_KIND
+def test_p14_gradients_of_two_ranks_with_uneven_micro_batches(
+    two_ranks: dict[str, str], kind: str, tied: bool, name: str
+) -> None:
+    assert two_ranks[f"gradients {kind} {tied} {name}"] == ""
+
+
+@pytest.mark.parametrize("how", ["recomputed", "kept gathered"])
+def test_memory_settings_do_not_change_gradients(two_ranks: dict[str, str], how: str) -> None:
+    assert two_ranks[f"gradients {how}"] == ""
+
+
+def test_p15_nan_on_one_rank_skips_on_all_and_the_third_in_a_row_raises(two_ranks: dict[str, str]) -> None:
+    assert two_ranks["nan"] == ""
+
+
+def test_p16_one_long_seven_short_and_none(models: Path) -> None:
+    run_ranks(checks.three_ranks, 3, timeout=120, arguments=[str(models), str(models / "three.json")])
+    assert json.loads((models / "three.json").read_text()) == {"uneven": ""}
+
+
+def test_p11_a_step_at_1e_6_moves_the_masters(two_ranks: dict[str, str]) -> None:
+    assert two_ranks["small steps"] == ""
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3_moe"])
+def test_p20_export_opens_in_plain_transformers(two_ranks: dict[str, str], kind: str) -> None:
+    assert two_ranks[f"export {kind}"] == ""
+
+
+def test_p20_a_restored_policy_goes_on_bit_for_bit(two_ranks: dict[str, str]) -> None:
+    assert two_ranks["state"] == ""
+
+
+@BY_KIND
+def test_export_in_several_files(one_rank: None, models: Path, tmp_path: Path, kind: str, tied: bool) -> None:
+    """With an index, as large models have it, and read back through the index."""
+    source = checks.model_folder(models, kind, tied)
+    policy = checks.make_policy(source)
+    save_pretrained(policy.model, tmp_path, torch.float32, source, shard_bytes=20_000)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2 and not list(tmp_path.glob("*part*"))
+    again = checks.weights(checks.make_policy(tmp_path))
+    assert all(torch.equal(w, again[name]) for name, w in checks.weights(policy).items())
+
+
+def test_a_reference_has_no_optimizer_and_no_gradients(one_rank: None, models: Path) -> None:
+    policy = checks.make_policy(checks.model_folder(models), trainable=False, dtype="bfloat16")
+    assert not hasattr(policy, "optimizer") and policy.state_dict()["optimizer"] == {}
+    assert {(p.dtype, p.requires_grad) for _, p in policy.named_parameters()} == {(torch.bfloat16, False)}
+    assert torch.isfinite(policy.logprobs(checks.own_batches(checks.make_samples(), 60), 1.0)[0]).all()
+
+
+def test_checkpoint_views_of_fused_experts(models: Path) -> None:
+    """Expert by expert: gate, then up; against slices of a real tensor."""
+    source = checks.model_folder(models, "qwen3_moe", False)
+    model = build_meta_model(source, torch.float32, "sdpa", False, checks.CPU)
+    stored = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    views = checkpoint_views(model, name, (5, 48, 32))
+    expected = [f"model.layers.1.mlp.experts.{e}.{part}_proj.weight" for e in range(5) for part in ("gate", "up")]
+    assert [view.name for view in views] == expected
+    plain = checks.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).get_parameter(name)
+    for view in views:
+        piece = plain.flatten()[view.offset : view.offset + stored[view.name].numel()].view(view.shape)
+        assert torch.equal(piece, stored[view.name])
+    assert checkpoint_views(model, "model.norm.weight", (32,)) == [("model.norm.weight", 0, (32,))]
+
+
+def test_checkpoint_views_refuse_what_is_no_contiguous_part(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = checks.model_folder(models)
+    model = build_meta_model(source, torch.float32, "sdpa", False, checks.CPU)
+    for conversion, message in [
+        (lambda _, state: {"x": state["w"].t()}, "not a contiguous part"),
+        (lambda _, state: {"x": state["w"] + 1}, "not a contiguous part"),
+        (lambda _, state: {"x": state["w"][:1]}, "cover 3 elements"),
+        (lambda _, state: {"x": state["w"][1:]}, "begins at element 3"),
+    ]:
+        monkeypatch.setattr("trainer.policy.checkpoint_names.revert_weight_conversion", conversion)
+        with pytest.raises(ValueError, match=message):
+            checkpoint_views(model, "w", (2, 3))
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "no file", "cut short", "no model", "softcap"])
+def test_bad_checkpoints_are_one_sentence(one_rank: None, models: Path, tmp_path: Path, fault: str) -> None:
+    source = checks.model_folder(models)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    config = json.loads((source / "config.json").read_text())
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "shape":
+        tensors[name] = tensors[name][:-1].contiguous()
+    elif fault == "softcap":
+        config["final_logit_softcapping"] = 30.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if fault != "no file":
+        save_file(tensors, tmp_path / "model.safetensors")
+    if fault == "cut short":
+        whole = (tmp_path / "model.safetensors").read_bytes()
+        (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    path = "/no/such/folder" if fault == "no model" else str(tmp_path)
+    culprit = {"missing": name, "shape": name, "softcap": "final_logit_softcapping", "no model": path}.get(
+        fault, "safetensors"
+    )
+    with pytest.raises(UserError, match=culprit) as caught:
+        FsdpPolicy(ModelConfig(path=path), PolicyConfig(), checks.CPU)
+    assert "\n" not in str(caught.value)
+
+
+def test_state_of_another_model_is_refused(one_rank: None, models: Path) -> None:
+    state = checks.make_policy(checks.model_folder(models, "qwen3", True)).state_dict()
+    with pytest.raises(ValueError, match="does not fit"):
+        checks.make_policy(checks.model_folder(models)).load_state_dict(state)

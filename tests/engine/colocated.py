@@ -1,0 +1,96 @@
+"""A trainer's model and a real engine on the same machine, one rank: what the engine tests share."""
+
+import tempfile
+from pathlib import Path
+from typing import Self
+
+import torch
+from generation.event_loop import EngineThread
+from generation.sampling import SamplingSettings
+from generation.settings import EngineSettings
+from generation.worker_async import Completion, VllmAsyncGenerationWorker
+from sharding.manager import Leader, ShardingManager, SyncSettings
+from sharding.source import FsdpWeightSource
+from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+from transformers import AutoModelForCausalLM
+
+
+def start_engine(folder: Path | str, plain: bool = True, **settings: object) -> Leader:
+    """An engine on CPU for the model in `folder`, awake, its weights of no version."""
+    defaults: dict[str, object] = {"max_model_len": 256, "kv_cache_bytes": 64 << 20, "max_num_seqs": 32}
+    thread = EngineThread()
+    engine = VllmAsyncGenerationWorker(
+        EngineSettings(model=str(folder), plain_cpu_weights=plain, **(defaults | settings))  # type: ignore[arg-type]
+    )
+    thread.run(engine.start(), 120, "starting a test engine")
+    return Leader(engine, thread)
+
+
+def stop(leader: Leader) -> None:
+    leader.engine.shutdown()
+    leader.thread.close()
+
+
+class HfPolicy:
+    """The smallest policy there is: a Transformers model in this process, and a version."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.version = 0
+
+    @torch.no_grad()
+    def randomise(self, seed: int) -> None:
+        """Give every parameter new values, the version a new number."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.dim() == 1 else 0.1))
+            if parameter.dim() == 1:
+                parameter.add_(1.0)
+        self.version += 1
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """Plain Transformers' log-probability of each of `token_ids[1:]`."""
+        table = torch.log_softmax(self.model(torch.tensor([token_ids])).logits[0].float() / temperature, dim=-1)
+        return [table[i, token].item() for i, token in enumerate(token_ids[1:])]
+
+    def score_tokens(self, token_ids: list[int]) -> list[float]:
+        return self.logprobs(token_ids)
+
+
+class Colocated:
+    """Policy, engine and sharding manager; a context manager that leaves no process behind."""
+
+    def __init__(
+        self, folder: Path | str, plain: bool = True, verify: str = "full", bucket: int = 1 << 18, **engine: object
+    ):
+        self.policy = HfPolicy(folder)
+        self.leader = start_engine(folder, plain, **engine)
+        self.source = FsdpWeightSource(
+            list(parameter_names(self.policy.model).items()),
+            torch.float32,
+            lambda name, shape: checkpoint_views(self.policy.model, name, shape),
+        )
+        self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-test-")
+        settings = SyncSettings(verify, bucket, timeout=60)  # type: ignore[arg-type]
+        self.manager = ShardingManager(
+            self.source, torch.device("cpu"), settings, Path(self._folder.name), leader=self.leader
+        )
+        self.manager.connect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stop(self.leader)
+        self.manager.close()
+        self._folder.cleanup()
+
+    def complete(self, prompt: list[int], sampling: SamplingSettings, seed: int = 0) -> Completion:
+        coroutine = self.leader.engine.complete(prompt, sampling, seed=seed, policy_version=self.policy.version)
+        return self.leader.thread.run(coroutine, 60, "a test completion")
+
+    def gap(self, prompt: list[int], completion: Completion, temperature: float) -> float:
+        """Largest difference between the engine's log-probabilities and plain Transformers' own second pass."""
+        own = self.policy.logprobs(prompt + completion.token_ids, temperature)[len(prompt) - 1 :]
+        return max(abs(a - b) for a, b in zip(own, completion.logprobs, strict=True))

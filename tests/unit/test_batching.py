@@ -1,0 +1,108 @@
+"""Micro-batches: nothing lost, nothing doubled, never above the budget, the same on every rank."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.batching import Sample, assign_to_ranks, micro_batches, pack
+
+LENGTHS = st.lists(st.integers(1, 60), max_size=40)
+
+
+def sample(length: int, seed: int = 0) -> Sample:
+    ids = [1 + (seed * 31 + i) % 9 for i in range(length)]
+    mask = [int(i >= length // 2) for i in range(length)]
+    return Sample(ids, mask, [-0.25 * (i + 1) * m for i, m in enumerate(mask)], advantage=float(seed))
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 80))
+def test_pack_keeps_every_sequence_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    groups = pack(lengths, budget)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    for group in groups:
+        assert len(group) == 1 or len(group) * max(lengths[i] for i in group) <= budget
+    widths = [max(lengths[i] for i in group) for group in groups]
+    assert widths == sorted(widths, reverse=True)
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 8))
+def test_p16_assignment_is_balanced_and_complete(lengths: list[int], ranks: int) -> None:
+    assigned = assign_to_ranks(lengths, ranks)
+    assert len(assigned) == ranks
+    assert sorted(i for rank in assigned for i in rank) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in rank) for rank in assigned]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+@settings(deadline=None, max_examples=50)
+@given(LENGTHS, st.integers(1, 100), st.integers(0, 3))
+def test_tensors_hold_what_the_samples_say(lengths: list[int], budget: int, extra: int) -> None:
+    """Each row, read back position by position, is its sample; everything else is padding without weight."""
+    samples = [sample(length, seed) for seed, length in enumerate(lengths)]
+    count = len(pack(lengths, budget)) + extra
+    batches = micro_batches(samples, budget, pad_id=0, device="cpu", count=count)
+    assert len(batches) == count
+    seen: list[int] = []
+    for batch in batches:
+        seen += batch.rows
+        height, width = batch.input_ids.shape
+        assert width >= 2 and batch.loss_mask.shape == batch.engine_logprobs.shape == (height, width - 1)
+        if not batch.rows:
+            assert not batch.loss_mask.any() and not batch.advantages.any()
+        for r, index in enumerate(batch.rows):
+            s, n = samples[index], len(samples[index].input_ids)
+            assert batch.input_ids[r].tolist() == s.input_ids + [0] * (width - n)
+            for column in range(width - 1):
+                inside = column + 1 < n
+                assert float(batch.loss_mask[r, column]) == (s.loss_mask[column + 1] if inside else 0)
+                assert float(batch.engine_logprobs[r, column]) == (s.engine_logprobs[column + 1] if inside else 0.0)
+            assert float(batch.advantages[r]) == s.advantage
+    assert sorted(seen) == list(range(len(samples)))
+
+
+def test_p22_a_sampled_pad_token_stays_in_the_loss() -> None:
+    """The mask is by position: a token the policy sampled counts, whatever its id."""
+    pad = 0
+    batches = micro_batches(
+        [Sample([5, 6, pad, pad], [0, 0, 1, 1], [0, 0, -1, -2], 1.0), sample(6)], 100, pad, "cpu", 1
+    )
+    row = batches[0].rows.index(0)
+    assert batches[0].loss_mask[row].tolist() == [0, 1, 1, 0, 0]
+
+
+def test_awkward_inputs() -> None:
+    one = micro_batches([Sample([7], [1], [0.0], 1.0)], 10, 0, "cpu", None)
+    assert one[0].input_ids.tolist() == [[7, 0]] and one[0].loss_mask.tolist() == [[0.0]]
+    nothing = micro_batches([], 10, 0, "cpu", None)
+    assert len(nothing) == 1 and nothing[0].rows == [] and not nothing[0].loss_mask.any()
+    assert len(micro_batches([sample(50)], 10, 0, "cpu", None)) == 1
+    with pytest.raises(ValueError, match="2 micro-batches are needed"):
+        micro_batches([sample(50), sample(50)], 10, 0, "cpu", 1)
+    with pytest.raises(ValueError, match="equally many"):
+        Sample([1, 2], [1], [0.0], 1.0)
+    with pytest.raises(ValueError, match="at least one"):
+        Sample([], [], [], 1.0)
+
+
+def test_right_padding_needs_no_attention_mask() -> None:
+    """Real tokens' outputs are the same with and without padding on their right."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    padded = micro_batches([sample(5, 1), sample(9, 2)], 100, 0, "cpu", 1)[0]
+    with torch.no_grad():
+        together = model(padded.input_ids).logits
+        alone = model(torch.tensor([sample(5, 1).input_ids])).logits
+    torch.testing.assert_close(together[padded.rows.index(0), :5], alone[0], atol=1e-6, rtol=0)

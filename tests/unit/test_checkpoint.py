@@ -1,0 +1,247 @@
+"""P20 on one process: a checkpoint is complete or invisible, at whatever write the process dies."""
+
+import builtins
+import io
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from trainer import checkpoint
+from trainer.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+VOCABULARY = 257
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)  # or pytest collects its thousands of lines
+
+
+class TinyPolicy:
+    """A head over a vocabulary that divides by nothing, and its optimizer; state as DCP takes it."""
+
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
+        self.model = torch.nn.Linear(4, vocabulary)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.learn(torch.zeros(1, 4))
+
+    def learn(self, inputs: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(inputs).square().sum().backward()
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class WeightsOnly(TinyPolicy):
+    """Fewer tensors, so fewer writes to be killed at."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+
+
+def constant(value: float) -> WeightsOnly:
+    """A policy whose every weight is `value`."""
+    policy = WeightsOnly()
+    for parameter in policy.model.parameters():
+        torch.nn.init.constant_(parameter, value)
+    return policy
+
+
+def test_p20_what_is_loaded_is_what_was_saved_random_states_included(tmp_path: Path) -> None:
+    policy = TinyPolicy()
+    saved = {key: value.clone() for key, value in policy.model.state_dict().items()}
+    path = checkpoint.save(tmp_path, 3, policy, {"fingerprint": "abc", "counters": {"skipped": 2}})
+    drawn = (random.random(), numpy.random.rand(), torch.rand(3).tolist(), random.gauss(0, 1))
+    inputs = torch.arange(8.0).view(2, 4)
+    policy.learn(inputs)
+
+    other = TinyPolicy()
+    assert path == tmp_path / "step_3" == checkpoint.latest_complete(tmp_path)
+    extra = checkpoint.load(path, other)
+    assert extra == {"fingerprint": "abc", "counters": {"skipped": 2}, "step": 3, "world_size": 1}
+    assert (random.random(), numpy.random.rand(), torch.rand(3).tolist(), random.gauss(0, 1)) == drawn
+    assert all(torch.equal(value, saved[key]) for key, value in other.model.state_dict().items())
+    other.learn(inputs)  # Adam's moments and step count came along
+    assert torch.equal(other.model.weight, policy.model.weight)
+
+
+class DyingFiles:
+    """Counts every call that changes the file system, and kills the process in the middle of number `last`."""
+
+    def __init__(self, last: int) -> None:
+        self.left = last
+
+    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.tick()
+            return call(*arguments, **options)
+
+        return counted
+
+    def tick(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def install(self) -> None:
+        """For good: only in a child that is about to die."""
+        for name in ("rename", "replace", "mkdir", "fsync", "unlink", "rmdir"):
+            setattr(os, name, self.before(getattr(os, name)))
+        plain_open = io.open
+
+        def counted_open(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+            stream = plain_open(file, mode, *arguments, **options)
+            if "r" in mode and "+" not in mode:
+                return stream
+            self.tick()
+            return DyingStream(stream, self)
+
+        io.open = builtins.open = counted_open
+
+
+class DyingStream:
+    """A file whose every write may be cut off half way."""
+
+    def __init__(self, stream: Any, files: DyingFiles) -> None:
+        self.stream, self.files = stream, files
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def __enter__(self) -> "DyingStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+
+    def write(self, data: Any) -> int:
+        half = len(data) // 2
+        self.stream.write(data[:half])
+        self.stream.flush()
+        self.files.tick()
+        self.stream.write(data[half:])
+        return len(data)
+
+
+def save_and_die(folder: Path, last: int) -> bool:
+    """In a child: step 1 and 2 exist, save step 3 and prune to two. Whether it was killed on the way."""
+    child = os.fork()
+    if child == 0:
+        DyingFiles(last).install()
+        checkpoint.save(folder, 3, constant(3.0), {})
+        checkpoint.prune(folder, keep=2)
+        assert checkpoint.latest_complete(folder) == folder / "step_3"
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_p20_killed_at_every_write_the_newest_complete_one_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        os, "fsync", lambda _: None
+    )  # counted all the same; a killed process loses no page of the cache
+    folder, backup = tmp_path / "checkpoints", tmp_path / "backup"
+    for step in (1, 2):
+        checkpoint.save(backup, step, constant(step), {})
+    policy, seen, killed = WeightsOnly(), [], True
+    while killed:
+        if not seen or seen[-1] == 3:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(backup, folder)
+        killed = save_and_die(folder, last=len(seen) + 1)
+        for complete in folder.glob("step_?/COMPLETE"):  # also one whose deletion was cut short
+            step = checkpoint.load(complete.parent, policy)["step"]
+            assert torch.equal(policy.model.weight, torch.full_like(policy.model.weight, step))
+        newest = checkpoint.latest_complete(folder)
+        assert newest is not None
+        seen.append(int(newest.name[-1]))
+        # The next run begins with this, and goes on from there: the child of the next round saves step 3 again.
+        checkpoint.remove_unfinished(folder)
+        assert all((path / "COMPLETE").exists() for path in folder.iterdir())
+    assert len(seen) > 20, len(seen)
+    assert seen == sorted(seen) and set(seen) == {2, 3}  # one moment at which it becomes visible, and never a step back
+
+
+def test_p20_unfinished_checkpoints_are_invisible_and_refused(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 9, constant(9.0), {})
+    checkpoint.save(tmp_path, 10, constant(10.0), {})
+    (tmp_path / "step_10" / "COMPLETE").unlink()
+    (tmp_path / "step_11.tmp").mkdir()
+    (tmp_path / "step_11.tmp" / "COMPLETE").touch()
+    (tmp_path / "notes").mkdir()
+    assert checkpoint.latest_complete(tmp_path) == tmp_path / "step_9"
+    assert checkpoint.latest_complete(tmp_path / "nowhere") is None
+    for name in ("step_10", "step_11.tmp", "step_12"):
+        with pytest.raises(UserError, match=rf"{name} does not exist or was not finished; the newest .*step_9$"):
+            checkpoint.load(tmp_path / name, TinyPolicy())
+    checkpoint.remove_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_9"]
+    checkpoint.remove_unfinished(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(0, [10]), (1, [10]), (2, [9, 10]), (3, [2, 9, 10]), (9, [1, 2, 9, 10])])
+def test_p20_prune_counts_complete_ones_by_number_and_spares_the_newest(
+    tmp_path: Path, keep: int, kept: list[int]
+) -> None:
+    for step in (1, 2, 9, 10, 11):
+        (tmp_path / f"step_{step}").mkdir()
+        (tmp_path / f"step_{step}" / "COMPLETE").touch()
+    (tmp_path / "step_11" / "COMPLETE").unlink()  # incomplete: neither counted nor taken for the newest
+    checkpoint.prune(tmp_path, keep)
+    assert {path.name for path in tmp_path.iterdir()} == {f"step_{step}" for step in [*kept, 11]}
+
+
+def test_p20_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, constant(1.0), {"attempt": 1})
+    path = checkpoint.save(tmp_path, 1, constant(5.0), {"attempt": 2})
+    policy = WeightsOnly()
+    assert checkpoint.load(path, policy)["attempt"] == 2
+    assert policy.model.weight[0, 0] == 5.0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_p20_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, TinyPolicy(), {})
+    with pytest.raises(UserError, match="does not fit this model: .*[Ss]ize") as caught:
+        checkpoint.load(path, TinyPolicy(vocabulary=256))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_full_disk_is_an_ordinary_error_and_spares_earlier_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path, 1, TinyPolicy(), {})
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RuntimeError, match="checkpoint.*No space left on device"):
+        checkpoint.save(tmp_path, 2, TinyPolicy(), {})
+    assert checkpoint.latest_complete(tmp_path) == tmp_path / "step_1"
+
+
+def test_the_small_files_are_plain_json(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, TinyPolicy(), {"a": 0.1})
+    assert json.loads((path / "extra.json").read_text())["a"] == 0.1
+    assert set(json.loads((path / "rank_0.json").read_text())) == {"python", "numpy", "torch"}

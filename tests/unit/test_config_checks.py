@@ -1,0 +1,176 @@
+"""What is checked before anything loads: between keys, and against the machine and the model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config import TrainConfig
+from trainer.config_checks import check_config, model_config, resolve_device, without_expandable_segments
+from trainer.errors import UserError
+
+MODEL = {"max_position_embeddings": 2048, "num_attention_heads": 6}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    """A recipe with which nothing is wrong."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "data.jsonl").touch()
+    return {
+        "run": {"device": "cpu"},
+        "model": {"path": str(tmp_path)},
+        "data": {"path": str(tmp_path / "data.jsonl")},
+        "reward": {"functions": [{"name": "exact_match"}]},
+    }
+
+
+def problems(config: dict, changes: dict | None = None, command: str = "train", **environ: str) -> list[str]:
+    merged = {
+        section: config.get(section, {}) | (changes or {}).get(section, {}) for section in {*config, *(changes or {})}
+    }
+    try:
+        check_config(TrainConfig.model_validate(merged), command, environ)  # type: ignore[arg-type]
+    except UserError as error:
+        return str(error).splitlines()
+    return []
+
+
+def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
+    assert problems(config) == []
+    assert problems(config, WORLD_SIZE="8") == []
+    three = {"engine": {"tensor_parallel_size": 3}, "batch": {"prompts_per_step": 3}}
+    assert problems(config, three, WORLD_SIZE="12", PYTORCH_ALLOC_CONF="expandable_segments:True") == []
+    assert problems(config, {"reward": {"functions": []}, "algorithm": {"group_size": 1}}, command="sft") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "sentence"),
+    [
+        ({"algorithm": {"group_size": 1}}, 1, "algorithm.group_size is 1.*at least 2"),
+        (
+            {"batch": {"prompts_per_step": 5}, "algorithm": {"group_size": 3}},
+            2,
+            r"= 15 must be divisible by .*ranks \(2\)",
+        ),
+        ({"batch": {"prompts_per_step": 4, "updates_per_step": 3}}, 1, r"= 32 must be .*updates_per_step \(3\)"),
+        (
+            {"batch": {"prompts_per_step": 1, "updates_per_step": 4}, "algorithm": {"group_size": 4}},
+            2,
+            "without an answer",
+        ),
+        ({"sampling": {"max_tokens": 1025}}, 1, "data.max_prompt_tokens \\+ sampling.max_tokens = 2049 is more than"),
+        ({"eval": {"max_tokens": 1025}}, 1, "data.max_prompt_tokens \\+ eval.max_tokens = 2049 is more than"),
+        ({"engine": {"max_model_len": 2049}}, 1, "engine.max_model_len = 2049 is more than the 2048 positions"),
+        (
+            {"engine": {"tensor_parallel_size": 2}, "batch": {"prompts_per_step": 3}},
+            3,
+            r"number of ranks = 3 must be divisible by .*\(2\)",
+        ),
+        ({"engine": {"tensor_parallel_size": 4}}, 4, r"num_attention_heads of the model = 6 must be divisible by"),
+        ({"eval": {"every": 5}}, 1, "eval.every is set, but"),
+        ({"reward": {"functions": []}}, 1, "reward.functions is empty"),
+        ({"data": {"path": "absent/data.jsonl"}}, 1, "data.path: there is no file or folder absent/data.jsonl"),
+        ({"data": {"eval_path": "/absent"}}, 1, "data.eval_path: there is no file or folder /absent"),
+        ({"model": {"path": "/absent"}}, 1, "model.path: there is no folder /absent"),
+        ({"checkpoint": {"resume": "/absent"}}, 1, "checkpoint.resume: /absent is no complete checkpoint"),
+    ],
+)
+def test_what_is_wrong_is_named(config: dict, changes: dict, world: int, sentence: str) -> None:
+    found = problems(config, changes, WORLD_SIZE=str(world))
+    assert len(found) == 1, found
+    with pytest.raises(AssertionError, match=sentence):
+        raise AssertionError(found[0])
+
+
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 20), ("top_k", 1), ("min_p", 0.05)])
+def test_p13_truncated_sampling_is_refused_in_training(config: dict, key: str, value: float) -> None:
+    (sentence,) = problems(config, {"sampling": {key: value}})
+    assert sentence.startswith(f"sampling.{key} is {value}, but when sampling is truncated the engine's probabilities")
+    assert problems(config, {"eval": {"top_p": 0.9}}) == []
+
+
+def test_p13_both_spellings_of_no_top_k_are_fine(config: dict) -> None:
+    assert problems(config, {"sampling": {"top_k": 0}}) == []
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [
+        ("expandable_segments:True", ""),
+        (" expandable_segments : true ", ""),
+        ("max_split_size_mb:128,expandable_segments:True", "max_split_size_mb:128"),
+        (
+            "expandable_segments:True,roundup_power2_divisions:[256:1,512:2],garbage_collection_threshold:0.8",
+            "roundup_power2_divisions:[256:1,512:2],garbage_collection_threshold:0.8",
+        ),
+        ("expandable_segments:False", None),
+        ("max_split_size_mb:128", None),
+        ("", None),
+    ],
+)
+def test_p3_expandable_segments_are_refused_on_cuda(
+    config: dict, variable: str, setting: str, kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.config_checks.gpu_visible", lambda: True)
+    assert without_expandable_segments(setting) == kept
+    found = problems(config, {"run": {"device": "cuda"}}, **{variable: setting})
+    remedy = "unset it" if kept == "" else f"set it to {kept!r}"
+    reason = "switches on expandable_segments, which sleep mode and CUDA IPC cannot use"
+    assert found == ([] if kept is None else [f"{variable} {reason}: {remedy}"])
+    assert problems(config, {"run": {"device": "cpu"}}, **{variable: setting}) == []
+
+
+def test_hidden_gpus_make_a_cpu_run(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert resolve_device(TrainConfig.model_validate(config | {"run": {"device": "auto"}})) == "cpu"
+    assert problems(config, {"run": {"device": "cuda"}}) == [
+        "run.device is cuda, but this machine shows no NVIDIA GPU: set it to cpu or auto"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}, 4096),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 4096),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 256}}, 2048),
+        ({"rope_parameters": {"rope_type": "default"}}, 2048),
+        ({"rope_scaling": None}, 2048),
+    ],
+)
+def test_stretched_positions_count(config: dict, tmp_path: Path, rope: dict, longest: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | rope))
+    assert problems(config, {"engine": {"max_model_len": longest}}) == []
+    assert len(problems(config, {"engine": {"max_model_len": longest + 1}})) == 1
+
+
+def test_the_language_model_of_several_modalities_is_found(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": MODEL, "vision_config": {}}))
+    assert model_config(str(tmp_path)) == MODEL
+
+
+def test_weights_must_be_there(config: dict, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").unlink()
+    assert "holds no *.safetensors" in problems(config)[0]
+
+
+def test_a_complete_checkpoint_is_accepted(config: dict, tmp_path: Path) -> None:
+    folder = tmp_path / "step_3"
+    folder.mkdir()
+    assert len(problems(config, {"checkpoint": {"resume": str(folder)}})) == 1
+    (folder / "COMPLETE").touch()
+    assert problems(config, {"checkpoint": {"resume": str(folder)}}) == []
+
+
+def test_all_problems_are_named_at_once(config: dict) -> None:
+    changes = {
+        "model": {"path": "/absent"},
+        "sampling": {"top_p": 0.5, "temperature": 0},
+        "algorithm": {"group_size": 1},
+    }
+    found = problems(config, changes)
+    assert len(found) == 4, found

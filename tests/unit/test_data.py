@@ -1,0 +1,198 @@
+"""Prompts: what is read, what is dropped, and that their order needs no memory (P19)."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_tokenizer import small_tokenizer
+
+from trainer.config import DataConfig
+from trainer.data import Prompt, PromptDataset, epoch_order, load_eval_prompts, load_prompts
+from trainer.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def numbered(count: int, salt: str = "") -> PromptDataset:
+    return PromptDataset([Prompt(index, (index,), {"answer": f"{index}{salt}"}) for index in range(count)])
+
+
+def texts(dataset: PromptDataset) -> list[str]:
+    tokenizer = small_tokenizer()
+    return [tokenizer.decode(list(dataset[index].token_ids)) for index in range(len(dataset))]
+
+
+@pytest.mark.parametrize(("length", "size"), [(10, 4), (7, 7), (5, 12), (1, 3)])
+def test_p19_a_stop_at_any_step_changes_nothing(length: int, size: int) -> None:
+    steps = 3 * length // size + 1
+    dataset = numbered(length)
+    uninterrupted = [prompt.id for step in range(steps) for prompt in dataset.batch(step, size, seed=3)]
+    for stop in range(steps):
+        epoch_order.cache_clear()
+        resumed = numbered(length)  # another process would read the data anew
+        ids = [prompt.id for step in range(stop) for prompt in dataset.batch(step, size, seed=3)]
+        ids += [prompt.id for step in range(stop, steps) for prompt in resumed.batch(step, size, seed=3)]
+        assert ids == uninterrupted
+
+
+@given(length=st.integers(1, 40), size=st.integers(1, 50), seed=st.integers(0, 2**63))
+def test_p19_each_epoch_shows_each_prompt_once(length: int, size: int, seed: int) -> None:
+    dataset = numbered(length)
+    steps = -(-3 * length // size)
+    ids = [prompt.id for step in range(steps) for prompt in dataset.batch(step, size, seed)]
+    for epoch in range(3):
+        assert Counter(ids[epoch * length : (epoch + 1) * length]) == Counter(range(length))
+
+
+def test_p19_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
+    orders = {epoch_order(seed, epoch, 100) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+    # Written down, so that an upgrade of NumPy which changes the order of running experiments is seen.
+    assert epoch_order(0, 0, 8) == (3, 7, 6, 2, 0, 5, 4, 1)
+
+
+def test_p19_order_is_uniform_enough() -> None:
+    firsts = Counter(epoch_order(seed, 0, 4)[0] for seed in range(4000))
+    assert all(850 < firsts[index] < 1150 for index in range(4)), firsts
+
+
+def test_p19_changed_data_have_another_fingerprint() -> None:
+    prompts = [Prompt(index, (index, 7), {"answer": str(index)}) for index in range(5)]
+    same = PromptDataset(prompts).fingerprint
+    assert PromptDataset(list(prompts), dropped=3).fingerprint == same
+    changed = [
+        prompts[:-1],
+        prompts[::-1],
+        [*prompts[:-1], Prompt(4, (4, 8), {"answer": "4"})],
+        [*prompts[:-1], Prompt(4, (4, 7), {"answer": "5"})],
+        [*prompts[:-1], Prompt(5, (4, 7), {"answer": "4"})],
+    ]
+    fingerprints = {PromptDataset(other).fingerprint for other in changed}
+    assert len(fingerprints) == len(changed)
+    assert same not in fingerprints
+
+
+def test_a_prompt_string_becomes_a_user_message_and_the_row_is_passed_on(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "1+1=", "result": 2, "level": "easy"})
+    dataset = load_prompts(DataConfig(path=path, answer_key="result", system_prompt="Add."), small_tokenizer())
+    assert texts(dataset) == ["<system>Add.<user>1+1=<assistant>"]
+    assert dataset[0].row == {"prompt": "1+1=", "result": 2, "level": "easy", "answer": 2}
+
+
+def test_messages_keep_their_system_prompt_and_get_no_keys_they_did_not_have(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi", "name": "Ada"}]},
+        {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]},
+    ]
+    path = write(tmp_path / "a.jsonl", *rows)
+    config = DataConfig(path=path, answer_key=None, system_prompt="Mine.", chat_template_kwargs={"thinking": True})
+    assert texts(load_prompts(config, small_tokenizer())) == [
+        "<system>Own.<user>Hi(Ada)<assistant><think>",
+        "<system>Mine.<user>A<assistant>B<assistant><think>",
+    ]
+
+
+def test_messages_may_be_in_the_prompt_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "A"}], "answer": 1})
+    assert texts(load_prompts(DataConfig(path=path), small_tokenizer())) == ["<user>A<assistant>"]
+
+
+@pytest.mark.parametrize("switched_off", [True, False])
+def test_without_a_template_a_prompt_is_tokenised_as_it_stands(tmp_path: Path, switched_off: bool) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "1+1=", "answer": "2"})
+    tokenizer = small_tokenizer() if switched_off else small_tokenizer(chat_template=None)
+    config = DataConfig(path=path, apply_chat_template=not switched_off)
+    assert texts(load_prompts(config, tokenizer)) == ["1+1="]
+
+
+def test_long_prompts_are_dropped_by_tokens_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "é" * 5, "answer": 0}, {"prompt": "e" * 8, "answer": 1}, {"prompt": "e" * 11, "answer": 2}]
+    config = DataConfig(path=write(tmp_path / "a.jsonl", *rows), apply_chat_template=False, max_prompt_tokens=9)
+    dataset = load_prompts(config, small_tokenizer())
+    # Five characters of two bytes are ten tokens; eight of one byte are eight.
+    assert (len(dataset), dataset.dropped, dataset[0].id) == (1, 2, 1)
+    assert [prompt.id for prompt in dataset.batch(0, 2, seed=0)] == [1, 1]
+    assert load_prompts(config, small_tokenizer(), max_prompt_tokens=10).dropped == 1
+
+
+def test_more_rows_than_are_tokenised_at_once_keep_their_ids(tmp_path: Path) -> None:
+    rows = [{"prompt": str(index), "answer": index} for index in range(2500)]
+    config = DataConfig(path=write(tmp_path / "a.jsonl", *rows), apply_chat_template=False)
+    dataset = load_prompts(config, small_tokenizer())
+    assert [prompt.row["answer"] for prompt in map(dataset.__getitem__, range(2500))] == list(range(2500))
+    assert texts(dataset) == [str(dataset[index].id) for index in range(2500)]
+
+
+def test_parquet_and_folders_and_slices(tmp_path: Path) -> None:
+    rows = {"prompt": ["a", "b", "c"], "answer": [1, 2, 3]}
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    datasets.Dataset.from_dict(rows).to_parquet(str(folder / "train-0.parquet"))
+    datasets.Dataset.from_dict({"prompt": ["d"], "answer": [4]}).to_parquet(str(folder / "test-0.parquet"))
+    config = DataConfig(path=str(folder), eval_split="test", apply_chat_template=False)
+    assert texts(load_prompts(config, small_tokenizer())) == ["a", "b", "c"]
+    held_out = load_eval_prompts(config, small_tokenizer())
+    assert held_out is not None
+    assert texts(held_out) == ["d"]
+    file = DataConfig(path=str(folder / "train-0.parquet"), split="train[1:]", apply_chat_template=False)
+    assert texts(load_prompts(file, small_tokenizer())) == ["b", "c"]
+
+
+def test_held_out_prompts_are_the_first_ones_and_may_be_absent(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", {"prompt": "t", "answer": 0})
+    held_out = write(tmp_path / "eval.jsonl", *({"prompt": f"e{index}", "answer": 0} for index in range(5)))
+    assert load_eval_prompts(DataConfig(path=path), small_tokenizer()) is None
+    config = DataConfig(path=path, eval_path=held_out, eval_size=2, apply_chat_template=False)
+    dataset = load_eval_prompts(config, small_tokenizer())
+    assert dataset is not None
+    assert texts(dataset) == ["e0", "e1"]
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "reason"),
+    [
+        ("", {}, "holds no rows"),
+        ('{"prompt": "a", "answer": 1}\n{"prompt', {}, "cannot be read.*JSON"),
+        ('{"question": "a", "answer": 1}', {}, "neither data.prompt_key.*only the columns question, answer"),
+        ('{"prompt": "a", "solution": 1}', {}, "data.answer_key = 'answer'.*only the columns prompt, solution.*null"),
+        ('{"prompt": "a", "answer": 1}\n{"answer": 1}', {}, "row 1 of .* has neither 'prompt' nor 'messages'"),
+        ('{"prompt": 5, "answer": 1}', {}, "row 0 .*neither a string nor a list of messages"),
+        ('{"prompt": ["x"], "answer": 1}', {}, "row 0 .*neither a string nor a list of messages"),
+        ('{"prompt": [{"role": "alien", "content": "x"}], "answer": 1}', {}, "row 0 .*chat template: no role alien"),
+        (
+            '{"prompt": [{"role": "user", "content": "x"}], "answer": 1}',
+            {"apply_chat_template": False},
+            "holds messages",
+        ),
+        ('{"prompt": "a", "answer": 1}', {"apply_chat_template": False, "system_prompt": "s"}, "data.system_prompt"),
+        ('{"prompt": "aaaa", "answer": 1}', {"max_prompt_tokens": 3}, "all 1 prompts.*data.max_prompt_tokens = 3"),
+        ('{"prompt": "a", "answer": 1}', {"split": "train[5:]"}, "corresponds to no data"),
+    ],
+)
+def test_data_that_cannot_be_used_is_the_users_to_mend(
+    tmp_path: Path, content: str, settings: dict, reason: str
+) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError, match=reason) as caught:
+        load_prompts(DataConfig(path=str(path), **settings), small_tokenizer())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("prompt,answer\na,b\n")
+    with pytest.raises(UserError, match="neither jsonl nor parquet"):
+        load_prompts(DataConfig(path=str(path)), small_tokenizer())

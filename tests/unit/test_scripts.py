@@ -1,0 +1,342 @@
+"""The shell scripts on machines that lack something, torchrun's command line, the tiny model and its task.
+
+The scripts run in a copy of the clone, with programs replaced by stubs; the tests install and train nothing.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import arithmetic
+import make_tiny
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ("awk", "bash", "cat", "cut", "df", "dirname", "flock", "grep", "mkdir", "nproc", "rm", "sha256sum", "tr")
+
+
+def write_stub(path: Path, body: str) -> Path:
+    """An executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone without .venv, and beside it `bin`: a PATH with a good Python and compiler, and no GPU."""
+    root = tmp_path / "clone"
+    shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    programs = root / "bin"
+    programs.mkdir()
+    for name in PROGRAMS:
+        (programs / name).symlink_to(shutil.which(name) or pytest.fail(f"{name} is not installed"))
+    write_stub(programs / "python3", f'exec {sys.executable} "$@"')
+    write_stub(programs / "g++", "exit 0")
+    return root
+
+
+def run_script(clone: Path, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", f"scripts/{script}", *arguments],
+        cwd=clone,
+        env={"PATH": str(clone / "bin"), "HOME": str(clone), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def old_python(programs: Path) -> None:
+    write_stub(programs / "python3", '[ "$1" = -V ] && echo Python 3.10.4 || exit 1')
+
+
+def no_python(programs: Path) -> None:
+    (programs / "python3").unlink()
+
+
+def no_compiler(programs: Path) -> None:
+    (programs / "g++").unlink()
+
+
+def no_headers(programs: Path) -> None:
+    write_stub(programs / "python3", f'[[ $2 == *get_path* ]] && echo /nowhere || exec {sys.executable} "$@"')
+
+
+def no_venv(programs: Path) -> None:
+    write_stub(programs / "python3", f'[[ $2 == *ensurepip* ]] && exit 1 || exec {sys.executable} "$@"')
+
+
+def full_disk(programs: Path) -> None:
+    (programs / "df").unlink()
+    write_stub(programs / "df", "echo Filesystem 1024-blocks Used Available Capacity; echo / 9 8 2097152 99%")
+
+
+@pytest.mark.parametrize(
+    ("lack", "said"),
+    [
+        (old_python, ["Python 3.11 or newer", "Python 3.10.4", "PYTHON="]),
+        (no_python, ["Python 3.11 or newer", "not there", "PYTHON="]),
+        (no_compiler, ["C++ compiler", "apt install g++", "CXX="]),
+        (no_headers, ["/nowhere/Python.h", "-dev"]),
+        (no_venv, ["venv module", "-venv"]),
+        (full_disk, ["2 GiB of free disk space", "6 are needed"]),
+    ],
+)
+def test_setup_names_what_is_missing_before_it_creates_anything(
+    clone: Path, lack: Callable[[Path], None], said: list[str]
+) -> None:
+    lack(clone / "bin")
+    before = sorted(clone.iterdir())
+    done = run_script(clone, "setup.sh")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+    assert all(words in done.stderr for words in said), done.stderr
+    assert sorted(clone.iterdir()) == before
+
+
+def test_setup_refuses_an_environment_that_is_not_its_own(clone: Path) -> None:
+    (clone / ".venv").mkdir()
+    (clone / ".venv" / "precious").touch()
+    done = run_script(clone, "setup.sh")
+    assert done.returncode == 2
+    assert "move it away" in done.stderr
+    assert (clone / ".venv" / "precious").exists()
+
+
+# Stands for `python -m venv`: the new environment's Python and uv note what they are asked for, and succeed or fail.
+RECORDING_PYTHON = """
+if [ "$1 $2" = "-m venv" ]; then
+    mkdir -p .venv/bin
+    echo '#!/bin/bash' | tee .venv/bin/python .venv/bin/uv >/dev/null
+    echo 'echo python "$@" >> log' >> .venv/bin/python
+    echo 'echo uv "$@" >> log; exit $UV_STATUS' >> .venv/bin/uv
+    chmod +x .venv/bin/*
+else
+    exec {python} "$@"
+fi
+"""
+
+
+@pytest.fixture
+def recorded(clone: Path) -> Callable[..., str]:
+    """Runs setup.sh with nothing really installed; gives what the environment's programs were asked for in the call."""
+    for name in ("tee", "chmod"):
+        (clone / "bin" / name).symlink_to(shutil.which(name) or "")
+    write_stub(clone / "bin" / "python3", RECORDING_PYTHON.replace("{python}", sys.executable))
+
+    def setup(uv_status: int = 0, **environment: str) -> str:
+        log = clone / "log"
+        log.unlink(missing_ok=True)
+        done = run_script(clone, "setup.sh", UV_STATUS=str(uv_status), **environment)
+        assert done.returncode == 0, done.stderr
+        return "".join(line for line in log.read_text().splitlines(True) if line != "python -c \n")
+
+    return setup
+
+
+def test_setup_installs_torch_with_dependencies_and_the_lock_without(recorded: Callable[..., str]) -> None:
+    torch_first, then_all = recorded().splitlines()
+    assert torch_first.endswith("--constraint scripts/requirements/cpu.txt torch setuptools uv")
+    assert "--no-deps" not in torch_first
+    assert "--no-deps" in then_all
+    assert then_all.endswith("--requirement scripts/requirements/cpu.txt --editable .")
+    assert recorded() == ""  # the second call installs nothing
+
+
+def test_setup_falls_back_to_pip_where_uv_fails(recorded: Callable[..., str]) -> None:
+    last = recorded(uv_status=1).splitlines()[-1]
+    assert last.startswith("python -m pip")
+    assert last.endswith("--no-deps --no-build-isolation --requirement scripts/requirements/cpu.txt --editable .")
+
+
+def test_setup_repeats_what_was_interrupted_or_has_changed(clone: Path, recorded: Callable[..., str]) -> None:
+    recorded()
+    (clone / ".venv" / ".hotbunk").write_text("unfinished\n")
+    assert recorded() != ""
+    assert recorded() == ""
+    with (clone / "scripts/requirements/cpu.txt").open("a") as lock:
+        lock.write("# changed\n")
+    assert recorded() != ""
+
+
+def test_setup_takes_the_cuda_lock_where_nvidia_smi_lists_a_gpu(clone: Path, recorded: Callable[..., str]) -> None:
+    write_stub(clone / "bin" / "nvidia-smi", "echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'")
+    assert "requirements/cuda.txt" in recorded()
+    assert "requirements/cpu.txt" in recorded(HOTBUNK_DEVICE="cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_locks_pin_everything_and_leave_out_what_breaks(device: str) -> None:
+    lines = (ROOT / f"scripts/requirements/{device}.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert pins["torch"] in ("2.13.0", "2.11.0")  # never +cpu: the CUDA build must satisfy it, too
+    assert not {"torchvision", "torchaudio", "torchcodec"} & pins.keys()
+    assert {"setuptools", "uv", "pytest", "ruff", "mypy"} <= pins.keys()  # what the scripts themselves call
+
+
+@pytest.fixture
+def launched(clone: Path) -> Callable[..., list[str]]:
+    """Runs train.sh with a Python that prints what it is started with: a line an argument, then two variables."""
+    write_stub(clone / ".venv/bin/python", 'printf "%s\\n" "$@" "OMP=$OMP_NUM_THREADS" "WORLD=$WORLD_SIZE"')
+
+    def train(*arguments: str, **environment: str) -> list[str]:
+        done = run_script(clone, "train.sh", *arguments, **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return train
+
+
+def test_train_starts_torchrun_on_one_node(launched: Callable[..., list[str]]) -> None:
+    words = launched("my recipe.yaml", "--run.name", "a b", NPROC_PER_NODE="2")
+    assert words[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert words[5:-2] == ["-m", "trainer", "train", "my recipe.yaml", "--run.name", "a b"]
+    assert words[-2] == f"OMP={max(1, len(os.sched_getaffinity(0)) // 2)}"
+    assert launched("r.yaml")[4] == "1"
+
+
+def test_train_counts_gpus(clone: Path, launched: Callable[..., list[str]]) -> None:
+    write_stub(clone / "bin" / "nvidia-smi", "echo 'GPU 0: H200'; echo 'GPU 1: H200'; echo 'GPU 2: H200'")
+    assert launched("r.yaml")[4] == "3"
+    assert launched("r.yaml", CUDA_VISIBLE_DEVICES="2,0")[4] == "2"
+    assert launched("r.yaml", CUDA_VISIBLE_DEVICES="")[4] == "1"
+
+
+def test_train_meets_the_other_nodes(clone: Path, launched: Callable[..., list[str]]) -> None:
+    several = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "first", "NPROC_PER_NODE": "8"}
+    words = " ".join(launched("r.yaml", **several))
+    assert "--nnodes 4 --node-rank 3 --master-addr first --master-port 29500 --nproc-per-node 8" in words
+    assert "--standalone" not in words
+    refused = run_script(clone, "train.sh", "r.yaml", NNODES="4", NODE_RANK="1")
+    assert refused.returncode == 2
+    assert "MASTER_ADDR" in refused.stderr
+
+
+def test_train_asks_without_ranks(launched: Callable[..., list[str]]) -> None:
+    words = launched("r.yaml", "--dry-run", NPROC_PER_NODE="4")
+    assert words[:5] == ["-m", "trainer", "train", "r.yaml", "--dry-run"]
+    assert words[-1] == "WORLD=4"  # so that batches are checked against the ranks there would be
+    assert launched()[:4] == ["-m", "trainer", "train", "--help"]
+
+
+@pytest.fixture(scope="module")
+def smoke_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of scripts/smoke.sh."""
+    return make_tiny.make_tiny_model(tmp_path_factory.mktemp("smoke"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", True), ("llama", True), ("qwen3_moe", True)]
+)
+def test_tiny_models_open_in_transformers(architecture: str, tied: bool, tmp_path: Path) -> None:
+    make_tiny.make_tiny_model(tmp_path, architecture=architecture, tied=tied)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert 1e6 <= sum(parameter.numel() for parameter in model.parameters()) <= 3e6
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 270 < model.config.vocab_size
+    ids = torch.tensor([tokenizer.encode("07+85=")])
+    assert model(ids).logits.isfinite().all()
+
+
+def test_tiny_model_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    def weights(name: str, seed: int) -> bytes:
+        torch.manual_seed(17)
+        folder = make_tiny.make_tiny_model(tmp_path / name, layers=1, seed=seed)
+        assert torch.initial_seed() == 17  # the caller's random numbers stay as they were
+        return (folder / "model.safetensors").read_bytes()
+
+    assert weights("a", 1) == weights("b", 1) != weights("c", 2)
+
+
+def test_tiny_tokenizer_keeps_any_text_and_splits_numbers(smoke_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smoke_model)
+    text = "07+85=\n <tool_call>user's näïve 日\t</tool_call>\u2028<think>\x00"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("1234567890")) == 10
+    assert all(len(tokenizer.encode(token)) == 1 for token in [*make_tiny.TOOL_MARKS, *make_tiny.ROLES, "\n"])
+
+
+def test_tiny_special_tokens_are_distinct_and_known_to_all_files(smoke_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smoke_model)
+    ids = [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id]
+    assert len(set(ids)) == 3
+    assert tokenizer.convert_ids_to_tokens(ids) == [make_tiny.PAD, make_tiny.BOS, make_tiny.EOS]
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((smoke_model / name).read_text())
+        assert [config["pad_token_id"], config["bos_token_id"], config["eos_token_id"]] == ids
+
+
+def test_tiny_chat_template_continues_what_it_began(smoke_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smoke_model)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 7, "b": 85}}}
+    tools = [{"type": "function", "function": {"name": "add", "description": "sum of two", "parameters": {}}}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "07+85="},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "92"},
+        {"role": "assistant", "content": "290"},
+    ]
+
+    def render(count: int, generate: bool) -> str:
+        options = {"tools": tools, "add_generation_prompt": generate, "tokenize": False}
+        return str(tokenizer.apply_chat_template(messages[:count], **options))
+
+    whole = render(5, False)
+    assert whole.startswith(render(2, True))
+    assert whole.startswith(render(4, True))
+    assert whole.count("Be brief.") == 1
+    assert '<tool_call>{"name": "add", "arguments": {"a": 7, "b": 85}}</tool_call><|im_end|>' in whole
+    assert "<|im_start|>tool\n<tool_response>92</tool_response><|im_end|>" in whole
+    assert '"description": "sum of two"' in whole
+    assert whole.endswith("<|im_start|>assistant\n290<|im_end|>\n")
+    plain = tokenizer.apply_chat_template(messages[1:2], add_generation_prompt=True, tokenize=False)
+    assert plain == "<|im_start|>user\n07+85=<|im_end|>\n<|im_start|>assistant\n"
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def carries(prompt: str) -> bool:
+    """Whether tens or units of `ab+cd=` add up to more than a digit."""
+    return any(int(prompt[place]) + int(prompt[place + 3]) > 9 for place in (0, 1))
+
+
+def test_arithmetic_holds_out_pairs_and_forgets_carries(tmp_path: Path) -> None:
+    arithmetic.write_arithmetic(tmp_path, drop_share=0.7)
+    train, held_out, sft = (read_rows(tmp_path / f"{name}.jsonl") for name in ("train", "eval", "sft"))
+    prompts = {row["prompt"] for row in train}
+    assert len(prompts) == len(train) == 10_000 - 256
+    assert len({row["prompt"] for row in held_out}) == 256
+    assert not prompts & {row["prompt"] for row in held_out}
+    assert {row["prompt"] for row in sft} <= prompts
+    for row in train + held_out + sft:
+        a, b = row["prompt"].removesuffix("=").split("+")
+        assert int(row["answer"][::-1]) == int(a) + int(b)
+        assert len(row["prompt"]) == 6
+        assert len(row["answer"]) == 3
+    carrying = [row for row in sft if carries(row["prompt"])]
+    wrong = [row for row in sft if row["completion"] != row["answer"]]
+    assert all(carries(row["prompt"]) for row in wrong)
+    assert len(wrong) / len(carrying) == pytest.approx(0.7, abs=0.02)
+
+
+def test_arithmetic_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        arithmetic.write_arithmetic(tmp_path / name, seed=seed, sft_size=100)
+    for name in ("train.jsonl", "eval.jsonl", "sft.jsonl"):
+        first, same, other = ((tmp_path / folder / name).read_bytes() for folder in "abc")
+        assert first == same != other

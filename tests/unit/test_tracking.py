@@ -1,0 +1,263 @@
+"""The record of a run on disk, and its copy in Weights & Biases (P23)."""
+
+import json
+import math
+import struct
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import tracking
+from trainer.tracking import NullTracker, make_tracker
+
+
+class FakeRun:
+    """Records every call, in order."""
+
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self.calls = calls
+        self.summary = types.SimpleNamespace(update=lambda values: calls.append(("summary", values)))
+
+    def define_metric(self, *arguments: Any, **options: Any) -> None:
+        self.calls.append(("define", *arguments, options))
+
+    def log(self, *arguments: Any, **options: Any) -> None:
+        self.calls.append(("log", *arguments, options))
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What a stand-in for the `wandb` module was asked to do."""
+    recorded: list[tuple[Any, ...]] = []
+
+    def init(**options: Any) -> FakeRun:
+        recorded.append(("init", options))
+        return FakeRun(recorded)
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Settings=dict))
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    return recorded
+
+
+def metrics(step: int) -> dict[str, float]:
+    return {"reward/mean": step / 3, "lr": 1e-300 * step, "time/rollout": 0.1}
+
+
+def run(folder: Path, steps: range, resumed_from: int | None = None, evaluate_every: int = 2) -> None:
+    """Train and evaluate; an evaluation is part of its step's one call."""
+    tracker = make_tracker(folder, {"run": {"seed": 1}}, name="demo", wandb="offline", resumed_from=resumed_from)
+    for step in steps:
+        tracker.completions(step, [{"prompt": "1+1", "text": f"{step}\u2028"}])
+        tracker.log(step, metrics(step) | ({"eval/accuracy": 0.5} if step % evaluate_every == 0 else {}))
+    tracker.summary({"steps": steps.stop - 1})
+    tracker.close()
+
+
+def read(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().split("\n")[:-1]]
+
+
+def test_p23_one_call_a_step_and_the_step_is_a_metric(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
+    run(tmp_path, range(5))
+    run(tmp_path, range(3, 7), resumed_from=2)
+    assert [call[0] for call in calls] == [
+        *("init", "define", "define", *["log"] * 5, "summary", "finish"),
+        *("init", "define", "define", *["log"] * 4, "summary", "finish"),
+    ]
+    assert [call[1:] for call in calls if call[0] == "define"][:2] == [
+        ("train/step", {}),
+        ("*", {"step_metric": "train/step"}),
+    ]
+    logs = [call for call in calls if call[0] == "log"]
+    assert all(options == {} for _, _, options in logs)  # never step=
+    assert [row["train/step"] for _, row, _ in logs] == [0, 1, 2, 3, 4, 3, 4, 5, 6]
+    first, second = (call[1]["config"] for call in calls if call[0] == "init")
+    assert first == {"run": {"seed": 1}} and second == {"run": {"seed": 1}, "resumed_from": 2}
+
+
+def test_p23_a_step_is_logged_once_and_in_order(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
+    tracker = make_tracker(tmp_path, {}, name="demo", wandb="disabled", resumed_from=4)
+    for step in (4, 3):
+        with pytest.raises(ValueError, match=f"step {step} is logged after step 4"):
+            tracker.log(step, {})
+    tracker.log(5, {})
+    with pytest.raises(ValueError, match="step 5 is logged after step 5"):
+        tracker.log(5, {})
+    tracker.close()
+    tracker.close()
+    assert calls == []
+
+
+@pytest.mark.parametrize("stopped_after", [3, 4, 5])
+def test_p23_a_resumed_file_equals_an_uninterrupted_one(
+    tmp_path: Path, calls: list[tuple[Any, ...]], stopped_after: int
+) -> None:
+    run(tmp_path / "straight", range(8))
+    run(tmp_path / "resumed", range(stopped_after + 1))
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        with (tmp_path / "resumed" / name).open("a") as file:
+            file.write('{"train/step": 6, "reward/me')  # killed in the middle of a line
+    run(tmp_path / "resumed", range(4, 8), resumed_from=3)
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+def test_floats_read_back_bit_equal_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    values = {"a": 0.1 + 0.2, "b": struct.unpack("f", struct.pack("f", 0.1))[0], "c": 5e-324, "d": 1e17 + 2, "e": -0.0}
+    tracker = make_tracker(tmp_path, {}, name="demo", wandb="disabled")
+    tracker.log(1, values)
+    tracker.log(2, {"loss": math.nan, "grad_norm": math.inf})
+    tracker.close()
+    first, second = read(tmp_path)
+    assert {key: struct.pack("d", first[key]) for key in values} == {k: struct.pack("d", v) for k, v in values.items()}
+    assert second == {"train/step": 2, "loss": None, "grad_norm": None}
+
+
+def test_p6_completions_are_bounded_in_number_and_length(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path, {}, name="demo", wandb="disabled", completions_per_step=2)
+    tracker.completions(1, [{"text": "é" * 10_000, "reward": 1.0}] * 5)
+    tracker.close()
+    rows = read(tmp_path, "completions.jsonl")
+    assert len(rows) == 2 and rows[0]["reward"] == 1.0 and rows[0]["train/step"] == 1
+    assert rows[0]["text"].startswith("é" * 4000 + " …") and len(rows[0]["text"]) < 4100
+
+
+def test_summary_grows_and_is_always_whole(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path, {}, name="demo", wandb="disabled")
+    tracker.summary({"eval_reward_before": 0.25})
+    tracker.summary({"eval_reward_after": 0.75, "max_logprob_gap": math.nan})
+    tracker.close()
+    expected = {"eval_reward_before": 0.25, "eval_reward_after": 0.75, "max_logprob_gap": None}
+    assert json.loads((tmp_path / "summary.json").read_text()) == expected
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("where", ["import", "init", "log", "summary", "finish"])
+def test_p23_a_wandb_that_is_missing_or_raises_does_not_stop_training(
+    tmp_path: Path,
+    calls: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise SystemExit("no network") if where == "init" else RuntimeError(f"{where} is broken")
+
+    if where == "import":
+        monkeypatch.setitem(sys.modules, "wandb", None)  # what Python does for a module that cannot be imported
+    elif where == "init":
+        monkeypatch.setattr(sys.modules["wandb"], "init", broken)
+    elif where == "summary":
+        monkeypatch.setattr(FakeRun, "log", lambda self, row: setattr(self.summary, "update", broken))
+    else:
+        monkeypatch.setattr(FakeRun, where, broken)
+    run(tmp_path, range(4))
+    assert [row["train/step"] for row in read(tmp_path)] == [0, 1, 2, 3]
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 3}
+    assert capsys.readouterr().err.count("no further copy in Weights & Biases") == 1
+
+
+def test_p23_a_wandb_that_hangs_does_not_stop_training(
+    tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hang = threading.Event()
+    monkeypatch.setattr(sys.modules["wandb"], "init", lambda **_: hang.wait() and FakeRun(calls))
+    monkeypatch.setattr(tracking, "_FINISH_SECONDS", 0.1)
+    monkeypatch.setattr(tracking, "_QUEUE_LIMIT", 3)
+    run(tmp_path, range(10))
+    assert len(read(tmp_path)) == 10
+    assert "not finished after" in capsys.readouterr().err
+    hang.set()
+
+
+def test_ranks_other_than_0_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "is_main", lambda: False)
+    tracker = make_tracker(tmp_path / "run", {}, name="demo")
+    assert type(tracker) is NullTracker
+    tracker.completions(1, [{"text": "x"}])
+    tracker.log(1, {"a": 1.0})
+    tracker.summary({"a": 1.0})
+    tracker.close()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "environment", "login", "mode"),
+    [
+        ("auto", {}, False, "offline"),
+        ("auto", {}, True, "online"),
+        ("auto", {"WANDB_API_KEY": "x"}, False, "online"),
+        ("auto", {"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}, True, "offline"),
+        ("auto", {"WANDB_MODE": "disabled"}, True, "disabled"),
+        ("auto", {"WANDB_BASE_URL": "https://wandb.example.org"}, True, "offline"),
+        ("offline", {"WANDB_API_KEY": "x"}, True, "offline"),
+        ("online", {}, False, "online"),
+    ],
+)
+def test_auto_is_online_only_where_there_is_a_login(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: list[tuple[Any, ...]],
+    wanted: tracking.WandbMode,
+    environment: dict[str, str],
+    login: bool,
+    mode: str,
+) -> None:
+    logins = tmp_path / "netrc"
+    logins.write_text("machine api.wandb.ai login user password 0123\n" if login else "")
+    monkeypatch.setenv("NETRC", str(logins))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    make_tracker(tmp_path / "run", {}, name="demo", wandb=wanted).close()
+    assert [call[1]["mode"] for call in calls if call[0] == "init"] == ([] if mode == "disabled" else [mode])
+
+
+def test_real_wandb_writes_an_offline_run_that_holds_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    pytest.importorskip("wandb")
+    tracker = make_tracker(tmp_path, {"run": {"seed": 3}}, name="demo", wandb="auto")
+    for step in range(5):
+        tracker.log(step, {"reward/mean": step / 4})
+    tracker.summary({"steps": 4})
+    tracker.close()
+    (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    rows = read_wandb(record)
+    assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["reward/mean"] for row in rows] == [0, 0.25, 0.5, 0.75, 1]
+    assert not list((tmp_path / "wandb").glob("*/files/output.log"))  # the console is not captured
+
+
+def read_wandb(record: Path) -> list[dict[str, Any]]:
+    """The history in W&B's own file."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows = []
+    for data in leveldb_records(record.read_bytes()):
+        entry = wandb_internal_pb2.Record()
+        entry.ParseFromString(data)
+        if entry.WhichOneof("record_type") == "history":
+            items = entry.history.item
+            rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
+    return rows
+
+
+def leveldb_records(log: bytes) -> Iterator[bytes]:
+    """LevelDB's log format, as far as a file of one 32 KiB block needs it; W&B puts seven bytes of its own first."""
+    assert log[:4] == b":W&B" and len(log) < 32768
+    at = 7
+    while at + 7 <= len(log):
+        _checksum, length, kind = struct.unpack_from("<IHB", log, at)
+        assert kind == 1, "a record in one piece"
+        yield log[at + 7 : at + 7 + length]
+        at += 7 + length

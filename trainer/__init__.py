@@ -1,0 +1,21 @@
+"""The trainer: configuration, data, rewards, algorithms, policies and the loop. Importing this loads no torch."""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Policy": "trainer.policy.base",
+    "FsdpPolicy": "trainer.policy.fsdp",
+    "RLTrainer": "trainer.loop",
+    "TrainConfig": "trainer.config",
+    "UserError": "trainer.errors",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use, so that the command line and reward workers start without torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

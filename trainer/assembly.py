@@ -1,0 +1,117 @@
+"""Puts the parts of a run together: policies, sharding manager, and the point a resumed run continues from."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sharding.manager import Leader, ShardingManager, SyncSettings
+from sharding.source import FsdpWeightSource
+from trainer import checkpoint, lifetime
+from trainer.config import TrainConfig, to_yaml
+from trainer.config_checks import resolve_device
+from trainer.distributed import is_main
+from trainer.errors import UserError
+from trainer.policy.checkpoint_names import checkpoint_views
+from trainer.policy.fsdp import FsdpPolicy
+from trainer.tracking import NullTracker, make_tracker
+
+
+def rank_device(config: TrainConfig) -> torch.device:
+    """The device this rank trains on."""
+    if resolve_device(config) == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def build_policies(config: TrainConfig, device: torch.device) -> tuple[FsdpPolicy, FsdpPolicy | None]:
+    """The policy, and a frozen copy of where it started if the loss has a KL term."""
+    updates = config.run.steps * config.batch.updates_per_step * config.algorithm.num_iterations
+    policy = FsdpPolicy(config.model, config.policy, device, total_updates=updates)
+    if config.algorithm.kl_coef == 0:
+        return policy, None
+    return policy, FsdpPolicy(config.model, config.policy, device, trainable=False)
+
+
+def build_sharding(config: TrainConfig, policy: FsdpPolicy, leader: Leader | None) -> ShardingManager:
+    """The weight path from the policy to the engine, in the engine's dtype and under the checkpoint's names."""
+    source = FsdpWeightSource(
+        list(policy.named_parameters()),
+        getattr(torch, config.engine.dtype or config.policy.dtype),
+        lambda name, shape: checkpoint_views(policy.model, name, shape),
+    )
+    settings = SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s)
+    folder = lifetime.private_folder()
+    return ShardingManager(source, policy.device, settings, folder, config.engine.tensor_parallel_size, leader)
+
+
+@dataclass
+class RunState:
+    """What a run carries from step to step besides the policy, and so what a checkpoint keeps of it.
+
+    Attributes:
+        fingerprint: of the training data; a position means nothing in other data.
+        step: steps done.
+        seconds: spent in steps, all sessions of the run together.
+        largest_gap: of all steps so far, nats.
+        eval_before, eval_after: mean reward on held-out prompts, of the first and of the latest evaluation.
+    """
+
+    fingerprint: str
+    step: int = 0
+    seconds: float = 0.0
+    largest_gap: float = 0.0
+    syncs_verified: int = 0
+    eval_before: float | None = None
+    eval_after: float | None = None
+
+    def count_step(self, metrics: dict[str, float]) -> None:
+        """A step is done."""
+        self.step += 1
+        self.seconds += metrics["time/step"]
+        self.largest_gap = max(self.largest_gap, metrics.get("gap/max", 0.0))
+
+    def count_evaluation(self, reward: float) -> None:
+        """An evaluation is done."""
+        self.eval_after = reward
+        if self.eval_before is None:
+            self.eval_before = reward
+
+
+def resume(config: TrainConfig, policy: FsdpPolicy, fingerprint: str) -> RunState:
+    """Load the checkpoint the run continues from, if there is one. Collective.
+
+    Raises:
+        UserError: the checkpoint is incomplete, of another model, or of other data, whose order would mean nothing.
+    """
+    folder = config.run.folder / "checkpoints"
+    checkpoint.remove_unfinished(folder)
+    if config.checkpoint.resume == "none":
+        return RunState(fingerprint)
+    path = checkpoint.latest_complete(folder) if config.checkpoint.resume == "auto" else Path(config.checkpoint.resume)
+    if path is None:
+        return RunState(fingerprint)
+    state = RunState(**checkpoint.load(path, policy)["state"])
+    if state.fingerprint != fingerprint:
+        raise UserError(
+            f"{path} was trained on other data than {config.data.path}; "
+            "restore the data, or start over with another run.name and checkpoint.resume=none"
+        )
+    return state
+
+
+def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
+    """The run's record, with its resolved recipe beside it; metrics of steps after `state.step` are dropped."""
+    tracker = make_tracker(
+        config.run.folder,
+        config.model_dump(mode="json"),
+        name=config.run.name,
+        project=config.tracking.project,
+        wandb=config.tracking.wandb,
+        completions_per_step=config.tracking.completions_per_step,
+        resumed_from=state.step or None,
+    )
+    if is_main():
+        (config.run.folder / "config.yaml").write_text(to_yaml(config))
+    return tracker

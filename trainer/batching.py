@@ -1,0 +1,139 @@
+"""From samples of unequal length to micro-batches of bounded size, the same number of them on every rank."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainer.distributed import all_reduce_max
+
+
+@dataclass
+class Sample:
+    """One sequence to train on, prompt and response together; the four lists are equally long.
+
+    Attributes:
+        input_ids: prompt and response ids; at least one.
+        loss_mask: 1 where the policy sampled the token, 0 elsewhere, so 0 on the whole prompt. By position, never by
+            id.
+        engine_logprobs: nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0.
+        advantage: the same for every token of the sequence.
+    """
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    engine_logprobs: list[float]
+    advantage: float
+
+    def __post_init__(self) -> None:
+        if not len(self.input_ids) == len(self.loss_mask) == len(self.engine_logprobs) > 0:
+            raise ValueError(
+                f"a sample needs equally many ids ({len(self.input_ids)}), mask entries ({len(self.loss_mask)}) and "
+                f"log-probabilities ({len(self.engine_logprobs)}), and at least one of each"
+            )
+
+
+@dataclass
+class MicroBatch:
+    """B right-padded sequences of T positions; what is about targets has T - 1 columns, aligned to `input_ids[:, 1:]`.
+
+    There is no attention mask: with padding on the right and causal attention no real token ever sees a padding token,
+    and what the padding positions compute is multiplied by a loss mask of 0.
+
+    Attributes:
+        input_ids: [B, T] int64, T >= 2.
+        loss_mask: [B, T-1] float32.
+        engine_logprobs: [B, T-1] float32, nats.
+        advantages: [B] float32.
+        rows: for each sequence its position in the list of samples; empty in a zero-weight micro-batch.
+        old_logprobs: [B, T-1] float32 of the policy the step began with, once computed.
+        ref_logprobs: [B, T-1] float32 of the reference policy, once computed.
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    engine_logprobs: Tensor
+    advantages: Tensor
+    rows: list[int] = field(default_factory=list)
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+
+def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
+    """Spread sequences so that all ranks have about equally many tokens.
+
+    Longest first, each to the rank with the fewest tokens so far (the lowest number among equals), so every rank that
+    calls this with the same lengths gets the same answer. A rank is at most one sequence above the average.
+
+    Returns:
+        for each rank the indices of its sequences, in ascending order; some ranks may have none.
+    """
+    loads = [0] * ranks
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = loads.index(min(loads))
+        loads[rank] += lengths[index]
+        assigned[rank].append(index)
+    return [sorted(indices) for indices in assigned]
+
+
+def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
+    """Group sequences of similar length so that rows x longest row stays within the budget, padding included.
+
+    Longest first, so that the largest micro-batch, the one that may run out of memory, comes first. A sequence longer
+    than the budget is a group by itself.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups and (len(groups[-1]) + 1) * longest <= token_budget:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            longest = lengths[index]
+    return groups
+
+
+def agree_on_count(count: int) -> int:
+    """The largest number of micro-batches any rank has: every rank runs that many (invariant 6, PITFALLS P16)."""
+    return int(all_reduce_max({"micro_batches": count})["micro_batches"])
+
+
+def micro_batches(
+    samples: list[Sample],
+    token_budget: int,
+    pad_id: int,
+    device: torch.device | str,
+    count: int | None = None,
+) -> list[MicroBatch]:
+    """Cut this rank's samples into micro-batches of at most `token_budget` padded tokens.
+
+    Args:
+        count: how many to return, at least as many as the samples need; the rest are zero-weight micro-batches that
+            take part in every collective, forward and backward, and add nothing. None: as many as any rank needs and at
+            least one, which is a collective call.
+    """
+    groups = pack([len(sample.input_ids) for sample in samples], token_budget)
+    if count is None:
+        count = max(1, agree_on_count(len(groups)))
+    if count < len(groups):
+        raise ValueError(f"{len(groups)} micro-batches are needed for {len(samples)} samples, but only {count} allowed")
+    batches = [_pad([samples[i] for i in group], group, pad_id, device) for group in groups]
+    filler = Sample(input_ids=[pad_id], loss_mask=[0], engine_logprobs=[0.0], advantage=0.0)
+    return batches + [_pad([filler], [], pad_id, device) for _ in range(count - len(groups))]
+
+
+def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.device | str) -> MicroBatch:
+    """Right-pad to the longest, and to two positions, so that there is a target column in any case."""
+    width = max(2, *(len(sample.input_ids) for sample in samples))
+    missing = [width - len(sample.input_ids) for sample in samples]
+    ids = [sample.input_ids + [pad_id] * n for sample, n in zip(samples, missing, strict=True)]
+    mask = [sample.loss_mask[1:] + [0] * n for sample, n in zip(samples, missing, strict=True)]
+    logprobs = [sample.engine_logprobs[1:] + [0.0] * n for sample, n in zip(samples, missing, strict=True)]
+    return MicroBatch(
+        input_ids=torch.tensor(ids, dtype=torch.int64).to(device),
+        loss_mask=torch.tensor(mask, dtype=torch.float32).to(device),
+        engine_logprobs=torch.tensor(logprobs, dtype=torch.float32).to(device),
+        advantages=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32).to(device),
+        rows=rows,
+    )

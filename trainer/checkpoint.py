@@ -1,0 +1,181 @@
+"""Checkpoints that are complete or invisible (invariant 10, P20).
+
+    checkpoints/step_40/
+        __0_0.distcp, ..., .metadata     the policy's sharded tensors, by torch.distributed.checkpoint
+        rank_0.json, ...                 each rank's random states
+        extra.json                       the loop's own: step, data fingerprint, counters
+        COMPLETE                         written last
+
+All of it is written to `step_40.tmp` and synced to disk before that is renamed, and the marker comes last: whatever is
+killed at whatever moment, the newest folder with a marker can be resumed from. Another number of ranks may load it.
+Several machines need a folder they share.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
+
+from trainer.distributed import agreed, is_main, rank, world_size
+from trainer.errors import UserError
+
+_MARKER = "COMPLETE"
+
+
+def save(folder: Path, step: int, policy: Stateful, extra: dict[str, Any]) -> Path:
+    """Write `folder`/step_N and return it. Collective. `extra` is JSON; the step and the number of ranks are added.
+
+    An error on any rank (a full disk) is raised on all, and leaves the earlier checkpoints as they are.
+    """
+    final, temporary = folder / f"step_{step}", folder / f"step_{step}.tmp"
+    with agreed("checkpoint (folder)"):
+        if is_main():
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+    with agreed("checkpoint (write)"):
+        if not temporary.is_dir():
+            raise UserError(
+                f"{folder} is not shared between the machines of this run; set run.output_dir to a folder that is"
+            )
+        _write_shards(temporary, policy.state_dict())
+        _write(temporary / f"rank_{rank()}.json", json.dumps(_random_states()))
+        if is_main():
+            _write(temporary / "extra.json", json.dumps(extra | {"step": step, "world_size": world_size()}))
+    with agreed("checkpoint (publish)"):
+        if is_main():
+            _publish(temporary, final)
+    return final
+
+
+def load(path: Path, policy: Stateful) -> dict[str, Any]:
+    """Load a checkpoint into the policy, restore this rank's random states, return `extra`. Collective.
+
+    Raises UserError when the checkpoint is incomplete or belongs to another model. Random states are restored only if
+    there are as many ranks as when it was saved.
+    """
+    if not _is_complete(path):
+        newest = latest_complete(path.parent)
+        remedy = f"the newest complete one there is {newest}" if newest else "there is no complete one beside it"
+        raise UserError(f"checkpoint {path} does not exist or was not finished; {remedy}")
+    state = policy.state_dict()
+    try:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
+    except CheckpointException as failed:
+        raise UserError(f"checkpoint {path} does not fit this model: {_reason(failed)}") from failed
+    policy.load_state_dict(state)
+    extra: dict[str, Any] = json.loads((path / "extra.json").read_text())
+    if extra["world_size"] == world_size():
+        _restore_random_states(json.loads((path / f"rank_{rank()}.json").read_text()))
+    return extra
+
+
+def latest_complete(folder: Path) -> Path | None:
+    """The complete checkpoint with the largest step, or None."""
+    return max(_complete(folder), key=_step, default=None)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest `keep` complete checkpoints; the newest always stays. Rank 0 does it."""
+    if is_main():
+        for path in sorted(_complete(folder), key=_step)[: -max(keep, 1)]:
+            (path / _MARKER).unlink()  # first, so that what is half deleted does not look complete
+            shutil.rmtree(path)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what a killed run left half written. Rank 0 does it, before the first save."""
+    if is_main() and folder.is_dir():
+        for path in folder.iterdir():
+            if re.fullmatch(r"step_\d+(\.tmp|\.old\.tmp)?", path.name) and not _is_complete(path):
+                shutil.rmtree(path)
+
+
+def _complete(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step_*") if _is_complete(path)]
+
+
+def _is_complete(path: Path) -> bool:
+    return re.fullmatch(r"step_\d+", path.name) is not None and (path / _MARKER).is_file()
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _write_shards(folder: Path, state: dict[str, Any]) -> None:
+    try:
+        writer = dcp.FileSystemWriter(folder, sync_files=True)
+        dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+    except CheckpointException as failed:  # a BaseException, which no handler of ordinary errors would see
+        raise RuntimeError(_reason(failed)) from failed
+
+
+def _reason(failed: CheckpointException) -> str:
+    who, (error, _) = next(iter(failed.failures.items()))
+    return f"rank {who}: {type(error).__name__}: {error}"
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Make the folder visible under its name, then complete; everything in it is on disk by then."""
+    replaced = final.with_name(f"{final.name}.old.tmp")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():  # a run that started over; a folder cannot be renamed onto one that is not empty
+        final.rename(replaced)
+    _sync(temporary)
+    temporary.rename(final)
+    _sync(final.parent)
+    _write(final / _MARKER, "")
+    _sync(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Bring a folder's entries to disk: a synced file is lost all the same if its name is not there."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _random_states() -> dict[str, Any]:
+    """Of Python, NumPy, torch and this rank's CUDA device, as JSON."""
+    _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    states = {
+        "python": random.getstate(),
+        "numpy": [[int(key) for key in keys], position, has_gauss, gauss],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return states
+
+
+def _restore_random_states(states: dict[str, Any]) -> None:
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy.random.set_state(("MT19937", *states["numpy"]))
+    torch.set_rng_state(_bytes_tensor(states["torch"]))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes_tensor(states["cuda"]))
+
+
+def _bytes_tensor(digits: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)

@@ -1,0 +1,164 @@
+"""The command line: `hotbunk train|sft|generate …`, also `python -m trainer …`. No torch until a command needs it."""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from trainer.config import TrainConfig, known_keys, load_config, to_yaml
+from trainer.config_checks import check_config
+from trainer.errors import UserError
+
+_MODULES = {"train": "trainer.loop", "sft": "trainer.sft", "generate": "trainer.generate"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command (None: this process's arguments). Returns the exit code; 2: the user has something to mend."""
+    return _reporting(lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _dispatch(argv: list[str]) -> int:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # pkg.mod:Name finds the user's code whichever way this was started
+    overrides: list[str] = []
+    if argv and argv[0] in ("train", "sft"):
+        argv, overrides = split_overrides(argv)
+    arguments = _parser().parse_args(argv)
+    if arguments.command == "generate":
+        return import_module(_MODULES["generate"]).main(arguments) or 0
+    if arguments.resume is not None:
+        overrides.append(f"checkpoint.resume={json.dumps(arguments.resume)}")
+    return _train(arguments, overrides)
+
+
+def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    config = load_config(arguments.recipe, overrides)
+    check_config(config, arguments.command)
+    if arguments.dry_run:
+        check_inputs(config, arguments.command)
+        print(to_yaml(config), end="")
+        return 0
+    from trainer import lifetime
+
+    lifetime.start_guardian()  # before anything that starts processes or takes long
+    return lifetime.run(lambda: _reporting(lambda: import_module(_MODULES[arguments.command]).main(config) or 0))
+
+
+def check_inputs(config: TrainConfig, command: str) -> None:
+    """Load what the run would load before its model: reward functions, tokenizer, prompts. Raises UserError."""
+    from trainer.data import load_eval_prompts, load_prompts, load_tokenizer
+    from trainer.rewards import RewardPool
+
+    if command == "sft":
+        from trainer.sft import load_transcripts
+
+        load_transcripts(config, load_tokenizer(config.model))
+        return
+    RewardPool(config.reward)
+    tokenizer = load_tokenizer(config.model)
+    load_prompts(config.data, tokenizer)
+    if config.eval.every:
+        load_eval_prompts(config.data, tokenizer)
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take `--section.key value` and `--section.key=value` out; gives the rest, and a `section.key=value` for each."""
+    rest, overrides = [], []
+    words = iter(argv)
+    for word in words:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in key:
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(words, "--")
+            if value.startswith("--"):
+                raise UserError(f"{word} needs a value after it")
+        overrides.append(f"{key}={value}")
+    return rest, overrides
+
+
+def describe_keys(width: int) -> str:
+    """Every key of a recipe with type, default and meaning, wrapped to `width` columns."""
+    lines = []
+    for key, field in known_keys():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            lines += ["", *textwrap.wrap(f"{key}: {field.annotation.__doc__}", width)]
+        else:
+            lines.append(f"  --{key}  {describe_type(field.annotation)}{_default(field)}")
+            lines += textwrap.wrap(field.description or "", width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join(lines)
+
+
+def describe_type(annotation: Any) -> str:
+    """A type as a person writes it: `int`, `auto|cpu|cuda`, `float|null`, `list`."""
+    if get_origin(annotation) is Annotated:
+        return describe_type(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, get_args(annotation)))
+    if get_origin(annotation) in (list, dict, tuple):
+        return "list" if get_origin(annotation) is not dict else "mapping"
+    if get_args(annotation):  # a union; None is null in YAML
+        return "|".join(describe_type(part) for part in get_args(annotation))
+    return {type(None): "null", Path: "path", str: "text"}.get(
+        annotation, getattr(annotation, "__name__", str(annotation))
+    )
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return ", required"
+    value: Any = list(field.default) if isinstance(field.default, tuple) else field.default
+    return f" = {value if isinstance(value, Path) else json.dumps(value, ensure_ascii=False)}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its complaints in one sentence like all others."""
+
+    def error(self, message: str) -> Any:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hotbunk", description="Reinforcement learning of language models on shared GPUs.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    summaries = {"train": "train a model by reinforcement", "sft": "warm-start a model on the answers in the data"}
+    for name, summary in summaries.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary.capitalize()}. Keys of the recipe are overridden by --section.key value (in YAML):",
+            epilog=describe_keys(max(60, shutil.get_terminal_size((120, 24)).columns)),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_argument("recipe", type=Path, help="YAML file")
+        command.add_argument("--dry-run", action="store_true", help="check, print the resolved recipe and stop")
+        command.add_argument("--resume", metavar="auto|none|PATH", help="short for --checkpoint.resume")
+    generate = commands.add_parser("generate", help="answer a prompt, or chat, with a model", allow_abbrev=False)
+    generate.add_argument("model", help="folder of a run or of a model, or a hub name")
+    generate.add_argument("--prompt", help="answer this and stop; without it, chat on the terminal")
+    generate.add_argument("--system", help="system message")
+    generate.add_argument("--max-tokens", type=int, default=512, help="longest answer in tokens (default: 512)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    return parser
+
+
+def _reporting(action: Callable[[], int]) -> int:
+    """The exit code of `action`; a UserError is printed, once on each machine, and gives 2."""
+    try:
+        return action()
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            for line in str(error).splitlines():
+                print(f"hotbunk: {line}", file=sys.stderr)
+        return 2

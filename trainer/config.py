@@ -1,0 +1,388 @@
+"""What a run is told: every section, every key, its type, default and meaning.
+
+A recipe is a YAML file with these sections. Keys are overridden on the command line by `--section.key value`, values
+being YAML; `${oc.env:NAME,default}` reads the environment. Nothing here imports torch: `--help` and reward workers stay
+quick.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from trainer.errors import UserError
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """What all sections share: no unknown keys, no NaN, no change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: str = Field(
+        default="", pattern=r"^([\w-][\w.-]*)?$", description="folder below output_dir; empty: the recipe's file name"
+    )
+    output_dir: Path = Field(default=Path("runs"), description="where the folders of runs live")
+    seed: int = Field(
+        default=0, ge=0, description="decides prompt order and every sample, with step, prompt and sample index"
+    )
+    steps: Count = Field(default=100, description="rollout-and-update steps to train for, resumed ones included")
+    step_deadline_s: Seconds = Field(
+        default=1800, description="longest a step may take before stacks are printed and the run ends"
+    )
+    first_step_deadline_s: Seconds = Field(
+        default=3600, description="the same for start-up and the first step, which compile"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
+
+    @property
+    def folder(self) -> Path:
+        """Everything the run writes is below this folder."""
+        return self.output_dir / self.name
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    path: str = Field(description="folder in Hugging Face format (config.json, safetensors), or a hub name")
+    tokenizer: str | None = Field(default=None, description="folder or hub name; null: the model's own")
+    attn_implementation: str = Field(default="sdpa", description="Transformers' attention on the trainer's side")
+    trust_remote_code: bool = Field(default=False, description="run model code that comes with the checkpoint")
+
+
+class DataConfig(Section):
+    """Prompts to train and to evaluate on."""
+
+    path: str = Field(description="jsonl or parquet file, a folder of them, or a hub name")
+    subset: str | None = Field(default=None, description="configuration of a hub dataset, such as main")
+    split: str = Field(
+        default="train", description="split of a folder or hub dataset; slices such as train[:1000] work"
+    )
+    eval_path: str | None = Field(default=None, description="held-out prompts; null: path, if eval_split is given")
+    eval_split: str | None = Field(
+        default=None, description="split of the held-out prompts; null: split's default, train"
+    )
+    eval_size: Count | None = Field(
+        default=None, description="use only the first this many held-out prompts; null: all"
+    )
+    prompt_key: str = Field(default="prompt", description="column with the prompt: a string, or a list of messages")
+    messages_key: str = Field(
+        default="messages", description="column with a list of messages, read where prompt_key is absent"
+    )
+    answer_key: str | None = Field(
+        default="answer", description="column that rewards see as `answer`; null: there is none"
+    )
+    system_prompt: str | None = Field(default=None, description="system message put first unless the row has its own")
+    apply_chat_template: bool = Field(default=True, description="false: a prompt string is tokenised as it stands")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="passed to the chat template, as enable_thinking: false"
+    )
+    max_prompt_tokens: Count = Field(
+        default=1024, description="longer prompts, template included, are dropped and counted"
+    )
+
+
+class SamplingConfig(Section):
+    """How answers are sampled in training."""
+
+    temperature: NotNegative = Field(
+        default=1.0, description="divides the logits in the engine and in the trainer alike"
+    )
+    max_tokens: Count = Field(default=1024, description="longest answer in tokens")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="must stay 1: truncation biases the gradient"
+    )
+    top_k: int = Field(default=-1, ge=-1, description="must stay -1 (off): truncation biases the gradient")
+    min_p: Share = Field(default=0.0, description="must stay 0: truncation biases the gradient")
+    stop: list[str] = Field(default=[], description="strings that end an answer")
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out prompts, with its own sampling."""
+
+    every: int = Field(default=0, ge=0, description="evaluate after every this many steps and after the last; 0: never")
+    before: bool = Field(default=True, description="also evaluate before the first step (where every > 0)")
+    temperature: NotNegative = Field(default=0.0, description="0: greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="nucleus sampling; 1: off")
+    max_tokens: Count | None = Field(default=None, description="longest answer in tokens; null: sampling.max_tokens")
+    samples: Count = Field(default=1, description="answers for each prompt; their rewards are averaged")
+
+
+class EngineConfig(Section):
+    """The vLLM engines."""
+
+    tensor_parallel_size: Count = Field(default=1, description="consecutive ranks that form one engine")
+    max_model_len: Count = Field(default=2048, description="prompt and answer together, in tokens")
+    kv_cache_gib: Positive | None = Field(
+        default=None, description="KV cache of each worker; null: gpu_memory_utilization decides"
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.3, description="share of a GPU's memory for weights and KV cache, where kv_cache_gib is null"
+    )
+    max_num_seqs: Count = Field(default=256, description="answers an engine generates at the same time")
+    dtype: Dtype | None = Field(default=None, description="the engine's weights; null: policy.dtype")
+    enforce_eager: bool | None = Field(default=None, description="no CUDA graphs; null: true on CPU, false on CUDA")
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto", description="dummy: random weights at start, as the first sync overwrites them all anyway"
+    )
+    plain_cpu_weights: bool = Field(
+        default=False, description="CPU only: keep weights unpacked; faster for small models"
+    )
+    sleep: bool = Field(default=True, description="give the engine's memory back while the policy trains")
+    start_timeout_s: Seconds = Field(default=600, description="longest an engine may take to start")
+    extra: dict[str, Any] = Field(default={}, description="further fields of vLLM's AsyncEngineArgs, by name")
+
+
+class SyncConfig(Section):
+    """The weights' way from the policy into the engines."""
+
+    verify: Literal["off", "sample", "full"] = Field(
+        default="sample",
+        description="compare what every worker holds with what was sent: not, some of it, or all of it",
+    )
+    bucket_mib: Count = Field(default=512, description="size of a staging buffer; two exist while weights travel")
+    timeout_s: Seconds = Field(default=300, description="longest wait for any answer of a worker")
+
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads a bare `off` as false
+
+
+class PolicyConfig(Section):
+    """The sharded policy and its optimizer (AdamW). Master weights are always float32."""
+
+    backend: Literal["fsdp"] = Field(default="fsdp", description="how the policy is sharded")
+    dtype: Dtype = Field(default="bfloat16", description="of forward and backward; gradients are reduced in float32")
+    lr: Positive = Field(default=1e-6, description="peak learning rate")
+    betas: tuple[Share, Share] = Field(default=(0.9, 0.99), description="AdamW's decay rates of both moments")
+    eps: Positive = Field(default=1e-8, description="AdamW's epsilon")
+    weight_decay: NotNegative = Field(default=0.0, description="AdamW's decoupled weight decay")
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="learning rate after warm-up"
+    )
+    max_grad_norm: Positive = Field(
+        default=1.0, description="gradients with a larger global norm are scaled down to it"
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="recompute activations in backward: less memory, more time"
+    )
+    max_skipped_steps: Count = Field(default=3, description="end the run after this many non-finite updates in a row")
+    reshard_after_forward: bool = Field(default=True, description="free gathered weights between forward and backward")
+
+
+class AlgorithmConfig(Section):
+    """GRPO: advantages relative to the group, clipped ratios."""
+
+    group_size: int = Field(default=8, description="answers for each prompt, at least 2")
+    normalize_std: bool = Field(default=True, description="divide a group's advantages by their standard deviation")
+    clip_low: Share = Field(
+        default=0.2, description="ratios below 1 - clip_low stop counting where the advantage is negative"
+    )
+    clip_high: NotNegative = Field(
+        default=0.28, description="ratios above 1 + clip_high stop counting where it is positive"
+    )
+    aggregation: Literal["token_mean", "sequence_mean"] = Field(
+        default="token_mean", description="every token of the step weighs the same, or every answer does"
+    )
+    kl_coef: NotNegative = Field(
+        default=0.0, description="weight of the k3 KL to the initial policy; 0 loads no reference"
+    )
+    tis_cap: Positive | None = Field(
+        default=2.0, description="cap of the importance weight trainer/engine of each token; null: no correction"
+    )
+    num_iterations: Count = Field(default=1, description="passes over each step's batch")
+    drop_zero_variance: bool = Field(
+        default=False, description="leave groups whose rewards are all equal out of the loss"
+    )
+
+
+class BatchConfig(Section):
+    """How much is generated and trained on in a step."""
+
+    prompts_per_step: Count = Field(default=32, description="prompts in a step, over all ranks")
+    tokens_per_micro_batch: Count = Field(
+        default=16384, description="padded tokens in a forward pass; memory grows with it"
+    )
+    updates_per_step: Count = Field(default=1, description="optimizer steps a pass over the batch is cut into")
+
+
+class RewardFunction(Section):
+    """One reward function and its weight."""
+
+    name: str = Field(description="exact_match, numeric_match, math_verify, format_regex, pkg.mod:Name or file.py:Name")
+    weight: float = Field(default=1.0, description="factor in the sum of rewards")
+    kwargs: dict[str, Any] = Field(default={}, description="further keyword arguments of the function")
+
+
+class RewardConfig(Section):
+    """What makes an answer good. Functions run in processes of their own."""
+
+    functions: list[RewardFunction] = Field(
+        default=[], description="entries of name, weight and kwargs; their weighted sum counts"
+    )
+    timeout_s: Seconds = Field(
+        default=10, description="longest a function may take for one answer before its process is killed"
+    )
+    workers: Count = Field(default=2, description="processes on each rank that leads an engine")
+    max_error_rate: Share = Field(default=0.1, description="end the run when a larger share of a step's calls fails")
+    error_reward: float = Field(default=0.0, description="reward of an answer whose reward function failed")
+
+
+class CheckpointConfig(Section):
+    """What is saved, and what a run continues from."""
+
+    every: int = Field(
+        default=0, ge=0, description="save after every this many steps, and at the end; 0: at the end only"
+    )
+    keep: Count = Field(default=2, description="newest complete checkpoints to keep")
+    resume: str = Field(
+        default="auto", description="auto: the run's newest complete checkpoint, if any; none; or a path"
+    )
+    export_hf: bool = Field(default=True, description="write the final model in Hugging Face format")
+
+
+class TrackingConfig(Section):
+    """Where figures go, besides metrics.jsonl."""
+
+    wandb: Literal["auto", "offline", "online", "disabled"] = Field(
+        default="auto", description="auto: online when logged in, else offline"
+    )
+    project: str = Field(default="hotbunk", description="Weights & Biases project")
+    completions_per_step: int = Field(default=8, ge=0, description="answers written to completions.jsonl in each step")
+
+
+class SftConfig(Section):
+    """`hotbunk sft`: supervised warm start on the answers in the data; model, data, policy and batch apply too."""
+
+    steps: Count = Field(default=500, description="optimizer steps")
+    batch_size: Count = Field(default=64, description="rows in a step, over all ranks")
+    lr: Positive = Field(default=1e-5, description="peak learning rate, in place of policy.lr")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up, in place of policy.warmup_steps")
+    completion_key: str = Field(
+        default="answer", description="column with the text to learn; an end-of-sequence token is added"
+    )
+    max_tokens: Count = Field(default=1024, description="rows with longer answers are dropped and counted")
+
+
+class TrainConfig(Section):
+    """A whole recipe."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    sampling: SamplingConfig = SamplingConfig()
+    eval: EvalConfig = EvalConfig()
+    engine: EngineConfig = EngineConfig()
+    sync: SyncConfig = SyncConfig()
+    policy: PolicyConfig = PolicyConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    batch: BatchConfig = BatchConfig()
+    reward: RewardConfig = RewardConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    sft: SftConfig = SftConfig()
+
+
+def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
+    """Read a recipe, apply overrides (`section.key=value`, value in YAML), and check types and ranges.
+
+    Raises UserError with one sentence for every key that is unknown, missing or has a value that does not fit.
+    """
+    merged = _read(recipe)
+    for override in overrides:
+        try:
+            merged.merge_with_dotlist([override])
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
+            raise UserError(f"--{override} cannot be applied to {recipe}: {_first_line(error)}") from error
+    try:
+        values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{recipe}: {_first_line(error)}") from error
+    if isinstance(run := values.setdefault("run", {}), dict) and not run.get("name"):
+        run["name"] = recipe.stem
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError("\n".join(_sentence(details) for details in error.errors())) from error
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The resolved configuration, readable by `load_config`."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key with its dotted path, sections first, then what they contain; N stands for a position in a list."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        if get_origin(field.annotation) is list:
+            inner, path = get_args(field.annotation)[0], f"{prefix}{name}.N."
+        else:
+            inner, path = field.annotation, f"{prefix}{name}."
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from known_keys(inner, path)
+
+
+def _read(recipe: Path) -> DictConfig:
+    try:
+        loaded = OmegaConf.load(recipe)
+    except FileNotFoundError as error:
+        raise UserError(f"{recipe}: no such recipe file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{recipe} cannot be read: {_first_line(error)}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{recipe} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, DictConfig):
+        raise UserError(f"{recipe} must be a mapping of sections such as model and data, not a list")
+    return loaded
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """One validation error as a sentence that names the key by its dotted path."""
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{key} is not a known key{_nearest(key)}"
+    if error["type"] == "missing":
+        return f"{key} is missing: set it in the recipe or by --{key}"
+    if error["type"] == "string_pattern_mismatch":
+        return f"{key} is {error['input']!r}, but may hold only letters, digits, '_', '-' and, inside, '.'"
+    reason = error["msg"].removeprefix("Input should be ")
+    return f"{key} is {error['input']!r}, but should be {reason}"
+
+
+def _nearest(key: str) -> str:
+    """The known key closest to an unknown one: by its name in any section, else by the whole path."""
+    key = re.sub(r"\.\d+\.", ".N.", key)
+    keys = [name for name, _ in known_keys()]
+    leaves: dict[str, list[str]] = {}
+    for name in keys:
+        leaves.setdefault(name.rpartition(".")[2], []).append(name)
+    leaf = key.rpartition(".")[2]
+    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
+    candidates = leaves[close[0]] if close else keys
+    best = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if close else 0.6)
+    return f"; did you mean {best[0]}?" if best else "; see --help for all of them"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

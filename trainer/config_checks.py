@@ -1,0 +1,205 @@
+"""What must hold between keys, and between keys and the machine: checked before torch loads anything (invariant 9).
+
+Each check yields sentences; `check_config` gathers them, so that a recipe is mended in one go. No torch is imported.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.config import TrainConfig
+from trainer.errors import UserError
+
+COMPLETE_MARKER = "COMPLETE"
+"""The file that makes a checkpoint folder a checkpoint."""
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_STRETCHING_ROPES = (
+    "linear",
+    "dynamic",
+    "yarn",
+)  # of the others, max_position_embeddings already tells the whole length
+
+
+def check_config(
+    config: TrainConfig, command: Literal["train", "sft"], environ: Mapping[str, str] = os.environ
+) -> None:
+    """Raise UserError with one sentence for everything that is wrong.
+
+    Args:
+        command: sft neither samples nor has rewards, so less can be wrong.
+        environ: WORLD_SIZE is read from it (1 if absent), and the allocator's settings.
+    """
+    ranks = int(environ.get("WORLD_SIZE", "1"))
+    problems = [*_check_paths(config), *_check_device(config, environ)]
+    if command == "sft":
+        problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
+    else:
+        problems += _check_batch(config, ranks)
+        problems += _check_sampling(config)
+        problems += _check_lengths(config)
+        problems += _check_resume(config)
+    problems += _check_model(config, ranks, command)
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def resolve_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
+    """The device that `run.device` stands for, found out without torch."""
+    if config.run.device != "auto":
+        return config.run.device
+    return "cuda" if gpu_visible() else "cpu"
+
+
+def gpu_visible() -> bool:
+    """Whether there is an NVIDIA driver (natively or under WSL) and CUDA_VISIBLE_DEVICES does not hide all GPUs."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1")
+    return not hidden and any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def model_config(path: str) -> dict[str, Any]:
+    """The model's config.json as it stands, from a folder or from the hub. Raises UserError naming the path."""
+    folder = Path(path)
+    if folder.is_dir():
+        file = folder / "config.json"
+        if not file.is_file():
+            raise UserError(f"model.path: {path} holds no config.json, so it is no model in Hugging Face format")
+    elif _HUB_NAME.fullmatch(path):
+        file = _config_from_hub(path)
+    else:
+        raise UserError(f"model.path: there is no folder {path}")
+    try:
+        loaded = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"model.path: {file} is not valid JSON: {error}") from error
+    return loaded.get("text_config", loaded)  # models of several modalities keep the language model's part there
+
+
+def without_expandable_segments(setting: str) -> str | None:
+    """An allocator setting with that option taken out and all others kept; None where it is not switched on."""
+    options = [option.strip() for option in re.split(r",(?![^\[]*\])", setting)]  # lists in brackets hold commas, too
+    kept = [option for option in options if not re.fullmatch(r"expandable_segments\s*:\s*true", option, re.IGNORECASE)]
+    return None if kept == options else ",".join(kept)
+
+
+def _check_paths(config: TrainConfig) -> Iterator[str]:
+    for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
+        if path is not None and not Path(path).exists():
+            looks_local = Path(path).suffix in (".jsonl", ".json", ".parquet") or not _HUB_NAME.fullmatch(path)
+            if looks_local:
+                yield f"{key}: there is no file or folder {path}"
+    if config.run.output_dir.exists() and not config.run.output_dir.is_dir():
+        yield f"run.output_dir: {config.run.output_dir} is not a folder"
+
+
+def _check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    """P3: expandable segments defeat sleep mode, and cannot be shared between processes in most containers."""
+    if resolve_device(config) == "cpu":
+        return
+    if not gpu_visible():
+        yield "run.device is cuda, but this machine shows no NVIDIA GPU: set it to cpu or auto"
+    for variable in _ALLOCATOR_VARIABLES:
+        kept = without_expandable_segments(environ.get(variable, ""))
+        if kept is not None:
+            remedy = f"set it to {kept!r}" if kept else "unset it"
+            yield f"{variable} switches on expandable_segments, which sleep mode and CUDA IPC cannot use: {remedy}"
+
+
+def _check_divides(key: str, value: int, what: str, divisor: int) -> Iterator[str]:
+    if value % divisor:
+        yield f"{key} = {value} must be divisible by {what} ({divisor})"
+
+
+def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
+    group, updates = config.algorithm.group_size, config.batch.updates_per_step
+    samples = config.batch.prompts_per_step * group
+    if group < 2:
+        yield f"algorithm.group_size is {group}, but answers are compared within their group: it must be at least 2"
+    name = "batch.prompts_per_step * algorithm.group_size"
+    yield from _check_divides(name, samples, "the number of ranks", ranks)
+    yield from _check_divides(name, samples, "batch.updates_per_step", updates)
+    if samples < ranks * updates:
+        yield f"{name} = {samples} leaves some of {ranks} ranks without an answer in each of {updates} updates"
+    if not config.reward.functions:
+        yield "reward.functions is empty: name at least one, such as [{name: exact_match}]"
+    if config.eval.every and not (config.data.eval_path or config.data.eval_split):
+        yield "eval.every is set, but there is nothing to evaluate on: set data.eval_path or data.eval_split"
+
+
+def _check_sampling(config: TrainConfig) -> Iterator[str]:
+    """P13: when sampling is truncated, the engine renormalises over what is left and the trainer does not."""
+    sampling = config.sampling
+    for key, value, off in (
+        ("top_p", sampling.top_p, 1.0),
+        ("top_k", sampling.top_k, -1),
+        ("min_p", sampling.min_p, 0.0),
+    ):
+        if value != off and not (key == "top_k" and value == 0):
+            yield (
+                f"sampling.{key} is {value:g}, but when sampling is truncated the engine's probabilities are not the "
+                f"policy's: training needs {off:g}"
+            )
+    if sampling.temperature == 0:
+        yield "sampling.temperature is 0, but greedy answers to one prompt are all the same: training needs it above 0"
+
+
+def _check_lengths(config: TrainConfig) -> Iterator[str]:
+    limit = config.engine.max_model_len
+    for key, tokens in (("sampling", config.sampling.max_tokens), ("eval", config.eval.max_tokens)):
+        total = config.data.max_prompt_tokens + (tokens or 0)
+        if total > limit:
+            yield (
+                f"data.max_prompt_tokens + {key}.max_tokens = {total} is more than engine.max_model_len = {limit}: "
+                "raise it or lower them"
+            )
+
+
+def _check_resume(config: TrainConfig) -> Iterator[str]:
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "none") and not (Path(resume) / COMPLETE_MARKER).is_file():
+        yield f"checkpoint.resume: {resume} is no complete checkpoint (a step_N folder that holds {COMPLETE_MARKER})"
+
+
+def _check_model(config: TrainConfig, ranks: int, command: str) -> Iterator[str]:
+    try:
+        model = model_config(config.model.path)
+    except UserError as error:
+        yield str(error)
+        return
+    folder = Path(config.model.path)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        yield f"model.path: {folder} holds no *.safetensors with the model's weights"
+    if command == "sft":
+        return
+    limit = _position_limit(model)
+    if limit is not None and config.engine.max_model_len > limit:
+        yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
+    size = config.engine.tensor_parallel_size
+    yield from _check_divides("the number of ranks", ranks, "engine.tensor_parallel_size", size)
+    if heads := model.get("num_attention_heads"):
+        yield from _check_divides("num_attention_heads of the model", heads, "engine.tensor_parallel_size", size)
+
+
+def _position_limit(model: dict[str, Any]) -> int | None:
+    positions = model.get("max_position_embeddings")
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    if positions is None or rope.get("rope_type", rope.get("type")) not in _STRETCHING_ROPES:
+        return positions
+    return int(rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1.0))
+
+
+def _config_from_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split()[:12])
+        raise UserError(
+            f"model.path: {name} is neither a folder nor to be had from the Hugging Face hub ({reason})"
+        ) from error

@@ -1,0 +1,220 @@
+"""Prompts: read once, tokenised once, in an order that is a pure function of seed, epoch and index (PITFALLS P19)."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.config import DataConfig, ModelConfig
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+_FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_NO_TEMPLATE = "the tokenizer has none, or data.apply_chat_template is false"
+_CHUNK = 1000  # prompts tokenised in one call, which the tokenizer spreads over threads
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, ready for the engine.
+
+    Attributes:
+        id: row index in the dataset, whatever was dropped before it.
+        token_ids: chat template applied once, generation prompt included.
+        row: the whole row; `row["answer"]` is the column that data.answer_key names.
+    """
+
+    id: int
+    token_ids: tuple[int, ...]
+    row: dict[str, Any]
+
+
+class PromptDataset:
+    """Prompts that fit, and the endless sequence in which training sees them.
+
+    Attributes:
+        dropped: how many prompts were too long.
+        fingerprint: of the prompts' ids, tokens and rows; another one means that positions mean nothing.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
+        self._prompts = list(prompts)
+        self.dropped = dropped
+        self.fingerprint = _fingerprint(self._prompts)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompts[index]
+
+    def batch(self, step: int, size: int, seed: int) -> list[Prompt]:
+        """The prompts of a step (counted from 0): positions step*size … of one permutation for each epoch, end to end.
+
+        Nothing is remembered from call to call, so a run that continues needs only its step. Batches may span epochs.
+        """
+        positions = (divmod(position, len(self)) for position in range(step * size, (step + 1) * size))
+        return [self._prompts[epoch_order(seed, epoch, len(self))[index]] for epoch, index in positions]
+
+
+@lru_cache(maxsize=4)
+def epoch_order(seed: int, epoch: int, length: int) -> tuple[int, ...]:
+    """A permutation of range(length) that depends on nothing but its arguments, NumPy's version included.
+
+    Only the raw output of Philox is used: NumPy promises that never to change, unlike what `permutation` makes of it.
+    """
+    key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=16).digest()
+    draws = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(length)
+    return tuple(np.argsort(draws, kind="stable").tolist())
+
+
+def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
+    """The tokenizer of the model, or the one that model.tokenizer names. Raises UserError naming the path."""
+    from transformers import AutoTokenizer
+
+    path = model.tokenizer or model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no tokenizer can be loaded from {path}: {_one_line(error)}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # harmless: masks go by position
+    return tokenizer
+
+
+def load_prompts(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int | None = None
+) -> PromptDataset:
+    """The prompts to train on. Those longer than `max_prompt_tokens` (None: as configured) are dropped and counted.
+
+    Raises UserError when the data cannot be read, lack a column, hold a row without a prompt, or leave no prompt.
+    """
+    rows = load_rows(config.path, config.subset, config.split)
+    return _prepare(rows, config.path, config, tokenizer, max_prompt_tokens or config.max_prompt_tokens)
+
+
+def load_eval_prompts(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptDataset | None:
+    """The held-out prompts, the first data.eval_size of them; None when the configuration names none."""
+    if config.eval_path is None and config.eval_split is None:
+        return None
+    path = config.eval_path or config.path
+    rows = load_rows(path, config.subset if path == config.path else None, config.eval_split or "train")
+    if config.eval_size is not None:
+        rows = rows.select(range(min(config.eval_size, len(rows))))
+    return _prepare(rows, path, config, tokenizer, config.max_prompt_tokens)
+
+
+def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
+    """Rows of a jsonl or parquet file, of a folder of them, or of a hub dataset. Raises UserError naming the path."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, once
+    source = Path(path)
+    try:
+        if not source.is_file():
+            rows = datasets.load_dataset(path, subset, split=split)
+        elif kind := _FILE_KINDS.get(source.suffix):
+            rows = datasets.load_dataset(kind, data_files={split.partition("[")[0]: path}, split=split)
+        else:
+            raise UserError(f"{path} is neither jsonl nor parquet, to judge by its name")
+    except StopIteration as error:  # how an empty file shows
+        raise UserError(f"{path} holds no rows") from error
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        raise UserError(f"{path} (split {split}) cannot be read: {_one_line(error.__cause__ or error)}") from error
+    if len(rows) == 0:
+        raise UserError(f"{path} (split {split}) holds no rows")
+    return rows
+
+
+def _prepare(
+    rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
+) -> PromptDataset:
+    _check_columns(rows, path, config)
+    everything = _tokenise(rows, path, config, tokenizer)
+    prompts = [prompt for prompt in everything if len(prompt.token_ids) <= max_prompt_tokens]
+    if not prompts:
+        limit = f"data.max_prompt_tokens = {max_prompt_tokens}"
+        raise UserError(f"all {len(rows)} prompts of {path} are longer than {limit}: raise it")
+    return PromptDataset(prompts, dropped=len(rows) - len(prompts))
+
+
+def _check_columns(rows: "Dataset", path: str, config: DataConfig) -> None:
+    there = f"{path} has only the columns {', '.join(rows.column_names)}"
+    if config.prompt_key not in rows.column_names and config.messages_key not in rows.column_names:
+        keys = f"data.prompt_key = {config.prompt_key!r} nor data.messages_key = {config.messages_key!r}"
+        raise UserError(f"neither {keys} is a column: {there}")
+    if config.answer_key is not None and config.answer_key not in rows.column_names:
+        raise UserError(
+            f"data.answer_key = {config.answer_key!r} is no column: {there}; set it to null if rewards need no answer"
+        )
+
+
+def _tokenise(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Prompt]:
+    """Prompts in the order of the rows, however long they are."""
+    templated = config.apply_chat_template and tokenizer.chat_template is not None
+    if config.system_prompt is not None and not templated:
+        raise UserError(f"data.system_prompt needs a chat template: {_NO_TEMPLATE}")
+    for start in range(0, len(rows), _CHUNK):
+        chunk = [dict(row) for row in rows.select(range(start, min(start + _CHUNK, len(rows))))]
+        texts = []
+        for index, row in enumerate(chunk, start):
+            try:
+                texts.append(_render(row, config, tokenizer, templated))
+            except ValueError as error:
+                raise UserError(f"row {index} of {path} {error}") from error
+        # A template writes its own special tokens; plain text still needs the tokenizer's.
+        encoded = tokenizer(texts, add_special_tokens=not templated)["input_ids"]
+        for index, (row, token_ids) in enumerate(zip(chunk, encoded, strict=True), start):
+            if config.answer_key is not None:
+                row["answer"] = row[config.answer_key]
+            yield Prompt(index, tuple(token_ids), row)
+
+
+def _render(row: dict[str, Any], config: DataConfig, tokenizer: "PreTrainedTokenizerBase", templated: bool) -> str:
+    """The text of a row's prompt, up to where the assistant begins. Raises ValueError saying what the row lacks."""
+    content = row.get(config.prompt_key) or row.get(config.messages_key)
+    if not content:
+        raise ValueError(f"has neither {config.prompt_key!r} nor {config.messages_key!r}")
+    if isinstance(content, str) and not templated:
+        return content
+    if not templated:
+        raise ValueError(f"holds messages, which need a chat template: {_NO_TEMPLATE}")
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if not isinstance(messages, list) or not all(isinstance(part, dict) and part.get("role") for part in messages):
+        raise ValueError("has a prompt that is neither a string nor a list of messages with role and content")
+    # Arrow gives every message all the keys that any message has; None stands for those it did not have.
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    if config.system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return _apply_template(messages, config, tokenizer)
+
+
+def _apply_template(messages: list[dict[str, Any]], config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> str:
+    from jinja2 import TemplateError
+
+    settings = {"add_generation_prompt": True, **config.chat_template_kwargs}
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **settings))
+    except TemplateError as error:
+        raise ValueError(f"does not suit the chat template: {_one_line(error)}") from error
+
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        line = json.dumps([prompt.id, prompt.token_ids, prompt.row], sort_keys=True, default=repr)
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join((str(error) or type(error).__name__).split())[:300]

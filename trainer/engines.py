@@ -1,0 +1,104 @@
+"""The engine of an engine group: what it is started with, and its start on the group's leader."""
+
+import json
+import os
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from generation.event_loop import EngineThread
+from generation.sampling import SamplingSettings
+from generation.settings import EngineSettings
+from generation.worker_async import VllmAsyncGenerationWorker
+from sharding.collectives import rank
+from sharding.manager import Leader
+from trainer.config import TrainConfig
+
+
+def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
+    """What this rank's engine group starts its engine with. Ranks of a group are consecutive, on one machine."""
+    engine, size = config.engine, config.engine.tensor_parallel_size
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = sorted(os.sched_getaffinity(0))
+    group = [local_rank + k for k in range(size)]
+    return EngineSettings(
+        model=config.model.path,
+        tokenizer=config.model.tokenizer,
+        dtype=engine.dtype or config.policy.dtype,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        tensor_parallel_size=size,
+        kv_cache_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30),
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        enforce_eager=(not on_cuda) if engine.enforce_eager is None else engine.enforce_eager,
+        load_format=engine.load_format,
+        seed=config.run.seed,
+        sleep=engine.sleep,
+        trust_remote_code=config.model.trust_remote_code,
+        device_indices=tuple(group) if on_cuda else (),
+        cpu_threads=max(1, len(cores) // local_ranks),
+        cpu_cores=tuple(cores[k % len(cores)] for k in group) if size > 1 and not on_cuda else (),
+        plain_cpu_weights=engine.plain_cpu_weights,
+        extra=engine.extra,
+    )
+
+
+def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
+    """On the first rank of each engine group: start the engine. None on the other ranks."""
+    if rank() % config.engine.tensor_parallel_size:
+        return None
+    thread = EngineThread()
+    engine = VllmAsyncGenerationWorker(engine_settings(config, on_cuda))
+    try:
+        thread.run(engine.start(), config.engine.start_timeout_s, f"starting the engine for {config.model.path}")
+    except BaseException:
+        engine.shutdown()
+        thread.close()
+        raise
+    return Leader(engine, thread)
+
+
+def stop_engine(leader: Leader | None) -> None:
+    """Stop the engine's processes and its thread."""
+    if leader is not None:
+        leader.engine.shutdown()
+        leader.thread.close()
+
+
+def training_sampling(config: TrainConfig, stop_token_ids: list[int]) -> SamplingSettings:
+    """How answers are drawn in training."""
+    sampling = config.sampling
+    return SamplingSettings(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=list(sampling.stop),
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def evaluation_sampling(config: TrainConfig, stop_token_ids: list[int]) -> SamplingSettings:
+    """How answers are drawn in evaluation: its own temperature, top_p and length, the training's stop strings."""
+    return SamplingSettings(
+        max_tokens=config.eval.max_tokens or config.sampling.max_tokens,
+        temperature=config.eval.temperature,
+        top_p=config.eval.top_p,
+        stop=list(config.sampling.stop),
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def end_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends an answer: the tokenizer's EOS and those of the model's generation_config.json, if it has one.
+
+    The engine does not read that file (P13), so its list of EOS ids (chat models have two) is passed with each request.
+    """
+    ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    file = Path(model) / "generation_config.json"
+    if file.is_file():
+        listed = json.loads(file.read_text()).get("eos_token_id")
+        ids |= set(listed if isinstance(listed, list) else [] if listed is None else [listed])
+    return sorted(ids)

@@ -1,0 +1,125 @@
+"""Log-probabilities and entropy of targets straight from hidden states, without the whole tensor of logits.
+
+Legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary. The forward pass keeps one number a token (the
+    logarithm of the normaliser); the backward pass computes each chunk's logits once more. Memory is that of a few [C,
+    V] float32 tensors, however long the batch is.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Elements of one chunk's float32 logits: 256 MiB on a GPU, 441 tokens at a vocabulary of 152k; 4 MiB on a CPU, where
+# the softmax then runs in the cache. With fewer tokens than MIN_CHUNK reading the weight costs more than multiplying
+# by it: on a CPU at a vocabulary of 152k, chunks of 8 took five times as long as chunks of 256.
+CHUNK_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
+MIN_CHUNK = 256
+
+
+def target_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
+
+    The matrix product is done in the inputs' dtype, as the engine does it; everything after it in float32 (float64 for
+    float64 inputs). Both results are differentiable in hidden, weight and bias.
+
+    Args:
+        hidden: [N, H].
+        weight: [V, H], same dtype as hidden.
+        bias: [V] or None.
+        targets: [N] int64.
+        temperature: > 0; the temperature the targets were sampled at.
+        chunk_tokens: C; by default chosen from V and the device.
+
+    Returns:
+        logprobs [N] and entropy [N] in nats, float32.
+    """
+    if chunk_tokens is None:
+        elements = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
+        chunk_tokens = max(MIN_CHUNK, elements // weight.shape[0])
+    logprobs, entropy = _TargetLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens)
+    return logprobs, entropy
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Logits of a chunk divided by the temperature, [C, V], float32 or wider; not yet normalised."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """Saves hidden, weight, bias, targets and two numbers a token; see `target_logprobs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, normaliser, entropy = (torch.empty(len(targets), dtype=wide, device=hidden.device) for _ in range(3))
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            logits = _scaled_logits(hidden[part], weight, bias, temperature)
+            normaliser[part] = torch.logsumexp(logits, dim=1)
+            logprobs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - normaliser[part]
+            logits -= normaliser[part].unsqueeze(1)
+            entropy[part] = -torch.linalg.vecdot(logits.exp(), logits)
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """With p = softmax(z): d logprob_t / dz = onehot_t - p, and d entropy / dz = -p (log p + entropy)."""
+        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=normaliser.dtype, device=bias.device)
+        for start in range(0, len(targets), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logits = _scaled_logits(hidden[part], weight, bias, ctx.temperature)
+            grad = _grad_logits(
+                logits.sub_(normaliser[part].unsqueeze(1)),
+                targets[part],
+                entropy[part],
+                None if grad_logprobs is None else grad_logprobs[part],
+                None if grad_entropy is None else grad_entropy[part],
+            ).div_(ctx.temperature)
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0)
+            narrow = grad.to(hidden.dtype)
+            torch.mm(narrow, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                # Between chunks the sum stays wide: a bf16 sum over thousands of chunks would lose the small ones.
+                grad_weight += narrow.t() @ hidden[part]
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _grad_logits(
+    log_p: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+) -> Tensor:
+    """Gradient with respect to the logits after division by the temperature, [C, V]; overwrites `log_p`."""
+    p = log_p.exp()
+    if grad_entropy is None:
+        grad = p
+    else:
+        grad = log_p.add_(entropy.unsqueeze(1)).mul_(p).mul_(-grad_entropy.unsqueeze(1))
+    if grad_logprobs is not None:
+        column = grad_logprobs.unsqueeze(1)
+        grad = p.mul_(-column) if grad_entropy is None else grad.addcmul_(p, column, value=-1.0)
+        grad.scatter_add_(1, targets.unsqueeze(1), column)
+    elif grad_entropy is None:
+        grad.zero_()
+    return grad

@@ -1,0 +1,189 @@
+"""The training loop. One step is read here from top to bottom; everything else is machinery behind names.
+
+Left out on purpose: a scheduler, roles, workers and controllers. Every rank runs this file, under torchrun or alone; what one
+rank decides is decided by all alike, or exchanged in one of the few collectives that the parts document.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from generation.rollout import RolloutSettings
+from generation.sampling import SamplingSettings
+from generation.trajectory import Trajectory
+from sharding.collectives import agreed, all_reduce_sum, rank, world_size
+from trainer import checkpoint, lifetime
+from trainer.assembly import build_policies, build_sharding, make_run_tracker, rank_device, resume
+from trainer.config import TrainConfig
+from trainer.data import Prompt, load_eval_prompts, load_prompts, load_tokenizer
+from trainer.distributed import destroy_process_group, init_process_group, store
+from trainer.engines import end_token_ids, evaluation_sampling, start_engine, stop_engine, training_sampling
+from trainer.finish import export_and_report
+from trainer.learner import Learner, Metrics, rollout_metrics
+from trainer.phases import PhaseMeter
+from trainer.progress import Progress
+from trainer.rewards.pool import RewardPool
+from trainer.rollouts import Rollouts
+from trainer.watchdog import Watchdog
+
+
+def main(config: TrainConfig) -> None:
+    """One rank's whole life: join the others, train, leave with them. What fails on one rank ends all."""
+    init_process_group(config.run.step_deadline_s, config.run.device)
+    with Watchdog(store(), rank(), world_size()) as watchdog:
+        lifetime.install_signal_handlers(watchdog.current_phase)
+        with ExitStack() as resources:
+            with watchdog.phase("start-up", config.run.first_step_deadline_s):
+                trainer = RLTrainer(config, watchdog, resources)
+            trainer.train()
+    destroy_process_group()
+
+
+class RLTrainer:
+    """Reinforcement learning of one policy on the prompts of one recipe.
+
+    Attributes:
+        state: what the run carries from step to step besides the policy; checkpoints keep both.
+        last_answers: the rows of the latest evaluation, or of the latest step where there is none.
+    """
+
+    def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
+        """Build everything, cheapest and likeliest to fail first. `resources` closes it again, however the run ends."""
+        self.config, self.watchdog = config, watchdog
+        device = rank_device(config)
+        self.screen = Progress(config.run.steps, enabled=rank() == 0)
+        self.tokenizer = load_tokenizer(config.model)
+        self.prompts = load_prompts(config.data, self.tokenizer)
+        self.eval_prompts = load_eval_prompts(config.data, self.tokenizer) if config.eval.every else None
+        self.end_ids = end_token_ids(config.model.path, self.tokenizer)
+        self.rewards = RewardPool(config.reward)
+        # The engine before the policy: vLLM measures free memory while it starts, and nobody may free any meanwhile (P1).
+        self.screen.note(
+            f"starting {world_size() // config.engine.tensor_parallel_size} engine(s) for {config.model.path}"
+        )
+        with agreed("starting the engine"):
+            self.leader = start_engine(config, device.type == "cuda")
+        resources.callback(stop_engine, self.leader)
+        if self.leader is not None:
+            resources.enter_context(self.rewards)
+        self.policy, reference = build_policies(config, device)
+        self.sharding = build_sharding(config, self.policy, self.leader)
+        resources.callback(self.sharding.close)
+        self.sharding.connect()
+        self.sharding.sleep()
+        self.rollouts = Rollouts(self.leader, self.tokenizer, self.rewards, store())
+        self.learner = Learner(config, self.policy, reference, self.tokenizer.pad_token_id)
+        self.state = resume(config, self.policy, self.prompts.fingerprint)
+        self.tracker = make_run_tracker(config, self.state)
+        resources.callback(self.tracker.close)
+        self.meter = PhaseMeter(device, self.leader, watchdog, config.run.first_step_deadline_s)
+        self.last_answers: list[dict[str, Any]] = []
+
+    def train(self) -> None:
+        """Every step to the last, with evaluations and checkpoints where they are due; then the exports."""
+        config, state = self.config, self.state
+        deadline = config.run.first_step_deadline_s
+        if self.eval_prompts is not None and config.eval.before and state.step == 0:
+            with self.watchdog.phase("first evaluation", deadline):
+                self.log(0, self.evaluate() | self.meter.take())
+        while state.step < config.run.steps:
+            with self.watchdog.phase(f"step {state.step + 1}", deadline):
+                self.train_step(state.step + 1)
+            deadline = config.run.step_deadline_s
+        with self.watchdog.phase("finish", config.run.first_step_deadline_s):
+            self.save()
+            export_and_report(self)
+
+    def train_step(self, step: int) -> None:
+        """Prompts, rollouts, rewards, advantages, update; then one row of figures."""
+        config, began = self.config, time.perf_counter()
+        prompts = self.prompts.batch(step - 1, config.batch.prompts_per_step, config.run.seed)
+        with self.generation_shift():
+            trajectories = self.sample(
+                prompts, step, config.algorithm.group_size, training_sampling(config, self.end_ids)
+            )
+        with self.meter.phase("update"):
+            metrics = rollout_metrics(trajectories) | self.learner.learn(trajectories)
+        metrics |= {"time/step": time.perf_counter() - began}
+        self.state.count_step(metrics)
+        if self.eval_prompts is not None and (step % config.eval.every == 0 or step == config.run.steps):
+            metrics |= self.evaluate()
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            self.save()
+        rows = [answer_row(t, prompts[t.prompt_index], self.tokenizer) for t in trajectories]
+        self.tracker.completions(step, rows)
+        self.last_answers = self.last_answers if self.eval_prompts is not None else rows
+        self.log(step, metrics | self.meter.take())
+
+    @contextmanager
+    def generation_shift(self) -> Iterator[None]:
+        """The engines awake at the policy's version; afterwards asleep, with what the shift itself cost on the meter."""
+        with self.watchdog.phase("generation shift", self.config.run.first_step_deadline_s):
+            with self.sharding.generation_shift(self.policy):
+                yield
+                self.meter.note_engine_memory("awake")
+            self.meter.note_engine_memory("asleep")
+        self.meter.add_seconds(self.sharding.report.seconds)
+        self.state.syncs_verified += bool(self.sharding.report.verified)
+
+    def sample(
+        self, prompts: list[Prompt], step: int, samples: int, sampling: SamplingSettings, phase: str = "rollout"
+    ) -> list[Trajectory]:
+        """All engines' answers to all prompts, scored; the run ends here when reward functions fail too often."""
+        settings = RolloutSettings(samples, sampling, self.policy.version, self.config.run.seed, step)
+        with self.meter.phase(phase):
+            trajectories = self.rollouts.run(prompts, settings, self.config.run.first_step_deadline_s)
+        self.rewards.check_error_rate(all_reduce_sum(self.rewards.take_counts()))
+        return trajectories
+
+    def evaluate(self) -> Metrics:
+        """Answers to the held-out prompts with evaluation's own sampling settings, in a shift of their own."""
+        config = self.config
+        assert self.eval_prompts is not None
+        prompts = [self.eval_prompts[index] for index in range(len(self.eval_prompts))]
+        with self.generation_shift():
+            sampling = evaluation_sampling(config, self.end_ids)
+            trajectories = self.sample(prompts, -1 - self.state.step, config.eval.samples, sampling, "eval")
+        self.last_answers = [answer_row(t, prompts[t.prompt_index], self.tokenizer) for t in trajectories]
+        figures = rollout_metrics(trajectories)
+        # The recipe's first reward function is the one that tells right from wrong.
+        accuracy = figures.get(f"reward/{self.rewards.labels[0]}", figures["reward/mean"])
+        self.state.count_evaluation(figures["reward/mean"])
+        return {"eval/accuracy": accuracy, "eval/reward": figures["reward/mean"], "eval/length": figures["length/mean"]}
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """One row of figures: on disk, in Weights & Biases, on the screen."""
+        seconds = metrics.get("time/step", 0.0)
+        if "time/rollout" in metrics and "rollout_tokens" in metrics:
+            metrics["throughput/rollout_tokens_per_s"] = metrics["rollout_tokens"] / metrics["time/rollout"]
+            metrics["throughput/train_tokens_per_s"] = metrics.get("train_tokens", 0.0) / metrics["time/update"]
+            metrics["throughput/tokens_per_s"] = metrics["rollout_tokens"] / seconds
+        metrics |= {"sync/version": float(self.policy.version), "sync/verified": float(self.state.syncs_verified)}
+        self.tracker.log(step, metrics)
+        self.screen.step(step, metrics)
+
+    def save(self) -> None:
+        """A complete checkpoint of the run as it is now."""
+        folder = self.config.run.folder / "checkpoints"
+        with self.meter.phase("checkpoint"):
+            checkpoint.save(folder, self.state.step, self.policy, {"state": asdict(self.state)})
+            checkpoint.prune(folder, self.config.checkpoint.keep)
+
+
+def answer_row(trajectory: Trajectory, prompt: Prompt, tokenizer: Any) -> dict[str, Any]:
+    """What completions.jsonl keeps of a trajectory."""
+    return {
+        "prompt_id": prompt.id,
+        "sample": trajectory.sample_index,
+        "prompt": tokenizer.decode(list(prompt.token_ids)),
+        "text": trajectory.text,
+        "answer": prompt.row.get("answer"),
+        "reward": trajectory.reward,
+        "parts": trajectory.reward_parts,
+        "finish_reason": trajectory.finish_reason,
+        "tokens": len(trajectory.response_ids),
+        "weight_version": trajectory.weight_version,
+        "error": trajectory.error,
+    }

@@ -1,0 +1,60 @@
+"""What the loop asks of a policy, whatever shards it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.batching import MicroBatch
+
+LossFn = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(batch, logprobs [B, T-1], entropy [B, T-1]) -> the batch's summed loss, already divided by the whole step's count,
+and figures to be summed over micro-batches and ranks. Logprobs and entropy are 0 where the batch's loss mask is 0."""
+
+
+@dataclass
+class UpdateStats:
+    """What one optimizer step did; the same on all ranks.
+
+    Attributes:
+        loss: of the whole step, all ranks.
+        grad_norm: global L2 norm before clipping.
+        learning_rate: the one the step used, or would have used.
+        skipped: loss or gradient was not finite, so nothing was changed.
+        sums: what the loss function returned, summed over micro-batches and ranks.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    sums: dict[str, float] = field(default_factory=dict)
+
+
+class Policy(Protocol):
+    """A language model, sharded over the ranks, that scores tokens and learns from them.
+
+    Every method but the attributes is collective: all ranks call it, with equally many micro-batches.
+    """
+
+    device: torch.device
+    version: int
+    """How many updates were applied; skipped ones do not count."""
+
+    def logprobs(self, batches: list[MicroBatch], temperature: float) -> list[Tensor]:
+        """Log-probabilities of the trainable targets, [B, T-1] float32 a batch, 0 elsewhere; no gradient."""
+
+    def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
+        """One optimizer step on the sum of all batches' losses over all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded tensors of model and optimizer, and counters, as torch.distributed.checkpoint wants them."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the model in Hugging Face format."""

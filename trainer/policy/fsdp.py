@@ -1,0 +1,222 @@
+"""The policy on FSDP2: float32 master weights sharded over the ranks, forward and backward in the compute dtype."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from trainer.batching import MicroBatch
+from trainer.config import ModelConfig, PolicyConfig
+from trainer.distributed import all_reduce_sum, world_size
+from trainer.logprobs import target_logprobs
+from trainer.optimizer import learning_rate_factor, make_adamw
+from trainer.policy import loading, saving
+from trainer.policy.base import LossFn, UpdateStats
+from trainer.policy.checkpoint_names import parameter_names
+
+
+class TrainingDiverged(RuntimeError):
+    """Too many updates in a row had a loss or gradient that was not finite."""
+
+
+class PolicyModule(nn.Module):
+    """A causal language model whose forward gives log-probabilities instead of logits.
+
+    It is the module FSDP wraps at the root, so that the output head's weight, used here directly, is gathered when it
+    is needed.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropy of the targets `input_ids[:, 1:]` where `mask` is true, 0 elsewhere.
+
+        The last position predicts nothing, so the model does not see it. The output head, by far the largest matrix,
+        runs only on positions whose target counts.
+
+        Args:
+            input_ids: [B, T], right-padded.
+            mask: [B, T-1] bool.
+
+        Returns:
+            two tensors [B, T-1] float32, nats.
+        """
+        hidden = self.model.base_model(input_ids=input_ids[:, :-1], use_cache=False).last_hidden_state
+        head = self.model.get_output_embeddings()
+        values = target_logprobs(hidden[mask], head.weight, head.bias, input_ids[:, 1:][mask], temperature)
+        logprobs, entropy = (torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value) for value in values)
+        return logprobs, entropy
+
+
+class FsdpPolicy:
+    """`trainer.policy.base.Policy` says what the methods promise. Needs a process group, of one rank or more.
+
+    Attributes:
+        model: the Transformers model; between calls its parameters are DTensors in float32, sharded on dimension 0.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        policy: PolicyConfig,
+        device: torch.device,
+        total_updates: int = 1,
+        trainable: bool = True,
+    ) -> None:
+        """Build, shard and load the model.
+
+        Args:
+            device: "cpu", or the CUDA device of this rank.
+            total_updates: where the learning rate's schedule ends.
+            trainable: False for a frozen reference: no gradients, no optimizer, weights kept in the compute dtype.
+        """
+        self.device, self.config, self.trainable = device, policy, trainable
+        self.version = 0
+        self.skipped_in_a_row = 0
+        self.total_updates = total_updates
+        self.compute_dtype = getattr(torch, policy.dtype)
+        self.source = loading.resolve_folder(model.path)
+        self.model = loading.build_meta_model(
+            self.source,
+            torch.float32 if trainable else self.compute_dtype,
+            model.attn_implementation,
+            model.trust_remote_code,
+            device,
+        )
+        self.model.requires_grad_(trainable)
+        if trainable and policy.activation_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.module = self._shard()
+        loading.load_sharded(self.model, self.source, device)
+        if trainable:
+            self.optimizer = make_adamw(
+                list(self.model.parameters()), policy.lr, policy.betas, policy.eps, policy.weight_decay
+            )
+
+    def _shard(self) -> PolicyModule:
+        """One FSDP unit a decoder layer, and one for the rest: embeddings, final norm and output head."""
+        mesh = init_device_mesh(self.device.type, (world_size(),), mesh_dim_names=("shard",))
+        precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+        module = PolicyModule(self.model)
+        for layer in self.model.base_model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=self.config.reshard_after_forward)
+        # The root's weights are needed again right after the forward pass, so they stay until the backward pass is
+        # over.
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        for unit in _units(module):
+            # The loss is divided by the whole step's count already (P14), so gradients are summed over ranks, not
+            # averaged. A divide factor alone would ask for a scaled reduction that gloo does not have.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        return module
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Sharded parameters under the names they have in the Transformers model, tied ones once."""
+        yield from parameter_names(self.model).items()
+
+    @torch.no_grad()
+    def logprobs(self, batches: list[MicroBatch], temperature: float) -> list[Tensor]:
+        """Log-probabilities of the trainable targets, [B, T-1] float32 a batch, 0 where the loss mask is 0."""
+        self.module.eval()
+        values = [self.module(batch.input_ids, batch.loss_mask.bool(), temperature)[0] for batch in batches]
+        self._reshard()
+        return values
+
+    def score_tokens(self, token_ids: list[int]) -> list[float]:
+        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
+        ids = torch.tensor([token_ids], device=self.device)
+        ones = torch.ones(1, len(token_ids) - 1, device=self.device)
+        batch = MicroBatch(ids, ones, torch.zeros_like(ones), torch.zeros(1, device=self.device))
+        return self.logprobs([batch], temperature=1.0)[0][0].tolist()
+
+    def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
+        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).
+
+        Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
+        """
+        self.module.train()
+        totals: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
+        for batch in batches:
+            logprobs, entropy = self.module(batch.input_ids, batch.loss_mask.bool(), temperature)
+            loss, sums = loss_fn(batch, logprobs, entropy)
+            loss.backward()
+            for key, value in [("loss", loss), *sums.items()]:
+                totals[key] = totals.get(key, 0.0) + value.detach().double()
+        self._reshard()
+        gradients = [p.grad.to_local() for p in self.model.parameters() if p.grad is not None]
+        totals["squared_norm"] = torch.nn.utils.get_total_norm(gradients).to(self.device).double() ** 2
+        figures = all_reduce_sum(dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True)))
+        return self._step(gradients, figures.pop("loss"), figures.pop("squared_norm") ** 0.5, figures)
+
+    def _step(self, gradients: list[Tensor], loss: float, norm: float, sums: dict[str, float]) -> UpdateStats:
+        """Clip and apply, or skip. Loss and norm are sums over ranks, so that all ranks decide the same."""
+        factor = learning_rate_factor(self.version, self.config.warmup_steps, self.total_updates, self.config.schedule)
+        rate = self.config.lr * factor
+        finite = abs(loss) < float("inf") and norm < float("inf")  # both comparisons are false for NaN
+        if finite:
+            if norm > self.config.max_grad_norm:
+                torch._foreach_mul_(gradients, self.config.max_grad_norm / (norm + 1e-6))
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.version += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= self.config.max_skipped_steps:
+            raise TrainingDiverged(
+                f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
+                f"(loss {loss}, gradient norm {norm}): lower policy.lr or look at the last step's batch"
+            )
+        return UpdateStats(loss=loss, grad_norm=norm, learning_rate=rate, skipped=not finite, sums=sums)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live sharded tensors: torch.distributed.checkpoint saves them, and loads into them in place.
+
+        The learning rate is a function of `version`, as is AdamW's own step count, so the number is all that is kept of
+        both.
+        """
+        parameters = dict(self.named_parameters())
+        moments: dict[str, Tensor] = {}
+        for name, parameter in parameters.items() if self.trainable else ():
+            state = self.optimizer.state[parameter]
+            moments |= {f"{name}.{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}
+        return {
+            "model": {name: parameter.detach() for name, parameter in parameters.items()},
+            "optimizer": moments,
+            "counters": torch.tensor([self.version, self.skipped_in_a_row]),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy what `state_dict` gave, on the same or another policy of the same model and number of ranks."""
+        own = self.state_dict()
+        for section in ("model", "optimizer"):
+            if own[section].keys() != state[section].keys():
+                different = sorted(own[section].keys() ^ state[section].keys())
+                raise ValueError(f"the {section} state does not fit this model: only one of them has {different[:5]}")
+            for name, tensor in own[section].items():
+                tensor.copy_(state[section][name])
+        self.version, self.skipped_in_a_row = state["counters"].tolist()
+        if self.trainable:
+            for values in self.optimizer.state.values():
+                values["step"].fill_(self.version)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the model in Hugging Face format and the compute dtype; without the tokenizer."""
+        saving.save_pretrained(self.model, folder, self.compute_dtype, self.source)
+
+    def _reshard(self) -> None:
+        """Free gathered weights that were kept, so that outside of calls every parameter is its sharded self."""
+        for unit in _units(self.module):
+            unit.reshard()
+
+
+def _units(module: nn.Module) -> Iterator[FSDPModule]:
+    return (unit for unit in module.modules() if isinstance(unit, FSDPModule))

@@ -1,0 +1,161 @@
+"""From a checkpoint in Hugging Face format to sharded parameters and back, one piece at a time.
+
+No rank ever holds the whole model: it is built without data, sharded, and then each rank reads from the safetensors
+    files the rows it owns, and no others.
+"""
+
+import json
+import math
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trainer.errors import UserError
+from trainer.policy.checkpoint_names import CheckpointView, checkpoint_views
+
+# Settings by which some models change their logits after the output head. The chunked head does not apply them.
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+def resolve_folder(path: str) -> Path:
+    """A local folder as it is, a hub name after downloading its configuration and safetensors files."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.py"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"model.path {path} is neither a folder nor a model to download: {reason}") from error
+
+
+def build_meta_model(
+    folder: Path, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool, device: torch.device
+) -> PreTrainedModel:
+    """The model without its weights: parameters on meta, computed buffers (rotary frequencies) real on `device`."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    for key in LOGIT_CHANGES:
+        if getattr(config, key, None) not in (None, 1.0):
+            raise UserError(f"{folder} sets {key}, which the trainer's output head does not apply: use another model")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    with torch.no_grad():
+        for module in model.modules():
+            if module._non_persistent_buffers_set:
+                for name in module._non_persistent_buffers_set:
+                    module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+                model._init_weights(module)  # computes the buffers; parameters are on meta, where this does nothing
+    return model
+
+
+def load_sharded(model: PreTrainedModel, folder: Path, device: torch.device) -> None:
+    """Fill the sharded model's parameters and saved buffers from `folder`; tied parameters stay one.
+
+    Each rank reads its own rows. Raises UserError naming what the checkpoint lacks or has in another shape.
+    """
+    files = SafetensorsFolder(folder)
+    loaded: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    # A tied parameter comes up under each of its names; the same object for all of them keeps it tied.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in loaded:
+            loaded[id(parameter)] = _load_parameter(model, name, parameter, files, device)
+        state[name] = loaded[id(parameter)]
+    for name in model.state_dict().keys() - state.keys():
+        buffer = model.get_buffer(name)
+        state[name] = files.read(checkpoint_views(model, name, buffer.shape), 0, buffer.numel(), buffer.dtype, device)
+    if unused := sorted(files.names - files.used - set(model.all_tied_weights_keys)):
+        some = ", ".join(unused[:5])
+        warnings.warn(f"{folder} has {len(unused)} tensors the model does not use: {some}", stacklevel=2)
+    model.load_state_dict(state, assign=True)
+
+
+def _load_parameter(
+    model: PreTrainedModel, name: str, parameter: nn.Parameter, files: "SafetensorsFolder", device: torch.device
+) -> nn.Parameter:
+    """This rank's rows of one parameter, as a sharded tensor like `parameter`, with data."""
+    if not isinstance(parameter, DTensor):
+        raise TypeError(f"{name} is not sharded: load_sharded comes after fully_shard")
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    begin = offset[0] * math.prod(parameter.shape[1:])
+    views = checkpoint_views(model, name, parameter.shape)
+    local = files.read(views, begin, begin + math.prod(shape), parameter.dtype, device).view(shape)
+    sharded = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+class SafetensorsFolder:
+    """The tensors of a checkpoint, in one file or in several with an index; files are opened when first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.used: set[str] = set()
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        self._open = partial(safe_open, framework="pt", device="cpu")
+        self._handles: dict[str, safe_open] = {}
+        if index.exists():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif single.exists():
+            self._file_of = dict.fromkeys(self._handle(single.name).keys(), single.name)
+        else:
+            raise UserError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+
+    @property
+    def names(self) -> set[str]:
+        """Every tensor's name in the checkpoint."""
+        return set(self._file_of)
+
+    def read(
+        self, views: list[CheckpointView], begin: int, end: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Elements [begin, end) of the tensor that `views` make up, flat; reads whole rows, and only those it needs."""
+        result = torch.empty(end - begin, dtype=dtype, device=device)
+        for view in views:
+            stored = self._stored(view)
+            size = math.prod(view.shape)
+            first, last = max(begin, view.offset), min(end, view.offset + size)
+            if first >= last:
+                continue
+            row = size // view.shape[0]
+            if (first - view.offset) % row or (last - view.offset) % row:
+                raise ValueError(f"a shard's border lies inside a row of {view.name}")
+            rows = stored[(first - view.offset) // row : (last - view.offset) // row]
+            result[first - begin : last - begin].copy_(rows.reshape(-1))
+        return result
+
+    def _stored(self, view: CheckpointView) -> Any:
+        """The tensor on disk, not read yet. All ranks check every tensor, so that all fail alike on a bad one."""
+        if view.name not in self._file_of:
+            raise UserError(f"{self.folder} has no tensor {view.name}, which the model in its config.json needs")
+        self.used.add(view.name)
+        stored = self._handle(self._file_of[view.name]).get_slice(view.name)
+        if (shape := stored.get_shape()) != list(view.shape):
+            raise UserError(f"{view.name} in {self.folder} has shape {shape}, the model needs {list(view.shape)}")
+        return stored
+
+    def _handle(self, file: str) -> safe_open:
+        if file not in self._handles:
+            try:
+                self._handles[file] = self._open(self.folder / file)
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{self.folder / file} cannot be read: {str(error).partition(chr(10))[0]}") from error
+        return self._handles[file]

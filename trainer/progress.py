@@ -1,0 +1,237 @@
+"""What a person sees of a run: one aligned row a step, on a terminal and in a log alike, and a report at the end."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 120
+_ROWS_PER_HEADER = 20
+_ANSWER_LIMIT = 300  # characters of an answer in the report
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One column of the step table: its title, its width, and how a step's metrics are shown in it."""
+
+    title: str
+    width: int
+    show: Callable[[Metrics], str]
+    style: str = ""
+
+
+def _number(key: str, form: str) -> Callable[[Metrics], str]:
+    """Show one metric; nothing where the step does not have it."""
+    return lambda metrics: format(metrics[key], form) if key in metrics else ""
+
+
+def _seconds(*phases: str) -> Callable[[Metrics], str]:
+    """Show the sum of some phases' seconds."""
+
+    def show(metrics: Metrics) -> str:
+        present = [metrics[f"time/{phase}"] for phase in phases if f"time/{phase}" in metrics]
+        return f"{sum(present):.2f}" if present else ""
+
+    return show
+
+
+def _memory(metrics: Metrics) -> str:
+    """In GiB: the trainer's peak, and the engine's largest and smallest over the phases: awake and asleep."""
+    trainer, engine = (
+        [value for key, value in metrics.items() if key.startswith(f"memory/{side}_gib")]
+        for side in ("trainer", "engine")
+    )
+    if not trainer and not engine:
+        return ""
+    left = f"{max(trainer):.2f}" if trainer else "-"
+    right = f"{max(engine):.2f}→{min(engine):.2f}" if engine else "-"
+    return f"{left} | {right}"
+
+
+_COLUMNS = [
+    _Column("reward", 8, _number("reward/mean", ".3f"), "bold"),
+    _Column("eval", 7, _number("eval/accuracy", ".3f"), "bold green"),
+    _Column("gap max", 9, _number("gap/max", ".1e")),
+    _Column("entropy", 9, _number("entropy", ".3f")),
+    _Column("length", 8, _number("length/mean", ".1f")),
+    _Column("cut", 6, _number("length/truncated", ".0%")),
+    _Column("tok/s", 8, lambda metrics: _compact(metrics.get("throughput/rollout_tokens_per_s")), "cyan"),
+    _Column("rollout s", 11, _seconds("rollout"), "dim"),
+    _Column("sync", 6, _seconds("sync", "sleep", "wake"), "dim"),
+    _Column("train", 7, _seconds("logprobs", "update"), "dim"),
+    _Column("GiB trainer | engine", 22, _memory, "dim"),
+]
+
+
+class Progress:
+    """Prints a run's progress on rank 0; on other ranks it takes everything and prints nothing."""
+
+    def __init__(self, total_steps: int, *, enabled: bool, console: Console | None = None) -> None:
+        self._total, self._rows = total_steps, 0
+        self._times: list[float] = []  # when the first and the latest row came
+        self.console = console or make_console(enabled)
+
+    def note(self, text: str) -> None:
+        """A line between the rows: what is being loaded, saved, resumed."""
+        self.console.print(Text.assemble(("· ", "dim"), text))
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """The row of a step; every so often the header again."""
+        if self._rows % _ROWS_PER_HEADER == 0:
+            self._print(_header(len(str(self._total))))
+        self._rows += 1
+        self._times = [*self._times[:1], time.monotonic()]
+        row = Text(f"{step:>{len(str(self._total))}}/{self._total}", "dim")
+        for column in _COLUMNS:
+            row.append(f"{column.show(metrics):>{column.width}}", column.style)
+        if skipped := metrics.get("skipped_steps"):
+            row.append(f"{f'{skipped:.0f} skipped':>11}", "bold red")
+        else:
+            row.append(f"{self._left(step):>11}", "dim")
+        self._print(row)
+
+    def report(self, report: "Report") -> None:
+        """The end of the run."""
+        self.console.print()
+        self.console.print(report.render())
+
+    def _left(self, step: int) -> str:
+        """Time to the last step, at the pace since the first row."""
+        if self._rows == 1 or step >= self._total:
+            return ""
+        pace = (self._times[-1] - self._times[0]) / (self._rows - 1)
+        return duration(pace * (self._total - step))
+
+    def _print(self, row: Text) -> None:
+        self.console.print(row, no_wrap=True, overflow="crop", crop=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The last screen: how the run went and where everything is.
+
+    Attributes:
+        before, after: accuracy on held-out prompts, 0..1; None where it was not measured.
+        rewards: mean reward of every step, for the little curve.
+        answers: sampled rows with `prompt`, `text`, `reward`; the first two are shown.
+        memory: side ("trainer", "engine") -> state ("at its peak", "asleep") -> GiB.
+        paths: what it is ("checkpoint", "curves", "metrics") -> where.
+        checkpoint: in Hugging Face format, to chat with.
+        max_gap: largest log-probability gap between trainer and engine over all steps, nats.
+    """
+
+    steps: int
+    seconds: float
+    before: float | None
+    after: float | None
+    rewards: list[float]
+    answers: list[dict[str, Any]]
+    memory: dict[str, dict[str, float]]
+    paths: dict[str, Path]
+    checkpoint: Path | None
+    max_gap: float
+
+    def render(self) -> RenderableType:
+        """The panel."""
+        parts: list[RenderableType] = [self._figures(), Text()]
+        parts += [_answer(row) for row in self.answers[:2]]
+        parts += [_pairs({name: Text(str(path), "cyan") for name, path in self.paths.items()})]
+        if self.checkpoint is not None:
+            parts += [Text(), Text.assemble("Chat with it:  ", (f"hotbunk generate {self.checkpoint}", "bold cyan"))]
+        title = f"[bold]{self.steps} steps in {duration(self.seconds)}[/bold]"
+        return Panel(Group(*parts), title=title, box=box.ROUNDED, border_style="green", padding=(1, 2), width=WIDTH)
+
+    def _figures(self) -> Table:
+        rows: dict[str, Text] = {}
+        if self.after is not None:
+            rows["accuracy"] = _accuracy(self.before, self.after)
+        if self.rewards:
+            first, last = self.rewards[0], self.rewards[-1]
+            curve = sparkline(self.rewards, 40)
+            rows["reward"] = Text.assemble(f"{first:.3f}  ", (curve, "green"), f"  {last:.3f}")
+        rows["log-prob gap"] = Text(f"at most {self.max_gap:.1e} nats between trainer and engine")
+        for side, states in self.memory.items():
+            rows[f"{side} memory"] = Text(", ".join(f"{gib:.2f} GiB {state}" for state, gib in states.items()))
+        return _pairs(rows)
+
+
+def make_console(enabled: bool = True) -> Console:
+    """A console that prints the same columns everywhere: logs get the full width, terminals at most that."""
+    console = Console(quiet=not enabled, highlight=False)
+    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    return Console(quiet=not enabled, highlight=False, width=width)
+
+
+def duration(seconds: float) -> str:
+    """Like 42 s, 3 min 05 s or 2 h 07 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The values as a curve of at most `width` characters, each the mean of a stretch; lowest to highest."""
+    finite = [value for value in values if math.isfinite(value)]
+    count = min(width, len(finite))
+    stretches = [finite[index * len(finite) // count : (index + 1) * len(finite) // count] for index in range(count)]
+    means = [sum(stretch) / len(stretch) for stretch in stretches]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
+
+
+def _header(digits: int) -> Text:
+    header = Text("step".rjust(2 * digits + 1), "bold underline")
+    for column in _COLUMNS:
+        header.append(f"{column.title:>{column.width}}")
+    return header.append(f"{'left':>11}")
+
+
+def _compact(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def _accuracy(before: float | None, after: float) -> Text:
+    text = Text()
+    if before is not None:
+        text.append(f"{before:.1%}").append("  →  ", "dim")
+    text.append(f"{after:.1%}", "bold green" if before is None or after > before else "bold red")
+    return text.append("  greedy, on held-out prompts", "dim")
+
+
+def _answer(row: dict[str, Any]) -> RenderableType:
+    """A sampled answer; its text may hold anything, so nothing in it is taken for markup."""
+    prompt, text = (_clipped(str(row.get(key, ""))) for key in ("prompt", "text"))
+    reward = f"reward {row['reward']:.2f}" if "reward" in row else "answer"
+    body = Text.assemble((prompt, "dim"), "\n", (text, "bold"))
+    return Panel(body, title=reward, title_align="right", box=box.SQUARE, border_style="dim")
+
+
+def _clipped(text: str) -> str:
+    shown = "".join(char if char.isprintable() or char == "\n" else "�" for char in text.strip())
+    return shown if len(shown) <= _ANSWER_LIMIT else shown[: _ANSWER_LIMIT - 1] + "…"
+
+
+def _pairs(rows: dict[str, Text]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", justify="right")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

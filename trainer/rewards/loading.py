@@ -1,0 +1,97 @@
+"""From names in a recipe to callables whose signatures are known to fit. Imports no torch: workers use this too."""
+
+import difflib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.importing import load_object
+from trainer.rewards.functions import BUILTINS
+
+OFFERED = ("prompt", "row", "answer", "finish_reason")
+"""What every reward function may ask for by keyword, besides the completion and its own settings."""
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class BoundReward:
+    """A reward function with its settings, which is told only what it asks for."""
+
+    label: str
+    function: Callable[..., Any]
+    keywords: frozenset[str]
+    kwargs: dict[str, Any]
+
+    def __call__(self, completion: str, offered: dict[str, Any]) -> Any:
+        """Call the function; `offered` holds a value for each name in OFFERED."""
+        return self.function(completion, **{key: offered[key] for key in self.keywords}, **self.kwargs)
+
+
+def bind_rewards(functions: Iterable[tuple[str, dict[str, Any]]]) -> list[BoundReward]:
+    """Load each (name, kwargs) and check that it can be called.
+
+    A class is constructed with its kwargs, once in each process, and the object is called without them.
+    Labels are the functions' own names, numbered where one occurs twice. Raises UserError naming the function.
+    """
+    bound, seen = [], Counter[str]()
+    for name, kwargs in functions:
+        short = name.rpartition(":")[2]
+        seen[short] += 1
+        bound.append(_bind(name, short if seen[short] == 1 else f"{short}_{seen[short]}", kwargs))
+    return bound
+
+
+def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
+    function = _find(name)
+    if inspect.isclass(function):
+        function, kwargs = _construct(name, function, kwargs), {}
+    if not callable(function):
+        raise UserError(f"reward {name!r} is {type(function).__name__}, not a function")
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"reward {name!r} is async, but runs in a process of its own: make it a plain function")
+    return BoundReward(label, function, _keywords(name, function, kwargs), kwargs)
+
+
+def _find(name: str) -> Any:
+    if ":" in name:
+        return load_object(name)
+    if name not in BUILTINS:
+        close = difflib.get_close_matches(name, BUILTINS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"the built-in ones are {', '.join(BUILTINS)}."
+        raise UserError(f"reward {name!r} is not known: {hint} Your own is written pkg.mod:Name or path/file.py:Name")
+    return BUILTINS[name]
+
+
+def _construct(name: str, cls: type, kwargs: dict[str, Any]) -> Any:
+    try:
+        return cls(**kwargs)
+    except Exception as error:  # whatever the user's constructor raises
+        raise UserError(f"reward {name!r} cannot be set up with kwargs {kwargs}: {error}") from error
+
+
+def _keywords(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> frozenset[str]:
+    """Which of OFFERED to pass; raises UserError unless completion, these and kwargs are what the function takes."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if parameters and parameters[0].kind in _POSITIONAL:
+        parameters = parameters[1:]
+    elif not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        raise UserError(f"reward {name!r} must take the completion as its first argument")
+    if clash := set(kwargs) & set(OFFERED):
+        raise UserError(f"reward {name!r}: kwargs may not set {min(clash)!r}, which every reward is given")
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    named = {parameter.name for parameter in parameters if parameter.kind in _NAMED}
+    if not takes_any and (unknown := set(kwargs) - named):
+        raise UserError(f"reward {name!r} takes no argument {min(unknown)!r}, which its kwargs set")
+    for parameter in parameters:
+        required = parameter.default is parameter.empty and parameter.kind in (*_NAMED, *_POSITIONAL)
+        if required and (parameter.name not in {*OFFERED, *kwargs} or parameter.kind not in _NAMED):
+            raise UserError(
+                f"reward {name!r} asks for {parameter.name!r}, but is given the completion and, by keyword, "
+                f"{', '.join(OFFERED)} and its kwargs"
+            )
+    return frozenset(OFFERED) if takes_any else frozenset(OFFERED) & named
