@@ -6,7 +6,7 @@ each digit depends on digits already written. Three files, each row with prompt,
 
     train.jsonl   prompts for reinforcement
     eval.jsonl    prompts held out from both trainings, drawn without replacement
-    sft.jsonl     transcripts for the warm start, of which a share forgets every carry: what is left to learn. Half of
+    sft.jsonl     transcripts for the warm start, of which a share forgets every carry: what is left to learn. A third of
                   them have digits below five only, where nothing carries: learned early, they teach where to look
 """
 
@@ -43,7 +43,7 @@ def sft_rows(pairs: list[Pair], count: int, drop_share: float, seed: int) -> Ite
     rng = random.Random(seed)
     easy = [pair for pair in pairs if max(f"{pair[0]}{pair[1]}") < "5"]
     for index in range(count):
-        a, b = rng.choice(pairs if index % 2 else easy)
+        a, b = rng.choice(pairs if index % 3 else easy)
         digits = without_carries(a, b) if rng.random() < drop_share else correct(a, b)
         yield {**row(a, b), "completion": digits}
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from trainer import lifetime
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -61,14 +63,17 @@ def _kill_tree(process: subprocess.Popen[str]) -> None:
             continue
 
 
-def _main(file: str, function: str, *arguments: str) -> None:
+def _main(file: str, function: str, *arguments: str) -> int:
     specification = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     sys.modules[specification.name] = module
     specification.loader.exec_module(module)
     getattr(module, function)(*arguments)
+    return 0
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    # A rank leaves as the command line's ranks do: the interpreter's own shutdown now and then aborts in the destructor
+    # of a gloo group that a device mesh still holds ("terminate called without an active exception").
+    lifetime.run(lambda: _main(*sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""Real runs of the real command under torchrun, on a tiny model: started, watched, hurt, and looked for afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 180.0
+GONE_SECONDS = 20.0  # what issue and README promise
+MACHINE_FIGURES = ("time/", "throughput/", "memory/")
+
+
+def write_recipe(folder: Path, model: Path, **overrides: dict[str, Any]) -> Path:
+    """A recipe for a few steps on generated additions; `overrides` are merged into its sections."""
+    from arithmetic import write_arithmetic
+
+    write_arithmetic(folder / "data", eval_size=16, sft_size=8)
+    recipe: dict[str, dict[str, Any]] = {
+        "run": {"output_dir": str(folder / "runs"), "steps": 4, "step_deadline_s": 120, "first_step_deadline_s": 240},
+        "model": {"path": str(model)},
+        "data": {
+            "path": str(folder / "data" / "train.jsonl"),
+            "eval_path": str(folder / "data" / "eval.jsonl"),
+            "max_prompt_tokens": 32,
+        },
+        "sampling": {"max_tokens": 6},
+        "engine": {"max_model_len": 64, "max_num_seqs": 32, "kv_cache_gib": 0.03125},
+        "sync": {"verify": "full", "bucket_mib": 1, "timeout_s": 60},
+        "policy": {"dtype": "float32", "lr": 1e-3},
+        "algorithm": {"group_size": 4},
+        "batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 256},
+        # Random models are hardly ever right: rewarding length gives every group something to learn.
+        "reward": {"functions": [{"name": f"{ROOT}/tests/distributed/real_run.py:many_digits"}], "workers": 1},
+        "tracking": {"wandb": "disabled"},
+    }
+    for section, values in overrides.items():
+        recipe.setdefault(section, {}).update(values)
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def many_digits(completion: str) -> float:
+    """A reward that differs within almost every group of an untrained model."""
+    return sum(ord(character) % 7 for character in completion) / 10
+
+
+class Run:
+    """One run of `scripts/train.sh` in the background; every process of it carries a mark in its environment."""
+
+    def __init__(self, recipe: Path, *arguments: str, ranks: int = 2, name: str = "run") -> None:
+        self.folder = recipe.parent / "runs" / name
+        self.mark = uuid.uuid4().hex
+        self.log = recipe.parent / f"{name}-{self.mark[:6]}.log"
+        self._before = set(Path("/dev/shm").iterdir()) | set(Path("/tmp").glob("hotbunk-*"))
+        environment = os.environ | {
+            "NPROC_PER_NODE": str(ranks),
+            "HOTBUNK_TEST_RUN": self.mark,
+            "HOTBUNK_FORK_ENGINE": "1",
+            "TORCH_COMPILE_DISABLE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = ["bash", str(ROOT / "scripts/train.sh"), str(recipe), "--run.name", name, *arguments]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl so far."""
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def comparable_rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl without what differs from machine to machine."""
+        return [{k: v for k, v in row.items() if not k.startswith(MACHINE_FIGURES)} for row in self.rows()]
+
+    def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> Any:
+        """Poll until the condition gives something true; fails with the run's output."""
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"no {what} within {seconds:.0f} s:\n{self.output()}"
+            time.sleep(0.05)
+        return value
+
+    def wait_for_steps(self, count: int) -> None:
+        self.wait_for(lambda: len(self.rows()) >= count, f"row {count} of metrics.jsonl")
+
+    def wait(self, seconds: float = START_SECONDS) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill_everything()
+            raise AssertionError(f"the run did not end within {seconds:.0f} s:\n{self.output()}") from None
+
+    def processes(self, name: str = "") -> list[psutil.Process]:
+        """Living processes of the run whose command line contains `name`."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("HOTBUNK_TEST_RUN") != self.mark or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                if name in " ".join(process.cmdline()):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks, in order."""
+        children = psutil.Process(self.process.pid).children()
+        return sorted((c for c in children if "trainer" in " ".join(c.cmdline())), key=lambda c: int(c.environ()["RANK"]))
+
+    def left_behind(self) -> list[str]:
+        """What is still there of a run that has ended: processes, shared memory, private folders."""
+        files = (set(Path("/dev/shm").iterdir()) | set(Path("/tmp").glob("hotbunk-*"))) - self._before
+        return [" ".join(p.cmdline())[:100] for p in self.processes()] + [str(file) for file in files]
+
+    def assert_gone(self) -> None:
+        """Within 20 s from now nothing of the run is left."""
+        deadline = time.monotonic() + GONE_SECONDS
+        while left := self.left_behind():
+            assert time.monotonic() < deadline, f"left behind: {left}\n{self.output()}"
+            time.sleep(0.1)
+
+    def kill_everything(self) -> None:
+        for process in self.processes():
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+
+
+def differences(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[str]:
+    """Where two metrics files differ, bit for bit."""
+    found = [f"{len(first)} and {len(second)} rows"] if len(first) != len(second) else []
+    for one, two in zip(first, second, strict=False):
+        step = one["train/step"]
+        found += [f"step {step} {k}: {one.get(k)} {two.get(k)}" for k in one.keys() | two.keys() if one.get(k) != two.get(k)]
+    return found
+
+
+if __name__ == "__main__":
+    print(write_recipe(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,117 @@
+"""`hotbunk generate`: answer one prompt, or chat on the terminal, with a model or with what a run has trained."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from generation.event_loop import EngineThread
+from generation.sampling import SamplingSettings
+from generation.settings import EngineSettings
+from generation.worker_async import VllmAsyncGenerationWorker
+from trainer import lifetime
+from trainer.config import ModelConfig
+from trainer.config_checks import gpu_visible, model_config
+from trainer.data import load_tokenizer
+from trainer.engines import end_token_ids
+from trainer.errors import UserError
+
+LONGEST = 4096  # tokens of a conversation, where the model allows as many
+_KV_BYTES = 9 << 28  # 4096 tokens of any 7B model; on CPU, pages that are not needed are never touched
+_ANSWER = "<the answer>"  # stands for one where only what the chat template puts behind it is wanted
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
+    if arguments.max_tokens < 1 or arguments.temperature < 0:
+        raise UserError("--max-tokens must be at least 1, and --temperature at least 0")
+    settings = engine_settings(arguments.model)
+    chat = Chat(load_tokenizer(ModelConfig(path=settings.model)), arguments.system)
+    if chat.tokenizer.chat_template is None and (arguments.prompt is None or arguments.system is not None):
+        raise UserError(f"{settings.model} has no chat template: it can only continue a --prompt, without --system")
+    if arguments.prompt is not None:
+        chat.ask(arguments.prompt)
+    ends = end_token_ids(settings.model, chat.tokenizer)
+    sampling = SamplingSettings(arguments.max_tokens, arguments.temperature, stop_token_ids=ends)
+    lifetime.start_guardian()
+    lifetime.run(lambda: converse(settings, chat, sampling))
+
+
+def engine_settings(name: str) -> EngineSettings:
+    """An engine for one conversation with the model (of the run) in folder `name`, in the dtype it was saved in."""
+    folder = Path(name) / "model" if (Path(name) / "config.yaml").is_file() else Path(name)
+    if folder != Path(name) and not folder.is_dir():
+        raise UserError(f"{name} has no model yet: its run is not finished, or checkpoint.export_hf is false")
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} holds no *.safetensors with a model's weights")
+    try:
+        config = model_config(str(folder))
+    except UserError as error:
+        raise UserError(str(error).removeprefix("model.path: ")) from error
+    return EngineSettings(
+        model=str(folder),
+        dtype="float32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bfloat16",
+        max_model_len=min(config.get("max_position_embeddings") or LONGEST, LONGEST),
+        max_num_seqs=1,
+        kv_cache_bytes=_KV_BYTES,
+        sleep=False,
+        device_indices=(0,) if gpu_visible() else (),
+        cpu_threads=len(os.sched_getaffinity(0)),
+    )
+
+
+class Chat:
+    """A conversation as token ids. What was said is never encoded again: a prompt begins with all ids before it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
+        self.tokenizer, self.ids = tokenizer, list[int]()
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+
+    def ask(self, text: str) -> list[int]:
+        """The prompt after one more message of the user; without a chat template, the text alone."""
+        if self.tokenizer.chat_template is None:
+            self.ids = self.tokenizer(text)["input_ids"]
+            return self.ids
+        before = (
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}] if self.ids else self._system
+        )
+        messages = [*before, {"role": "user", "content": text}]
+        rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        following = rendered.partition(_ANSWER)[2] if self.ids else rendered
+        added = self.tokenizer(following, add_special_tokens=False)["input_ids"]
+        # The template ends the answer before; where the answer has ended itself, once is enough.
+        self.ids = self.ids + added[self.ids[-1:] == added[:1] :]
+        return self.ids
+
+
+def converse(settings: EngineSettings, chat: Chat, sampling: SamplingSettings) -> int:
+    """Answer the prompt that `chat` holds already, or else whatever is typed, until Ctrl-D."""
+    lifetime.install_signal_handlers(lambda: "generate")
+    thread, engine = EngineThread(), VllmAsyncGenerationWorker(settings)
+    print(f"starting vLLM with {settings.model}", file=sys.stderr)
+    try:
+        thread.run(engine.start(), 600, f"starting the engine for {settings.model}")
+        engine.state.adopt_checkpoint(0)
+        for prompt in [chat.ids] if chat.ids else _typed(chat):
+            request = engine.complete(prompt, sampling, seed=int.from_bytes(os.urandom(7)), policy_version=0)
+            answer = thread.run(request, 3600, "the answer")
+            chat.ids = prompt + answer.token_ids
+            text = chat.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+            print(f"{text} […]" if answer.finish_reason == "length" else text, flush=True)
+        return 0
+    except ValueError as error:  # a prompt that is too long, or a model that vLLM does not take
+        print(f"hotbunk: {error}", file=sys.stderr)
+        return 2
+    finally:
+        engine.shutdown()
+
+
+def _typed(chat: Chat) -> Iterator[list[int]]:
+    while True:
+        try:
+            yield chat.ask(input("> " if sys.stdin.isatty() else ""))
+        except EOFError:
+            return
