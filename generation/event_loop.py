@@ -7,7 +7,7 @@ thread only waits, always with a deadline.
 import asyncio
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class EngineThread:
             raise
 
     def close(self, timeout: float = 5.0) -> None:
-        """Cancel what still runs and stop the loop."""
+        """Cancel what still runs and stop the loop; a loop that is blocked is left to end with the process."""
         if self.loop.is_closed():
             return
 
@@ -56,7 +56,8 @@ class EngineThread:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-        self.run(cancel_all(), timeout, "cancelling the engine loop's tasks")
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout)
-        self.loop.close()
+        cancelled = self.submit(cancel_all())
+        if cancelled in wait([cancelled], timeout).done:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(timeout)
+            self.loop.close()

@@ -19,7 +19,8 @@ PLAIN_WEIGHTS_VARIABLE = "HOTBUNK_PLAIN_CPU_WEIGHTS"
 """Read by `sharding.worker_extension` when vLLM imports it, before the model is built."""
 
 FORK_VARIABLE = "HOTBUNK_FORK_ENGINE"
-"""Set to 1 by tests: the engine core is forked instead of spawned, which saves the 5 s of its imports. CPU only."""
+"""Set to 1 by tests: the engine core is forked instead of spawned, which saves the 5 s of its imports. CPU only, and without
+tensor parallelism only: a forked worker takes the trainer's process group for its own."""
 
 # A vLLM process that inherits these joins the trainer's process group, or hangs in its store (VLLM.md 1.12).
 _TORCHRUN = (
@@ -118,7 +119,7 @@ def start_async_llm(settings: EngineSettings) -> "AsyncLLM":
 
             raise ValueError(f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
         config = AsyncEngineArgs(**arguments).create_engine_config()
-        if settings.on_cpu and os.environ.get(FORK_VARIABLE) == "1":
+        if settings.on_cpu and settings.tensor_parallel_size == 1 and os.environ.get(FORK_VARIABLE) == "1":
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # create_engine_config has just forced "spawn"
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 

@@ -6,8 +6,8 @@ each digit depends on digits already written. Three files, each row with prompt,
 
     train.jsonl   prompts for reinforcement
     eval.jsonl    prompts held out from both trainings, drawn without replacement
-    sft.jsonl     transcripts for the warm start, of which a share forgets every carry: what is left to learn. A third of
-                  them have digits below five only, where nothing carries: learned early, they teach where to look
+    sft.jsonl     transcripts for the warm start, of which a share forgets every carry: what is left to learn. A third
+                  has digits below five only, where nothing carries: learned early, it teaches where to look
 """
 
 import argparse

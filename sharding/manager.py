@@ -24,7 +24,7 @@ from .channel import Listener, SyncError
 from .collectives import agree, agreed, all_gather_bytes, rank
 from .plan import Bucket, BucketPlan, SourceParameter
 from .source import WeightSource
-from .transport import BUFFERS, Staging, make_staging
+from .transport import BUFFERS, Staging, make_staging, stamp
 
 SAMPLED_SHARE = 16
 """`verify: sample` compares one parameter in this many, others at every sync."""
@@ -131,6 +131,10 @@ class ShardingManager:
     """Keeps the engine group's weights at the policy's version, and its memory out of the trainer's way.
 
     Construct and `connect` it on every rank; only leaders pass a `leader`.
+
+    Attributes:
+        report: on the latest sync.
+        staging_opened, staging_closed: how often this rank's worker has mapped staging memory and let it go (P4).
     """
 
     def __init__(
@@ -149,10 +153,10 @@ class ShardingManager:
         self._device_id = device_id(device, rank() % tensor_parallel_size)
         self._channel = Listener(folder, f"weights-{rank()}")
         self._staging: Staging | None = None
-        self._session = 0
+        self._session = self._stamp = 0
         self._plain = False
         self.report = SyncReport(version=-1)
-        self.syncs_verified = 0
+        self.staging_opened = self.staging_closed = 0
 
     def connect(self) -> None:
         """Pair every rank with the worker on its device. Collective; engines must be running."""
@@ -189,8 +193,6 @@ class ShardingManager:
         if self._settings.verify != "off" and not self._plain:
             with self._timed("verify"):
                 self._probe(policy)
-        if self.report.verified:
-            self.syncs_verified += 1
 
     def sleep(self) -> None:
         """Engines asleep, their memory given back."""
@@ -254,10 +256,10 @@ class ShardingManager:
         for number, bucket in enumerate(plan.buckets):
             if number >= BUFFERS:
                 answers.append(link.collect())  # the worker is done with what this buffer held
+            self._stamp += 1
             self._gather(bucket, self._staging.buffers[number % BUFFERS])
-            link.post(
-                kind, buffer=number % BUFFERS, pieces=[(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()]
-            )
+            pieces = [(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()]
+            link.post(kind, buffer=number % BUFFERS, stamp=self._stamp, pieces=pieces)
         answers += [link.collect() for _ in plan.buckets[-BUFFERS:]]
         self.report.nbytes += plan.nbytes
         return answers
@@ -266,6 +268,7 @@ class ShardingManager:
         assert self._staging is not None
         slots = [buffer[s.offset : s.offset + s.parameter.nbytes] for s in bucket.slots]
         self._source.gather_into([s.parameter.name for s in bucket.slots], slots)
+        stamp(buffer, self._stamp)
         self._staging.flush()
 
     def _verify(self, link: _Link, version: int) -> None:
@@ -292,8 +295,9 @@ class ShardingManager:
         assert self._staging is not None
         self.report.staging_bytes = BUFFERS * self._plan.capacity
         free = self._device.type == "cuda"  # the KV cache needs it; on CPU fresh pages cost more than kept ones
-        link.ask("end", close=free)
+        answer = link.ask("end", close=free)
         link._ended = True
+        self.staging_opened, self.staging_closed = answer.get("opened", 0), answer.get("closed", 0)
         self.report.messages = link.messages
         agree(link.error, "ending the update")
         if free:

@@ -15,6 +15,19 @@ BUFFERS = 2
 """One is loaded by the worker while the ranks gather into the other."""
 
 
+STAMP_BYTES = 8
+
+
+def stamp(buffer: torch.Tensor, number: int) -> None:
+    """Write the number of the bucket that is now in the buffer behind its data."""
+    buffer[-STAMP_BYTES:].view(torch.int64).fill_(number)
+
+
+def stamped(buffer: torch.Tensor) -> int:
+    """The number of the bucket in the buffer. A worker that reads other memory than the trainer wrote finds another one."""
+    return int(buffer[-STAMP_BYTES:].view(torch.int64).item())
+
+
 class Staging(Protocol):
     """The trainer's end: `buffers` (uint8), and a `handle` of plain types from which a worker opens the same memory."""
 
@@ -35,7 +48,11 @@ class SharedMemoryStaging:
         self._fd = os.memfd_create("hotbunk-staging", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, BUFFERS * nbytes)
         self.buffers = _map_file(self._fd, nbytes)
-        self.handle: dict[str, Any] = {"kind": "shared_memory", "pid": os.getpid(), "fd": self._fd, "nbytes": nbytes}
+        # The inode tells this memory from an earlier one that had the same descriptor.
+        inode = os.fstat(self._fd).st_ino
+        self.handle: dict[str, Any] = {
+            "kind": "shared_memory", "pid": os.getpid(), "fd": self._fd, "inode": inode, "nbytes": nbytes
+        }  # fmt: skip
 
     def flush(self) -> None:
         """Nothing to wait for: CPU stores are visible to the worker once the message about them arrives."""
@@ -72,7 +89,8 @@ class CudaIpcStaging:
 
 
 def make_staging(nbytes: int, device: torch.device) -> Staging:
-    """Two buffers of `nbytes` on the policy's device."""
+    """Two buffers of `nbytes` and a stamp on the policy's device."""
+    nbytes = -(-nbytes // STAMP_BYTES) * STAMP_BYTES + STAMP_BYTES
     return CudaIpcStaging(nbytes, device) if device.type == "cuda" else SharedMemoryStaging(nbytes)
 
 

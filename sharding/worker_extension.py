@@ -12,7 +12,7 @@ import torch
 from vllm import _custom_ops
 
 from . import channel as channels
-from .transport import open_staging
+from .transport import open_staging, stamped
 from .weight_loader import NamedTensors, WeightLoader, holds_plain_weights
 from .worker_memory import release_engine_memory, resident_bytes
 
@@ -87,6 +87,8 @@ class _Receiver:
     def _views(self, message: dict[str, Any]) -> NamedTensors:
         """The tensors of a bucket: views into the staging buffer, dropped before the bucket is acknowledged."""
         buffer = self._buffers[message["buffer"]]
+        if (found := stamped(buffer)) != message["stamp"]:
+            raise channels.SyncError(f"the staging buffer holds bucket {found} where bucket {message['stamp']} was announced")
         views = []
         for name, dtype_name, shape, offset in message["pieces"]:
             dtype = getattr(torch, dtype_name)

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +21,7 @@ from trainer.engines import end_token_ids
 from trainer.errors import UserError
 
 LONGEST = 4096  # tokens of a conversation, where the model allows as many
-_KV_BYTES = 9 << 28  # 4096 tokens of any 7B model; on CPU, pages that are not needed are never touched
+_SPARE = 512  # tokens: vLLM rounds up to blocks, and keeps one for itself
 _ANSWER = "<the answer>"  # stands for one where only what the chat template puts behind it is wanted
 
 
@@ -51,16 +52,25 @@ def engine_settings(name: str) -> EngineSettings:
         config = model_config(str(folder))
     except UserError as error:
         raise UserError(str(error).removeprefix("model.path: ")) from error
+    dtype = "float32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bfloat16"
+    length = min(config.get("max_position_embeddings") or LONGEST, LONGEST)
     return EngineSettings(
         model=str(folder),
-        dtype="float32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bfloat16",
-        max_model_len=min(config.get("max_position_embeddings") or LONGEST, LONGEST),
+        dtype=dtype,
+        max_model_len=length,
         max_num_seqs=1,
-        kv_cache_bytes=_KV_BYTES,
+        kv_cache_bytes=(length + _SPARE) * _kv_elements(config) * (4 if dtype == "float32" else 2),
         sleep=False,
         device_indices=(0,) if gpu_visible() else (),
         cpu_threads=len(os.sched_getaffinity(0)),
     )
+
+
+def _kv_elements(config: dict[str, Any]) -> int:
+    """Keys and values that one token leaves in the cache."""
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
 
 
 class Chat:

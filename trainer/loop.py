@@ -31,7 +31,8 @@ from trainer.watchdog import Watchdog
 
 def main(config: TrainConfig) -> None:
     """One rank's whole life: join the others, train, leave with them. What fails on one rank ends all."""
-    init_process_group(config.run.step_deadline_s, config.run.device)
+    # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
+    init_process_group(max(config.run.first_step_deadline_s, config.run.step_deadline_s), config.run.device)
     with Watchdog(store(), rank(), world_size()) as watchdog:
         lifetime.install_signal_handlers(watchdog.current_phase)
         with ExitStack() as resources:

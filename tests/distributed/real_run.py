@@ -130,7 +130,7 @@ class Run:
     def left_behind(self) -> list[str]:
         """What is still there of a run that has ended: processes, shared memory, private folders."""
         files = (set(Path("/dev/shm").iterdir()) | set(Path("/tmp").glob("hotbunk-*"))) - self._before
-        return [" ".join(p.cmdline())[:100] for p in self.processes()] + [str(file) for file in files]
+        return [str(process) for process in self.processes()] + [str(file) for file in files]
 
     def assert_gone(self) -> None:
         """Within 20 s from now nothing of the run is left."""

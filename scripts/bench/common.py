@@ -1,0 +1,160 @@
+"""What the benchmarks share: random models that never touch a disk, engines for them, tables and JSON."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen2Config
+
+from generation.event_loop import EngineThread
+from generation.settings import EngineSettings
+from generation.worker_async import VllmAsyncGenerationWorker
+from sharding.manager import Leader
+from trainer.config import ModelConfig, PolicyConfig
+from trainer.policy import loading
+from trainer.policy.checkpoint_names import CheckpointView
+from trainer.policy.fsdp import FsdpPolicy
+
+PRESETS = {  # hidden size, intermediate size, layers, heads, key-value heads, vocabulary; all with tied embeddings
+    "1M": (128, 512, 4, 4, 2, 288),
+    "10M": (256, 1024, 6, 4, 2, 16384),
+    "100M": (768, 2048, 12, 12, 4, 32768),
+    "0.5B": (896, 4864, 24, 14, 2, 151936),  # Qwen2.5-0.5B
+    "7B": (3584, 18944, 28, 28, 4, 152064),  # Qwen2.5-7B, but for its separate output head
+}
+
+
+def write_config(folder: Path, preset: str, dtype: str) -> Path:
+    """A model folder that holds a configuration and nothing else; returns it."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = PRESETS[preset]
+    config = Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+        dtype=dtype,
+    )
+    config.save_pretrained(folder)
+    return folder
+
+
+class _RandomWeights:
+    """Stands in for the safetensors files of a folder that has none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.names: set[str] = set()
+        self.used: set[str] = set()
+
+    def read(
+        self, views: list[CheckpointView], begin: int, end: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        values = torch.empty(end - begin, dtype=dtype, device=device)
+        return values.fill_(1.0) if "norm" in views[0].name else values.uniform_(-0.05, 0.05)
+
+
+def random_policy(folder: Path, dtype: str, device: torch.device) -> FsdpPolicy:
+    """The trainer's own policy, float32 masters sharded over the ranks, with random weights."""
+    with mock.patch.object(loading, "SafetensorsFolder", _RandomWeights):
+        return FsdpPolicy(ModelConfig(path=str(folder)), PolicyConfig(dtype=dtype), device)
+
+
+def start_engine(folder: Path, device: torch.device, **settings: Any) -> Leader:
+    """An engine with random weights of its own, as this rank's leader holds it."""
+    thread = EngineThread()
+    engine = VllmAsyncGenerationWorker(
+        EngineSettings(
+            model=str(folder),
+            load_format="dummy",
+            device_indices=(device.index,) if device.type == "cuda" else (),
+            extra={"skip_tokenizer_init": True},
+            **settings,
+        )
+    )
+    thread.run(engine.start(), 600, "starting the engine")
+    return Leader(engine, thread)
+
+
+def this_device() -> torch.device:
+    """CUDA device LOCAL_RANK where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def seconds(action: Callable[[], object], rounds: int, device: torch.device) -> list[float]:
+    """How long each of `rounds` calls took, after one that does not count."""
+    times = []
+    for _ in range(rounds + 1):
+        _synchronize(device)
+        start = time.perf_counter()
+        action()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def origin() -> dict[str, Any]:
+    """Where the figures come from: command, commit (with + where files differ from it), machine, versions, load."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
+    names = [line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    cpu = f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
+    gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit + "+" * bool(changed),
+        "machine": gpu + cpu,
+        "torch": torch.__version__,
+        "load": os.getloadavg()[0],
+    }
+
+
+def median(values: list[float]) -> float:
+    """The middle one."""
+    return statistics.median(values)
+
+
+def show(title: str, columns: list[str], rows: list[list[str]], notes: list[str]) -> None:
+    """Print a table, what it stands for above it and its notes and origin below."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=120, highlight=False)
+    console.print(table)
+    where = origin()
+    for note in [
+        *notes,
+        f"{where['machine']}, load {where['load']:.1f}, torch {where['torch']}, commit {where['commit']}",
+    ]:
+        console.print(f"  {note}", style="dim")
+
+
+def save(file: Path | None, results: dict[str, Any]) -> None:
+    """Write results and origin as JSON, if a file was named."""
+    if file is not None:
+        file.write_text(json.dumps(origin() | results, indent=2) + "\n")
