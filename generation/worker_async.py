@@ -1,9 +1,11 @@
 """One vLLM engine, as the leader of an engine group holds it: asynchronous, with an explicit life cycle."""
 
+import asyncio
 import gc
 import itertools
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .engine_state import EngineLifecycle, EngineStateError, Memory
 from .sampling import SamplingSettings, vllm_sampling_params
@@ -12,6 +14,11 @@ from .vllm_compat import start_async_llm, stop_async_llm
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+ALIVE_SECONDS = 0.25
+"""How often a call that waits looks whether the engine is still there."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,16 @@ class VllmAsyncGenerationWorker:
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call a method of the worker extension on every worker of the group; results in worker order, plain types only."""
-        return await self.engine.collective_rpc(method, timeout=timeout, args=args)
+        return await self._unless_dead(self.engine.collective_rpc(method, timeout=timeout, args=args))
+
+    async def _unless_dead(self, call: Awaitable[T]) -> T:
+        """The call's result. vLLM leaves calls unanswered for ever when the engine core is killed; requests it does fail."""
+        task = asyncio.ensure_future(call)
+        while not (await asyncio.wait({task}, timeout=ALIVE_SECONDS))[0]:
+            if self.engine.errored:
+                task.cancel()
+                raise self.engine.dead_error
+        return task.result()
 
     async def report_device_id_async(self) -> list[str]:
         """The device each worker runs on, in worker order: a UUID on CUDA, `cpu:<rank>` on CPU."""
@@ -98,7 +114,7 @@ class VllmAsyncGenerationWorker:
 
     async def reset_prefix_cache_async(self) -> None:
         """Forget every cached prefix. vLLM answers False where it could not; that is an error here (P7)."""
-        if not await self.engine.reset_prefix_cache():
+        if not await self._unless_dead(self.engine.reset_prefix_cache()):
             raise RuntimeError(
                 "vLLM refused to reset its prefix cache: blocks are still in use, old weights live on in them"
             )
@@ -108,7 +124,7 @@ class VllmAsyncGenerationWorker:
         if not self.settings.sleep:
             return
         self.state.sleep(keeps_weights=False)
-        await self.engine.sleep(level=2)
+        await self._unless_dead(self.engine.sleep(level=2))
         if self.settings.on_cpu:
             await self.call_workers("hotbunk_release_memory")
 
@@ -118,7 +134,7 @@ class VllmAsyncGenerationWorker:
             return
         for tag in tags:
             {"weights": self.state.wake_weights, "kv_cache": self.state.wake_kv_cache}[tag]()
-            await self.engine.wake_up([tag])
+            await self._unless_dead(self.engine.wake_up([tag]))
 
     async def memory_bytes(self) -> int:
         """Memory the workers hold now, summed: resident bytes on CPU, bytes in use on the device on CUDA."""

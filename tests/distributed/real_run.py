@@ -1,5 +1,6 @@
 """Real runs of the real command under torchrun, on a tiny model: started, watched, hurt, and looked for afterwards."""
 
+import contextlib
 import json
 import os
 import signal
@@ -62,7 +63,8 @@ class Run:
         self.folder = recipe.parent / "runs" / name
         self.mark = uuid.uuid4().hex
         self.log = recipe.parent / f"{name}-{self.mark[:6]}.log"
-        self._before = set(Path("/dev/shm").iterdir()) | set(Path("/tmp").glob("hotbunk-*"))
+        self._before = set(Path("/dev/shm").iterdir())
+        self._private: set[Path] = set()
         environment = os.environ | {
             "NPROC_PER_NODE": str(ranks),
             "HOTBUNK_TEST_RUN": self.mark,
@@ -127,10 +129,22 @@ class Run:
         children = psutil.Process(self.process.pid).children()
         return sorted((c for c in children if "trainer" in " ".join(c.cmdline())), key=lambda c: int(c.environ()["RANK"]))
 
+    def engines(self) -> list[psutil.Process]:
+        """The engine cores: forked from a rank, so with a rank's command line and a rank for a parent."""
+        ranks = {rank.pid for rank in self.ranks()}
+        return [process for process in self.processes("-m trainer train") if process.ppid() in ranks]
+
     def left_behind(self) -> list[str]:
         """What is still there of a run that has ended: processes, shared memory, private folders."""
-        files = (set(Path("/dev/shm").iterdir()) | set(Path("/tmp").glob("hotbunk-*"))) - self._before
+        self._note_private_folders()
+        files = set(Path("/dev/shm").iterdir()) - self._before | {f for f in self._private if f.exists()}
         return [str(process) for process in self.processes()] + [str(file) for file in files]
+
+    def _note_private_folders(self) -> None:
+        """Remember the ranks' private folders, which their guardians have on the command line."""
+        for guardian in self.processes("guardian.py"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._private |= {Path(word) for word in guardian.cmdline() if Path(word).name.startswith("hotbunk-")}
 
     def assert_gone(self) -> None:
         """Within 20 s from now nothing of the run is left."""

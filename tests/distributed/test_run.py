@@ -72,12 +72,13 @@ def test_p24_whatever_ends_a_run_nothing_is_left(
     try:
         run.wait_for(lambda: len(run.processes("trainer")) >= 3, "ranks")
         run.wait_for_steps(rows)
+        run.left_behind()  # remembers what there is to look for
         if victim == "launcher":
             run.process.send_signal(number)
         elif victim == "rank":
             run.ranks()[1].send_signal(number)
         else:
-            run.processes("VLLM::EngineCore")[0].send_signal(number)
+            run.engines()[0].send_signal(number)
         run.assert_gone()
         assert run.wait(5) != 0
         assert culprit in run.output()
@@ -90,7 +91,7 @@ def test_a_step_over_its_deadline_names_ranks_phases_and_stacks(tiny_model: Tiny
     run = Run(write_recipe(tmp_path, tiny_model(), run=limits))
     try:
         run.wait_for_steps(2)
-        run.processes("VLLM::EngineCore")[0].send_signal(signal.SIGSTOP)
+        run.engines()[0].send_signal(signal.SIGSTOP)
         assert run.wait(60) != 0
         run.assert_gone()
     finally:
