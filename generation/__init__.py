@@ -1,7 +1,7 @@
 """Generation on vLLM: engines with an explicit life cycle, sampling that hides nothing, rollouts.
 
-Nothing here imports the trainer or the weight path. The names below are loaded on first use, so that importing the package
-(a reward worker does, the command line does) costs nothing.
+Nothing here imports the trainer or the weight path. The names below are loaded on first use, so that importing the
+package (a reward worker does, the command line does) costs nothing.
 """
 
 from importlib import import_module

@@ -19,8 +19,9 @@ class EngineStateError(RuntimeError):
 class EngineLifecycle:
     """The state machine of one engine: memory, weight version, and whether weights are on their way.
 
-    `version` is the policy version whose weights the engine holds, or None when it holds none that can be trusted: before the
-    first sync, after a level-2 sleep, during a sync, and after a failed one. The only way out of None is a complete sync.
+    `version` is the policy version whose weights the engine holds, or None when it holds none that can be trusted:
+    before the first sync, after a level-2 sleep, during a sync, and after a failed one. The only way out of None is a
+    complete sync.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,9 @@ class EngineLifecycle:
             )
 
     def adopt_checkpoint(self, version: int) -> None:
-        """Declare that the weights the engine loaded from disk at its start are those of `version` (no trainer, no sync)."""
+        """Declare that the weights the engine loaded from disk at its start are those of `version` (no trainer, no
+        sync).
+        """
         self._require("adopt a checkpoint", Memory.AWAKE)
         self.version = version
 

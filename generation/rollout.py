@@ -1,7 +1,8 @@
 """One step's rollouts on one engine: groups of samples, each group scheduled as soon as there is room for it.
 
-Which engine samples which prompt is decided while they run: every leader claims the next prompt when it has room, so one long
-answer does not idle the others. What is sampled does not depend on it, since the seed of a sample depends on its place only.
+Which engine samples which prompt is decided while they run: every leader claims the next prompt when it has room, so
+one long answer does not idle the others. What is sampled does not depend on it, since the seed of a sample depends on
+its place only.
 """
 
 import asyncio
@@ -41,14 +42,16 @@ async def rollout(
     claim: Claim,
     on_sample: OnSample,
 ) -> list[Trajectory]:
-    """Sample groups for as many prompts as this engine can claim; returns their trajectories in the order they finished.
+    """Sample groups for as many prompts as this engine can claim; returns their trajectories in the order they
+    finished.
 
-    A request that fails becomes a trajectory with `error` set and takes nobody with it. A dead engine, an engine in the wrong
-    state and an error in `on_sample` end the rollout.
+    A request that fails becomes a trajectory with `error` set and takes nobody with it. A dead engine, an engine in the
+    wrong state and an error in `on_sample` end the rollout.
     """
     engine.state.check_can_generate(settings.policy_version)
     finished: list[Trajectory] = []
-    # One group more than the engine runs at once, so that it never waits for us; no more, so that others find work to claim.
+    # One group more than the engine runs at once, so that it never waits for us; no more, so that others find work to
+    # claim.
     room = asyncio.Semaphore(engine.settings.max_num_seqs + settings.group_size)
 
     async def one(prompt: int, sample: int) -> None:

@@ -12,12 +12,15 @@ class EngineSettings:
         model: folder or hub name; only its configuration is read when `load_format` is "dummy".
         dtype: "float32" or "bfloat16".
         max_model_len: tokens, prompt and response together.
-        kv_cache_bytes: size of the KV cache on each device; None lets vLLM take what `gpu_memory_utilization` leaves it.
+        kv_cache_bytes: size of the KV cache on each device; None lets vLLM take what `gpu_memory_utilization` leaves
+            it.
         device_indices: CUDA devices of the engine group's workers, in rank order; empty on CPU.
         cpu_threads: OpenMP threads of each worker on CPU.
-        cpu_cores: on CPU with tensor parallelism, the core each worker is bound to (two unbound workers fight for one core).
-        plain_cpu_weights: keep weights on CPU in the layout of the checkpoint instead of packed for oneDNN: in-place updates,
-            as on CUDA; faster for models of a few million parameters, slower from about 100 million on (VLLM.md).
+        cpu_cores: on CPU with tensor parallelism, the core each worker is bound to (two unbound workers fight for one
+            core).
+        plain_cpu_weights: keep weights on CPU in the layout of the checkpoint instead of packed for oneDNN: in-place
+            updates, as on CUDA; faster for models of a few million parameters, slower from about 100 million on
+            (VLLM.md).
         sleep: free the engine's memory while the trainer works.
         extra: further vLLM engine arguments, by vLLM's own names.
     """

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 class Trajectory:
     """What the policy said to one prompt, token by token.
 
-    `response_ids`, `loss_mask` and `logprobs` have the same length. The mask is by position: 1 on every token the policy
-    sampled, its EOS included, whatever its id; 0 on tokens that came from elsewhere (tools, environments).
+    `response_ids`, `loss_mask` and `logprobs` have the same length. The mask is by position: 1 on every token the
+    policy sampled, its EOS included, whatever its id; 0 on tokens that came from elsewhere (tools, environments).
 
     Attributes:
         prompt_index: position of the prompt in the step's batch.

@@ -1,4 +1,5 @@
-"""What vLLM keeps private or changes between releases, in one place. Checked against 0.32 (CPU) and read in 0.26 (CUDA).
+"""What vLLM keeps private or changes between releases, in one place. Checked against 0.32 (CPU) and read in 0.26
+(CUDA).
 
 Everything an engine's processes read from the environment is set around its start only, and taken back afterwards: the
 trainer's own process must not notice (it would otherwise lose torch.compile, or its NCCL settings).
@@ -19,7 +20,8 @@ PLAIN_WEIGHTS_VARIABLE = "HOTBUNK_PLAIN_CPU_WEIGHTS"
 """Read by `sharding.worker_extension` when vLLM imports it, before the model is built."""
 
 FORK_VARIABLE = "HOTBUNK_FORK_ENGINE"
-"""Set to 1 by tests: the engine core is forked instead of spawned, which saves the 5 s of its imports. CPU only, and without
+"""Set to 1 by tests: the engine core is forked instead of spawned, which saves the 5 s of its imports. CPU only, and
+without
 tensor parallelism only: a forked worker takes the trainer's process group for its own."""
 
 # A vLLM process that inherits these joins the trainer's process group, or hangs in its store (VLLM.md 1.12).
@@ -125,7 +127,7 @@ def start_async_llm(settings: EngineSettings) -> "AsyncLLM":
 
 
 def stop_async_llm(engine: "AsyncLLM") -> None:
-    """Stop an engine's processes. Its output task is cancelled first: it would report the stop as the engine's death."""
+    """Stop an engine's processes; first its output task, which would report the stop as the engine's death."""
     if (handler := engine.output_handler) is not None:
         handler.get_loop().call_soon_threadsafe(handler.cancel)
     engine.shutdown()

@@ -43,7 +43,7 @@ class VllmAsyncGenerationWorker:
         self._request_numbers = itertools.count()
 
     async def start(self) -> None:
-        """Start the engine's processes. Run it on the loop that will serve the engine; it blocks that loop until ready."""
+        """Start the engine's processes. Run it on the loop that will serve the engine; it blocks until ready."""
         self._engine = start_async_llm(self.settings)
 
     @property
@@ -96,11 +96,15 @@ class VllmAsyncGenerationWorker:
         ]
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call a method of the worker extension on every worker of the group; results in worker order, plain types only."""
+        """Call a method of the worker extension on every worker of the group; results in worker order, plain types
+        only.
+        """
         return await self._unless_dead(self.engine.collective_rpc(method, timeout=timeout, args=args))
 
     async def _unless_dead(self, call: Awaitable[T]) -> T:
-        """The call's result. vLLM leaves calls unanswered for ever when the engine core is killed; requests it does fail."""
+        """The call's result. vLLM leaves calls unanswered for ever when the engine core is killed; requests it does
+        fail.
+        """
         task = asyncio.ensure_future(call)
         while not (await asyncio.wait({task}, timeout=ALIVE_SECONDS))[0]:
             if self.engine.errored:

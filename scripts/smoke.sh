@@ -9,7 +9,8 @@ bash scripts/setup.sh
 
 .venv/bin/python scripts/make_tiny.py runs/arithmetic_start/tiny
 .venv/bin/python scripts/arithmetic.py runs/arithmetic_start/data
-.venv/bin/python -m trainer sft scripts/recipes/arithmetic_sft.yaml
-# Two ranks, or one where a single GPU has no room for two.
+# Two ranks, or one where there is a single GPU, which two cannot share.
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
-NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus == 1 ? 1 : 2))} exec bash scripts/train.sh scripts/recipes/arithmetic.yaml --checkpoint.resume none "$@"
+export NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus == 1 ? 1 : 2))}
+bash scripts/train.sh sft scripts/recipes/arithmetic_sft.yaml
+exec bash scripts/train.sh scripts/recipes/arithmetic.yaml --checkpoint.resume none "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Train a recipe under torchrun:
+# Train a recipe under torchrun, by reinforcement or, with `sft` before it, on the answers in its data:
 #
-#   bash scripts/train.sh RECIPE [--section.key value ...]
+#   bash scripts/train.sh [sft] RECIPE [--section.key value ...]
 #
 # One node by default, with one rank for each GPU (on CPU one rank), or NPROC_PER_NODE ranks. On several nodes, run it on each of
 # them with NNODES, NODE_RANK (0 on the first), MASTER_ADDR (the first) and, where 29500 is taken, MASTER_PORT;
@@ -24,6 +24,11 @@ count_gpus() {
 
 at_least_one() { echo $(($1 > 1 ? $1 : 1)); }
 
+command=train
+if [ "${1:-}" = sft ]; then
+    command=sft
+    shift
+fi
 [ -x "$python" ] || die "there is no .venv yet: run bash scripts/setup.sh first."
 ranks=${NPROC_PER_NODE:-$(at_least_one "$(count_gpus)")}
 nodes=${NNODES:-1}
@@ -31,7 +36,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(at_least_one $(($(nproc) / ranks)))}
 
 for argument in "${@:---help}"; do
     case $argument in
-    -h | --help | --dry-run) WORLD_SIZE=$((nodes * ranks)) exec "$python" -m trainer train "${@:---help}" ;;
+    -h | --help | --dry-run) WORLD_SIZE=$((nodes * ranks)) exec "$python" -m trainer "$command" "${@:---help}" ;;
     esac
 done
 
@@ -43,4 +48,4 @@ else
 fi
 # Ranks that have not ended this long after the signal are killed; a variable, as older torchruns know no such flag.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-10}
-exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$ranks" -m trainer train "$@"
+exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$ranks" -m trainer "$command" "$@"

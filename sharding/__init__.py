@@ -1,6 +1,7 @@
 """Both ends of the weight path: sources and plan in the trainer, receiver in the vLLM worker, one manager over them.
 
-Names are loaded on first use: `worker_extension` is imported inside vLLM's workers, which need none of the trainer's side.
+Names are loaded on first use: `worker_extension` is imported inside vLLM's workers, which need none of the trainer's
+side.
 """
 
 from importlib import import_module

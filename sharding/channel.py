@@ -56,7 +56,10 @@ class Channel:
 
 
 class Listener(Channel):
-    """The trainer's end. It lives in the run's private folder and knows its peer by a secret that only the peer was told."""
+    """The trainer's end.
+
+    It lives in the run's private folder and knows its peer by a secret that only the peer was told.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.secret = secrets.token_hex(16)

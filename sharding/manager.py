@@ -1,7 +1,8 @@
 """The sharding manager: a context manager around generation that brings the policy's weights and takes the memory back.
 
-Every rank runs the same code and enters the same collectives, whatever happens to its own worker (invariant 6): a rank whose
-worker failed goes on gathering without sending, and the failure is raised on all ranks together at the next agreement.
+Every rank runs the same code and enters the same collectives, whatever happens to its own worker (invariant 6): a rank
+whose worker failed goes on gathering without sending, and the failure is raised on all ranks together at the next
+agreement.
 """
 
 import gc
@@ -31,11 +32,15 @@ SAMPLED_SHARE = 16
 
 PROBE_TOKENS = 48
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
-"""Largest mean gap (nats) of the log-probability probe; a stale or misplaced weight is off by more than 1 (VLLM.md 1.7)."""
+"""Largest mean gap (nats) of the log-probability probe; a stale or misplaced weight is off by more than 1 (VLLM.md
+1.7).
+"""
 
 
 class VersionedPolicy(Protocol):
-    """What a policy must have to be synced: its version, and its own log-probabilities where weights cannot be read back."""
+    """What a policy must have to be synced: its version, and its own log-probabilities where weights cannot be read
+    back.
+    """
 
     version: int
 
@@ -45,7 +50,7 @@ class VersionedPolicy(Protocol):
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How weights travel. `bucket_bytes` bounds each of the two staging buffers; `timeout` (s) every wait for a worker."""
+    """How weights travel. `bucket_bytes` bounds either staging buffer, `timeout` (s) every wait for a worker."""
 
     verify: Literal["off", "sample", "full"] = "sample"
     bucket_bytes: int = 512 << 20
@@ -170,9 +175,11 @@ class ShardingManager:
 
     @contextmanager
     def generation_shift(self, policy: VersionedPolicy) -> Iterator[None]:
-        """Inside, the engines are awake at `policy.version`; afterwards they are asleep and the memory is the trainer's.
+        """Inside, the engines are awake at `policy.version`; afterwards they are asleep and the memory is the
+        trainer's.
 
-        When the body raises, nothing more is asked of the engines: the ranks may no longer be in step, and the run ends.
+        When the body raises, nothing more is asked of the engines: the ranks may no longer be in step, and the run
+        ends.
         """
         self.wake(policy)
         yield

@@ -27,7 +27,8 @@ class SourceParameter:
     """One parameter as the trainer holds it.
 
     Attributes:
-        nbytes: of its slot in a bucket: the whole parameter in the engine's dtype, and the padding its gather leaves behind.
+        nbytes: of its slot in a bucket: the whole parameter in the engine's dtype, and the padding its gather leaves
+            behind.
         pieces: the checkpoint tensors inside; one, except where Transformers fuses (experts of an MoE layer).
     """
 

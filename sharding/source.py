@@ -1,9 +1,10 @@
 """Where weights come from: sharded parameters, gathered one bucket at a time straight into the staging buffer.
 
-Three ways were weighed for FSDP2: `full_tensor()` (a full copy per parameter and a copy into the buffer), one flattened
-all-gather per bucket (a second bucket of memory, since ranks' shards arrive interleaved), and this one: an all-gather per
-parameter whose output *is* the parameter's slot. FSDP2 shards dimension 0 in equal chunks with only the last ones short, so
-what arrives rank after rank is the parameter itself, with the padding behind it: no copy and no extra memory.
+Three ways were weighed for FSDP2: `full_tensor()` (a full copy per parameter and a copy into the buffer), one
+flattened all-gather per bucket (a second bucket of memory, since ranks' shards arrive interleaved), and this one: an
+all-gather per parameter whose output *is* the parameter's slot. FSDP2 shards dimension 0 in equal chunks with only the
+last ones short, so what arrives rank after rank is the parameter itself, with the padding behind it: no copy and no
+extra memory.
 """
 
 import math
@@ -17,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from .plan import Piece, SourceParameter
 
 PieceLayout = Callable[[str, torch.Size], Sequence[tuple[str, int, tuple[int, ...]]]]
-"""(parameter name, shape) -> [(checkpoint name, offset in elements, shape)]: contiguous runs that cover the parameter."""
+"""(parameter name, shape) -> [(checkpoint name, offset in elements, shape)]: contiguous runs that cover the parameter.
+"""
 
 
 class WeightSource(Protocol):
@@ -81,7 +83,7 @@ class FsdpWeightSource:
             work.wait()
 
     def _padded_shard(self, tensor: DTensor, nbytes: int) -> torch.Tensor:
-        """This rank's rows in the engine's dtype as uint8 [nbytes], zeros behind them where it holds fewer than others."""
+        """This rank's rows in the engine's dtype, as uint8 [nbytes], with zeros behind them where it has fewer."""
         local = tensor.to_local().reshape(-1)
         if local.dtype == self._dtype and local.nbytes == nbytes:
             return local.view(torch.uint8)

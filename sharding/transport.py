@@ -1,8 +1,9 @@
 """The two staging buffers, and how a worker in another process comes to see the same memory.
 
-On CPU the memory is an anonymous file (`memfd_create`), opened by the worker through `/proc`: it has no name, so nothing is
-left behind however a run ends, and a small `/dev/shm` does not matter. On CUDA it is plain device memory, opened through an
-IPC handle. Either way a buffer is exported once, opened once and closed once (P4); per bucket only offsets travel.
+On CPU the memory is an anonymous file (`memfd_create`), opened by the worker through `/proc`: it has no name, so
+nothing is left behind however a run ends, and a small `/dev/shm` does not matter. On CUDA it is plain device memory,
+opened through an IPC handle. Either way a buffer is exported once, opened once and closed once (P4); per bucket only
+offsets travel.
 """
 
 import mmap
@@ -24,7 +25,10 @@ def stamp(buffer: torch.Tensor, number: int) -> None:
 
 
 def stamped(buffer: torch.Tensor) -> int:
-    """The number of the bucket in the buffer. A worker that reads other memory than the trainer wrote finds another one."""
+    """The number of the bucket in the buffer.
+
+    A worker that reads other memory than the trainer wrote finds another one.
+    """
     return int(buffer[-STAMP_BYTES:].view(torch.int64).item())
 
 

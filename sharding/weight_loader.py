@@ -1,8 +1,8 @@
 """Loading a stream of weights into a running vLLM model, so that all of it arrives or the culprit is named.
 
-Two ways, decided by the model (`holds_plain_weights`): in place through `model.load_weights`, where parameters still have the
-checkpoint's layout; or through vLLM's layerwise reload, where they were re-processed after loading (packed for oneDNN on CPU,
-experts shuffled, quantised, MLA). VLLM.md 1.7 lists the traps; each remedy below carries its letter.
+Two ways, decided by the model (`holds_plain_weights`): in place through `model.load_weights`, where parameters still
+have the checkpoint's layout; or through vLLM's layerwise reload, where they were re-processed after loading (packed for
+oneDNN on CPU, experts shuffled, quantised, MLA). VLLM.md 1.7 lists the traps; each remedy below carries its letter.
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,8 @@ def holds_plain_weights(model: torch.nn.Module, plain_on_cpu: bool) -> bool:
 
 
 class WeightLoader:
-    """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, which leaves a model that can be loaded.
+    """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, which leaves a model that can be
+    loaded.
 
     Attributes:
         plain: in place (True) or layerwise.
@@ -131,7 +132,7 @@ class WeightLoader:
             raise SyncError(f"{type(self._model).__name__} is not completely updated: " + "; ".join(complaints))
 
     def abort(self) -> None:
-        """Give up this update. Parameters must not stay on meta (1.7 f); the next complete update repairs their values."""
+        """Give up this update. No parameter stays on meta (1.7 f); the next complete update repairs their values."""
         self._finalize()
 
     def _finalize(self) -> None:
@@ -151,7 +152,7 @@ class WeightLoader:
         ]
 
     def _untouched_modules(self) -> list[str]:
-        """Modules with parameters that nothing was sent for, unless another module's parameters are theirs, too (tied)."""
+        """Modules with parameters that nothing was sent for, unless they share them with one that was loaded (tied)."""
         missing: dict[str, set[int]] = {}
         loaded: set[int] = set()
         for name, module in self._model.named_modules():
@@ -173,7 +174,7 @@ def _copy_of(weights: NamedTensors) -> NamedTensors:
 
 
 def _repack_tied(model: torch.nn.Module) -> None:
-    """Pack again for every module but the first of those that share one weight (1.7 b: a tied head stays stale on CPU)."""
+    """Pack again for all but the first of the modules that share a weight (1.7 b: a tied head stays stale on CPU)."""
     owners: dict[int, torch.nn.Module] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")

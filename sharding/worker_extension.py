@@ -1,7 +1,7 @@
 """What Hotbunk adds to a vLLM worker. vLLM appends the class to its worker's bases, in the worker's own process.
 
-Methods are called through `collective_rpc` and return plain types only: anything else would kill the engine core's output
-thread (VLLM.md 1.3). Nothing of the trainer is imported here.
+Methods are called through `collective_rpc` and return plain types only: anything else would kill the engine core's
+output thread (VLLM.md 1.3). Nothing of the trainer is imported here.
 """
 
 import gc
@@ -16,7 +16,8 @@ from .transport import open_staging, stamped
 from .weight_loader import NamedTensors, WeightLoader, holds_plain_weights
 from .worker_memory import release_engine_memory, resident_bytes
 
-# vLLM imports this module before it builds the model: without oneDNN, linear layers keep their weights as they are loaded.
+# vLLM imports this module before it builds the model: without oneDNN, linear layers keep their weights as they are
+# loaded.
 _PLAIN_ON_CPU = os.environ.get("HOTBUNK_PLAIN_CPU_WEIGHTS") == "1"
 if _PLAIN_ON_CPU:
     _custom_ops._supports_onednn = False
@@ -88,7 +89,9 @@ class _Receiver:
         """The tensors of a bucket: views into the staging buffer, dropped before the bucket is acknowledged."""
         buffer = self._buffers[message["buffer"]]
         if (found := stamped(buffer)) != message["stamp"]:
-            raise channels.SyncError(f"the staging buffer holds bucket {found} where bucket {message['stamp']} was announced")
+            raise channels.SyncError(
+                f"the staging buffer holds bucket {found} where bucket {message['stamp']} was announced"
+            )
         views = []
         for name, dtype_name, shape, offset in message["pieces"]:
             dtype = getattr(torch, dtype_name)

@@ -36,8 +36,8 @@ def release_engine_memory(model: torch.nn.Module, kv_caches: list[torch.Tensor],
     """Free the KV cache and all weights of a sleeping engine; a complete weight update brings the latter back.
 
     Args:
-        plain: weights are as in the checkpoint; otherwise oneDNN's packed copies, which live in each layer's `cpu_linear`,
-            are dropped, and made again by the layerwise reload.
+        plain: weights are as in the checkpoint; otherwise oneDNN's packed copies, which live in each layer's
+            `cpu_linear`, are dropped, and made again by the layerwise reload.
     """
     if not plain:
         for module in model.modules():

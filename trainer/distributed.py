@@ -1,4 +1,7 @@
-"""The ranks' process group: joining it, leaving it, and the store they met at. Exchanges are in `sharding.collectives`."""
+"""The ranks' process group: joining it, leaving it, and the store they met at.
+
+Exchanges are in `sharding.collectives`.
+"""
 
 import os
 import socket

@@ -43,8 +43,8 @@ class Learner:
     def learn(self, trajectories: list[Trajectory]) -> Metrics:
         """All passes over the step's batch; returns its figures, the same on all ranks.
 
-        A step in which no answer was better or worse than its group, and no KL pulls, has a gradient of zero: it is left
-        out, since Adam's momentum would move the weights all the same.
+        A step in which no answer was better or worse than its group, and no KL pulls, has a gradient of zero: it is
+        left out, since Adam's momentum would move the weights all the same.
         """
         algorithm = self._config.algorithm
         groups = make_groups(trajectories, algorithm)
@@ -62,7 +62,7 @@ class Learner:
         return {"no_signal_steps": 0.0} | update_metrics(updates) | self._gap_metrics(gaps)
 
     def _prepare(self, groups: list[Group]) -> tuple[list[MicroBatch], float]:
-        """This rank's micro-batches of one optimizer step, and what its losses are divided by: a count over all ranks."""
+        """This rank's micro-batches of an optimizer step, and the count over all ranks that its loss is divided by."""
         samples = [sample for group in groups for sample in group.samples]
         lengths = [len(s.input_ids) for s in samples]
         mine = [samples[i] for i in assign_to_ranks(lengths, world_size())[rank()]]
@@ -97,7 +97,8 @@ class Learner:
 class GrpoLoss:
     """The loss of one optimizer step, called for each of its micro-batches.
 
-    Clipped policy gradient on group advantages, weighted by truncated importance sampling against the engine, plus k3 KL.
+    Clipped policy gradient on group advantages, weighted by truncated importance sampling against the engine, plus k3
+    KL.
 
     Attributes:
         gaps: (trainer's, engine's) log-probabilities of the trainable tokens seen, before any update of the step.
@@ -127,7 +128,10 @@ class GrpoLoss:
 
 
 def make_groups(trajectories: list[Trajectory], config: AlgorithmConfig) -> list[Group]:
-    """Samples by prompt, with advantages relative to the group. Failed samples are left out, before the mean is taken."""
+    """Samples by prompt, with advantages relative to the group.
+
+    Failed samples are left out, before the mean is taken.
+    """
     by_prompt: dict[int, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         if not trajectory.error:
@@ -155,13 +159,13 @@ def to_sample(trajectory: Trajectory, advantage: float) -> Sample:
 
 
 def split(groups: list[Group], parts: int) -> list[list[Group]]:
-    """Consecutive groups in `parts` portions, as even as can be; groups are never torn, empty portions never returned."""
+    """Consecutive groups in at most `parts` portions, as even as can be; no group is torn, no portion empty."""
     size = max(1, math.ceil(len(groups) / parts))
     return [groups[i : i + size] for i in range(0, len(groups), size)]
 
 
 def update_metrics(updates: list[UpdateStats]) -> Metrics:
-    """One step's figures from its optimizer steps: means over updates, and over tokens for what was summed over tokens."""
+    """One step's figures from its optimizer steps: means over updates, or over tokens for what was summed."""
 
     def mean(values: Callable[[UpdateStats], float]) -> float:
         return sum(map(values, updates)) / len(updates)

@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of targets straight from hidden states, without the whole tensor of logits.
 
 Legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary. The forward pass keeps one number a token (the
-    logarithm of the normaliser); the backward pass computes each chunk's logits once more. Memory is that of a few [C,
-    V] float32 tensors, however long the batch is.
+logarithm of the normaliser); the backward pass computes each chunk's logits once more. Memory is that of a few [C, V]
+float32 tensors, however long the batch is.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """The training loop. One step is read here from top to bottom; everything else is machinery behind names.
 
-Left out on purpose: a scheduler, roles, workers and controllers. Every rank runs this file, under torchrun or alone; what one
-rank decides is decided by all alike, or exchanged in one of the few collectives that the parts document.
+Left out on purpose: a scheduler, roles, workers and controllers. Every rank runs this file, under torchrun or alone;
+what one rank decides is decided by all alike, or exchanged in one of the few collectives that the parts document.
 """
 
 import time
@@ -60,7 +60,8 @@ class RLTrainer:
         self.eval_prompts = load_eval_prompts(config.data, self.tokenizer) if config.eval.every else None
         self.end_ids = end_token_ids(config.model.path, self.tokenizer)
         self.rewards = RewardPool(config.reward)
-        # The engine before the policy: vLLM measures free memory while it starts, and nobody may free any meanwhile (P1).
+        # The engine before the policy: vLLM measures free memory while it starts, and nobody may free any meanwhile
+        # (P1).
         self.screen.note(
             f"starting {world_size() // config.engine.tensor_parallel_size} engine(s) for {config.model.path}"
         )
@@ -120,7 +121,7 @@ class RLTrainer:
 
     @contextmanager
     def generation_shift(self) -> Iterator[None]:
-        """The engines awake at the policy's version; afterwards asleep, with what the shift itself cost on the meter."""
+        """The engines awake at the policy's version; afterwards asleep, with the shift's own cost on the meter."""
         with self.watchdog.phase("generation shift", self.config.run.first_step_deadline_s):
             with self.sharding.generation_shift(self.policy):
                 yield

@@ -72,7 +72,7 @@ class _RandomWeights:
 def random_policy(folder: Path, dtype: str, device: torch.device) -> FsdpPolicy:
     """The trainer's own policy, float32 masters sharded over the ranks, with random weights."""
     with mock.patch.object(loading, "SafetensorsFolder", _RandomWeights):
-        return FsdpPolicy(ModelConfig(path=str(folder)), PolicyConfig(dtype=dtype), device)
+        return FsdpPolicy(ModelConfig(path=str(folder)), PolicyConfig.model_validate({"dtype": dtype}), device)
 
 
 def start_engine(folder: Path, device: torch.device, **settings: Any) -> Leader:

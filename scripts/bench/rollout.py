@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """What our rollouts cost on top of a bare AsyncLLM: the same engine, prompts, sampling parameters and seeds, in turn.
 
-    python scripts/bench/rollout.py [--preset 10M] [--prompts 32] [--group 8] [--max-tokens 64] [--rounds 5] [--json FILE]
+    python scripts/bench/rollout.py [--preset 10M] [--prompts 32] [--group 8] [--max-tokens 64] [--json FILE]
 
 bare    every request of the batch handed to AsyncLLM.generate at once, in one asyncio.gather
 ours    generation.rollout.rollout, with a reward that costs nothing
 
-Both must sample exactly the same tokens, or there is no table. The prefix cache is emptied before each measurement, and
-which of the two goes first alternates.
+The prefix cache is emptied before each measurement, and which of the two goes first alternates. The last column is the
+share of answers that are the same token by token: all in float32 on CPU, fewer where the arithmetic depends on the
+    batch.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import random
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,26 +61,41 @@ async def ours(engine: VllmAsyncGenerationWorker, prompts: list[list[int]], sett
     return {(t.prompt_index, t.sample_index): t.response_ids for t in trajectories}
 
 
+@dataclass
+class Round:
+    """What both ways took and made of one batch."""
+
+    seconds: dict[str, float]
+    sampled: dict[str, Tokens]
+
+    def speed(self, way: str) -> float:
+        """Tokens a second."""
+        return sum(map(len, self.sampled[way].values())) / self.seconds[way]
+
+    def row(self) -> list[float]:
+        """Tokens a second of both ways, their ratio, and the share of equal answers."""
+        both = list(zip(*(self.sampled[way].items() for way in ("bare", "ours")), strict=True))
+        equal = sum(a == b for a, b in both) / len(both)
+        return [self.speed("bare"), self.speed("ours"), self.speed("ours") / self.speed("bare"), equal]
+
+
 async def compare(
     engine: VllmAsyncGenerationWorker, prompts: list[list[int]], options: argparse.Namespace
-) -> list[dict[str, float]]:
-    """Tokens and seconds of each round; the first one does not count."""
-    sampling = SamplingSettings(options.max_tokens)
-    results = []
+) -> list[Round]:
+    """Both ways in every round; the first round does not count."""
+    rounds = []
     for step in range(options.rounds + 1):
+        sampling = SamplingSettings(options.max_tokens)
         settings = RolloutSettings(options.group, sampling, policy_version=0, seed=0, step=step)
-        order = [bare, ours] if step % 2 else [ours, bare]
-        sampled: list[Tokens] = []
-        times: dict[str, float] = {}
-        for way in order:
+        current = Round({}, {})
+        for way in (bare, ours) if step % 2 else (ours, bare):
             await engine.reset_prefix_cache_async()
             start = time.perf_counter()
-            sampled.append(await way(engine, prompts, settings))
-            times[way.__name__] = time.perf_counter() - start
-        if sampled[0] != sampled[1]:
-            raise RuntimeError("both ways were given the same seeds but did not sample the same tokens")
-        results.append(times | {"tokens": sum(map(len, sampled[0].values()))})
-    return results[1:]
+            sampled = await way(engine, prompts, settings)
+            current.seconds[way.__name__] = time.perf_counter() - start
+            current.sampled[way.__name__] = dict(sorted(sampled.items()))
+        rounds.append(current)
+    return rounds[1:]
 
 
 def main(options: argparse.Namespace) -> int:
@@ -105,26 +122,19 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def present(options: argparse.Namespace, rounds: list[dict[str, float]]) -> None:
+def present(options: argparse.Namespace, rounds: list[Round]) -> None:
     """Print the table, write the JSON."""
-    ratios = [r["bare"] / r["ours"] for r in rounds]
-    rows = []
-    for number, (r, ratio) in enumerate(zip(rounds, ratios, strict=True), 1):
-        rows.append(
-            [
-                str(number),
-                f"{r['tokens']:.0f}",
-                f"{r['tokens'] / r['bare']:.0f}",
-                f"{r['tokens'] / r['ours']:.0f}",
-                f"{ratio:.3f}",
-            ]
-        )
-    speeds = {way: median([r["tokens"] / r[way] for r in rounds]) for way in ("bare", "ours")}
-    rows.append(["median", "", f"{speeds['bare']:.0f}", f"{speeds['ours']:.0f}", f"{median(ratios):.3f}"])
-    title = f"{options.preset} {options.dtype}: {options.prompts} prompts x {options.group} samples, up to {options.max_tokens} tokens each"
-    note = f"tokens/s; {options.max_num_seqs} sequences at a time, {torch.get_num_threads()} thread(s)"
-    show(title, ["round", "tokens", "bare tok/s", "ours tok/s", "ours / bare"], rows, [note])
-    save(options.json, {"title": title, "rounds": rounds, "ratio": median(ratios)})
+    lines = [r.row() for r in rounds]
+    lines.append([median(list(column)) for column in zip(*lines, strict=True)])
+    names = [*map(str, range(1, len(rounds) + 1)), "median"]
+    forms = ("{:.0f}", "{:.0f}", "{:.3f}", "{:.0%}")
+    cells = [[form.format(value) for form, value in zip(forms, line, strict=True)] for line in lines]
+    batch = f"{options.prompts} prompts x {options.group} samples, up to {options.max_tokens} tokens each"
+    title = f"{options.preset} {options.dtype}: {batch}"
+    note = f"{options.max_num_seqs} sequences at a time, {torch.get_num_threads()} thread(s)"
+    columns = ["round", "bare tok/s", "ours tok/s", "ours / bare", "same answers"]
+    show(title, columns, [[name, *row] for name, row in zip(names, cells, strict=True)], [note])
+    save(options.json, {"title": title, "columns": columns[1:], "rounds": lines[:-1], "median": lines[-1]})
 
 
 def parse() -> argparse.Namespace:

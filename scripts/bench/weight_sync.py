@@ -65,6 +65,7 @@ class Bench:
         self.plan = BucketPlan(self.source.parameters(), options.bucket_mib << 20)
         self.times: dict[str, list[float]] = {}
         self.report = SyncReport(-1)
+        self.shift: dict[str, list[float]] = {}
 
     def make_source(self, kind: type[FsdpWeightSource]) -> FsdpWeightSource:
         """The trainer's own way to the weights, or a variation of it."""
@@ -86,28 +87,33 @@ class Bench:
         self.sync("load", "off", Resident)
         for verify in ("off", "sample", "full"):
             self.sync(f"sync, verify {verify}", verify)
-        self.sync("after sleep, verify off", "off", sleeping=True)
+        self.sync("after sleep, verify off", "off", sleep=True)
 
     def sync(
-        self, name: str, verify: Any, kind: type[FsdpWeightSource] = FsdpWeightSource, sleeping: bool = False
+        self, name: str, verify: Any, kind: type[FsdpWeightSource] = FsdpWeightSource, sleep: bool = False
     ) -> None:
         """Time syncs of a manager of their own; the first one, which maps the staging memory, does not count."""
         engine = self.leader.engine
-        engine.settings = dataclasses.replace(engine.settings, sleep=sleeping)
+        engine.settings = dataclasses.replace(engine.settings, sleep=sleep)
         settings = SyncSettings(verify, self.options.bucket_mib << 20)
         folder = Path(tempfile.mkdtemp(dir=lifetime.private_folder()))
         manager = ShardingManager(self.make_source(kind), self.device, settings, folder, leader=self.leader)
         manager.connect()
         reports = []
         for _ in range(self.options.rounds + 1):
-            manager.sleep()
             self.policy.version += 1
+            manager.sleep()
+            went_to_sleep = manager.report.seconds["sleep"]
             manager.wake(self.policy)
+            manager.report.seconds["sleep"] = went_to_sleep
             reports.append(manager.report)
         manager.close()
-        phases = ("sync", "verify", "wake") if sleeping else ("sync", "verify")
-        self.times[name] = [sum(r.seconds.get(phase, 0.0) for phase in phases) for r in reports[1:]]
-        self.report = reports[-1] if verify == "off" else self.report
+        phases = {p: [r.seconds.get(p, 0.0) for r in reports[1:]] for p in ("sleep", "wake", "sync", "verify")}
+        self.times[name] = [sum(parts) for parts in zip(phases["wake"], phases["sync"], phases["verify"], strict=True)]
+        if sleep:
+            self.shift = phases
+        if verify == "off":
+            self.report = reports[-1]
 
 
 class Reader:
@@ -190,20 +196,16 @@ def present(bench: Bench) -> None:
         speed, ratio = f"{nbytes / middle / GIB:.2f}", f"{middle / floor:.2f}"
         rows.append([name, f"{middle * 1e3:.1f}", f"{min(times) * 1e3:.1f}", speed, ratio])
     layout = "packed" if options.packed else "plain"
-    title = f"{options.preset} {options.dtype}, {layout} weights, {world_size()} rank(s), {torch.get_num_threads()} thread(s)"
-    facts = (
+    title = f"{options.preset} {options.dtype}, {layout} weights, {world_size()} rank(s)"
+    notes = [
         f"{nbytes / 2**20:.1f} MiB in {len(bench.plan.buckets)} buckets, {bench.report.messages} messages, "
-        f"staging {bench.report.staging_bytes / 2**20:.1f} MiB; {options.rounds} rounds each, medians"
-    )
-    show(title, ["what", "ms", "best ms", "GiB/s", "x memcpy"], rows, [facts])
-    results = {
-        "preset": options.preset,
-        "dtype": options.dtype,
-        "layout": layout,
-        "ranks": world_size(),
-        "nbytes": nbytes,
-    }
-    results |= {"messages": bench.report.messages, "staging_bytes": bench.report.staging_bytes, "seconds": bench.times}
+        f"staging {bench.report.staging_bytes / 2**20:.1f} MiB",
+        f"medians of {options.rounds} rounds, {torch.get_num_threads()} thread(s) on either side",
+        "after sleep: " + ", ".join(f"{phase} {median(times) * 1e3:.1f} ms" for phase, times in bench.shift.items()),
+    ]
+    show(title, ["what", "ms", "best ms", "GiB/s", "x memcpy"], rows, notes)
+    results = {"title": title, "nbytes": nbytes, "bucket_mib": options.bucket_mib, "seconds": bench.times}
+    results |= {"messages": bench.report.messages, "staging_bytes": bench.report.staging_bytes, "shift": bench.shift}
     save(options.json, results)
 
 

@@ -127,7 +127,9 @@ class Run:
     def ranks(self) -> list[psutil.Process]:
         """The ranks, in order."""
         children = psutil.Process(self.process.pid).children()
-        return sorted((c for c in children if "trainer" in " ".join(c.cmdline())), key=lambda c: int(c.environ()["RANK"]))
+        return sorted(
+            (c for c in children if "trainer" in " ".join(c.cmdline())), key=lambda c: int(c.environ()["RANK"])
+        )
 
     def engines(self) -> list[psutil.Process]:
         """The engine cores: forked from a rank, so with a rank's command line and a rank for a parent."""
@@ -166,7 +168,9 @@ def differences(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> li
     found = [f"{len(first)} and {len(second)} rows"] if len(first) != len(second) else []
     for one, two in zip(first, second, strict=False):
         step = one["train/step"]
-        found += [f"step {step} {k}: {one.get(k)} {two.get(k)}" for k in one.keys() | two.keys() if one.get(k) != two.get(k)]
+        found += [
+            f"step {step} {k}: {one.get(k)} {two.get(k)}" for k in one.keys() | two.keys() if one.get(k) != two.get(k)
+        ]
     return found
 
 

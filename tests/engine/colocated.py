@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from transformers import AutoModelForCausalLM
+
 from generation.event_loop import EngineThread
 from generation.sampling import SamplingSettings
 from generation.settings import EngineSettings
@@ -12,7 +14,6 @@ from generation.worker_async import Completion, VllmAsyncGenerationWorker
 from sharding.manager import Leader, ShardingManager, SyncSettings
 from sharding.source import FsdpWeightSource
 from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
-from transformers import AutoModelForCausalLM
 
 
 def start_engine(folder: Path | str, plain: bool = True, **settings: object) -> Leader:

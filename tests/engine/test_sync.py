@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 from colocated import Colocated, start_engine, stop
-from generation.engine_state import EngineStateError
-from generation.sampling import SamplingSettings
 from make_tiny import make_tiny_model
-from sharding.collectives import RemoteError
+
+from generation.sampling import SamplingSettings
 
 MODELS = [("qwen2", True), ("qwen2", False), ("qwen3", True), ("llama", False), ("llama", True), ("qwen3_moe", False)]
 PROMPT = [14, 50, 77, 120, 9]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from colocated import Colocated
 from conftest import TinyModel
+
 from generation.engine_state import EngineStateError
 from generation.sampling import SamplingSettings
 from sharding.collectives import RemoteError
@@ -81,7 +82,8 @@ def test_p8_a_renamed_or_missing_weight_is_fatal_and_named(
 def test_p8_a_weight_of_the_wrong_shape_is_fatal_and_named(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.layers.1.post_attention_layernorm.weight"
     parameters = [
-        replace(p, pieces=(replace(p.pieces[0], shape=(2, 64)),)) if p.name == name else p for p in both.manager._parameters
+        replace(p, pieces=(replace(p.pieces[0], shape=(2, 64)),)) if p.name == name else p
+        for p in both.manager._parameters
     ]
     from sharding.plan import BucketPlan
 

@@ -203,6 +203,7 @@ def test_train_starts_torchrun_on_one_node(launched: Callable[..., list[str]]) -
     assert words[5:-2] == ["-m", "trainer", "train", "my recipe.yaml", "--run.name", "a b"]
     assert words[-2] == f"OMP={max(1, len(os.sched_getaffinity(0)) // 2)}"
     assert launched("r.yaml")[4] == "1"
+    assert launched("sft", "r.yaml")[5:-2] == ["-m", "trainer", "sft", "r.yaml"]
 
 
 def test_train_counts_gpus(clone: Path, launched: Callable[..., list[str]]) -> None:

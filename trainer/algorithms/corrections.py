@@ -10,8 +10,7 @@ def truncated_importance_weights(old_logprobs: Tensor, engine_logprobs: Tensor, 
     """min(exp(old - engine), cap) for each token: corrects the gradient for samples drawn by another distribution.
 
     Truncated importance sampling: Espeholt et al. 2018 (IMPALA, arXiv:1802.01561, the rho of equation 1); between
-        engine and
-    trainer: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+    engine and trainer: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
 
     Args:
         old_logprobs: [B, T], the trainer's own, before the step's first update.

@@ -1,7 +1,7 @@
 """From a checkpoint in Hugging Face format to sharded parameters and back, one piece at a time.
 
 No rank ever holds the whole model: it is built without data, sharded, and then each rank reads from the safetensors
-    files the rows it owns, and no others.
+files the rows it owns, and no others.
 """
 
 import json
