@@ -39,7 +39,7 @@ class EngineLifecycle:
             raise EngineStateError(f"cannot {action}: the engine is {self}; it must be {needed} and not being updated")
 
     def check_can_generate(self, policy_version: int) -> None:
-        """Raise `EngineStateError`, naming both versions, unless the engine is awake with exactly the policy's weights."""
+        """Raise `EngineStateError`, naming both versions, unless awake with exactly the policy's weights."""
         self._require("generate", Memory.AWAKE)
         if self.version != policy_version:
             held = "no version (they were dropped or never sent)" if self.version is None else f"version {self.version}"

@@ -8,6 +8,7 @@ digit is a token), and one for each role name and marker of chats and tool calls
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.utils import logging as transformers_logging
 
 PAD, BOS, EOS, START = "<|endoftext|>", "<|bos|>", "<|im_end|>", "<|im_start|>"
 TOOL_MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
@@ -158,6 +160,8 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=288)
     parser.add_argument("--seed", type=int, default=0)
     options = vars(parser.parse_args())
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which gets loaded, would warn of no GPU
+    transformers_logging.disable_progress_bar()
     make_tiny_model(options.pop("folder"), **options)
 
 

@@ -1,23 +1,53 @@
 """Whole runs: real torchrun ranks, real engines, real signals. The slowest tests of all, so each checks much."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TinyModel
 from real_run import Run, differences, write_recipe
 
 
-def test_p19_p20_a_run_killed_and_resumed_equals_one_that_was_not(tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def recipe(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    return write_recipe(folder, tiny_model(), checkpoint={"every": 2}, eval={"every": 2})
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: Path) -> Run:
+    """A run of four steps on two ranks, with three evaluations, that nothing happened to."""
+    run = Run(recipe, name="whole")
+    assert run.wait() == 0, run.output()
+    run.assert_gone()
+    return run
+
+
+def test_p23_a_run_leaves_the_record_it_promises(whole: Run) -> None:
+    rows = whole.rows()
+    assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert max(row["gap/max"] for row in rows[1:]) <= 1e-4
+    summary = json.loads((whole.folder / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["syncs_verified"] == 7  # four steps, three evaluations
+    assert summary["max_logprob_gap"] == max(row["gap/max"] for row in rows[1:])
+    assert summary["eval_reward_before"] == rows[0]["eval/reward"]
+    assert summary["eval_reward_after"] == rows[4]["eval/reward"]
+    for name in ("config.yaml", "completions.jsonl", "curves.png", "model/model.safetensors", "model/tokenizer.json"):
+        assert (whole.folder / name).stat().st_size > 0
+
+
+def test_p19_p20_a_run_killed_and_resumed_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
     """Bit for bit, with the engine's packed weights: unpacked ones go through MKL, whose last bit depends on how many
     requests happen to be decoded together."""
-    recipe = write_recipe(tmp_path, tiny_model(), checkpoint={"every": 2}, eval={"every": 2})
-    whole = Run(recipe, name="whole")
-    assert whole.wait() == 0, whole.output()
-    whole.assert_gone()
     broken = Run(recipe, "--run.steps", "1000", name="broken")
     broken.wait_for_steps(4)  # the first evaluation and three steps: one more than the last checkpoint has
+    broken.left_behind()
     broken.ranks()[1].send_signal(signal.SIGKILL)
     assert broken.wait() != 0
     broken.assert_gone()
@@ -25,14 +55,38 @@ def test_p19_p20_a_run_killed_and_resumed_equals_one_that_was_not(tiny_model: Ti
     assert resumed.wait() == 0, resumed.output()
     resumed.assert_gone()
     assert differences(whole.comparable_rows(), resumed.comparable_rows()) == []
-    rows = whole.rows()
-    assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert max(row["gap/max"] for row in rows[1:]) <= 1e-4
-    summary = json.loads((whole.folder / "summary.json").read_text())
-    assert summary["steps"] == 4
-    assert summary["syncs_verified"] == 7  # four steps, three evaluations
-    for name in ("config.yaml", "completions.jsonl", "curves.png", "model/model.safetensors", "model/tokenizer.json"):
-        assert (whole.folder / name).stat().st_size > 0
+
+
+PLAIN_VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    engine = LLM(sys.argv[1], dtype="float32", max_model_len=64, kv_cache_memory_bytes=1 << 25, enforce_eager=True)
+    prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
+    outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    print("ANSWERS", json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+"""
+
+
+def test_the_exported_model_answers_alike_in_plain_transformers_and_plain_vllm(whole: Run) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = whole.folder / "model"
+    prompts = [[14, 50, 77], [20, 21, 22, 23], [99, 98, 97, 120, 121]]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    expected = []
+    for ids in prompts:
+        answer = model.generate(
+            torch.tensor([ids]), do_sample=False, max_new_tokens=12, min_new_tokens=12, eos_token_id=-1
+        )
+        expected.append(answer[0, len(ids) :].tolist())
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [sys.executable, "-c", PLAIN_VLLM, str(folder), json.dumps(prompts)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert answers, done.stderr[-3000:]
+    assert json.loads(answers[0].removeprefix("ANSWERS ")) == expected
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["in-place", "layerwise"])

@@ -1,0 +1,41 @@
+"""Gathering shards into place, on real ranks: uneven rows, rows fewer than ranks, both dtypes, fused layouts."""
+
+import math
+
+import torch
+from launch import run_ranks
+
+
+def check_gather() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from sharding.collectives import rank, world_size
+    from sharding.plan import BucketPlan
+    from sharding.source import FsdpWeightSource
+    from trainer.distributed import destroy_process_group, init_process_group
+
+    init_process_group(60, "cpu")
+    mesh = init_device_mesh("cpu", (world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    whole = {
+        str(shape): torch.randn(shape, generator=generator)
+        for shape in [(257, 8), (6, 5), (2, 3), (1,), (9,), (4, 2, 3)]
+    }
+    placements = [Shard(0), Shard(0), Shard(0), Shard(0), Replicate(), Shard(1)]
+    tensors = {n: distribute_tensor(t, mesh, [p]) for (n, t), p in zip(whole.items(), placements, strict=True)}
+    for dtype in (torch.float32, torch.bfloat16):
+        source = FsdpWeightSource(list(tensors.items()), dtype)
+        plan = BucketPlan(source.parameters(), 4096)
+        for bucket in plan.buckets:
+            buffer = torch.full((bucket.nbytes,), 255, dtype=torch.uint8)
+            slots = [buffer[s.offset : s.offset + s.parameter.nbytes] for s in bucket.slots]
+            source.gather_into([s.parameter.name for s in bucket.slots], slots)
+            for piece in bucket.pieces():
+                held = buffer[piece.offset : piece.offset + math.prod(piece.shape) * dtype.itemsize]
+                assert torch.equal(held.view(dtype).view(piece.shape), whole[piece.name].to(dtype)), (rank(), piece)
+    destroy_process_group()
+
+
+def test_three_ranks_gather_every_parameter_into_its_place() -> None:
+    run_ranks(check_gather, nproc=3, timeout=90)

@@ -1,0 +1,133 @@
+"""One engine by itself: what is asked for is what is sampled, and one bad request is nobody else's."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from colocated import HfPolicy, start_engine, stop
+from conftest import TinyModel
+
+from generation.rollout import RolloutSettings, rollout
+from generation.sampling import SamplingSettings, sample_seed
+from generation.trajectory import Trajectory
+from sharding.manager import Leader
+from trainer.learner import to_sample
+
+PAD = 0
+PROMPTS = [[14, 50, 77], [20, 21, 22, 23, 24], [99, 98]]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose generation_config.json asks for what nobody who trains on it has asked for (P13)."""
+    folder = tmp_path_factory.mktemp("hostile") / "model"
+    shutil.copytree(tiny_model(), folder)
+    hostile = {
+        "temperature": 0.1,
+        "top_k": 1,
+        "top_p": 0.2,
+        "repetition_penalty": 5.0,
+        "do_sample": True,
+        "max_length": 9,
+    }
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | hostile))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def leader(model: Path) -> Iterator[Leader]:
+    leader = start_engine(model, max_model_len=128)
+    leader.engine.state.adopt_checkpoint(0)
+    yield leader
+    stop(leader)
+
+
+def run(
+    leader: Leader, group: int, prompts: list[list[int]] = PROMPTS, order: list[int] | None = None
+) -> list[Trajectory]:
+    """One rollout of `group` samples a prompt, by prompt and sample."""
+    settings = RolloutSettings(group, SamplingSettings(max_tokens=60), policy_version=0, seed=1, step=3)
+    waiting = list(order or range(len(prompts)))
+    claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
+    seen: list[Trajectory] = []
+
+    async def note(trajectory: Trajectory) -> None:
+        seen.append(trajectory)
+
+    finished = leader.thread.run(rollout(leader.engine, prompts, settings, claim, note), 60, "a rollout")
+    assert sorted(map(id, finished)) == sorted(map(id, seen))
+    return sorted(finished, key=lambda t: (t.prompt_index, t.sample_index))
+
+
+def test_p12_p13_p22_logprobs_are_the_trainers_whatever_the_models_own_settings(leader: Leader, model: Path) -> None:
+    """Temperature 1 and no truncation, with ids the tokenizer does not know, and with PAD among what was sampled."""
+    policy = HfPolicy(model)
+    trajectories = run(leader, group=24)
+    assert len(trajectories) == 72
+    for t in trajectories:
+        own = policy.logprobs(t.prompt_ids + t.response_ids)[len(t.prompt_ids) - 1 :]
+        assert max(abs(a - b) for a, b in zip(own, t.logprobs, strict=True)) < 1e-4
+        assert t.loss_mask == [1] * len(t.response_ids)
+    padded = [t for t in trajectories if PAD in t.response_ids]
+    assert padded
+    sample = to_sample(padded[0], 1.0)
+    assert sample.loss_mask[len(padded[0].prompt_ids) + padded[0].response_ids.index(PAD)] == 1
+    distinct = {tuple(t.response_ids) for t in trajectories}
+    assert len(distinct) == len(trajectories)  # top_k 1 or temperature 0.1 would repeat itself
+
+
+def test_seeds_decide_whatever_else_runs_and_in_whatever_order(leader: Leader) -> None:
+    forwards = run(leader, group=4)
+    backwards = run(leader, group=4, order=[2, 1, 0])
+    alone = run(leader, group=1, order=[1])
+    assert [t.response_ids for t in forwards] == [t.response_ids for t in backwards]
+    assert alone[0].response_ids == next(t for t in forwards if (t.prompt_index, t.sample_index) == (1, 0)).response_ids
+    assert (
+        len({sample_seed(*place) for place in [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]})
+        == 5
+    )
+
+
+def test_one_failing_request_does_not_lose_the_batch(leader: Leader) -> None:
+    prompts = [PROMPTS[0], [5] * 300, [10**6], PROMPTS[2]]  # too long for the engine, and an id the model does not have
+    trajectories = run(leader, group=2, prompts=prompts)
+    failed = [t.prompt_index for t in trajectories if t.error]
+    assert failed == [1, 1, 2, 2]
+    assert "300 tokens" in trajectories[2].error
+    assert all(t.response_ids for t in trajectories if not t.error)
+
+
+def test_an_answer_is_cut_where_the_context_ends(leader: Leader) -> None:
+    sampling = SamplingSettings(max_tokens=500)
+    completion = leader.thread.run(leader.engine.complete([7] * 120, sampling, seed=5, policy_version=0), 60, "test")
+    assert len(completion.token_ids) <= 8
+    assert completion.finish_reason in ("length", "stop")
+
+
+def test_an_error_while_scoring_ends_the_rollout(leader: Leader) -> None:
+    async def explode(trajectory: Trajectory) -> None:
+        raise ZeroDivisionError("scoring")
+
+    settings = RolloutSettings(2, SamplingSettings(max_tokens=4), policy_version=0, seed=0, step=0)
+    waiting = [0, 1]
+    claim: Callable[[], int | None] = lambda: waiting.pop() if waiting else None  # noqa: E731
+    with pytest.raises(ExceptionGroup) as caught:
+        leader.thread.run(rollout(leader.engine, PROMPTS, settings, claim, explode), 60, "a rollout")
+    assert caught.group_contains(ZeroDivisionError)
+    assert run(leader, group=1)  # and the engine goes on
+
+
+def test_an_unknown_engine_argument_is_named(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"engine\.extra: vLLM .* has no engine argument no_such_thing"):
+        start_engine(model, extra={"no_such_thing": 1})
+
+
+def test_the_callers_environment_is_as_it_was(leader: Leader) -> None:
+    """Engines start with variables of their own; ours must not change (VLLM.md 1.2)."""
+    assert os.environ["TORCH_COMPILE_DISABLE"] == "1"  # the test session's
+    assert "HOTBUNK_PLAIN_CPU_WEIGHTS" not in os.environ
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ

@@ -1,0 +1,63 @@
+"""P1, P5: what an engine may do in which state, without an engine."""
+
+import itertools
+
+import pytest
+
+from generation.engine_state import EngineLifecycle, EngineStateError, Memory
+
+ACTIONS = {
+    "sleep": lambda state: state.sleep(keeps_weights=False),
+    "wake_weights": lambda state: state.wake_weights(),
+    "wake_kv_cache": lambda state: state.wake_kv_cache(),
+    "begin_sync": lambda state: state.begin_sync(),
+}
+# The only ways through: (state before, action) -> state after.
+ALLOWED = {
+    (Memory.AWAKE, "sleep"): Memory.ASLEEP,
+    (Memory.WEIGHTS, "sleep"): Memory.ASLEEP,
+    (Memory.ASLEEP, "wake_weights"): Memory.WEIGHTS,
+    (Memory.WEIGHTS, "wake_kv_cache"): Memory.AWAKE,
+    (Memory.AWAKE, "begin_sync"): Memory.AWAKE,
+    (Memory.WEIGHTS, "begin_sync"): Memory.WEIGHTS,
+}
+
+
+@pytest.mark.parametrize(("memory", "action"), list(itertools.product(Memory, ACTIONS)))
+def test_p1_every_order_but_the_right_one_raises(memory: Memory, action: str) -> None:
+    state = EngineLifecycle()
+    state.memory = memory
+    if (memory, action) in ALLOWED:
+        ACTIONS[action](state)
+        assert state.memory is ALLOWED[memory, action]
+    else:
+        with pytest.raises(EngineStateError, match=memory.value):
+            ACTIONS[action](state)
+        assert state.memory is memory
+
+
+def test_p5_a_version_is_gained_by_a_complete_sync_only_and_lost_by_everything_else() -> None:
+    state = EngineLifecycle()
+    with pytest.raises(EngineStateError, match="no version"):
+        state.check_can_generate(0)  # loaded from disk, never synced
+    state.begin_sync()
+    with pytest.raises(EngineStateError, match="not being updated"):
+        state.check_can_generate(0)
+    state.finish_sync(4)
+    state.check_can_generate(4)
+    with pytest.raises(EngineStateError, match="version 4, the policy is at version 5"):
+        state.check_can_generate(5)
+    state.sleep(keeps_weights=False)
+    state.wake_weights()
+    state.wake_kv_cache()
+    with pytest.raises(EngineStateError, match="dropped or never sent"):
+        state.check_can_generate(4)
+    state.begin_sync()
+    state.fail_sync()
+    with pytest.raises(EngineStateError):
+        state.check_can_generate(4)
+    with pytest.raises(EngineStateError, match="never began"):
+        state.finish_sync(5)
+    state.close()
+    with pytest.raises(EngineStateError, match="closed"):
+        state.begin_sync()
