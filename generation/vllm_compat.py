@@ -44,6 +44,7 @@ def _hidden_variables() -> list[str]:
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
     """Variables that the engine's processes start with."""
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines that concern nobody here
     if not settings.on_cpu:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(_physical_devices(settings.device_indices))
         return env
@@ -100,6 +101,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "disable_log_stats": True,
         "enable_prefix_caching": True,
+        "use_tqdm_on_load": False,
     }
     return arguments | settings.extra
 

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .plan import Piece, SourceParameter
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+
 PieceLayout = Callable[[str, torch.Size], Sequence[tuple[str, int, tuple[int, ...]]]]
 """(parameter name, shape) -> [(checkpoint name, offset in elements, shape)]: contiguous runs that cover the parameter.
 """
@@ -78,7 +80,7 @@ class FsdpWeightSource:
                 slot.view(self._dtype)[: whole.numel()].copy_(whole.reshape(-1))
                 continue
             shard = self._padded_shard(tensor, slot.numel() // dist.get_world_size(group))
-            pending.append((dist.all_gather_into_tensor(slot, shard, group=group, async_op=True), shard))
+            pending.append((_all_gather(slot, shard, group=group, async_op=True), shard))
         for work, _ in pending:
             work.wait()
 

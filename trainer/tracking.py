@@ -129,6 +129,7 @@ class WandbCopy:
                     run.summary.update(values)
                 else:
                     run.finish()
+                    sys.modules["wandb"].teardown()  # ends its service process, too
                     return
         except BaseException as error:
             _warn(f"{type(error).__name__}: {error}")
@@ -179,6 +180,7 @@ def _has_login() -> bool:
 
 def _start(settings: dict[str, Any]) -> Any:
     """Import W&B and begin a run of metrics only. The step is a metric like others: W&B's own counter drops rows."""
+    os.environ.setdefault("WANDB_SILENT", "true")  # the setting of this name comes too late for some of its lines
     import wandb
 
     lean = wandb.Settings(

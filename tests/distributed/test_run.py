@@ -90,13 +90,23 @@ def test_the_exported_model_answers_alike_in_plain_transformers_and_plain_vllm(w
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["in-place", "layerwise"])
-def test_tensor_parallel_engine_of_two_ranks(tiny_model: TinyModel, tmp_path: Path, plain: bool) -> None:
+def test_p17_two_tensor_parallel_ranks_sample_what_one_engine_would(
+    tiny_model: TinyModel, tmp_path: Path, whole: Run, plain: bool
+) -> None:
+    """One scheduler serves the group, so ranks cannot drift apart; nor do answers depend on how a model is cut."""
     engine = {"tensor_parallel_size": 2, "plain_cpu_weights": plain}
     run = Run(write_recipe(tmp_path, tiny_model(), run={"steps": 2}, engine=engine))
     assert run.wait() == 0, run.output()
     run.assert_gone()
     assert [row["sync/verified"] for row in run.rows()] == [1, 2]
     assert max(row["gap/max"] for row in run.rows()) <= 1e-4
+    assert answers(run) == answers(whole)
+
+
+def answers(run: Run) -> list[str]:
+    """What was sampled in the first step."""
+    rows = map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines())
+    return [row["text"] for row in rows if row["train/step"] == 1]
 
 
 def test_p24_two_runs_side_by_side_both_finish(tiny_model: TinyModel, tmp_path: Path) -> None:

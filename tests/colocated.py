@@ -17,7 +17,7 @@ from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
 
 
 def start_engine(folder: Path | str, plain: bool = True, **settings: object) -> Leader:
-    """An engine on CPU for the model in `folder`, awake, its weights of no version."""
+    """An engine for the model in `folder`, awake, its weights of no version; on CPU unless `device_indices` is given."""
     defaults: dict[str, object] = {"max_model_len": 256, "kv_cache_bytes": 64 << 20, "max_num_seqs": 32}
     thread = EngineThread()
     engine = VllmAsyncGenerationWorker(
@@ -35,8 +35,9 @@ def stop(leader: Leader) -> None:
 class HfPolicy:
     """The smallest policy there is: a Transformers model in this process, and a version."""
 
-    def __init__(self, folder: Path | str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    def __init__(self, folder: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self.device = torch.device(device)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(self.device)
         self.version = 0
 
     @torch.no_grad()
@@ -44,7 +45,8 @@ class HfPolicy:
         """Give every parameter new values, the version a new number."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.dim() == 1 else 0.1))
+            values = torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.dim() == 1 else 0.1)
+            parameter.copy_(values)
             if parameter.dim() == 1:
                 parameter.add_(1.0)
         self.version += 1
@@ -52,7 +54,9 @@ class HfPolicy:
     @torch.no_grad()
     def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Plain Transformers' log-probability of each of `token_ids[1:]`."""
-        table = torch.log_softmax(self.model(torch.tensor([token_ids])).logits[0].float() / temperature, dim=-1)
+        table = torch.log_softmax(
+            self.model(torch.tensor([token_ids], device=self.device)).logits[0].float() / temperature, dim=-1
+        )
         return [table[i, token].item() for i, token in enumerate(token_ids[1:])]
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
@@ -63,19 +67,26 @@ class Colocated:
     """Policy, engine and sharding manager; a context manager that leaves no process behind."""
 
     def __init__(
-        self, folder: Path | str, plain: bool = True, verify: str = "full", bucket: int = 1 << 18, **engine: object
+        self,
+        folder: Path | str,
+        plain: bool = True,
+        verify: str = "full",
+        bucket: int = 1 << 18,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        **engine: object,
     ):
-        self.policy = HfPolicy(folder)
-        self.leader = start_engine(folder, plain, **engine)
+        self.leader = start_engine(folder, plain, dtype=str(dtype).removeprefix("torch."), **engine)
+        self.policy = HfPolicy(folder, device, dtype)
         self.source = FsdpWeightSource(
             list(parameter_names(self.policy.model).items()),
-            torch.float32,
+            dtype,
             lambda name, shape: checkpoint_views(self.policy.model, name, shape),
         )
         self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-test-")
         settings = SyncSettings(verify, bucket, timeout=60)  # type: ignore[arg-type]
         self.manager = ShardingManager(
-            self.source, torch.device("cpu"), settings, Path(self._folder.name), leader=self.leader
+            self.source, self.policy.device, settings, Path(self._folder.name), leader=self.leader
         )
         self.manager.connect()
 

@@ -1,0 +1,58 @@
+"""The CUDA side: CuMem sleep, IPC handles, device memory. Skipped where there is no GPU; has not run on one yet."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from colocated import Colocated
+from make_tiny import make_tiny_model
+
+from generation.sampling import SamplingSettings
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = [14, 50, 77, 120, 9]
+SAMPLING = SamplingSettings(max_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Colocated]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("gpu") / "model", hidden_size=512, heads=8, kv_heads=4, layers=8)
+    settings = {"device_indices": (0,), "kv_cache_bytes": 1 << 30, "gpu_memory_utilization": 0.1}
+    with Colocated(Path(folder), device="cuda:0", dtype=torch.bfloat16, bucket=16 << 20, **settings) as both:
+        both.manager.sleep()
+        yield both
+
+
+def test_p5_p12_logprobs_after_sleep_wake_and_sync_are_the_trainers(both: Colocated) -> None:
+    for seed in (1, 2):
+        both.policy.randomise(seed)
+        with both.manager.generation_shift(both.policy):
+            assert both.manager.report.verified in ("full", "probe")
+            sampled = both.complete(PROMPT, SAMPLING, seed)
+        own = both.policy.logprobs(PROMPT + sampled.token_ids)[len(PROMPT) - 1 :]
+        gaps = sorted(abs(a - b) for a, b in zip(own, sampled.logprobs, strict=True))
+        assert gaps[int(0.95 * len(gaps))] < 0.15
+
+
+def test_p2_p4_twenty_cycles_leave_device_memory_flat(both: Colocated) -> None:
+    asleep = []
+    opened, closed = both.manager.staging_opened, both.manager.staging_closed
+    for _ in range(20):
+        with both.manager.generation_shift(both.policy):
+            both.complete(PROMPT, SAMPLING)
+        free, _total = torch.cuda.mem_get_info()
+        asleep.append(free)
+    assert both.manager.staging_opened - opened == both.manager.staging_closed - closed == 20
+    assert abs(asleep[-1] - asleep[2]) < 64 << 20
+
+
+def test_p1_sleep_gives_weights_and_kv_cache_back(both: Colocated) -> None:
+    before, _total = torch.cuda.mem_get_info()
+    both.manager.wake(both.policy)
+    awake, _total = torch.cuda.mem_get_info()
+    both.manager.sleep()
+    after, _total = torch.cuda.mem_get_info()
+    assert before - awake > 1 << 30
+    assert abs(after - before) < 64 << 20
