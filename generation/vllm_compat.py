@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .settings import EngineSettings
@@ -47,6 +48,8 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines that concern nobody here
     if not settings.on_cpu:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(_physical_devices(settings.device_indices))
+        if find_spec("flashinfer") is None:
+            env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # 0.26 imports it without asking whether it is there
         return env
     env["OMP_NUM_THREADS"] = str(settings.cpu_threads)
     env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, settings.cpu_cores)) or "nobind"

@@ -17,7 +17,7 @@ from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
 
 
 def start_engine(folder: Path | str, plain: bool = True, **settings: object) -> Leader:
-    """An engine for the model in `folder`, awake, its weights of no version; on CPU unless `device_indices` is given."""
+    """An engine for the model in `folder`, awake, of no version; on CPU unless `device_indices` is given."""
     defaults: dict[str, object] = {"max_model_len": 256, "kv_cache_bytes": 64 << 20, "max_num_seqs": 32}
     thread = EngineThread()
     engine = VllmAsyncGenerationWorker(

@@ -57,6 +57,9 @@ class RLTrainer:
         self.screen = Progress(config.run.steps, enabled=rank() == 0)
         self.tokenizer = load_tokenizer(config.model)
         self.prompts = load_prompts(config.data, self.tokenizer)
+        self.screen.note(
+            f"{len(self.prompts)} prompts from {config.data.path}, {self.prompts.dropped} too long and left out"
+        )
         self.eval_prompts = load_eval_prompts(config.data, self.tokenizer) if config.eval.every else None
         self.end_ids = end_token_ids(config.model.path, self.tokenizer)
         self.rewards = RewardPool(config.reward)

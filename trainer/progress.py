@@ -1,6 +1,9 @@
 """What a person sees of a run: one aligned row a step, on a terminal and in a log alike, and a report at the end."""
 
 import math
+import os
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -148,7 +151,10 @@ class Report:
         parts += [_answer(row) for row in self.answers[:2]]
         parts += [_pairs({name: Text(str(path), "cyan") for name, path in self.paths.items()})]
         if self.checkpoint is not None:
-            parts += [Text(), Text.assemble("Chat with it:  ", (f"hotbunk generate {self.checkpoint}", "bold cyan"))]
+            parts += [
+                Text(),
+                Text.assemble("Chat with it:  ", (f"{_command()} generate {self.checkpoint}", "bold cyan")),
+            ]
         title = f"[bold]{self.steps} steps in {duration(self.seconds)}[/bold]"
         return Panel(Group(*parts), title=title, box=box.ROUNDED, border_style="green", padding=(1, 2), width=WIDTH)
 
@@ -164,6 +170,12 @@ class Report:
         for side, states in self.memory.items():
             rows[f"{side} memory"] = Text(", ".join(f"{gib:.2f} GiB {state}" for state, gib in states.items()))
         return _pairs(rows)
+
+
+def _command() -> str:
+    """How to call the command line: by its name, or from the environment it is installed in."""
+    installed = Path(sys.prefix) / "bin" / "hotbunk"
+    return "hotbunk" if shutil.which("hotbunk") or not installed.exists() else os.path.relpath(installed)
 
 
 def make_console(enabled: bool = True) -> Console:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-import psutil
 import pytest
 import torch
 from colocated import Colocated
@@ -155,7 +154,6 @@ def test_p7_a_refused_reset_of_the_prefix_cache_is_an_error(both: Colocated, mon
 
 
 def test_p4_p6_twenty_syncs_open_the_staging_memory_once_and_leave_nothing_behind(both: Colocated) -> None:
-    (engine,) = (p for p in psutil.Process().children() if p.cmdline() == psutil.Process().cmdline())  # forked
     assert_repaired(both)
     opened, closed = both.manager.staging_opened, both.manager.staging_closed
     assert opened == closed + 1  # open between syncs on CPU, where fresh pages cost more than kept ones
@@ -163,7 +161,7 @@ def test_p4_p6_twenty_syncs_open_the_staging_memory_once_and_leave_nothing_behin
     for _ in range(20):
         with both.manager.generation_shift(both.policy):
             both.complete(PROMPT, SAMPLING)
-        resident.append(engine.memory_info().rss)
+        resident.append(both.leader.thread.run(both.leader.engine.memory_bytes(), 10, "memory"))
     assert (both.manager.staging_opened, both.manager.staging_closed) == (opened, closed)
     assert resident[-1] - resident[5] < 4 << 20
 
@@ -171,3 +169,16 @@ def test_p4_p6_twenty_syncs_open_the_staging_memory_once_and_leave_nothing_behin
 def test_p1_staging_is_bounded_by_two_buckets(both: Colocated) -> None:
     largest = max(parameter.nbytes for parameter in both.manager._parameters)
     assert both.manager.report.staging_bytes <= 2 * max(1 << 18, largest + 512)
+
+
+def test_verifying_samples_compares_other_weights_each_time_and_all_in_the_end(
+    both: Colocated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = {parameter.name for parameter in both.manager._parameters}
+    with monkeypatch.context() as patch:
+        patch.setattr(both.manager, "_settings", replace(both.manager._settings, verify="sample"))
+        drawn = [[p.name for p in both.manager._parameters_to_verify(version)] for version in range(400)]
+        assert {name for names in drawn for name in names} == everything
+        assert all(len(names) < len(everything) for names in drawn)
+        assert_repaired(both)
+        assert both.manager.report.verified == ("sample" if both.manager._plain else "probe")
