@@ -46,6 +46,8 @@ else
     [ -n "${NODE_RANK:-}" ] && [ -n "${MASTER_ADDR:-}" ] || die "with NNODES=$nodes, NODE_RANK and MASTER_ADDR must be set, too."
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
+# A recipe with a mistake in it is told of once, in a sentence, before there are ranks; torchrun would add a traceback.
+WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check || exit
 # Ranks that have not ended this long after the signal are killed; a variable, as older torchruns know no such flag.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-10}
 exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$ranks" -m trainer "$command" "$@"

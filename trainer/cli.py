@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from trainer.config import TrainConfig, known_keys, load_config, to_yaml
 from trainer.config_checks import check_config
 from trainer.errors import UserError
+from trainer.rewards import RewardPool
 
 _MODULES = {"train": "trainer.loop", "sft": "trainer.sft", "generate": "trainer.generate"}
 
@@ -43,6 +44,9 @@ def _dispatch(argv: list[str]) -> int:
 def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(arguments.recipe, overrides)
     check_config(config, arguments.command)
+    if arguments.check:
+        RewardPool(config.reward)
+        return 0
     if arguments.dry_run:
         check_inputs(config, arguments.command)
         print(to_yaml(config), end="")
@@ -56,7 +60,6 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def check_inputs(config: TrainConfig, command: str) -> None:
     """Load what the run would load before its model: reward functions, tokenizer, prompts. Raises UserError."""
     from trainer.data import load_eval_prompts, load_prompts, load_tokenizer
-    from trainer.rewards import RewardPool
 
     if command == "sft":
         from trainer.sft import load_transcripts
@@ -143,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("recipe", type=Path, help="YAML file")
         command.add_argument("--dry-run", action="store_true", help="check, print the resolved recipe and stop")
+        command.add_argument("--check", action="store_true", help="check what needs no tokenizer and no data, and stop")
         command.add_argument("--resume", metavar="auto|none|PATH", help="short for --checkpoint.resume")
     generate = commands.add_parser("generate", help="answer a prompt, or chat, with a model", allow_abbrev=False)
     generate.add_argument("model", help="folder of a run or of a model, or a hub name")

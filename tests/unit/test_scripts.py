@@ -186,8 +186,10 @@ def test_locks_pin_everything_and_leave_out_what_breaks(device: str) -> None:
 
 @pytest.fixture
 def launched(clone: Path) -> Callable[..., list[str]]:
-    """Runs train.sh with a Python that prints what it is started with: a line an argument, then two variables."""
-    write_stub(clone / ".venv/bin/python", 'printf "%s\\n" "$@" "OMP=$OMP_NUM_THREADS" "WORLD=$WORLD_SIZE"')
+    """Runs train.sh with a Python that prints what it is started with: a line an argument, then two variables. The check
+    of the recipe, which comes first, passes unless CHECK_FAILS is set."""
+    says = 'printf "%s\\n" "$@" "OMP=$OMP_NUM_THREADS" "WORLD=$WORLD_SIZE"'
+    write_stub(clone / ".venv/bin/python", f'case "$*" in *--check) exit ${{CHECK_FAILS:-0}} ;; *) {says} ;; esac')
 
     def train(*arguments: str, **environment: str) -> list[str]:
         done = run_script(clone, "train.sh", *arguments, **environment)
@@ -221,6 +223,12 @@ def test_train_meets_the_other_nodes(clone: Path, launched: Callable[..., list[s
     refused = run_script(clone, "train.sh", "r.yaml", NNODES="4", NODE_RANK="1")
     assert refused.returncode == 2
     assert "MASTER_ADDR" in refused.stderr
+
+
+def test_train_starts_nothing_when_the_recipe_has_a_mistake(clone: Path, launched: Callable[..., list[str]]) -> None:
+    assert launched("r.yaml")
+    refused = run_script(clone, "train.sh", "r.yaml", CHECK_FAILS="2")
+    assert (refused.returncode, refused.stdout) == (2, "")
 
 
 def test_train_asks_without_ranks(launched: Callable[..., list[str]]) -> None:
