@@ -23,6 +23,7 @@ from generation.worker_async import VllmAsyncGenerationWorker
 
 from .channel import Listener, SyncError
 from .collectives import agree, agreed, all_gather_bytes, rank
+from .link import Link
 from .plan import Bucket, BucketPlan, SourceParameter
 from .source import WeightSource
 from .transport import BUFFERS, Staging, make_staging, stamp
@@ -75,61 +76,6 @@ class SyncReport:
     staging_bytes: int = 0
     verified: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-class _Link:
-    """A rank's conversation with its worker in one sync. After the first failure it says nothing more."""
-
-    def __init__(self, channel: Listener, session: int, timeout: float, alive: Callable[[], None], worker: str) -> None:
-        self.error: Exception | None = None
-        self.messages = 0
-        self._channel, self._session, self._timeout, self._alive, self._worker = (
-            channel,
-            session,
-            timeout,
-            alive,
-            worker,
-        )
-        self._unanswered = 0
-        self._ended = False  # the worker has left its receive loop
-
-    def post(self, kind: str, **fields: Any) -> None:
-        """Send without waiting for the answer."""
-        if self.error is None:
-            self._channel.send(kind, session=self._session, **fields)
-            self._unanswered += 1
-            self.messages += 1
-
-    def collect(self) -> dict[str, Any]:
-        """The answer to the oldest unanswered message; {} after a failure."""
-        if self.error is not None or not self._unanswered:
-            return {}
-        try:
-            answer = self._answer()
-            self._unanswered -= 1
-            if answer["kind"] == "failed":
-                self._ended = True
-                raise SyncError(f"the worker on {self._worker} failed: {answer['error']}")
-            return answer
-        except Exception as error:
-            self.error = error
-            return {}
-
-    def _answer(self) -> dict[str, Any]:
-        while True:
-            answer = self._channel.receive(self._timeout, f"answer from the worker on {self._worker}", self._alive)
-            if answer.get("session") == self._session:
-                return answer
-
-    def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Send and wait."""
-        self.post(kind, **fields)
-        return self.collect()
-
-    def abort(self) -> None:
-        """Let the worker leave its receive loop, if it is still in it."""
-        if not self._ended:
-            self._channel.send("abort", session=self._session)
 
 
 class ShardingManager:
@@ -228,9 +174,8 @@ class ShardingManager:
             self._staging = make_staging(self._plan.capacity, self._device)
         self._session += 1
         call = self._start_receiving()
-        link = _Link(
-            self._channel, self._session, self._settings.timeout, lambda: _raise_if_dead(call), self._device_id
-        )
+        timeout = self._settings.timeout
+        link = Link(self._channel, self._session, timeout, lambda: _raise_if_dead(call), self._device_id)
         try:
             self._send(link)
             self._verify(link, version)
@@ -248,7 +193,7 @@ class ShardingManager:
             engine.state.begin_sync()
             return self._leader.thread.submit(engine.call_workers("update_weights_via_ipc_zmq", self._session, timeout))
 
-    def _send(self, link: _Link) -> None:
+    def _send(self, link: Link) -> None:
         assert self._staging is not None
         link.post("begin", names=self._plan.names(), handle=self._staging.handle)
         self._plain = link.collect().get("plain", False)
@@ -256,7 +201,7 @@ class ShardingManager:
         link.ask("finish")
         agree(link.error, "sending weights")
 
-    def _push(self, link: _Link, kind: str, plan: BucketPlan) -> list[dict[str, Any]]:
+    def _push(self, link: Link, kind: str, plan: BucketPlan) -> list[dict[str, Any]]:
         """Gather each bucket into one buffer while the worker reads the other; returns the worker's answers."""
         assert self._staging is not None
         answers = []
@@ -278,7 +223,7 @@ class ShardingManager:
         stamp(buffer, self._stamp)
         self._staging.flush()
 
-    def _verify(self, link: _Link, version: int) -> None:
+    def _verify(self, link: Link, version: int) -> None:
         """Send weights again, for the workers to compare with what they hold; unpacked weights only."""
         if self._settings.verify == "off" or not self._plain:
             return
@@ -298,12 +243,12 @@ class ShardingManager:
         count = max(1, len(self._parameters) // SAMPLED_SHARE)
         return random.Random(version).sample(self._parameters, count)
 
-    def _finish(self, link: _Link, call: "Future[Any] | None", version: int) -> None:
+    def _finish(self, link: Link, call: "Future[Any] | None", version: int) -> None:
         assert self._staging is not None
         self.report.staging_bytes = BUFFERS * self._plan.capacity
         free = self._device.type == "cuda"  # the KV cache needs it; on CPU fresh pages cost more than kept ones
         answer = link.ask("end", close=free)
-        link._ended = True
+        link.ended = True
         self.staging_opened, self.staging_closed = answer.get("opened", 0), answer.get("closed", 0)
         self.report.messages = link.messages
         agree(link.error, "ending the update")
@@ -315,7 +260,7 @@ class ShardingManager:
                 self._leader.engine.state.finish_sync(version)
         self._lead("resetting the prefix cache", lambda engine: engine.reset_prefix_cache_async())
 
-    def _fail(self, link: _Link, call: "Future[Any] | None") -> None:
+    def _fail(self, link: Link, call: "Future[Any] | None") -> None:
         """Get the workers out of their receive loops; the engine stays without a version until a complete sync."""
         link.abort()
         if self._leader is not None:
@@ -344,14 +289,15 @@ class ShardingManager:
         gap = sum(abs(a - b) for a, b in zip(expected, held, strict=True)) / len(held)
         bound = PROBE_TOLERANCE[leader.engine.settings.dtype]
         if not gap <= bound:
+            leader.engine.state.fail_sync()
             raise SyncError(
                 f"after the update the engine's log-probabilities are {gap:.3g} nats off the trainer's on average, "
                 f"more than {bound:g}: its weights are not the policy's"
             )
 
     def _probe_tokens(self, version: int) -> list[int]:
-        rows = max(p.pieces[0].shape[0] for p in self._parameters if "embed" in p.name)
-        return random.Random(version).choices(range(rows), k=PROBE_TOKENS)
+        embedding = next((p for p in self._parameters if "embed" in p.name), self._parameters[0])
+        return random.Random(version).choices(range(embedding.pieces[0].shape[0]), k=PROBE_TOKENS)
 
 
 def _raise_if_dead(call: "Future[Any] | None") -> None:

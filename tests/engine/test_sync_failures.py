@@ -112,6 +112,7 @@ def test_a_wrong_byte_in_what_was_sent_is_found(both: Colocated, monkeypatch: py
         assert "does not hold what was sent" in str(caught.value)
     else:
         assert "its weights are not the policy's" in str(caught.value)
+    assert both.leader.engine.state.version is None
     assert_repaired(both)
 
 

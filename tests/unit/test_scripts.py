@@ -186,8 +186,10 @@ def test_locks_pin_everything_and_leave_out_what_breaks(device: str) -> None:
 
 @pytest.fixture
 def launched(clone: Path) -> Callable[..., list[str]]:
-    """Runs train.sh with a Python that prints what it is started with: a line an argument, then two variables. The check
-    of the recipe, which comes first, passes unless CHECK_FAILS is set."""
+    """Runs train.sh with a Python that prints what it is started with: a line an argument, then two variables.
+
+    The check of the recipe, which comes first, passes unless CHECK_FAILS is set.
+    """
     says = 'printf "%s\\n" "$@" "OMP=$OMP_NUM_THREADS" "WORLD=$WORLD_SIZE"'
     write_stub(clone / ".venv/bin/python", f'case "$*" in *--check) exit ${{CHECK_FAILS:-0}} ;; *) {says} ;; esac')
 

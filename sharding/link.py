@@ -1,0 +1,69 @@
+"""A rank's conversation with its worker during one weight update."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .channel import Channel, SyncError
+
+
+class Link:
+    """Messages are answered in order, so they can be sent ahead of their answers.
+
+    After the first failure it says nothing more, and answers are {}: the rank goes on with the others' collectives.
+
+    Attributes:
+        error: the first failure.
+        ended: the worker has left its receive loop.
+        messages: sent so far.
+    """
+
+    def __init__(
+        self, channel: Channel, session: int, timeout: float, still_alive: Callable[[], None], worker: str
+    ) -> None:
+        """See `Channel.receive`; `session` tells this update's messages from those of one that broke off."""
+        self.error: Exception | None = None
+        self.ended = False
+        self.messages = 0
+        self._channel, self._session, self._timeout = channel, session, timeout
+        self._still_alive, self._worker = still_alive, worker
+        self._unanswered = 0
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Send without waiting for the answer."""
+        if self.error is None:
+            self._channel.send(kind, session=self._session, **fields)
+            self._unanswered += 1
+            self.messages += 1
+
+    def collect(self) -> dict[str, Any]:
+        """The answer to the oldest unanswered message; {} after a failure."""
+        if self.error is not None or not self._unanswered:
+            return {}
+        try:
+            answer = self._answer()
+            self._unanswered -= 1
+            if answer["kind"] == "failed":
+                self.ended = True
+                raise SyncError(f"the worker on {self._worker} failed: {answer['error']}")
+            return answer
+        except Exception as error:
+            self.error = error
+            return {}
+
+    def _answer(self) -> dict[str, Any]:
+        while True:
+            answer = self._channel.receive(
+                self._timeout, f"answer from the worker on {self._worker}", self._still_alive
+            )
+            if answer.get("session") == self._session:
+                return answer
+
+    def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Send and wait."""
+        self.post(kind, **fields)
+        return self.collect()
+
+    def abort(self) -> None:
+        """Let the worker leave its receive loop, if it is still in it."""
+        if not self.ended:
+            self._channel.send("abort", session=self._session)
