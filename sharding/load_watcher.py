@@ -84,7 +84,7 @@ class LoadWatcher(TorchDispatchMode):
         self._note(target, name)
         if not self.comparing:
             return func(target, source)
-        if not torch.equal(target, source.to(target.dtype).expand_as(target)):
+        if not _same_bits(target, source.to(target.dtype).expand_as(target)):
             self.different.add(name)
         return target
 
@@ -116,3 +116,12 @@ def _overlaps(old: _Range, fresh: list[_Range]) -> bool:
     """Whether memory of a weight that was announced before now belongs to one of the sorted `fresh` ones."""
     at = bisect.bisect_left(fresh, (old[1], 0, ""))  # the first that starts behind the old one
     return at > 0 and fresh[at - 1][1] > old[0]
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are equal; by whole words where they lie so, which is several times
+    as fast as bfloat16 and finds NaN equal to itself."""
+    words = [t for t in (first, second) if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0]
+    if len(words) == 2:
+        first, second = (t.view(-1).view(torch.int64) for t in words)
+    return torch.equal(first, second)

@@ -76,7 +76,7 @@ class FsdpWeightSource:
             tensor = self._tensors[name]
             group = shard_group(tensor)
             if group is None or not isinstance(tensor, DTensor):
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+                whole = _whole(tensor)
                 slot.view(self._dtype)[: whole.numel()].copy_(whole.reshape(-1))
                 continue
             shard = self._padded_shard(tensor, slot.numel() // dist.get_world_size(group))
@@ -92,6 +92,12 @@ class FsdpWeightSource:
         shard = torch.zeros(nbytes // self._dtype.itemsize, dtype=self._dtype, device=local.device)
         shard[: local.numel()].copy_(local)
         return shard.view(torch.uint8)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 def shard_group(tensor: torch.Tensor) -> dist.ProcessGroup | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import psutil
 import torch
 
-_MADV_DONTNEED = 4
+_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
 _PAGE = 4096
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -28,6 +28,8 @@ def release_pages(tensors: Iterable[torch.Tensor]) -> int:
             continue
         if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED):
             raise OSError(ctypes.get_errno(), f"madvise could not free {length} bytes of a sleeping engine")
+        # A wish, which the system may not know: pages that come back in large pieces come back several times as fast.
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
         freed += length
     return freed
 

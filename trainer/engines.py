@@ -1,10 +1,8 @@
 """The engine of an engine group: what it is started with, and its start on the group's leader."""
 
-import json
 import os
-from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from generation.event_loop import EngineThread
 from generation.sampling import SamplingSettings
@@ -97,8 +95,8 @@ def end_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     The engine does not read that file (P13), so its list of EOS ids (chat models have two) is passed with each request.
     """
     ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    file = Path(model) / "generation_config.json"
-    if file.is_file():
-        listed = json.loads(file.read_text()).get("eos_token_id")
-        ids |= set(listed if isinstance(listed, list) else [] if listed is None else [listed])
-    return sorted(ids)
+    try:
+        listed = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # it has none
+        listed = None
+    return sorted(ids | set(listed if isinstance(listed, list) else [] if listed is None else [listed]))

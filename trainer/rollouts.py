@@ -38,7 +38,7 @@ class Rollouts:
                 try:
                     own = self._leader.thread.run(work, timeout, "the rollout")
                 except ExceptionGroup as group:
-                    raise first_error(group) from group
+                    raise first_error(group) from None  # the others are the same error, once a request
         packed = all_gather_bytes(msgspec.msgpack.encode(own))
         everything = [t for part in packed for t in msgspec.msgpack.decode(part, type=list[Trajectory])]
         return sorted(everything, key=lambda t: (t.prompt_index, t.sample_index))

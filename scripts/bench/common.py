@@ -77,16 +77,13 @@ def random_policy(folder: Path, dtype: str, device: torch.device) -> FsdpPolicy:
 
 def start_engine(folder: Path, device: torch.device, **settings: Any) -> Leader:
     """An engine with random weights of its own, as this rank's leader holds it."""
-    extra = {"skip_tokenizer_init": True}
-    if device.type == "cpu":
-        extra["enable_chunked_prefill"] = False  # vLLM 0.32 on CPU dies where a seeded prompt is cut into chunks
     thread = EngineThread()
     engine = VllmAsyncGenerationWorker(
         EngineSettings(
             model=str(folder),
             load_format="dummy",
             device_indices=(device.index,) if device.type == "cuda" else (),
-            extra=extra,
+            extra={"skip_tokenizer_init": True},
             **settings,
         )
     )

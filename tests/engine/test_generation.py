@@ -131,3 +131,9 @@ def test_the_callers_environment_is_as_it_was(leader: Leader) -> None:
     assert os.environ["TORCH_COMPILE_DISABLE"] == "1"  # the test session's
     assert "HOTBUNK_PLAIN_CPU_WEIGHTS" not in os.environ
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
+
+
+def test_more_prompt_tokens_than_a_step_holds_do_not_kill_the_engine(leader: Leader) -> None:
+    """vLLM would cut a prompt in two, and then ask its seeded CPU generator for what it does not have."""
+    prompts = [[14 + i % 200] * 60 for i in range(64)]
+    assert not any(t.error for t in run(leader, group=2, prompts=prompts))
