@@ -40,7 +40,7 @@ def model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def leader(model: Path) -> Iterator[Leader]:
-    leader = start_engine(model, max_model_len=128)
+    leader = start_engine(model, max_model_len=128, max_num_seqs=64)
     leader.engine.state.adopt_checkpoint(0)
     yield leader
     stop(leader)
