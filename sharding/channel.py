@@ -24,8 +24,15 @@ class Channel:
         self._socket = socket
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send one message; queued until the peer is there."""
-        self._socket.send(msgspec.msgpack.encode({"kind": kind, **fields}))
+        """Send one message without waiting.
+
+        Raises:
+            SyncError: the peer has gone. (A pair's send would otherwise wait for its return, for ever.)
+        """
+        try:
+            self._socket.send(msgspec.msgpack.encode({"kind": kind, **fields}), zmq.NOBLOCK)
+        except zmq.Again:
+            raise SyncError(f"nobody is connected to send {kind!r} to: the process at the other end has gone") from None
 
     def receive(
         self, timeout: float, waiting_for: str, still_alive: Callable[[], None] = lambda: None

@@ -1,6 +1,7 @@
 """A rank's conversation with its worker during one weight update."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from .channel import Channel, SyncError
@@ -31,9 +32,21 @@ class Link:
     def post(self, kind: str, **fields: Any) -> None:
         """Send without waiting for the answer."""
         if self.error is None:
-            self._channel.send(kind, session=self._session, **fields)
+            try:
+                self._channel.send(kind, session=self._session, **fields)
+            except SyncError as error:
+                self.error = self._cause(error)
+                return
             self._unanswered += 1
             self.messages += 1
+
+    def _cause(self, error: SyncError) -> Exception:
+        """The worker's own death, where it is known already; else that it cannot be reached."""
+        try:
+            self._still_alive()
+        except Exception as cause:
+            return cause
+        return SyncError(f"the worker on {self._worker} cannot be reached: {error}")
 
     def collect(self) -> dict[str, Any]:
         """The answer to the oldest unanswered message; {} after a failure."""
@@ -66,4 +79,5 @@ class Link:
     def abort(self) -> None:
         """Let the worker leave its receive loop, if it is still in it."""
         if not self.ended:
-            self._channel.send("abort", session=self._session)
+            with suppress(SyncError):
+                self._channel.send("abort", session=self._session)

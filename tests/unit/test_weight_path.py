@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.channel import Listener, SyncError, connect
+from sharding.link import Link
 from sharding.load_watcher import LoadWatcher, storage_key
 from sharding.plan import ALIGNMENT, BucketPlan, Piece, SourceParameter
 from sharding.source import FsdpWeightSource
@@ -135,6 +136,33 @@ def test_waiting_for_a_worker_has_a_deadline_and_notices_its_death(tmp_path: Pat
     with pytest.raises(SyncError, match="the engine died"):
         listener.receive(30, "answer", dead)
     listener.close()
+
+
+def test_p24_telling_a_worker_that_has_gone_is_an_error_not_a_wait(tmp_path: Path) -> None:
+    listener = Listener(tmp_path, "weights-0")
+    worker = subprocess.Popen(
+        [sys.executable, "-c", HELLO, listener.endpoint, listener.secret], cwd=Path(__file__).resolve().parents[2]
+    )
+    listener.accept(30, "cpu:0")
+    link = Link(listener, 1, 30.0, lambda: None, "cpu:0")
+    link.post("begin")
+    assert link.error is None
+    worker.kill()
+    worker.wait()
+    while link.error is None:  # until the socket has noticed
+        link.post("bucket")
+    assert isinstance(link.error, SyncError)
+    assert "worker on cpu:0 cannot be reached" in str(link.error)
+    link.abort()
+    listener.close()
+
+
+HELLO = """
+import sys, time
+from sharding.channel import connect
+channel = connect(sys.argv[1], sys.argv[2], "cpu:0", 1)
+time.sleep(60)
+"""
 
 
 def test_the_watcher_accounts_for_views_casts_fills_and_parts() -> None:
