@@ -13,6 +13,7 @@ from .settings import EngineSettings
 from .vllm_compat import start_async_llm, stop_async_llm
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
@@ -62,19 +63,31 @@ class VllmAsyncGenerationWorker:
             EngineStateError: unless awake with the weights of `policy_version`.
             ValueError: the prompt leaves no room for a response, or vLLM refuses the request.
         """
-        self.state.check_can_generate(policy_version)
         room = self.settings.max_model_len - len(prompt_ids)
         if room < 1:
             raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self.settings.max_model_len}")
         params = vllm_sampling_params(sampling, seed, min(sampling.max_tokens, room))
+        prompt = {"prompt_token_ids": prompt_ids}
+        return _completion((await self.request(prompt, params, policy_version=policy_version)).outputs[0])
+
+    async def request(
+        self, prompt: dict[str, Any], params: "SamplingParams", *, policy_version: int
+    ) -> "RequestOutput":
+        """One request in vLLM's own terms: its prompt dictionary in, its final output out.
+
+        Raises:
+            EngineStateError: unless awake with the weights of `policy_version`.
+        """
+        self.state.check_can_generate(policy_version)
+        return await self._final_output(prompt, params)
+
+    async def _final_output(self, prompt: dict[str, Any], params: "SamplingParams") -> "RequestOutput":
         final = None
-        async for output in self.engine.generate(
-            {"prompt_token_ids": prompt_ids}, params, f"hotbunk-{next(self._request_numbers)}"
-        ):
+        async for output in self.engine.generate(prompt, params, f"hotbunk-{next(self._request_numbers)}"):
             final = output
         if final is None:
             raise RuntimeError("vLLM ended a request without an output")
-        return _completion(final.outputs[0])
+        return final
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]` given those before it."""
@@ -84,12 +97,8 @@ class VllmAsyncGenerationWorker:
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        final = None
-        async for output in self.engine.generate(
-            {"prompt_token_ids": token_ids}, params, f"hotbunk-{next(self._request_numbers)}"
-        ):
-            final = output
-        if final is None or final.prompt_logprobs is None:
+        final = await self._final_output({"prompt_token_ids": token_ids}, params)
+        if final.prompt_logprobs is None:
             raise RuntimeError("vLLM gave no prompt log-probabilities")
         return [
             position[token].logprob for position, token in zip(final.prompt_logprobs[1:], token_ids[1:], strict=True)
