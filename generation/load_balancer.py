@@ -1,0 +1,267 @@
+"""Which of several engines a request goes to: by prompt prefix, by requests in flight, by KV-cache use, or in turn.
+
+Nothing here asks an engine anything over a wire. Whoever submits a request counts it (`EngineLoad`), so a choice costs
+microseconds and sees the request that was submitted a moment ago; counts that are polled lag, and a burst routed on
+them lands on one engine.
+"""
+
+import hashlib
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
+
+STRATEGIES = ("kv-cache", "prefix-aware", "requests", "round-robin")
+
+SAME_USAGE = 1e-6
+"""KV-cache uses (shares of 1) closer than this are a tie."""
+
+
+class Engine(Protocol):
+    """What the balancer reads of an engine; both answers must be at hand, without asking another process."""
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests submitted and not finished."""
+
+    def get_cache_usage(self) -> float | None:
+        """Share of the KV cache in use, 0 to 1, or None where it is not known."""
+
+
+class EngineLoad:
+    """The load of one engine as its front process knows it; an `Engine`, from any thread.
+
+    Attributes:
+        cache_usage: share of the KV cache in use, as last reported; None before the first report.
+    """
+
+    def __init__(self) -> None:
+        self.cache_usage: float | None = None
+        self._unfinished = 0
+        self._lock = threading.Lock()
+
+    def submitted(self) -> None:
+        """A request is about to go to the engine."""
+        with self._lock:
+            self._unfinished += 1
+
+    def finished(self) -> None:
+        """A submitted request has ended, however it ended."""
+        with self._lock:
+            self._unfinished -= 1
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Counts one request for as long as the block runs."""
+        self.submitted()
+        try:
+            yield
+        finally:
+            self.finished()
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests submitted and not finished."""
+        return self._unfinished
+
+    def get_cache_usage(self) -> float | None:
+        """Share of the KV cache in use, 0 to 1, or None before the engine has reported it."""
+        return self.cache_usage
+
+
+class LoadBalancer:
+    """Chooses an engine for each request. Strategies are tried in order until one succeeds.
+
+    - "prefix-aware": requests whose prompts begin alike go to the same engine, which has that prefix in its cache,
+      unless it is overloaded; then "requests" decides. The choice is the same in every process and after a restart.
+    - "requests": fewest unfinished requests.
+    - "kv-cache": least KV cache in use; among equals, fewest unfinished requests.
+    - "round-robin": one after the other.
+
+    Ties are broken by a generator with a seed. May be called from several threads.
+    """
+
+    def __init__(
+        self,
+        engines: Any,
+        strategy: str | Sequence[str] | None = None,
+        prefix_length: int = 8,
+        overload_threshold: float = 1.5,
+        *,
+        overload_floor: int = 4,
+        seed: int = 0,
+    ) -> None:
+        """Balance over `engines`, which may gain and lose members while the balancer is in use.
+
+        Args:
+            engines: an `AsyncVLLM`, or a list of objects as `Engine` describes them.
+            strategy: one strategy or several in order; by default "prefix-aware", then "requests".
+            prefix_length: tokens (of a text: words) that decide where a prompt goes.
+            overload_threshold: an engine with more than this many times the mean of all engines' requests is
+                overloaded,
+            overload_floor: unless it has fewer than this many requests: without a floor, the first request in flight
+                would make its engine overloaded, and prefixes would never meet their cache at low load.
+            seed: of the generator that breaks ties.
+
+        Raises:
+            ValueError: for engines, strategies or numbers that make no sense.
+        """
+        self._service = engines if hasattr(engines, "actors") else None
+        if self._service is None and not isinstance(engines, list):
+            raise ValueError("actors must be either an AsyncVLLM instance or a list of actors")
+        self.actors: list[Any] = engines if self._service is None else self._service.actors
+        if not self.actors:
+            raise ValueError("No actors provided")
+        self.strategies = _checked_strategies(strategy)
+        self.strategy = self.strategies[0]
+        if prefix_length < 1 or overload_threshold <= 0 or overload_floor < 0:
+            raise ValueError(
+                "prefix_length must be at least 1, overload_threshold above 0 and overload_floor not negative, "
+                f"not {prefix_length}, {overload_threshold} and {overload_floor}"
+            )
+        self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
+        self.overload_floor = overload_floor
+        self._random = random.Random(seed)
+        self._next_in_turn = 0
+        self._turn_lock = threading.Lock()
+        self._choose: dict[str, Callable[[Any], int]] = {
+            "prefix-aware": self._by_prefix,
+            "requests": lambda _: self._fewest_requests(self._counts()),
+            "kv-cache": lambda _: self._by_cache_usage(),
+            "round-robin": lambda _: self._in_turn(),
+        }
+
+    def select_actor(self, prompt: Any = None, request_context: Mapping[str, str] | None = None) -> int:
+        """Index of the engine that the next request should go to.
+
+        Args:
+            prompt: a text, token ids, or a prompt dictionary of vLLM's with either; only "prefix-aware" looks at it.
+            request_context: `{"session_id": name}` keeps the requests of one session together, as if the name were
+                the prompt; turns of a conversation that begin differently still share most of their cache.
+
+        Raises:
+            ValueError: there are no engines, or `request_context` holds something else.
+        """
+        if not self.actors:
+            raise ValueError("No actors available for selection")
+        if request_context:
+            if set(request_context) != {"session_id"}:
+                raise ValueError(f"request_context may hold session_id only, not {', '.join(sorted(request_context))}")
+            prompt = "session " + request_context["session_id"]
+        for strategy in self.strategies:
+            if strategy == "prefix-aware" and prompt is None:
+                continue
+            try:
+                return self._choose[strategy](prompt)
+            except Exception as error:  # an engine's own counters may fail in any way; the request goes on
+                log.warning("Strategy '%s' failed with error: %s. Trying next strategy...", strategy, error)
+        log.warning("All strategies %s failed. Falling back to random selection.", self.strategies)
+        return self._random.randrange(len(self.actors))
+
+    def get_stats(self) -> dict[str, Any]:
+        """Settings, and each engine's load in `actor_stats`; where that cannot be read, it is empty and `error` says
+        why.
+        """
+        stats: dict[str, Any] = {
+            "strategies": self.strategies,
+            "primary_strategy": self.strategy,
+            "num_actors": len(self.actors),
+            "prefix_length": self.prefix_length,
+            "overload_threshold": self.overload_threshold,
+            "round_robin_index": self._next_in_turn,
+            "actor_stats": [],
+        }
+        try:
+            stats["actor_stats"] = [
+                {"actor_index": index, "pending_requests": pending, "cache_usage": usage}
+                for index, (pending, usage) in enumerate(zip(self._counts(), self._usages(), strict=True))
+            ]
+        except Exception as error:  # statistics never take down who asks for them
+            log.warning("Error gathering load balancer stats: %s", error)
+            stats["error"] = str(error)
+        return stats
+
+    def _counts(self) -> list[int]:
+        if self._service is not None:
+            return self._service.get_num_unfinished_requests()
+        return [engine.get_num_unfinished_requests() for engine in self.actors]
+
+    def _usages(self) -> list[float | None]:
+        if self._service is not None:
+            return self._service.get_cache_usage()
+        return [engine.get_cache_usage() for engine in self.actors]
+
+    def _fewest_requests(self, counts: list[int]) -> int:
+        fewest = min(counts)
+        if counts.count(fewest) == 1:
+            return counts.index(fewest)
+        return self._random.choice([i for i, count in enumerate(counts) if count == fewest])
+
+    def _by_cache_usage(self) -> int:
+        usages = self._usages()
+        known = [usage for usage in usages if usage is not None]
+        if len(known) < len(usages):
+            raise ValueError(f"engine {usages.index(None)} has not reported its KV-cache use")
+        least = min(known)
+        tied = [i for i, usage in enumerate(known) if usage - least < SAME_USAGE]
+        if len(tied) == 1:
+            return tied[0]
+        counts = self._counts()
+        return tied[self._fewest_requests([counts[i] for i in tied])]
+
+    def _in_turn(self) -> int:
+        with self._turn_lock:
+            chosen = self._next_in_turn % len(self.actors)
+            self._next_in_turn = (chosen + 1) % len(self.actors)
+        return chosen
+
+    def _by_prefix(self, prompt: Any) -> int:
+        digest = hashlib.blake2b(routing_key(prompt, self.prefix_length), digest_size=8).digest()
+        preferred = int.from_bytes(digest, "little") % len(self.actors)
+        try:
+            counts = self._counts()
+        except Exception as error:  # a prefix's engine is a good choice without knowing loads, too
+            log.warning("Could not check actor load: %s", error)
+            return preferred
+        return self._fewest_requests(counts) if self._overloaded(preferred, counts) else preferred
+
+    def _overloaded(self, index: int, counts: list[int]) -> bool:
+        own = counts[index]
+        return own >= self.overload_floor and own * len(counts) > sum(counts) * self.overload_threshold
+
+
+def routing_key(prompt: Any, prefix_length: int) -> bytes:
+    """The part of a prompt that decides where it goes: its first token ids, or of a text its first words.
+
+    A dictionary (vLLM's `TokensPrompt`, `TextPrompt`) is looked into, ids first; so is an object with such attributes.
+
+    Raises:
+        ValueError: there is nothing to go by.
+    """
+    if isinstance(prompt, str):
+        if words := prompt.split(None, prefix_length)[:prefix_length]:
+            return ("text " + " ".join(words)).encode(errors="surrogatepass")
+        raise ValueError("Empty or whitespace-only string provided")
+    if isinstance(prompt, (list, tuple)):
+        if len(prompt) == 0:
+            raise ValueError("Empty token list provided")
+        return ("ids " + " ".join([str(int(token)) for token in prompt[:prefix_length]])).encode()
+    inner = prompt.get if isinstance(prompt, Mapping) else lambda name: getattr(prompt, name, None)
+    for name in ("prompt_token_ids", "prompt"):
+        if (found := inner(name)) is not None:
+            return routing_key(found, prefix_length)
+    raise ValueError(f"Unsupported prompt type: {type(prompt).__name__}")
+
+
+def _checked_strategies(strategy: str | Sequence[str] | None) -> list[str]:
+    if strategy is None:
+        return ["prefix-aware", "requests"]
+    strategies = [strategy] if isinstance(strategy, str) else list(strategy)
+    for name in strategies:
+        if name not in STRATEGIES:
+            raise ValueError(f"Invalid strategy '{name}'. Must be one of {{{', '.join(map(repr, STRATEGIES))}}}")
+    if not strategies:
+        raise ValueError("At least one strategy must be provided")
+    return strategies
