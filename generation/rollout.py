@@ -2,37 +2,43 @@
 
 Which engine samples which prompt is decided while they run: every leader claims the next prompt when it has room, so
 one long answer does not idle the others. What is sampled does not depend on it, since the seed of a sample depends on
-its place only.
+its place only. A trajectory goes on with its next turn as soon as it can, whatever the others do.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
-from .sampling import SamplingSettings, sample_seed
+from .rollouts.llm import PolicyLLM, RolloutFunction, RolloutSettings, one_shot
 from .trajectory import Trajectory
-from .vllm_compat import request_errors
 from .worker_async import VllmAsyncGenerationWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Claim", "Episodes", "OnSample", "RolloutSettings", "rollout", "run_episode"]
 
 Claim = Callable[[], int | None]
 """The index of the next prompt that nobody has taken yet, over all engines, or None when there is none."""
 
 OnSample = Callable[[Trajectory], Awaitable[None]]
-"""Called for each finished sample while others still run; scoring happens here."""
+"""Called for each finished trajectory while others still run; scoring happens here."""
 
 
 @dataclass(frozen=True)
-class RolloutSettings:
-    """What one step's rollouts are: `group_size` samples of each prompt by the policy of `policy_version`.
+class Episodes:
+    """How a prompt becomes a trajectory: by which function, and what that function needs besides the prompt's ids.
 
-    `seed` and `step` only choose the samples' seeds.
+    Attributes:
+        rows: for each prompt the dataset's row; None: no rows.
+        messages: for each prompt the messages it was rendered from, where there are any.
     """
 
-    group_size: int
-    sampling: SamplingSettings
-    policy_version: int
-    seed: int
-    step: int
+    function: RolloutFunction = one_shot
+    tokenizer: "PreTrainedTokenizerBase | None" = None
+    rows: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[list[dict[str, Any]] | None] | None = None
 
 
 async def rollout(
@@ -41,26 +47,34 @@ async def rollout(
     settings: RolloutSettings,
     claim: Claim,
     on_sample: OnSample,
+    episodes: Episodes = Episodes(),
 ) -> list[Trajectory]:
     """Sample groups for as many prompts as this engine can claim; returns their trajectories in the order they
     finished.
 
-    A request that fails becomes a trajectory with `error` set and takes nobody with it. A dead engine, an engine in the
-    wrong state and an error in `on_sample` end the rollout.
+    An episode that fails becomes a trajectory with `error` set and takes nobody with it. A dead engine, an engine in
+    the wrong state and an error in `on_sample` end the rollout.
     """
     engine.state.check_can_generate(settings.policy_version)
     finished: list[Trajectory] = []
     # One group more than the engine runs at once, so that it never waits for us; no more, so that others find work to
-    # claim.
+    # claim. Trajectories that wait for tools do not count.
     room = asyncio.Semaphore(engine.settings.max_num_seqs + settings.group_size)
 
+    def handle(prompt: int, sample: int) -> PolicyLLM:
+        messages = episodes.messages[prompt] if episodes.messages else None
+        tokenizer = cast("PreTrainedTokenizerBase", episodes.tokenizer)
+        return PolicyLLM(engine, tokenizer, settings, prompt, sample, prompts[prompt], messages, room)
+
     async def one(prompt: int, sample: int) -> None:
+        row = dict(episodes.rows[prompt]) if episodes.rows else {}
         try:
-            trajectory = await sample_once(engine, prompts[prompt], prompt, sample, settings)
+            trajectories = await run_episode(episodes.function, handle(prompt, sample), row)
         finally:
             room.release()
-        await on_sample(trajectory)
-        finished.append(trajectory)
+        for trajectory in trajectories:
+            await on_sample(trajectory)
+            finished.append(trajectory)
 
     async with asyncio.TaskGroup() as group:
         await room.acquire()
@@ -71,26 +85,21 @@ async def rollout(
     return finished
 
 
-async def sample_once(
-    engine: VllmAsyncGenerationWorker, prompt_ids: Sequence[int], prompt: int, sample: int, settings: RolloutSettings
-) -> Trajectory:
-    """One response to one prompt; a failing request is told in the trajectory's `error`."""
-    seed = sample_seed(settings.seed, settings.step, prompt, sample)
-    version = settings.policy_version
+async def run_episode(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
+    """What one episode gave, a list in any case; its failure is told in one trajectory's `error`.
+
+    Raises:
+        Exception: what the engine itself failed with, whatever the function made of it.
+    """
     try:
-        completion = await engine.complete(list(prompt_ids), settings.sampling, seed=seed, policy_version=version)
-    except request_errors() as error:
-        text = f"{type(error).__name__}: {error}"
-        return Trajectory(prompt, sample, list(prompt_ids), weight_version=version, finish_reason="error", error=text)
-    aborted = completion.finish_reason not in ("stop", "length")
-    return Trajectory(
-        prompt_index=prompt,
-        sample_index=sample,
-        prompt_ids=list(prompt_ids),
-        response_ids=completion.token_ids,
-        loss_mask=[1] * len(completion.token_ids),
-        logprobs=completion.logprobs,
-        weight_version=version,
-        finish_reason="error" if aborted else completion.finish_reason,
-        error=f"vLLM ended the request with {completion.finish_reason!r}" if aborted else "",
-    )
+        result = await function(llm, row, llm.settings.sampling)
+        trajectories = [result] if isinstance(result, Trajectory) else list(result)
+        if not trajectories or not all(isinstance(t, Trajectory) for t in trajectories):
+            raise TypeError(f"a rollout function must return a Trajectory or a list of them, but gave {result!r:.100}")
+    except Exception as error:
+        if llm.fatal is not None:
+            raise llm.fatal from None
+        return [llm.trajectory(finish_reason="error", error=f"{type(error).__name__}: {error}")]
+    if llm.fatal is not None:
+        raise llm.fatal
+    return trajectories

@@ -25,10 +25,31 @@ class SamplingSettings:
     stop_token_ids: list[int] = field(default_factory=list)
 
 
-def sample_seed(seed: int, step: int, prompt: int, sample: int) -> int:
-    """A 63-bit seed that is a function of (seed, step, prompt, sample) alone (invariant 8)."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{prompt}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+@dataclass(frozen=True)
+class Completion:
+    """What the engine sampled for one request: ids and their log-probabilities (nats), equally many.
+
+    `error` says what went wrong where a failed request is an answer, too; ids are then none, and the reason "error".
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    error: str = ""
+
+
+def sample_seed(seed: int, step: int, prompt: int, sample: int, call: int = 0) -> int:
+    """A 63-bit seed that is a function of its arguments alone (invariant 8); `call` counts a trajectory's requests."""
+    place = f"{seed}/{step}/{prompt}/{sample}" + (f"/{call}" if call else "")
+    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def response_budget(context_tokens: int, max_tokens: int, max_model_len: int) -> int:
+    """How many tokens a response may have after a context of so many: 0 when there is no room for any.
+
+    The one place where this is computed, for first turns and later ones (PITFALLS P22).
+    """
+    return max(0, min(max_tokens, max_model_len - context_tokens))
 
 
 def vllm_sampling_params(

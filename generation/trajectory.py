@@ -16,7 +16,12 @@ class Trajectory:
         logprobs: the engine's log-probability (nats) of each response token under the distribution it was sampled from
             (temperature applied); 0.0 where `loss_mask` is 0.
         weight_version: the policy version that generated it.
-        finish_reason: "stop", "length" or "error".
+        finish_reason: "stop", "length" (an answer or the context was cut), "max_turns" or "error".
+        turns: how many times the policy answered.
+        answer_start: where its last answer begins in `response_ids`; reward functions see the text from there on.
+        text: the whole response, decoded, special tokens left out.
+        reward: what the environment or the rollout function gave; the trainer adds the reward functions' sum.
+        metrics: figures of this trajectory. Names that begin with "tools/" are summed over a step.
         error: not empty when generation of this sample failed; such a sample is counted and left out of the loss.
     """
 
@@ -29,6 +34,7 @@ class Trajectory:
     weight_version: int = 0
     finish_reason: str = "stop"
     turns: int = 1
+    answer_start: int = 0
     text: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Rollouts: from one generation per prompt to tools, environments, one's own code, and clients of a server."""

@@ -1,0 +1,138 @@
+"""A conversation as token ids that are only ever appended to (invariant 3, PITFALLS P21 and P22).
+
+What the policy sampled stays as it was sampled; of what others say, only the new text is encoded. So a turn costs the
+same few calls of the tokenizer however long the conversation is, and each prompt begins with all ids before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..sampling import SamplingSettings, response_budget
+from ..trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..worker_async import Completion
+    from .llm import PolicyLLM
+
+_ANSWER = "<the answer>"  # stands for one where only what the chat template puts behind it is wanted
+_BEFORE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+
+
+class Conversation:
+    """One episode's ids, with mask and log-probabilities; made by `PolicyLLM.conversation`.
+
+        chat = llm.conversation()
+        while (completion := await chat.sample(sampling)) is not None and not finished(chat.answer):
+            chat.add([{"role": "user", "content": "Look again."}])
+        return chat.trajectory(reward=1.0)
+
+    Attributes:
+        prompt_ids, response_ids, loss_mask, logprobs: as in `Trajectory`.
+        turns: how many answers were sampled.
+        answer_start: where the latest answer begins in `response_ids`.
+        finish_reason: of the latest answer; "length" when the context had no room for what was to come next.
+        metrics: figures of this episode, by name; they end up in the trajectory.
+    """
+
+    def __init__(self, llm: "PolicyLLM", prompt_ids: Sequence[int]) -> None:
+        self.llm = llm
+        self.prompt_ids = list(prompt_ids)
+        self.response_ids: list[int] = []
+        self.loss_mask: list[int] = []
+        self.logprobs: list[float] = []
+        self.turns = 0
+        self.answer_start = 0
+        self.finish_reason = "stop"
+        self.metrics: dict[str, float] = {}
+        self._full = False
+
+    @property
+    def ids(self) -> list[int]:
+        """Everything so far: what the next prompt is."""
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def answer(self) -> str:
+        """The text since the latest answer's beginning, without special tokens."""
+        return str(self.llm.tokenizer.decode(self.response_ids[self.answer_start :], skip_special_tokens=True))
+
+    async def sample(self, sampling: SamplingSettings, *, continues: bool = False) -> "Completion | None":
+        """The policy's next answer, already appended; None, and `finish_reason` "length", when there is no room for it.
+
+        Args:
+            continues: it goes on with the latest answer instead of beginning another.
+        """
+        length = len(self.prompt_ids) + len(self.response_ids)
+        budget = 0 if self._full else response_budget(length, sampling.max_tokens, self.llm.max_model_len)
+        if budget == 0:
+            self.finish_reason = "length"
+            return None
+        completion = await self.llm.sample(self.ids, replace(sampling, max_tokens=budget))
+        if not continues:
+            self.answer_start = len(self.response_ids)
+        self.turns += 1
+        self._append(completion.token_ids, 1, completion.logprobs)
+        self.finish_reason = completion.finish_reason
+        return completion
+
+    def add(self, messages: list[dict[str, Any]]) -> None:
+        """Append messages of others, and the opening of the policy's next answer; they are context, not learned.
+
+        Messages that leave no room for an answer are not appended: the next `sample` gives None.
+        """
+        settings = self.llm.settings
+        added = encode_following(self.llm.tokenizer, messages, settings.chat_template_kwargs)
+        ends = {self.llm.tokenizer.eos_token_id, *settings.sampling.stop_token_ids}
+        self.add_ids(without_second_end(self.ids[-1], added, ends))
+
+    def add_ids(self, token_ids: Sequence[int]) -> None:
+        """Append ids that the policy did not sample, unless they leave no room for an answer."""
+        length = len(self.prompt_ids) + len(self.response_ids) + len(token_ids)
+        if response_budget(length, 1, self.llm.max_model_len) == 0:
+            self._full = True
+        else:
+            self._append(token_ids, 0, [0.0] * len(token_ids))
+
+    def trajectory(self, **fields: Any) -> Trajectory:
+        """What is learned from: prompt, and everything after it; `fields` are further ones of `Trajectory`."""
+        own = {
+            "response_ids": self.response_ids,
+            "loss_mask": self.loss_mask,
+            "logprobs": self.logprobs,
+            "finish_reason": self.finish_reason,
+            "turns": self.turns,
+            "answer_start": self.answer_start,
+            "metrics": self.metrics,
+        }
+        return self.llm.trajectory(self.prompt_ids, **(own | fields))
+
+    def _append(self, token_ids: Sequence[int], mask: int, logprobs: Sequence[float]) -> None:
+        self.response_ids += token_ids
+        self.loss_mask += [mask] * len(token_ids)
+        self.logprobs += logprobs
+
+
+def encode_following(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], template_kwargs: dict[str, Any]
+) -> list[int]:
+    """The ids of what a chat template writes after any answer: its end, the messages, the next answer's opening.
+
+    The conversation before does not matter to it, so a stand-in of two messages is rendered instead.
+    """
+    rendered = tokenizer.apply_chat_template(
+        [*_BEFORE, *messages], tokenize=False, **({"add_generation_prompt": True} | template_kwargs)
+    )
+    _, found, following = str(rendered).partition(_ANSWER)
+    if not found:
+        raise ValueError("the chat template does not show an assistant's answer as it is: no turn can follow one")
+    ids: list[int] = tokenizer(following, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def without_second_end(last_id: int, added: list[int], ends: set[int | None]) -> list[int]:
+    """`added` as it goes behind `last_id`: the template ends the answer; where it has ended itself, once is enough."""
+    ended_twice = bool(added) and added[0] in ends and last_id in ends
+    return added[1:] if ended_twice else added
