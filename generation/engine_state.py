@@ -21,12 +21,13 @@ class EngineLifecycle:
 
     `version` is the policy version whose weights the engine holds, or None when it holds none that can be trusted:
     before the first sync, after a level-2 sleep, during a sync, and after a failed one. The only way out of None is a
-    complete sync.
+    complete sync. `latest` is the version it held last, -1 before the first.
     """
 
     def __init__(self) -> None:
         self.memory = Memory.AWAKE
         self.version: int | None = None
+        self.latest = -1
         self.syncing = False
 
     def __str__(self) -> str:
@@ -48,12 +49,22 @@ class EngineLifecycle:
                 "sync the weights first"
             )
 
+    def usable_version(self) -> int:
+        """The version of the weights that generation would use now; raises `EngineStateError` where it could not."""
+        self._require("generate", Memory.AWAKE)
+        if self.version is None:
+            raise EngineStateError(
+                "cannot generate: the engine holds weights of no version (they were dropped or never sent); "
+                "sync the weights first"
+            )
+        return self.version
+
     def adopt_checkpoint(self, version: int) -> None:
         """Declare that the weights the engine loaded from disk at its start are those of `version` (no trainer, no
         sync).
         """
         self._require("adopt a checkpoint", Memory.AWAKE)
-        self.version = version
+        self.version = self.latest = version
 
     def sleep(self, keeps_weights: bool) -> None:
         """From awake (or half awake, after a failed wake or sync) to asleep."""
@@ -81,7 +92,7 @@ class EngineLifecycle:
         """Every weight of `version` arrived and was accounted for."""
         if not self.syncing:
             raise EngineStateError(f"cannot finish a weight update that never began: the engine is {self}")
-        self.syncing, self.version = False, version
+        self.syncing, self.version, self.latest = False, version, version
 
     def fail_sync(self) -> None:
         """A sync broke off. The engine stays without a version until a complete one succeeds."""

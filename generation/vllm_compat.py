@@ -151,3 +151,10 @@ def request_errors() -> tuple[type[Exception], ...]:
     except ImportError:  # 0.26
         return (ValueError, EngineGenerateError)
     return (ValueError, EngineGenerateError, VLLMClientError)
+
+
+def unfinished_requests(engine: "AsyncLLM") -> int:
+    """Requests that this process has submitted and that have not finished; at once, also before the scheduler saw them
+    (0.26 has no public way to ask).
+    """
+    return int(engine.output_processor.get_num_unfinished_requests())

@@ -3,18 +3,24 @@
 import asyncio
 import gc
 import itertools
-from collections.abc import Awaitable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from .batch import BatchedDataDict
 from .engine_state import EngineLifecycle, EngineStateError, Memory
-from .sampling import SamplingSettings, vllm_sampling_params
+from .interface import GenerationDatumSpec, GenerationOutputSpec
+from .padded import Row, rows_of, sequence_output, stop_strings_of, texts_of
+from .sampling import Completion, SamplingSettings, sample_seed, vllm_sampling_params
 from .settings import EngineSettings
-from .vllm_compat import start_async_llm, stop_async_llm
+from .vllm_compat import request_errors, start_async_llm, stop_async_llm, unfinished_requests
+from .vllm_config import VllmConfig, engine_settings, pad_token_id, sampling_settings
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["Completion", "VllmAsyncGenerationWorker"]
 
 T = TypeVar("T")
 
@@ -22,30 +28,42 @@ ALIVE_SECONDS = 0.25
 """How often a call that waits looks whether the engine is still there."""
 
 
-@dataclass(frozen=True)
-class Completion:
-    """What the engine sampled for one request: ids and their log-probabilities (nats), equally many."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-
-
 class VllmAsyncGenerationWorker:
     """An `AsyncLLM` that refuses to do what its state does not allow.
 
     All coroutines must run on one event loop, the one the engine was started on (`EngineThread`).
+
+    Attributes:
+        sampling: how `generate_async` and `generate_text_async` draw; everything else is told with each call.
+        pad_token_id: what rows of batches are padded with.
+        device_ids: the device of each worker, known after `post_init_async`.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self.settings = settings
+    def __init__(
+        self, settings: EngineSettings, sampling: SamplingSettings | None = None, pad_token_id: int = 0
+    ) -> None:
+        self.settings, self.sampling, self.pad_token_id = settings, sampling, pad_token_id
         self.state = EngineLifecycle()
+        self.device_ids: list[str] = []
         self._engine: AsyncLLM | None = None
-        self._request_numbers = itertools.count()
+        self._request_numbers, self._calls = itertools.count(), itertools.count()
+
+    @classmethod
+    def from_config(cls, config: VllmConfig, device_indices: Sequence[int] = (), seed: int | None = None) -> Self:
+        """A worker for what a `VllmConfig` describes, not yet started; on CPU without `device_indices`."""
+        return cls(engine_settings(config, device_indices, seed), sampling_settings(config), pad_token_id(config))
 
     async def start(self) -> None:
         """Start the engine's processes. Run it on the loop that will serve the engine; it blocks until ready."""
         self._engine = start_async_llm(self.settings)
+
+    async def post_init_async(self) -> None:
+        """After `start`: learn the workers' devices, and take the checkpoint's weights, if they were loaded, for
+        version 0.
+        """
+        self.device_ids = await self.report_device_id_async()
+        if self.settings.load_format != "dummy":
+            self.state.adopt_checkpoint(0)
 
     @property
     def engine(self) -> "AsyncLLM":
@@ -88,6 +106,79 @@ class VllmAsyncGenerationWorker:
         if final is None:
             raise RuntimeError("vLLM ended a request without an output")
         return final
+
+    async def answer(self, row: Row, greedy: bool, call: int) -> Completion:
+        """One sample of a batch. Its seed is a function of (engine seed, `call`, its place), whichever engine it is.
+
+        A request that fails is a completion with `error` set. An engine in the wrong state, or dead, raises.
+        """
+        version = self.state.usable_version()
+        sampling = self._sampling(row.stop, greedy)
+        try:
+            completion = await self.complete(
+                row.token_ids, sampling, seed=self._seed(call, row.index), policy_version=version
+            )
+        except request_errors() as error:
+            return Completion([], [], "error", f"{type(error).__name__}: {error}")
+        if completion.finish_reason in ("stop", "length"):
+            return completion
+        return replace(completion, error=f"vLLM ended the request with {completion.finish_reason!r}")
+
+    async def answer_text(self, prompt: str, stop: list[str], place: int, greedy: bool, call: int) -> tuple[str, str]:
+        """The response to a text, and what went wrong, of which one is empty; otherwise as `answer`."""
+        version = self.state.usable_version()
+        params = vllm_sampling_params(self._sampling(stop, greedy), self._seed(call, place))
+        params.detokenize = params.skip_special_tokens = True
+        try:
+            output = (await self.request({"prompt": prompt}, params, policy_version=version)).outputs[0]
+        except request_errors() as error:
+            return "", f"{type(error).__name__}: {error}"
+        aborted = output.finish_reason not in ("stop", "length")
+        return output.text, f"vLLM ended the request with {output.finish_reason!r}" if aborted else ""
+
+    def _sampling(self, stop: list[str], greedy: bool) -> SamplingSettings:
+        """This worker's settings with a sample's own stop strings beside its own."""
+        if self.sampling is None:
+            raise ValueError("this worker has no sampling settings: construct it with some, or with from_config")
+        if (stop or self.sampling.stop) and not self._has_tokenizer:
+            raise ValueError("stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init to false")
+        temperature = 0.0 if greedy else self.sampling.temperature
+        return replace(self.sampling, temperature=temperature, stop=[*self.sampling.stop, *stop])
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        return not self.settings.extra.get("skip_tokenizer_init")
+
+    def _seed(self, call: int, place: int) -> int:
+        return sample_seed(self.settings.seed, call, place, 0)
+
+    async def generate_async(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+        """Yields (place in the batch, its output without padding) as responses are ready; nothing for an empty batch.
+
+        Raises:
+            ValueError: a batch that is not right-padded, or lacks something.
+            EngineStateError: unless awake, with weights.
+        """
+        rows, call = rows_of(data, self.pad_token_id), next(self._calls)
+        self.state.usable_version()
+        async for place, completion in as_ready(self.answer(row, greedy, call) for row in rows):
+            yield place, sequence_output(data, rows[place], completion, self.pad_token_id)
+
+    async def generate_text_async(
+        self, data: BatchedDataDict[Any], greedy: bool = False
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
+        """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready.
+
+        `stop_strings` in the batch hold by sample; a response ends with the one that ended it.
+        """
+        prompts, call = texts_of(data, self._has_tokenizer), next(self._calls)
+        self.state.usable_version()
+        stops = stop_strings_of(data, len(prompts))
+        work = (self.answer_text(p, s, i, greedy, call) for i, (p, s) in enumerate(zip(prompts, stops, strict=True)))
+        async for place, (text, error) in as_ready(work):
+            yield place, BatchedDataDict({"texts": [text], "errors": [error]})
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]` given those before it."""
@@ -132,17 +223,80 @@ class VllmAsyncGenerationWorker:
                 "vLLM refused to reset its prefix cache: blocks are still in use, old weights live on in them"
             )
 
-    async def sleep_async(self) -> None:
-        """Give the memory of weights and KV cache back (level 2). Unfinished requests are aborted, caches cleared."""
+    async def init_collective_async(
+        self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int
+    ) -> None:
+        """Join the process group that weights are broadcast in: worker k becomes its rank `train_world_size +
+        rank_prefix + k`. Returns when all `world_size` ranks are there.
+        """
+        await self.call_workers("init_collective", rank_prefix, ip, port, world_size, train_world_size)
+
+    async def prepare_refit_info_async(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
+        """Announce the weights that will be broadcast, in their order: name -> (shape, dtype)."""
+        plain = {
+            name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in state_dict_info.items()
+        }
+        await self.call_workers("prepare_refit_info", plain)
+
+    async def update_weights_via_ipc_zmq_async(
+        self, session: int = 0, timeout_s: float = 300.0, version: int | None = None
+    ) -> bool:
+        """Receive one update from the trainer's rank on each worker's device, which must be connected.
+
+        Args:
+            session: what the ranks number their messages with.
+            timeout_s: how long (s) a worker waits for a message.
+            version: of the policy these weights are; one more than the last by default.
+
+        Returns:
+            True. An update that fails raises, and leaves the engine without a version.
+        """
+        return await self._update(version, "update_weights_via_ipc_zmq", session, timeout_s)
+
+    async def update_weights_from_collective_async(self, timeout_s: float = 300.0, version: int | None = None) -> bool:
+        """Receive one update by broadcast, in the group of `init_collective_async`; otherwise as the one by IPC."""
+        return await self._update(version, "update_weights_from_collective", timeout_s)
+
+    async def load_weights_from_storage_async(self, path: str, version: int | None = None) -> bool:
+        """Load the weights that a directory holds (`sharding.storage`); otherwise as the update by IPC."""
+        return await self._update(version, "load_weights_from_storage", path)
+
+    async def _update(self, version: int | None, method: str, *args: Any) -> bool:
+        """No version from the first byte until every worker has everything, and caches of older weights are gone."""
+        if running := unfinished_requests(self.engine):
+            raise EngineStateError(f"cannot update weights: {running} requests would go on with other weights")
+        self.state.begin_sync()
+        try:
+            failed = [answer for answer in await self.call_workers(method, *args) if isinstance(answer, str) and answer]
+            if failed:
+                raise RuntimeError(f"a weight update failed: {'; '.join(failed)}")
+            await self.reset_prefix_cache_async()
+        except BaseException:
+            self.state.fail_sync()
+            raise
+        self.state.finish_sync(self.state.latest + 1 if version is None else version)
+        return True
+
+    async def sleep_async(self, level: int = 2) -> None:
+        """Give memory back. Unfinished requests are aborted, caches cleared.
+
+        Args:
+            level: 2 drops weights and KV cache. 1 keeps the weights, and their version, in host memory; on CPU, where
+                they are already, it frees nothing.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"an engine sleeps at level 1, which keeps the weights, or 2, not {level}")
         if not self.settings.sleep:
             return
-        self.state.sleep(keeps_weights=False)
-        await self._unless_dead(self.engine.sleep(level=2))
-        if self.settings.on_cpu:
+        self.state.sleep(keeps_weights=level == 1)
+        await self._unless_dead(self.engine.sleep(level=level))
+        if self.settings.on_cpu and level == 2:
             await self.call_workers("hotbunk_release_memory")
 
-    async def wake_up_async(self, tags: list[str]) -> None:
+    async def wake_up_async(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Take memory back: first `["weights"]`, and when a sync has filled them, `["kv_cache"]`."""
+        if unknown := sorted(set(tags) - {"weights", "kv_cache"}):
+            raise ValueError(f"there is no memory called {', '.join(unknown)} to wake: it is weights and kv_cache")
         if not self.settings.sleep:
             return
         for tag in tags:
@@ -166,6 +320,22 @@ class VllmAsyncGenerationWorker:
     def is_awake(self) -> bool:
         """Whether weights and KV cache are both mapped."""
         return self.state.memory is Memory.AWAKE
+
+
+async def as_ready(calls: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[tuple[int, T]]:
+    """Each call's place and result, as they are ready. An error, or the end of the iteration, ends the others."""
+
+    async def placed(place: int, call: Coroutine[Any, Any, T]) -> tuple[int, T]:
+        return place, await call
+
+    tasks = [asyncio.ensure_future(placed(place, call)) for place, call in enumerate(calls)]
+    try:
+        for task in asyncio.as_completed(tasks):
+            yield await task
+    finally:
+        for unfinished in tasks:
+            unfinished.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _completion(output: Any) -> Completion:

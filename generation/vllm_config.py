@@ -1,0 +1,189 @@
+"""`VllmConfig`, the dictionary that describes engines and sampling at once, and what it comes to here.
+
+Every key is taken with its meaning or refused with a sentence; none is dropped.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+import psutil
+
+from .interface import GenerationConfig
+from .sampling import SamplingSettings
+from .settings import EngineSettings
+
+CPU_KV_CACHE_BYTES = 4 << 30
+"""Size of the KV cache on CPU where the configuration gives none; less where memory is short. Pages that no request has
+used yet cost nothing.
+"""
+
+
+class VllmSpecificArgs(TypedDict):
+    """What only vLLM engines have.
+
+    Attributes:
+        max_model_len: tokens, prompt and response together.
+        gpu_memory_utilization: share of the device's memory that the engine may use; on CPU, of the free memory.
+        precision: "float32" or "bfloat16"; by default bfloat16 on CUDA, float32 on CPU.
+        load_format: "auto" reads the checkpoint; "dummy" starts without weights, and generation waits for an update.
+        skip_tokenizer_init: start without a tokenizer: token ids only, no texts and no stop strings.
+        kv_cache_memory_bytes: size of the KV cache on each device.
+        expert_parallel_size: 1, or `tensor_parallel_size`.
+        async_engine: either value: every engine here serves the blocking and the asynchronous methods.
+        expose_http_server: serve the OpenAI-compatible API on the loopback interface.
+        num_replicas: engines, each with `tensor_parallel_size` devices of its own.
+        seed: decides, with a request's place, what is sampled.
+    """
+
+    max_model_len: int
+    tensor_parallel_size: NotRequired[int]
+    pipeline_parallel_size: NotRequired[int]
+    expert_parallel_size: NotRequired[int]
+    gpu_memory_utilization: NotRequired[float]
+    precision: NotRequired[str]
+    kv_cache_dtype: NotRequired[str]
+    kv_cache_memory_bytes: NotRequired[int]
+    load_format: NotRequired[str]
+    skip_tokenizer_init: NotRequired[bool]
+    enforce_eager: NotRequired[bool]
+    max_num_seqs: NotRequired[int]
+    trust_remote_code: NotRequired[bool]
+    async_engine: NotRequired[bool]
+    expose_http_server: NotRequired[bool]
+    num_replicas: NotRequired[int]
+    seed: NotRequired[int]
+
+
+class VllmConfig(GenerationConfig):
+    """A `GenerationConfig` for vLLM. `vllm_kwargs` are further engine arguments, by vLLM's own names."""
+
+    vllm_cfg: VllmSpecificArgs
+    vllm_kwargs: NotRequired[dict[str, Any]]
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names what is missing from a `VllmConfig`, unknown in it, or out of its range."""
+    _check_keys("generation", config, VllmConfig)
+    _check_keys("generation.vllm_cfg", config["vllm_cfg"], VllmSpecificArgs)
+    if config["backend"] != "vllm":
+        raise ValueError(f"generation.backend is {config['backend']!r}: this backend is 'vllm'")
+    _check_sampling(config)
+    _check_engine(config["vllm_cfg"])
+
+
+def _check_keys(where: str, given: Mapping[str, Any], spec: Any) -> None:
+    # `_pad_token_id` is what NeMo RL writes into a configuration for itself.
+    if unknown := sorted(set(given) - set(spec.__annotations__) - {"_pad_token_id"}):
+        raise ValueError(f"{where} has no key {', '.join(unknown)}; it has {', '.join(sorted(spec.__annotations__))}")
+    if missing := sorted(spec.__required_keys__ - set(given)):
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+
+
+def _check_sampling(config: Mapping[str, Any]) -> None:
+    top_k, top_p = config.get("top_k"), config.get("top_p", 1.0)
+    ranges = {
+        "max_new_tokens": (config["max_new_tokens"] >= 1, "at least 1"),
+        "temperature": (config["temperature"] >= 0, "0, which is greedy, or more"),
+        "top_p": (0 < top_p <= 1, "more than 0, and 1 at most"),
+        "top_k": (top_k is None or top_k == -1 or top_k >= 1, "at least 1, or -1 or None for all tokens"),
+    }
+    for key, (fits, wanted) in ranges.items():
+        if not fits:
+            raise ValueError(f"generation.{key} is {config.get(key)}: it must be {wanted}")
+    if isinstance(config.get("stop_strings"), str):
+        raise ValueError("generation.stop_strings must be a list of strings")
+
+
+def _check_engine(engine: Mapping[str, Any]) -> None:
+    size = engine.get("tensor_parallel_size", 1)
+    for key in ("max_model_len", "tensor_parallel_size", "num_replicas", "max_num_seqs"):
+        if engine.get(key, 1) < 1:
+            raise ValueError(f"generation.vllm_cfg.{key} is {engine[key]}: it must be at least 1")
+    if engine.get("pipeline_parallel_size", 1) != 1:
+        raise ValueError(
+            "generation.vllm_cfg.pipeline_parallel_size must be 1: weights reach tensor parallel workers only; "
+            "raise tensor_parallel_size instead"
+        )
+    if engine.get("expert_parallel_size", 1) not in (1, size):
+        raise ValueError(f"generation.vllm_cfg.expert_parallel_size must be 1, or {size} as tensor_parallel_size")
+    if not 0 < engine.get("gpu_memory_utilization", 1.0) <= 1:
+        raise ValueError("generation.vllm_cfg.gpu_memory_utilization must be more than 0, and 1 at most")
+    if engine.get("precision", "float32") not in ("float32", "bfloat16"):
+        raise ValueError(f"generation.vllm_cfg.precision is {engine['precision']!r}: it must be float32 or bfloat16")
+
+
+def sampling_settings(config: Mapping[str, Any]) -> SamplingSettings:
+    """How responses are drawn, as the configuration has it."""
+    check_config(config)
+    top_k = config.get("top_k")
+    return SamplingSettings(
+        max_tokens=config["max_new_tokens"],
+        temperature=config["temperature"],
+        top_p=config.get("top_p", 1.0),
+        top_k=-1 if top_k is None else top_k,
+        stop=list(config.get("stop_strings") or ()),
+        stop_token_ids=list(config.get("stop_token_ids") or ()),
+    )
+
+
+def engine_settings(
+    config: Mapping[str, Any], device_indices: Sequence[int] = (), seed: int | None = None
+) -> EngineSettings:
+    """One replica's engine: on these CUDA devices, or on CPU where there are none."""
+    check_config(config)
+    engine: Mapping[str, Any] = config["vllm_cfg"]
+    size, on_cpu = engine.get("tensor_parallel_size", 1), not device_indices
+    if device_indices and len(device_indices) != size:
+        raise ValueError(f"an engine with tensor_parallel_size {size} needs {size} devices, not {len(device_indices)}")
+    cores = sorted(os.sched_getaffinity(0))
+    return EngineSettings(
+        model=config["model_name"],
+        max_model_len=engine["max_model_len"],
+        dtype=engine.get("precision", "float32" if on_cpu else "bfloat16"),
+        tensor_parallel_size=size,
+        max_num_seqs=engine.get("max_num_seqs", 64),
+        kv_cache_bytes=engine.get("kv_cache_memory_bytes", _cpu_kv_cache_bytes(engine) if on_cpu else None),
+        gpu_memory_utilization=engine.get("gpu_memory_utilization", 0.9),
+        enforce_eager=engine.get("enforce_eager", on_cpu),
+        load_format=engine.get("load_format", "auto"),
+        seed=engine.get("seed", 0) if seed is None else seed,
+        sleep=colocated(config),
+        trust_remote_code=engine.get("trust_remote_code", False),
+        device_indices=tuple(device_indices),
+        cpu_threads=max(1, len(cores) // (size * replicas(config))),
+        cpu_cores=tuple(cores[k % len(cores)] for k in range(size)) if on_cpu and size > 1 else (),
+        plain_cpu_weights=False,
+        extra=_extra(config),
+    )
+
+
+def _cpu_kv_cache_bytes(engine: Mapping[str, Any]) -> int:
+    """vLLM itself would take a share of all memory, free or not."""
+    free = psutil.virtual_memory().available * engine.get("gpu_memory_utilization", 0.9)
+    return min(CPU_KV_CACHE_BYTES, int(free / 2 / engine.get("num_replicas", 1)))
+
+
+def _extra(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine arguments that `EngineSettings` has no field for."""
+    engine = config["vllm_cfg"]
+    extra = {key: engine[key] for key in ("skip_tokenizer_init", "kv_cache_dtype") if key in engine}
+    if engine.get("expert_parallel_size", 1) > 1:
+        extra["enable_expert_parallel"] = True
+    return extra | (config.get("vllm_kwargs") or {})
+
+
+def pad_token_id(config: Mapping[str, Any]) -> int:
+    """What rows are padded with: `pad_token_id`, `_pad_token_id` (NeMo RL's name for it), or 0."""
+    given = config.get("pad_token_id", config.get("_pad_token_id"))
+    return 0 if given is None else given
+
+
+def colocated(config: Mapping[str, Any]) -> bool:
+    """Whether the engine shares its devices with a trainer, and sleeps while that works."""
+    return bool((config.get("colocated") or {}).get("enabled", False))
+
+
+def replicas(config: Mapping[str, Any]) -> int:
+    """How many engines."""
+    return int(config["vllm_cfg"].get("num_replicas", 1))
