@@ -1,0 +1,68 @@
+"""Generations become trajectories: by ids alone, each sampled token learned once."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from generation.capture import Capture, Generation
+
+
+def generation(prompt: list[int], answer: list[int], version: int = 3, reason: str = "stop") -> Generation:
+    return Generation(prompt, answer, [-float(token) for token in answer], version, reason)
+
+
+def captured(*generations: Generation) -> Capture:
+    capture = Capture()
+    for each in generations:
+        capture.add(each)
+    return capture
+
+
+def test_turns_are_joined_and_what_lies_between_is_masked() -> None:
+    first = generation([1, 2], [10, 11])
+    second = generation([*first.ids, 3, 4], [12], reason="length")
+    (t,) = captured(first, second).trajectories()
+    assert (t.prompt_ids, t.response_ids) == ([1, 2], [10, 11, 3, 4, 12])
+    assert t.loss_mask == [1, 1, 0, 0, 1]
+    assert t.logprobs == [-10.0, -11.0, 0.0, 0.0, -12.0]
+    assert (t.turns, t.finish_reason, t.weight_version) == (2, "length", 3)
+
+
+def test_a_history_that_was_written_anew_begins_another_trajectory() -> None:
+    first = generation([1, 2], [10, 11])
+    other = generation([1, 2, 99], [12])
+    a, b = captured(first, other).trajectories()
+    assert (a.response_ids, b.response_ids, b.prompt_ids) == ([10, 11], [12], [1, 2, 99])
+
+
+def test_branches_share_what_they_have_in_common_but_only_one_learns_it() -> None:
+    root = generation([1], [10])
+    left, right = generation([*root.ids, 2], [20]), generation([*root.ids, 3], [30])
+    a, b = captured(root, left, right).trajectories()
+    assert (a.response_ids, a.loss_mask) == ([10, 2, 20], [1, 0, 1])
+    assert (b.response_ids, b.loss_mask, b.logprobs) == ([10, 3, 30], [0, 0, 1], [0.0, 0.0, -30.0])
+
+
+def test_nothing_captured_is_no_trajectory() -> None:
+    assert Capture().trajectories() == []
+
+
+SPANS = st.lists(
+    st.tuples(st.integers(0, 6), st.lists(st.integers(0, 3), max_size=3), st.lists(st.integers(0, 3), min_size=1)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(SPANS)
+def test_the_masks_sum_to_the_number_of_sampled_tokens(spans: list[tuple[int, list[int], list[int]]]) -> None:
+    """Random trees: each generation goes on from an earlier one, or begins anew; ids collide often."""
+    made: list[Generation] = []
+    for parent, between, answer in spans:
+        prompt = [*(made[parent].ids if parent < len(made) else [1]), *between]
+        made.append(generation(prompt, answer))
+    trajectories = captured(*made).trajectories()
+    assert sum(sum(t.loss_mask) for t in trajectories) == sum(len(g.token_ids) for g in made)
+    for t in trajectories:
+        assert all(bool(logprob) <= mask for logprob, mask in zip(t.logprobs, t.loss_mask, strict=True))
+    everything = [t.prompt_ids + t.response_ids for t in trajectories]
+    assert all(any(ids[: len(g.ids)] == g.ids for ids in everything) for g in made)
