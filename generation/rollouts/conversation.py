@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..sampling import SamplingSettings, response_budget
+from ..sampling import Completion, SamplingSettings, response_budget
 from ..trajectory import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..worker_async import Completion
     from .llm import PolicyLLM
 
 _ANSWER = "<the answer>"  # stands for one where only what the chat template puts behind it is wanted
@@ -56,8 +55,15 @@ class Conversation:
 
     @property
     def answer(self) -> str:
-        """The text since the latest answer's beginning, without special tokens."""
-        return str(self.llm.tokenizer.decode(self.response_ids[self.answer_start :], skip_special_tokens=True))
+        """The text since the latest answer's beginning, without the token that ended it."""
+        ids = self.response_ids[self.answer_start :]
+        if ids and ids[-1] in self._ends:
+            ids.pop()
+        return str(self.llm.tokenizer.decode(ids, skip_special_tokens=False))
+
+    @property
+    def _ends(self) -> set[int | None]:
+        return {self.llm.tokenizer.eos_token_id, *self.llm.settings.sampling.stop_token_ids}
 
     async def sample(self, sampling: SamplingSettings, *, continues: bool = False) -> "Completion | None":
         """The policy's next answer, already appended; None, and `finish_reason` "length", when there is no room for it.
@@ -83,10 +89,8 @@ class Conversation:
 
         Messages that leave no room for an answer are not appended: the next `sample` gives None.
         """
-        settings = self.llm.settings
-        added = encode_following(self.llm.tokenizer, messages, settings.chat_template_kwargs)
-        ends = {self.llm.tokenizer.eos_token_id, *settings.sampling.stop_token_ids}
-        self.add_ids(without_second_end(self.ids[-1], added, ends))
+        added = encode_following(self.llm.tokenizer, messages, self.llm.settings.chat_template_kwargs)
+        self.add_ids(without_second_end((self.response_ids or self.prompt_ids)[-1], added, self._ends))
 
     def add_ids(self, token_ids: Sequence[int]) -> None:
         """Append ids that the policy did not sample, unless they leave no room for an answer."""

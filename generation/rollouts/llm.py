@@ -1,12 +1,14 @@
 """The policy as one trajectory sees it: what a rollout function is given to sample with."""
 
 import asyncio
+import functools
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from ..sampling import SamplingSettings, sample_seed
+from ..sampling import Completion, SamplingSettings, sample_seed
 from ..trajectory import Trajectory
 from ..vllm_compat import request_errors
 from .conversation import Conversation
@@ -14,7 +16,7 @@ from .conversation import Conversation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..worker_async import Completion, VllmAsyncGenerationWorker
+    from ..worker_async import VllmAsyncGenerationWorker
 
 
 @dataclass(frozen=True)
@@ -138,3 +140,19 @@ async def one_shot(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettin
         logprobs=completion.logprobs,
         finish_reason=completion.finish_reason,
     )
+
+
+def custom_rollout(target: Any, kwargs: dict[str, Any]) -> RolloutFunction:
+    """Level 4: one's own `async def (llm, row, sampling, **kwargs)`, or a class with such a method `run` or `__call__`.
+
+    A class is constructed once, with `kwargs`; its object serves all trajectories. Raises ValueError.
+    """
+    if inspect.isclass(target):
+        made = target(**kwargs)
+        function: Any = getattr(made, "run", made)
+    else:
+        function = functools.partial(target, **kwargs) if kwargs else target
+    called = getattr(function, "func", function)  # of a partial
+    if not (inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None))):  # noqa: B004
+        raise ValueError(f"{target!r} is no rollout: write `async def rollout(llm, row, sampling)`, or a class with it")
+    return cast(RolloutFunction, function)

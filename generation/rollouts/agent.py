@@ -1,0 +1,193 @@
+"""Levels 2 and 3: answers and tool calls in turn, with functions as tools or with an environment's methods."""
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..sampling import SamplingSettings
+from ..trajectory import Trajectory
+from .conversation import Conversation
+from .llm import PolicyLLM, RolloutFunction
+from .tool_calls import CallParser, ToolCall
+from .tools import Tool, ToolRunner, make_tool, tools_by_name
+
+OWN_METHODS = ("reset", "turn_reward", "get_reward", "close")
+"""Methods of an environment that are no tools."""
+
+AfterTurn = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Agent:
+    """How the policy calls tools.
+
+    Attributes:
+        tools: by name.
+        describe: the tools' schemas are given to the chat template when a prompt is rendered.
+    """
+
+    runner: ToolRunner
+    parse: CallParser
+    max_turns: int
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    describe: bool = True
+
+
+def tool_rollout(agent: Agent) -> RolloutFunction:
+    """Level 2: the policy answers, its calls are run all at once, and so on until it answers without a call."""
+
+    async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+        chat = llm.conversation()
+        await converse(chat, sampling, agent)
+        return chat.trajectory()
+
+    return run
+
+
+async def converse(
+    chat: Conversation,
+    sampling: SamplingSettings,
+    agent: Agent,
+    *,
+    in_order: bool = False,
+    after_turn: AfterTurn | None = None,
+) -> None:
+    """Answers and replies in turn until an answer calls nothing or is cut, or turns or context run out.
+
+    Args:
+        in_order: a turn's calls run one after the other.
+        after_turn: called after each answer, when its calls have been run.
+    """
+    while (completion := await chat.sample(sampling)) is not None:
+        # A cut answer may end inside a call: that is truncation, and no mistake to answer (P22).
+        calls = agent.parse(chat.answer) if completion.finish_reason == "stop" else []
+        last = chat.turns == agent.max_turns
+        if calls and not last:
+            async with chat.llm.away():
+                replies = await agent.runner.run(agent.tools, calls, chat.metrics, in_order=in_order)
+            chat.add(
+                [_tool_message(call, reply, i) for i, (call, reply) in enumerate(zip(calls, replies, strict=True))]
+            )
+        if after_turn is not None:
+            await after_turn()
+        if not calls:
+            return
+        if last:
+            chat.finish_reason = "max_turns"
+            return
+
+
+def tool_messages(calls: list[ToolCall], replies: list[str]) -> list[dict[str, Any]]:
+    """Replies as a chat template takes them; names and ids are for those that show them, some in nine characters."""
+    return [
+        {"role": "tool", "content": reply, "name": call.name or "unknown", "tool_call_id": f"call{index:05d}"}
+        for index, (call, reply) in enumerate(zip(calls, replies, strict=True))
+    ]
+
+
+def environment_tools(cls: type) -> dict[str, Tool]:
+    """The public methods of an environment class, as tools. Raises ValueError naming the method that can be none."""
+    methods = {name: f for name, f in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
+    return tools_by_name(
+        make_tool(function, method=not isinstance(inspect.getattr_static(cls, name), staticmethod))
+        for name, function in methods.items()
+        if name not in OWN_METHODS
+    )
+
+
+def environment_rollout(cls: type, kwargs: dict[str, Any], agent: Agent) -> RolloutFunction:
+    """Level 3: an object of the class for each trajectory, its methods as tools beside those of `agent`.
+
+    All of its methods may be sync or async; calls of one turn run in order, as they share the object.
+
+        reset(**row)        first; told what it asks for of the row. What it returns, a string or a list of messages,
+                            is added to the last message of the prompt, or takes the prompt's place
+        turn_reward()       optional: a number after each answer, its calls included; they are summed
+        get_reward(t)       optional: a number, or several by name, at the end; the trajectory is an optional argument
+        close()             optional: always called
+    """
+    methods = environment_tools(cls)
+    agent = replace(agent, tools=tools_by_name([*agent.tools.values(), *methods.values()]))
+
+    async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+        call = agent.runner.call
+        async with llm.away():
+            environment = await call(functools.partial(cls, **kwargs))
+        own = {name: replace(tool, function=getattr(environment, name)) for name, tool in methods.items()}
+        try:
+            async with llm.away():
+                observation = await call(_asked_for(environment.reset, row))
+            chat = llm.conversation(_prompt_after_reset(llm, observation, agent))
+            episode = _Episode(environment, chat, replace(agent, tools={**agent.tools, **own}))
+            return await episode.run(sampling)
+        finally:
+            if hasattr(environment, "close"):
+                await call(environment.close)
+
+    return run
+
+
+class _Episode:
+    """One trajectory in one environment, and the rewards it has given so far."""
+
+    def __init__(self, environment: Any, chat: Conversation, agent: Agent) -> None:
+        self.environment, self.chat, self.agent = environment, chat, agent
+        self.reward = 0.0
+
+    async def run(self, sampling: SamplingSettings) -> Trajectory:
+        """All turns, then the reward."""
+        after_turn = self._turn_reward if hasattr(self.environment, "turn_reward") else None
+        await converse(self.chat, sampling, self.agent, in_order=True, after_turn=after_turn)
+        trajectory = self.chat.trajectory(text=self.chat.answer)
+        parts = await self._final_reward(trajectory)
+        trajectory.reward = self.reward + sum(parts.values())
+        trajectory.reward_parts = {"environment": trajectory.reward} | (parts if len(parts) > 1 else {})
+        return trajectory
+
+    async def _turn_reward(self) -> None:
+        async with self.chat.llm.away():
+            self.reward += float(await self.agent.runner.call(self.environment.turn_reward))
+
+    async def _final_reward(self, trajectory: Trajectory) -> dict[str, float]:
+        if not hasattr(self.environment, "get_reward"):
+            return {}
+        function = self.environment.get_reward
+        if inspect.signature(function).parameters:
+            function = functools.partial(function, trajectory)
+        async with self.chat.llm.away():
+            given = await self.agent.runner.call(function)
+        return {k: float(v) for k, v in given.items()} if isinstance(given, dict) else {"final": float(given)}
+
+
+def _asked_for(function: Callable[..., Any], row: dict[str, Any]) -> functools.partial[Any]:
+    """The function with what it asks for of the row; with all of it where it takes `**row`."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return functools.partial(function, **row)
+    return functools.partial(function, **{name: row[name] for name in parameters if name in row})
+
+
+def _prompt_after_reset(llm: PolicyLLM, observation: Any, agent: Agent) -> list[int]:
+    """The prompt with what the environment says first."""
+    if observation is None:
+        return llm.prompt_ids
+    if isinstance(observation, str) and llm.messages is None:
+        added: list[int] = llm.tokenizer(observation, add_special_tokens=False)["input_ids"]
+        return llm.prompt_ids + added
+    if isinstance(observation, str):
+        *before, last = llm.messages or []
+        observation = [*before, {**last, "content": f"{last['content']}\n{observation}"}]
+    return render_prompt(llm, observation, agent.tools.values() if agent.describe else [])
+
+
+def render_prompt(llm: PolicyLLM, messages: list[dict[str, Any]], tools: Iterable[Tool] = ()) -> list[int]:
+    """The ids of a prompt made of these messages, rendered as the dataset's prompts are."""
+    settings = {"add_generation_prompt": True} | llm.settings.chat_template_kwargs
+    schemas = [tool.schema for tool in tools]
+    if schemas:
+        settings["tools"] = schemas
+    text = llm.tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+    ids: list[int] = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids

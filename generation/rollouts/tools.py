@@ -1,0 +1,231 @@
+"""Tools: plain typed functions that the policy may call. Whatever goes wrong in a call becomes text, and is counted."""
+
+import asyncio
+import functools
+import inspect
+import json
+import re
+import time
+import typing
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+
+from .tool_calls import ToolCall
+from .user_code import call_user
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TOKEN_CHARACTERS = 64  # more than a token stands for, but in runs of blanks; bounds the work that a huge reply makes
+_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
+_ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class ToolError(Exception):
+    """A call that gets an error for an answer; `kind` is what it is counted as."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function the policy may call.
+
+    Attributes:
+        schema: what chat templates are given: name, description and parameters in the form of OpenAI's API.
+        parameters: names of the function's parameters, in their order.
+        model: checks and converts arguments; its fields are `arg0`, `arg1`, … in the order of the parameters.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    schema: dict[str, Any]
+    parameters: tuple[str, ...]
+    model: type[BaseModel]
+
+    def arguments(self, call: ToolCall) -> dict[str, Any]:
+        """The call's arguments by name, converted to the function's types. Raises ToolError."""
+        if len(call.positional) > len(self.parameters):
+            raise ToolError("arguments", f"{self.name} takes {len(self.parameters)} arguments")
+        given = dict(zip(self.parameters, call.positional, strict=False)) | call.arguments
+        try:
+            checked = self.model.model_validate(given)
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ToolError("arguments", f"{self.name}: {'; '.join(problems)}") from error
+        names = {f"arg{i}": name for i, name in enumerate(self.parameters)}
+        return {names[key]: getattr(checked, key) for key in checked.model_fields_set}
+
+
+def make_tool(function: Callable[..., Any], *, method: bool = False) -> Tool:
+    """A tool from a function's name, signature, type hints and docstring (with Google's `Args:`, if it has them).
+
+    Args:
+        method: the function is a class's own, and its first parameter no argument.
+
+    Raises:
+        ValueError: it takes positional-only, `*args` or `**kwargs` parameters, or has a type hint without a schema.
+    """
+    name = function.__name__
+    parameters = list(inspect.signature(function).parameters.values())[int(method) :]
+    if odd := [p.name for p in parameters if p.kind not in _NAMED]:
+        raise ValueError(f"tool {name!r} cannot take {odd[0]!r} that way: give it parameters with names of their own")
+    description, about = _read_docstring(inspect.getdoc(function) or "")
+    try:
+        hints = typing.get_type_hints(function)
+        model = _arguments_model(name, parameters, hints, about)
+        schema = _without_titles(model.model_json_schema())
+    except (PydanticUserError, NameError) as error:
+        raise ValueError(f"tool {name!r} has a type hint that no schema can be made of: {error}") from error
+    schema.pop("additionalProperties", None)
+    described = {"name": name, "description": description, "parameters": schema}
+    return Tool(name, function, {"type": "function", "function": described}, tuple(p.name for p in parameters), model)
+
+
+def _arguments_model(
+    name: str, parameters: list[inspect.Parameter], hints: dict[str, Any], about: dict[str, str]
+) -> type[BaseModel]:
+    """Fields have names of our own, as pydantic reserves some that parameters may well have."""
+    fields: dict[str, Any] = {}
+    for index, parameter in enumerate(parameters):
+        default = ... if parameter.default is parameter.empty else parameter.default
+        field = Field(default, alias=parameter.name, description=about.get(parameter.name))
+        fields[f"arg{index}"] = (hints.get(parameter.name, Any), field)
+    return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """What comes before the first section, and the entries of `Args:`."""
+    parts = _SECTION.split(text)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    entries: dict[str, str] = {}
+    last = ""
+    for line in sections.get("Args", sections.get("Arguments", sections.get("Parameters", ""))).splitlines():
+        if found := _ENTRY.fullmatch(line.strip()):
+            last = found[1]
+            entries[last] = found[2]
+        elif last and line.strip():
+            entries[last] += " " + line.strip()
+    return " ".join(parts[0].split()), entries
+
+
+def _without_titles(schema: Any) -> Any:
+    """Pydantic titles everything; in a prompt that is tokens for nothing."""
+    if isinstance(schema, list):
+        return [_without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
+    return {key: _without_titles(value) for key, value in kept.items()}
+
+
+def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
+    """Raises ValueError when two have the same name."""
+    tools = list(tools)
+    names = Counter(tool.name for tool in tools)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"there are two tools named {twice[0]!r}: the policy could not tell them apart")
+    return {tool.name: tool for tool in tools}
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """What a call may take.
+
+    Attributes:
+        timeout_s: seconds a call may take; what it waits for its turn does not count.
+        max_concurrency: calls that run at the same time, over all trajectories of an engine.
+        max_tokens: tokens of a reply; what is longer is cut.
+        error_format: how an error reads, `{error}` being what went wrong.
+    """
+
+    timeout_s: float = 30.0
+    max_concurrency: int = 64
+    max_tokens: int = 1024
+    error_format: str = "Error: {error}"
+
+
+class ToolRunner:
+    """Runs the calls of all trajectories of one engine. Use it on one event loop."""
+
+    def __init__(self, limits: ToolLimits, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self.limits, self._tokenizer = limits, tokenizer
+        self._places = asyncio.Semaphore(limits.max_concurrency)
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Call user code when there is a place for it. Raises TimeoutError, or what the code raised."""
+        async with self._places:
+            return await call_user(function, self.limits.timeout_s)
+
+    async def run(
+        self, tools: Mapping[str, Tool], calls: list[ToolCall], metrics: dict[str, float], *, in_order: bool = False
+    ) -> list[str]:
+        """The replies to one turn's calls, in their order, none longer than the limit; figures are added to `metrics`.
+
+        Args:
+            in_order: one call after the other, as methods of one object need it; otherwise all at once.
+        """
+        start = time.perf_counter()
+        if in_order:
+            replies = [await self._reply(tools, call, metrics) for call in calls]
+        else:
+            replies = list(await asyncio.gather(*(self._reply(tools, call, metrics) for call in calls)))
+        replies, cut = cut_to_tokens(self._tokenizer, replies, self.limits.max_tokens)
+        _count(metrics, "tools/truncated", cut)
+        _count(metrics, "tools/calls", len(calls))
+        _count(metrics, "tools/seconds", time.perf_counter() - start)
+        return replies
+
+    async def _reply(self, tools: Mapping[str, Tool], call: ToolCall, metrics: dict[str, float]) -> str:
+        try:
+            return await self._execute(tools, call)
+        except ToolError as error:
+            _count(metrics, "tools/errors")
+            _count(metrics, f"tools/errors/{error.kind}")
+            return self.limits.error_format.replace("{error}", str(error))
+
+    async def _execute(self, tools: Mapping[str, Tool], call: ToolCall) -> str:
+        if call.malformed:
+            raise ToolError("malformed", call.malformed)
+        tool = tools.get(call.name)
+        if tool is None:
+            raise ToolError("unknown", f"Unknown function {call.name}")
+        function = functools.partial(tool.function, **tool.arguments(call))
+        try:
+            return _as_text(await self.call(function))
+        except TimeoutError as error:
+            raise ToolError("timeout", f"{call.name} {error}") from error
+        except Exception as error:  # whatever the tool raises
+            raise ToolError("exception", str(error) or type(error).__name__) from error
+
+
+def cut_to_tokens(tokenizer: "PreTrainedTokenizerBase", texts: list[str], limit: int) -> tuple[list[str], int]:
+    """The texts with at most `limit` tokens each, and how many were cut; says in the text that it was.
+
+    One call of the tokenizer for all of them, and one to decode those that are cut.
+    """
+    bounded = [text[: limit * _TOKEN_CHARACTERS] for text in texts]
+    ids = tokenizer(bounded, add_special_tokens=False)["input_ids"] if texts else []
+    whole = [len(i) <= limit and b == t for i, b, t in zip(ids, bounded, texts, strict=True)]
+    kept = [i[:limit] for i, fits in zip(ids, whole, strict=True) if not fits]
+    heads = iter(tokenizer.batch_decode(kept) if kept else [])
+    cut = f" [cut after {limit} tokens]"
+    # A character that was torn apart decodes to U+FFFD.
+    replies = [t if fits else next(heads).rstrip("\ufffd") + cut for t, fits in zip(texts, whole, strict=True)]
+    return replies, len(kept)
+
+
+def _as_text(result: Any) -> str:
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def _count(metrics: dict[str, float], name: str, amount: float = 1.0) -> None:
+    metrics[name] = metrics.get(name, 0.0) + amount
