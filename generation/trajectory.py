@@ -21,6 +21,7 @@ class Trajectory:
         answer_start: where its last answer begins in `response_ids`; reward functions see the text from there on.
         text: the whole response, decoded, special tokens left out.
         reward: what the environment or the rollout function gave; the trainer adds the reward functions' sum.
+        turn_rewards: of each answer, in order, where the environment rewards turns; they are part of `reward`.
         metrics: figures of this trajectory. Names that begin with "tools/" are summed over a step.
         error: not empty when generation of this sample failed; such a sample is counted and left out of the loss.
     """
@@ -38,6 +39,7 @@ class Trajectory:
     text: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
+    turn_rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
 

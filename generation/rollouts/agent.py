@@ -67,9 +67,7 @@ async def converse(
         if calls and not last:
             async with chat.llm.away():
                 replies = await agent.runner.run(agent.tools, calls, chat.metrics, in_order=in_order)
-            chat.add(
-                [_tool_message(call, reply, i) for i, (call, reply) in enumerate(zip(calls, replies, strict=True))]
-            )
+            chat.add(tool_messages(calls, replies))
         if after_turn is not None:
             await after_turn()
         if not calls:
@@ -130,11 +128,11 @@ def environment_rollout(cls: type, kwargs: dict[str, Any], agent: Agent) -> Roll
 
 
 class _Episode:
-    """One trajectory in one environment, and the rewards it has given so far."""
+    """One trajectory in one environment, and the rewards that its turns were given."""
 
     def __init__(self, environment: Any, chat: Conversation, agent: Agent) -> None:
         self.environment, self.chat, self.agent = environment, chat, agent
-        self.reward = 0.0
+        self.turn_rewards: list[float] = []
 
     async def run(self, sampling: SamplingSettings) -> Trajectory:
         """All turns, then the reward."""
@@ -142,13 +140,14 @@ class _Episode:
         await converse(self.chat, sampling, self.agent, in_order=True, after_turn=after_turn)
         trajectory = self.chat.trajectory(text=self.chat.answer)
         parts = await self._final_reward(trajectory)
-        trajectory.reward = self.reward + sum(parts.values())
+        trajectory.turn_rewards = self.turn_rewards
+        trajectory.reward = sum(self.turn_rewards) + sum(parts.values())
         trajectory.reward_parts = {"environment": trajectory.reward} | (parts if len(parts) > 1 else {})
         return trajectory
 
     async def _turn_reward(self) -> None:
         async with self.chat.llm.away():
-            self.reward += float(await self.agent.runner.call(self.environment.turn_reward))
+            self.turn_rewards.append(float(await self.agent.runner.call(self.environment.turn_reward)))
 
     async def _final_reward(self, trajectory: Trajectory) -> dict[str, float]:
         if not hasattr(self.environment, "get_reward"):

@@ -54,7 +54,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
             future.set_exception(error)
 
     def work() -> None:
-        result, failure = None, None
+        result: Any = None
+        failure: Exception | None = None
         try:
             result = function()
         except StopIteration as error:  # which a future does not carry
