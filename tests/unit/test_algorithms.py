@@ -6,7 +6,11 @@ import statistics
 import pytest
 import torch
 
-from trainer.algorithms import advantages, aggregation, corrections, kl, losses
+from trainer.algorithms import advantages, aggregation, corrections, entropy, kl, losses, values
+from trainer.algorithms.ratios import MAX_LOG_RATIO, log_ratio
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
+MASK = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]], dtype=torch.float32)
 
 
 def test_group_relative_against_statistics() -> None:
@@ -59,6 +63,193 @@ def test_extreme_ratios_stay_finite() -> None:
     assert torch.isfinite(corrections.truncated_importance_weights(logprobs, old, cap=2.0)).all()
 
 
+def noise(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+LOGPROBS, OLD = noise(1, 4, 4) - 2, noise(2, 4, 4) - 2
+
+
+@pytest.mark.parametrize("level", ["geometric", "sequence"])
+def test_a_sequences_ratio_and_its_gradient_against_autograd(level: str) -> None:
+    """Each token has the sequence's value; over the sequence the gradients add up to that of the ratio itself."""
+    logprobs = LOGPROBS.clone().requires_grad_()
+    got = log_ratio(logprobs, OLD, MASK, level)  # type: ignore[arg-type]
+    (by_token,) = torch.autograd.grad(got.exp().sum(), logprobs)
+    for i in range(4):
+        tokens = [j for j in range(4) if MASK[i, j]]
+        total = sum((logprobs[i, j] - OLD[i, j] for j in tokens), torch.zeros((), dtype=torch.float64))
+        ratio = torch.exp(total / max(1, len(tokens)) if level == "geometric" else total)
+        for j in range(4):
+            assert float(got[i, j]) == pytest.approx(float(ratio.log()) if MASK[i, j] else 0.0, abs=1e-9)
+            # For the geometric mean a token's own share of the gradient is 1/n; the mean over n tokens brings it back.
+            assert float(by_token[i, j]) == pytest.approx(float(ratio) if MASK[i, j] else 0.0, rel=1e-9)
+
+
+def test_a_token_ratio_beyond_its_bound_has_no_gradient() -> None:
+    logprobs = torch.tensor([[0.0, 0.0, -1.0]], requires_grad=True)
+    got = log_ratio(logprobs, torch.tensor([[-50.0, 50.0, -1.5]]), torch.ones(1, 3))
+    assert got.tolist() == [[MAX_LOG_RATIO, -MAX_LOG_RATIO, 0.5]]
+    assert torch.autograd.grad(got.sum(), logprobs)[0].tolist() == [[0.0, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", ["dual clip", "cispo", "sapo", "reinforce"])
+def test_losses_and_their_gradients_against_a_loop(name: str) -> None:
+    logprobs, advantage = LOGPROBS.clone().requires_grad_(), noise(3, 4, 4)
+    ratio = log_ratio(logprobs, OLD, torch.ones(4, 4))
+    loss, clipped = {
+        "dual clip": lambda: losses.clipped_surrogate(ratio, advantage, 0.2, 0.28, dual_clip=2.0),
+        "cispo": lambda: losses.cispo(ratio, logprobs, advantage, 0.5, 1.0),
+        "sapo": lambda: losses.sapo(ratio, advantage, 1.0, 3.0),
+        "reinforce": lambda: losses.reinforce(logprobs, advantage),
+    }[name]()
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    for i in range(4):
+        for j in range(4):
+            r, a, logp = math.exp(LOGPROBS[i, j] - OLD[i, j]), float(advantage[i, j]), float(LOGPROBS[i, j])
+            cut, value, slope = by_definition(name, r, a, logp)
+            assert bool(clipped[i, j]) == cut
+            assert float(loss[i, j]) == pytest.approx(value, rel=1e-9)
+            assert float(gradient[i, j]) == pytest.approx(slope, rel=1e-9, abs=1e-12)
+    assert name in ("sapo", "reinforce") or 0 < clipped.sum() < 16
+
+
+def by_definition(name: str, r: float, a: float, logp: float) -> tuple[bool, float, float]:
+    """Whether bounds took effect, the loss, and its derivative by the log-probability (dr/dlogp = r)."""
+    if name == "dual clip":
+        cut = r > 1.28 if a > 0 else r < 0.8 or r > 2.0
+        value = -min(r * a, min(max(r, 0.8), 1.28) * a) if a > 0 else -max(min(r * a, max(r, 0.8) * a), 2.0 * a)
+        return cut, value, 0.0 if cut else -r * a
+    if name == "cispo":
+        weight = min(max(r, 0.5), 2.0)
+        return weight != r, -weight * a * logp, -weight * a
+    if name == "sapo":
+        t = 1.0 if a > 0 else 3.0
+        s = 1 / (1 + math.exp(-t * (r - 1)))
+        return False, -4 / t * s * a, -4 * s * (1 - s) * r * a
+    return False, -a * logp, -a
+
+
+@pytest.mark.parametrize("level", ["token", "geometric"])
+def test_without_an_update_in_between_every_loss_has_the_gradient_of_reinforce(level: str) -> None:
+    logprobs, advantage = LOGPROBS.clone().requires_grad_(), noise(3, 4)
+    ratio = log_ratio(logprobs, LOGPROBS, MASK, level)  # type: ignore[arg-type]
+    expected = torch.autograd.grad((losses.reinforce(logprobs, advantage)[0] * MASK).sum(), logprobs)[0]
+    for loss, _ in (
+        losses.clipped_surrogate(ratio, advantage, 0.2, 0.28, 3.0),
+        losses.cispo(ratio, logprobs, advantage, 1.0, 4.0),
+        losses.sapo(ratio, advantage),
+    ):
+        (gradient,) = torch.autograd.grad((loss * MASK).sum(), logprobs, retain_graph=True)
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_gspo_with_advantages_of_turns_moves_each_token_by_its_own() -> None:
+    """The sequence decides about clipping, the turn about direction: a turn without advantage is not moved."""
+    logprobs = LOGPROBS.clone().requires_grad_()
+    advantage = torch.zeros(4, 4, dtype=torch.float64)
+    advantage[1, 2:] = -1.0
+    loss, _ = losses.clipped_surrogate(log_ratio(logprobs, LOGPROBS, MASK, "geometric"), advantage, 3e-4, 4e-4)
+    gradient = torch.autograd.grad(loss.sum(), logprobs)[0]
+    assert gradient.tolist() == [[0.0] * 4, [0.0, 0.0, 1.0, 1.0], [0.0] * 4, [0.0] * 4]
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_clipped_value_loss_against_a_loop(clip: float | None) -> None:
+    value, old, target = noise(4, 3, 5).requires_grad_(), noise(5, 3, 5), noise(6, 3, 5)
+    loss, clipped = values.clipped_value_loss(value, old, target, clip)
+    (gradient,) = torch.autograd.grad(loss.sum(), value)
+    for i in range(3):
+        for j in range(5):
+            v, o, r = float(value[i, j]), float(old[i, j]), float(target[i, j])
+            near = v if clip is None else min(max(v, o - clip), o + clip)
+            cut = (near - r) ** 2 > (v - r) ** 2
+            assert bool(clipped[i, j]) == cut
+            assert float(loss[i, j]) == pytest.approx(max((v - r) ** 2, (near - r) ** 2) / 2)
+            assert float(gradient[i, j]) == pytest.approx(0.0 if cut else v - r)
+    assert bool(clipped.any()) == (clip is not None)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
+def test_the_entropy_threshold_leaves_the_share_asked_for(share: float) -> None:
+    entropies = noise(7, 6, 7).abs()
+    mask = noise(8, 6, 7) > -0.5
+    threshold = entropy.entropy_threshold(entropies[mask], share)
+    assert threshold == pytest.approx(float(torch.quantile(entropies[mask], 1 - share)))
+    chosen = entropy.high_entropy_mask(entropies, mask, threshold)
+    expected = {value for value in entropies[mask].tolist() if value >= threshold}
+    assert set(entropies[chosen].tolist()) == expected
+    assert len(expected) == max(1, math.floor(share * (int(mask.sum()) - 1)) + 1)
+
+
+def test_entropy_without_tokens_and_its_bonus() -> None:
+    assert entropy.entropy_threshold(torch.empty(0), 0.2) == math.inf
+    assert not entropy.high_entropy_mask(torch.ones(2, 2), torch.ones(2, 2), math.inf).any()
+    assert entropy.entropy_bonus(torch.tensor([[1.0, 2.0]]), 0.5).tolist() == [[-0.5, -1.0]]
+
+
+LOGITS, REFERENCE = noise(9, 5), noise(10, 5).log_softmax(0)
+
+
+def expected_gradient(estimator: str, sampler: torch.Tensor | None = None) -> torch.Tensor:
+    """The estimator's gradient with respect to logits, averaged over every token the sampling policy might draw."""
+    logits = LOGITS.clone().requires_grad_()
+    policy = logits.log_softmax(0)
+    drawn = policy.detach() if sampler is None else sampler
+    estimate = kl.divergence(estimator, policy, drawn, REFERENCE)  # type: ignore[arg-type]
+    return torch.autograd.grad((drawn.exp() * estimate).sum(), logits)[0]
+
+
+def true_gradient() -> torch.Tensor:
+    logits = LOGITS.clone().requires_grad_()
+    policy = logits.log_softmax(0)
+    return torch.autograd.grad((policy.exp() * (policy - REFERENCE)).sum(), logits)[0]
+
+
+def test_whose_gradient_is_the_divergences() -> None:
+    """k2's and the weighted k3's are, k1's is zero on average, k3's is something else."""
+    torch.testing.assert_close(expected_gradient("k2"), true_gradient())
+    torch.testing.assert_close(expected_gradient("unbiased_k3"), true_gradient())
+    torch.testing.assert_close(expected_gradient("k1"), torch.zeros(5, dtype=torch.float64))
+    assert (expected_gradient("k3") - true_gradient()).abs().max() > 0.05
+
+
+def test_the_weighted_k3_is_unbiased_for_samples_of_another_policy() -> None:
+    sampler = noise(11, 5).log_softmax(0)
+    policy = LOGITS.log_softmax(0)
+    estimate = sampler.exp() * kl.unbiased_k3(policy, sampler, REFERENCE)
+    torch.testing.assert_close(estimate.sum(), (policy.exp() * (policy - REFERENCE)).sum())
+    torch.testing.assert_close(expected_gradient("unbiased_k3", sampler), true_gradient())
+    assert (expected_gradient("k2", sampler) - true_gradient()).abs().max() > 0.05
+
+
+def test_estimators_by_name_and_their_clamp() -> None:
+    policy, old, reference = LOGPROBS.clone().requires_grad_(), OLD, noise(12, 4, 4) - 2
+    difference = LOGPROBS - reference
+    expected = {
+        "k1": difference,
+        "k2": difference**2 / 2,
+        "k3": (-difference).exp() + difference - 1,
+        "unbiased_k3": (LOGPROBS - OLD).exp() * ((-difference).exp() + difference - 1),
+    }
+    for name, value in expected.items():
+        plain = kl.divergence(name, policy, old, reference)  # type: ignore[arg-type]
+        torch.testing.assert_close(plain.detach(), value)
+        bounded = kl.divergence(name, policy, old, reference, clamp=0.5)  # type: ignore[arg-type]
+        torch.testing.assert_close(bounded.detach(), value.clamp(-0.5, 0.5))
+        (gradient,) = torch.autograd.grad(bounded.sum(), policy)
+        beyond = value.abs() > 0.5
+        assert beyond.any() and not gradient[beyond].any() and gradient[~beyond].any()
+
+
+def test_the_penalty_is_what_the_reward_loses() -> None:
+    estimate = LOGPROBS.clone().requires_grad_()
+    got = kl.penalty(estimate, MASK, 0.1)
+    assert not got.requires_grad
+    expected = [[-0.1 * float(LOGPROBS[i, j]) if MASK[i, j] else 0.0 for j in range(4)] for i in range(4)]
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
+
+
 def test_k3_is_the_expectation_of_the_divergence() -> None:
     p, q = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64), torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
     estimates = kl.k3(p.log(), q.log())
@@ -67,39 +258,45 @@ def test_k3_is_the_expectation_of_the_divergence() -> None:
     assert torch.equal(kl.k3(p.log(), p.log()), torch.zeros(3, dtype=torch.float64))
 
 
-MASK = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]], dtype=torch.float32)
-
-
 def test_weights_against_a_loop() -> None:
     """Fully masked rows count for nothing, in the numerator and in the denominator."""
-    values = torch.arange(16, dtype=torch.float32).reshape(4, 4) - 5
-    rows = [[float(values[i, j]) for j in range(4) if MASK[i, j]] for i in range(4)]
+    numbers = torch.arange(16, dtype=torch.float32).reshape(4, 4) - 5
+    rows = [[float(numbers[i, j]) for j in range(4) if MASK[i, j]] for i in range(4)]
     tokens = [v for row in rows for v in row]
     expected = {
         "token_mean": sum(tokens) / len(tokens),
         "sequence_mean": sum(sum(r) / len(r) for r in rows if r) / sum(1 for r in rows if r),
+        "sequence_sum": sum(tokens) / sum(1 for r in rows if r),
+        "fixed_length": sum(tokens) / (sum(1 for r in rows if r) * 16),
     }
     for name, value in expected.items():
         denominator = float(aggregation.count(MASK, name))
-        assert float((values * aggregation.weights(MASK, name, denominator)).sum()) == pytest.approx(value, abs=1e-6)
+        assert float((numbers * aggregation.weights(MASK, name, denominator, 16)).sum()) == pytest.approx(
+            value, abs=1e-6
+        )
 
 
-@pytest.mark.parametrize("name", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("name", AGGREGATIONS)
 def test_p14_weights_add_up_over_any_split(name: str) -> None:
-    values = torch.randn(4, 4)
+    numbers = torch.randn(4, 4)
     denominator = float(aggregation.count(MASK, name))
-    whole = (values * aggregation.weights(MASK, name, denominator)).sum()
+    whole = (numbers * aggregation.weights(MASK, name, denominator, 16)).sum()
     for parts in ([[0], [1], [2], [3]], [[3, 1], [0, 2]], [[2], [0, 1, 3]]):
         assert sum(float(aggregation.count(MASK[p], name)) for p in parts) == denominator
-        pieces = [(values[p] * aggregation.weights(MASK[p], name, denominator)).sum() for p in parts]
+        pieces = [(numbers[p] * aggregation.weights(MASK[p], name, denominator, 16)).sum() for p in parts]
         torch.testing.assert_close(torch.stack(pieces).sum(), whole)
 
 
-@pytest.mark.parametrize("name", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("name", AGGREGATIONS)
 def test_nothing_to_train_on_weighs_nothing(name: str) -> None:
     mask = torch.zeros(2, 3)
     assert float(aggregation.count(mask, name)) == 0.0
-    assert torch.equal(aggregation.weights(mask, name, 0.0), torch.zeros(2, 3))
+    assert torch.equal(aggregation.weights(mask, name, 0.0, 16), torch.zeros(2, 3))
+
+
+def test_a_fixed_length_has_to_be_given() -> None:
+    with pytest.raises(ValueError, match="fixed_length needs a length"):
+        aggregation.weights(MASK, "fixed_length", 3.0)
 
 
 def test_truncated_importance_weights_against_a_loop() -> None:

@@ -1,4 +1,16 @@
 """The mathematics of reinforcement learning on tokens: pure functions of tensors, none of which needs a trainer.
 
-Shapes: P prompts, G samples a prompt, B sequences, T positions with a target. Log-probabilities are in nats.
+Shapes: P prompts, G samples a prompt, B sequences, T positions with a target, K turns. Log-probabilities are in nats. A
+mask is 1 on trainable tokens, those the policy sampled, and 0 elsewhere; tool output between two turns is masked, too.
+
+They are put together like this, and every step is a choice:
+
+    rewards    shaping, kl.penalty               [P, G] or [B, T]
+    advantages advantages, returns               [B] or [B, T]
+    ratio      ratios.log_ratio                  [B, T], of tokens or of whole sequences
+    loss       losses, kl, entropy, values       [B, T]
+    correction corrections                       [B, T], multiplies the loss or the mask
+    number     (loss * aggregation.weights).sum()
+
+Nothing here averages over a batch: what is divided by is a count over the whole step and all ranks, passed in.
 """

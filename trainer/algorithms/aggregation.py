@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-Aggregation = Literal["token_mean", "sequence_mean"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
 
 
 def count(mask: Tensor, aggregation: Aggregation) -> Tensor:
@@ -53,6 +53,45 @@ def sequence_mean_weights(mask: Tensor, denominator: float) -> Tensor:
     return mask.float() / tokens / max(denominator, 1.0)
 
 
-def weights(mask: Tensor, aggregation: Aggregation, denominator: float) -> Tensor:
-    """Weights [B, T] float32 by the aggregation's name; see the two functions above."""
-    return (token_mean_weights if aggregation == "token_mean" else sequence_mean_weights)(mask, denominator)
+def sequence_sum_weights(mask: Tensor, denominator: float) -> Tensor:
+    """The mean over sequences of the sum over their tokens: the policy gradient without any division by length.
+
+    That is what the likelihood of a whole sequence asks for, as in RLOO (arXiv:2402.14740, equation 3).
+
+    Args:
+        mask: [B, T].
+        denominator: number of sequences with a trainable token in the whole step, all ranks.
+
+    Returns:
+        [B, T] float32.
+    """
+    return mask.float() / max(denominator, 1.0)
+
+
+def fixed_length_weights(mask: Tensor, denominator: float, length: int) -> Tensor:
+    """The mean of sums, divided by one length for all: Dr. GRPO (arXiv:2503.20783, appendix A).
+
+    A constant in place of the answer's own length, which favours long answers among the bad ones.
+
+    Args:
+        mask: [B, T].
+        denominator: number of sequences with a trainable token in the whole step, all ranks.
+        length: the longest answer that could be sampled, tokens.
+
+    Returns:
+        [B, T] float32.
+    """
+    return sequence_sum_weights(mask, denominator) / length
+
+
+def weights(mask: Tensor, aggregation: Aggregation, denominator: float, length: int | None = None) -> Tensor:
+    """Weights [B, T] float32 by the aggregation's name; see the four functions above."""
+    if aggregation == "token_mean":
+        return token_mean_weights(mask, denominator)
+    if aggregation == "sequence_mean":
+        return sequence_mean_weights(mask, denominator)
+    if aggregation == "sequence_sum":
+        return sequence_sum_weights(mask, denominator)
+    if length is None:
+        raise ValueError("the aggregation fixed_length needs a length: give the longest answer that could be sampled")
+    return fixed_length_weights(mask, denominator, length)

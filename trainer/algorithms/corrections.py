@@ -1,9 +1,15 @@
-"""The engine and the trainer do not compute the same probabilities: how far apart they are, and what to do about it."""
+"""The engine and the trainer do not compute the same probabilities: how far apart they are, and what to do about it.
+
+Ratios of trainer to engine, of tokens or sequences, become *weights* that multiply the loss (truncated importance
+sampling), or decide which tokens are *kept* (masking), or both: weights from one level, what is kept from another.
+There are two ways to leave tokens out. Multiplied into the loss, the count it is divided by stays that of all tokens,
+as in the papers; multiplied into the mask before it is counted, the remaining tokens weigh more.
+"""
 
 import torch
 from torch import Tensor
 
-from trainer.algorithms.losses import MAX_LOG_RATIO
+from trainer.algorithms.ratios import MAX_LOG_RATIO, Level, log_ratio
 
 
 def truncated_importance_weights(old_logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
@@ -22,6 +28,109 @@ def truncated_importance_weights(old_logprobs: Tensor, engine_logprobs: Tensor, 
     """
     difference = (old_logprobs - engine_logprobs).detach().clamp(max=MAX_LOG_RATIO)
     return torch.exp(difference).clamp(max=cap)
+
+
+def rollout_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, level: Level = "token") -> Tensor:
+    """Trainer's over engine's probability: of each token, their geometric mean over a sequence, or their product.
+
+    `.clamp(max=cap)` makes truncated importance weights of it, for whole sequences as in Liu et al. 2025, "When speed
+    kills stability" (sequence level: unbiased but for the cap, and noisy).
+
+    Args:
+        old_logprobs: [B, T], the trainer's own, before the step's first update.
+        engine_logprobs: [B, T], the engine's under its sampling distribution.
+        mask: [B, T].
+
+    Returns:
+        [B, T] without gradient, 1 on masked tokens.
+    """
+    return torch.exp(log_ratio(old_logprobs.detach(), engine_logprobs, mask, level))
+
+
+def within(ratios: Tensor, low: float, high: float) -> Tensor:
+    """Which ratios lie in [low, high]: what to keep.
+
+    On tokens, with the ratio itself as weight: IcePop, Ling Team 2025 (arXiv:2510.18855), equation 2, 0.5 to 5 there.
+    On geometric means: a sequence is kept or left out as a whole, and the band has to be narrow, such as 0.99 to 1.01.
+
+    Args:
+        ratios: [B, T], see `rollout_ratios`.
+
+    Returns:
+        [B, T] bool.
+    """
+    return (ratios >= low) & (ratios <= high)
+
+
+def not_stale(logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """False for bad samples that the policy has moved away from: their gradient would only push it further.
+
+    Off-policy sequence masking, DeepSeek-V3.2, 2025 (arXiv:2512.02556), equation 9: where A < 0 and the mean over the
+    sequence's trainable tokens of log(engine / policy) exceeds the threshold. Staleness of both kinds counts, that of
+    earlier updates in the step and that of the engine's kernels.
+
+    Args:
+        logprobs: [B, T] under the policy as it is now.
+        engine_logprobs: [B, T], the engine's under its sampling distribution.
+        advantages: [B] or [B, T].
+        mask: [B, T].
+        threshold: nats a token, > 0.
+
+    Returns:
+        [B, T] bool: what to keep; True on masked tokens.
+    """
+    advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+    divergence = -log_ratio(logprobs.detach(), engine_logprobs, mask, "geometric")
+    return (advantages >= 0) | (divergence <= threshold)
+
+
+def correction_sums(weights: Tensor, cap: float, kept: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """What a correction did to a part of the step, to be added up over micro-batches and ranks.
+
+    Args:
+        weights: [B, T], ratios before they are capped.
+        cap: their upper bound.
+        kept: [B, T] bool.
+        mask: [B, T].
+
+    Returns:
+        scalars: correction/tokens and correction/sequences (with a trainable token), of these correction/dropped_tokens
+        and correction/dropped_sequences (without a kept token), correction/capped tokens, and the sums of capped
+        weights and of their squares over the kept, correction/weight and correction/weight_squared.
+    """
+    trained = mask.bool()
+    used = trained & kept
+    capped = torch.where(used, weights.clamp(max=cap), 0.0)
+    sequences = trained.any(dim=1)
+    return {
+        "correction/tokens": trained.sum(),
+        "correction/sequences": sequences.sum(),
+        "correction/dropped_tokens": (trained & ~kept).sum(),
+        "correction/dropped_sequences": (sequences & ~used.any(dim=1)).sum(),
+        "correction/capped": (used & (weights > cap)).sum(),
+        "correction/weight": capped.sum(),
+        "correction/weight_squared": capped.square().sum(),
+    }
+
+
+def correction_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Shares of a step from the sums above; all 0 without tokens.
+
+    Returns:
+        correction/weight: mean over kept tokens, 1 where engine and trainer agree; correction/effective: Kish's
+        effective sample size of the weights as a share of the kept tokens; capped and dropped_tokens as shares of all
+        tokens, dropped_sequences of sequences.
+    """
+    tokens = sums["correction/tokens"]
+    kept = max(tokens - sums["correction/dropped_tokens"], 1.0)
+    total, squares = sums["correction/weight"], sums["correction/weight_squared"]
+    return {
+        "correction/weight": total / kept,
+        "correction/effective": total * total / (kept * squares) if squares else 0.0,
+        "correction/capped": sums["correction/capped"] / max(tokens, 1.0),
+        "correction/dropped_tokens": sums["correction/dropped_tokens"] / max(tokens, 1.0),
+        "correction/dropped_sequences": sums["correction/dropped_sequences"] / max(sums["correction/sequences"], 1.0),
+    }
 
 
 def gap_metrics(

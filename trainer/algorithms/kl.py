@@ -1,9 +1,39 @@
-"""Estimators of the Kullback-Leibler divergence from single samples."""
+"""Estimators of the Kullback-Leibler divergence from single samples, for the loss and for the reward.
+
+In the *loss*, what counts is the estimator's gradient, not its value (Liu et al. 2025, arXiv:2510.01555; Tang and Munos
+2025, arXiv:2506.09477): k2's is that of the divergence while the policy is the one that sampled, k3's is biased, and
+k1's is 0 on average, so k1 does nothing there but add noise. With the importance weight, k3's is right off-policy too.
+In the *reward* only values count, and k1 is the one whose expectation is exact; that is `penalty`.
+"""
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from trainer.algorithms.losses import MAX_LOG_RATIO
+from trainer.algorithms.ratios import MAX_LOG_RATIO
+
+Estimator = Literal["k1", "k2", "k3", "unbiased_k3"]
+
+
+def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """policy - reference, in logarithms: unbiased, of high variance, and negative for many tokens.
+
+    Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
+
+    Args:
+        logprobs: [B, T] under the policy that sampled the tokens; carries the gradient.
+        reference_logprobs: [B, T], treated as constant.
+
+    Returns:
+        [B, T], nats a token.
+    """
+    return (logprobs - reference_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Half the square of k1: biased, but its gradient k1 * grad(logprobs) is that of the divergence. Args as for k1."""
+    return 0.5 * k1(logprobs, reference_logprobs).square()
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -19,5 +49,59 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     Returns:
         [B, T], nats a token.
     """
-    difference = (reference_logprobs.detach() - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference = -k1(logprobs, reference_logprobs)
     return torch.expm1(difference) - difference
+
+
+def unbiased_k3(logprobs: Tensor, old_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """r * k3 with r = exp(logprobs - old_logprobs): value and gradient unbiased for samples of the old policy, too.
+
+    DeepSeek-V3.2, 2025 (arXiv:2512.02556), equation 7. The ratio carries a gradient as well, and has to: even at r = 1
+    it is what turns k3's gradient into that of the divergence.
+
+    Args:
+        logprobs: [B, T] under the policy being trained; carries the gradient.
+        old_logprobs: [B, T] under the policy that sampled, treated as constant.
+        reference_logprobs: [B, T], treated as constant.
+
+    Returns:
+        [B, T], nats a token.
+    """
+    ratio = torch.exp((logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return ratio * k3(logprobs, reference_logprobs)
+
+
+def divergence(
+    estimator: Estimator,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    clamp: float | None = None,
+) -> Tensor:
+    """An estimate [B, T] by name; see the four functions above.
+
+    Args:
+        clamp: bound of the absolute value, nats; a token beyond it has no gradient. A few tokens that the reference
+            deems impossible would otherwise decide the step.
+    """
+    if estimator == "unbiased_k3":
+        estimate = unbiased_k3(logprobs, old_logprobs, reference_logprobs)
+    else:
+        estimate = {"k1": k1, "k2": k2, "k3": k3}[estimator](logprobs, reference_logprobs)
+    return estimate if clamp is None else estimate.clamp(-clamp, clamp)
+
+
+def penalty(divergence: Tensor, mask: Tensor, coefficient: float) -> Tensor:
+    """-coefficient * KL for each token, to be added to its reward; the sum over T is for a sequence's reward.
+
+    Ouyang et al. 2022 (arXiv:2203.02155), equation 2; for each token: Ziegler et al. 2019 (arXiv:1909.08593), equation
+    2.
+
+    Args:
+        divergence: [B, T] of the policy that sampled.
+        mask: [B, T].
+
+    Returns:
+        [B, T] without gradient, 0 on masked tokens.
+    """
+    return torch.where(mask.bool(), -coefficient * divergence.detach(), 0.0)
