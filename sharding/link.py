@@ -2,9 +2,21 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
-from .channel import Channel, SyncError
+from .channel import SyncError
+
+
+class Conversation(Protocol):
+    """What a link speaks through: a `Channel`, or something that behaves like one."""
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """See `Channel.send`."""
+
+    def receive(
+        self, timeout: float, waiting_for: str, still_alive: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """See `Channel.receive`."""
 
 
 class Link:
@@ -19,7 +31,7 @@ class Link:
     """
 
     def __init__(
-        self, channel: Channel, session: int, timeout: float, still_alive: Callable[[], None], worker: str
+        self, channel: Conversation, session: int, timeout: float, still_alive: Callable[[], None], worker: str
     ) -> None:
         """See `Channel.receive`; `session` tells this update's messages from those of one that broke off."""
         self.error: Exception | None = None

@@ -6,14 +6,15 @@ agreement.
 """
 
 import gc
+import itertools
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -24,12 +25,10 @@ from generation.worker_async import VllmAsyncGenerationWorker
 from .channel import Listener, SyncError
 from .collectives import agree, agreed, all_gather_bytes, rank
 from .link import Link
-from .plan import Bucket, BucketPlan, SourceParameter
+from .plan import BucketPlan, SourceParameter
+from .sending import SyncReport, SyncSettings, announce, different_weights, parameters_to_verify, push
 from .source import WeightSource
-from .transport import BUFFERS, Staging, make_staging, stamp
-
-SAMPLED_SHARE = 16
-"""`verify: sample` compares one parameter in this many, others at every sync."""
+from .transport import BUFFERS, Staging, make_staging
 
 PROBE_TOKENS = 48
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
@@ -49,33 +48,12 @@ class VersionedPolicy(Protocol):
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`. Collective: all ranks call it."""
 
 
-@dataclass(frozen=True)
-class SyncSettings:
-    """How weights travel. `bucket_bytes` bounds either staging buffer, `timeout` (s) every wait for a worker."""
-
-    verify: Literal["off", "sample", "full"] = "sample"
-    bucket_bytes: int = 512 << 20
-    timeout: float = 300.0
-
-
 @dataclass
 class Leader:
     """An engine and the thread it lives on, as the first rank of an engine group holds them."""
 
     engine: VllmAsyncGenerationWorker
     thread: EngineThread
-
-
-@dataclass
-class SyncReport:
-    """One sync. `verified` is what was compared: "", "sample", "full" or "probe"."""
-
-    version: int
-    nbytes: int = 0
-    messages: int = 0
-    staging_bytes: int = 0
-    verified: str = ""
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class ShardingManager:
@@ -104,7 +82,8 @@ class ShardingManager:
         self._device_id = device_id(device, rank() % tensor_parallel_size)
         self._channel = Listener(folder, f"weights-{rank()}")
         self._staging: Staging | None = None
-        self._session = self._stamp = 0
+        self._session = 0
+        self._stamps = itertools.count(1)
         self._plain = False
         self.report = SyncReport(version=-1)
         self.staging_opened = self.staging_closed = 0
@@ -177,7 +156,7 @@ class ShardingManager:
         timeout = self._settings.timeout
         link = Link(self._channel, self._session, timeout, lambda: _raise_if_dead(call), self._device_id)
         try:
-            self._send(link)
+            self._send(link, version)
             self._verify(link, version)
             self._finish(link, call, version)
         except BaseException:
@@ -193,55 +172,31 @@ class ShardingManager:
             engine.state.begin_sync()
             return self._leader.thread.submit(engine.call_workers("update_weights_via_ipc_zmq", self._session, timeout))
 
-    def _send(self, link: Link) -> None:
+    def _send(self, link: Link, version: int) -> None:
         assert self._staging is not None
-        link.post("begin", names=self._plan.names(), handle=self._staging.handle)
-        self._plain = link.collect().get("plain", False)
+        self._plain = announce(link, self._plan.parameters(), self._staging, version)
         self._push(link, "bucket", self._plan)
         link.ask("finish")
         agree(link.error, "sending weights")
 
     def _push(self, link: Link, kind: str, plan: BucketPlan) -> list[dict[str, Any]]:
-        """Gather each bucket into one buffer while the worker reads the other; returns the worker's answers."""
         assert self._staging is not None
-        answers = []
-        for number, bucket in enumerate(plan.buckets):
-            if number >= BUFFERS:
-                answers.append(link.collect())  # the worker is done with what this buffer held
-            self._stamp += 1
-            self._gather(bucket, self._staging.buffers[number % BUFFERS])
-            pieces = [(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()]
-            link.post(kind, buffer=number % BUFFERS, stamp=self._stamp, pieces=pieces)
-        answers += [link.collect() for _ in plan.buckets[-BUFFERS:]]
         self.report.nbytes += plan.nbytes
-        return answers
-
-    def _gather(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        assert self._staging is not None
-        slots = [buffer[s.offset : s.offset + s.parameter.nbytes] for s in bucket.slots]
-        self._source.gather_into([s.parameter.name for s in bucket.slots], slots)
-        stamp(buffer, self._stamp)
-        self._staging.flush()
+        return push(self._source, plan, self._staging, link, kind, self._stamps)
 
     def _verify(self, link: Link, version: int) -> None:
         """Send weights again, for the workers to compare with what they hold; unpacked weights only."""
         if self._settings.verify == "off" or not self._plain:
             return
         plan = BucketPlan(self._parameters_to_verify(version), self._settings.bucket_bytes)
-        answers = self._push(link, "compare", plan)
-        different = [name for answer in answers for name in answer.get("different", [])]
+        different = different_weights(self._push(link, "compare", plan))
         if different and link.error is None:
-            link.error = SyncError(
-                f"the worker on {self._device_id} does not hold what was sent: {', '.join(different[:6])} differ"
-            )
+            link.error = SyncError(f"the worker on {self._device_id} does not hold what was sent: {different} differ")
         agree(link.error, "verifying weights")
         self.report.verified = self._settings.verify
 
     def _parameters_to_verify(self, version: int) -> list[SourceParameter]:
-        if self._settings.verify == "full":
-            return self._parameters
-        count = max(1, len(self._parameters) // SAMPLED_SHARE)
-        return random.Random(version).sample(self._parameters, count)
+        return parameters_to_verify(self._parameters, self._settings.verify, version)
 
     def _finish(self, link: Link, call: "Future[Any] | None", version: int) -> None:
         assert self._staging is not None

@@ -2,9 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 ALIGNMENT = 512
 """Bytes. Every parameter starts on such a boundary, so that any dtype and any vectorised copy can start there."""
+
+
+Manifest = dict[str, list[Any]]
+"""Checkpoint name -> [shape, dtype as torch names it without its prefix]; plain types, since it travels."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,10 @@ class BucketPlan:
         if slots:
             self.buckets.append(Bucket(tuple(slots), end))
         self.capacity = max((b.nbytes for b in self.buckets), default=0)
+
+    def parameters(self) -> list[SourceParameter]:
+        """Every parameter, in the order in which they are sent."""
+        return [slot.parameter for bucket in self.buckets for slot in bucket.slots]
 
     def names(self) -> list[str]:
         """Checkpoint names in the order in which they are sent."""

@@ -4,18 +4,19 @@ Three ways were weighed for FSDP2: `full_tensor()` (a full copy per parameter an
 flattened all-gather per bucket (a second bucket of memory, since ranks' shards arrive interleaved), and this one: an
 all-gather per parameter whose output *is* the parameter's slot. FSDP2 shards dimension 0 in equal chunks with only the
 last ones short, so what arrives rank after rank is the parameter itself, with the padding behind it: no copy and no
-extra memory.
+extra memory. ZeRO-3 cuts the flattened parameter into equal stretches, the last one padded: the same holds.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .plan import Piece, SourceParameter
+from .channel import SyncError
+from .plan import Manifest, Piece, SourceParameter
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 
@@ -43,7 +44,7 @@ def one_piece(name: str, shape: torch.Size) -> list[tuple[str, int, tuple[int, .
 
 
 class FsdpWeightSource:
-    """Weights of a module whose parameters are FSDP2 DTensors, or plain tensors that every rank holds whole."""
+    """Weights of a module whose parameters are FSDP2 DTensors, cut by ZeRO-3, or whole on every rank."""
 
     def __init__(
         self, named_parameters: list[tuple[str, torch.Tensor]], dtype: torch.dtype, layout: PieceLayout = one_piece
@@ -59,13 +60,13 @@ class FsdpWeightSource:
     def _describe(self, name: str, tensor: torch.Tensor) -> SourceParameter:
         dtype = str(self._dtype).removeprefix("torch.")
         size = self._dtype.itemsize
-        pieces = tuple(Piece(n, dtype, s, offset * size) for n, offset, s in self._layout(name, tensor.shape))
-        if sum(math.prod(p.shape) for p in pieces) != tensor.numel():
-            raise ValueError(f"the checkpoint layout of {name} {tuple(tensor.shape)} does not cover it: {pieces}")
-        elements = tensor.numel()
-        if shard_group(tensor) is not None:
-            ranks, rows = dist.get_world_size(shard_group(tensor)), tensor.shape[0]
-            elements = math.ceil(rows / ranks) * ranks * (tensor.numel() // rows)
+        shape = _whole_shape(tensor)
+        pieces = tuple(Piece(n, dtype, s, offset * size) for n, offset, s in self._layout(name, shape))
+        if sum(math.prod(p.shape) for p in pieces) != shape.numel():
+            raise ValueError(f"the checkpoint layout of {name} {tuple(shape)} does not cover it: {pieces}")
+        elements = shape.numel()
+        if (group := shard_group(tensor)) is not None:
+            elements = dist.get_world_size(group) * _largest_shard(tensor, dist.get_world_size(group))
         return SourceParameter(name, elements * size, pieces)
 
     @torch.no_grad()
@@ -75,7 +76,7 @@ class FsdpWeightSource:
         for name, slot in zip(names, slots, strict=True):
             tensor = self._tensors[name]
             group = shard_group(tensor)
-            if group is None or not isinstance(tensor, DTensor):
+            if group is None:
                 whole = _whole(tensor)
                 slot.view(self._dtype)[: whole.numel()].copy_(whole.reshape(-1))
                 continue
@@ -84,9 +85,9 @@ class FsdpWeightSource:
         for work, _ in pending:
             work.wait()
 
-    def _padded_shard(self, tensor: DTensor, nbytes: int) -> torch.Tensor:
-        """This rank's rows in the engine's dtype, as uint8 [nbytes], with zeros behind them where it has fewer."""
-        local = tensor.to_local().reshape(-1)
+    def _padded_shard(self, tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """This rank's part in the engine's dtype, as uint8 [nbytes], with zeros behind it where it is smaller."""
+        local = tensor.to_local().reshape(-1) if isinstance(tensor, DTensor) else _partition(tensor)
         if local.dtype == self._dtype and local.nbytes == nbytes:
             return local.view(torch.uint8)
         shard = torch.zeros(nbytes // self._dtype.itemsize, dtype=self._dtype, device=local.device)
@@ -94,17 +95,89 @@ class FsdpWeightSource:
         return shard.view(torch.uint8)
 
 
+def _whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """The parameter's shape; ZeRO-3 leaves it empty and remembers the shape beside it."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _partition(tensor: Any) -> torch.Tensor:
+    """This rank's stretch of a parameter that ZeRO-3 has cut."""
+    partition: torch.Tensor = tensor.ds_tensor
+    return partition.detach()
+
+
+def _largest_shard(tensor: torch.Tensor, ranks: int) -> int:
+    """Elements of the first rank's part, which no other's exceeds."""
+    if hasattr(tensor, "ds_tensor"):
+        return _partition(tensor).numel()
+    return math.ceil(tensor.shape[0] / ranks) * (tensor.numel() // tensor.shape[0])
+
+
+class StreamSource:
+    """Weights that arrive one by one from an iterator; each is let go once it is in its bucket. One process only.
+
+    The iterator may have another order than `info`; what comes before its turn is held until then.
+    """
+
+    def __init__(self, info: Manifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """`info` says what will come: checkpoint name -> [shape, dtype to send it in]."""
+        self._info, self._weights = info, iter(weights)
+        self._early: dict[str, torch.Tensor] = {}
+        self._seen: set[str] = set()
+
+    def parameters(self) -> list[SourceParameter]:
+        """See `WeightSource.parameters`."""
+        sizes = {name: math.prod(shape) * getattr(torch, dtype).itemsize for name, (shape, dtype) in self._info.items()}
+        return [
+            SourceParameter(name, sizes[name], (Piece(name, dtype, tuple(shape), 0),))
+            for name, (shape, dtype) in self._info.items()
+        ]
+
+    @torch.no_grad()
+    def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
+        """See `WeightSource.gather_into`.
+
+        Raises:
+            SyncError: naming a weight that is missing, that nobody expects, that came twice or in another shape.
+        """
+        for name, slot in zip(names, slots, strict=True):
+            while name not in self._early:
+                if not self._take():
+                    raise SyncError(f"the iterator of weights ended without {name}")
+            whole = self._early.pop(name)
+            slot.view(getattr(torch, self._info[name][1]))[: whole.numel()].copy_(whole.reshape(-1))
+        if len(self._seen) == len(self._info):
+            self._take()  # there may be none behind the last
+
+    def _take(self) -> bool:
+        name, tensor = next(self._weights, (None, None))
+        if name is None or tensor is None:
+            return False
+        if name not in self._info or name in self._seen:
+            raise SyncError(f"the iterator of weights brought {name} " + ("twice" if name in self._seen else "unasked"))
+        if list(tensor.shape) != list(self._info[name][0]):
+            raise SyncError(f"{name} has shape {list(tensor.shape)} where {list(self._info[name][0])} is expected")
+        self._seen.add(name)
+        self._early[name] = _whole(tensor)
+        return True
+
+
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if hasattr(tensor, "ds_tensor"):
+        return _partition(tensor)[: _whole_shape(tensor).numel()]
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
-def shard_group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """The process group over which dimension 0 of a DTensor is sharded, or None where a plain gather will not do.
+def shard_group(tensor: Any) -> dist.ProcessGroup | None:
+    """The process group whose ranks' parts, one after another, are the parameter; None where a plain gather must do.
 
     Replicated dimensions (HSDP) need no gather. A single rank, a tensor without rows and any other placement give None.
     """
+    if hasattr(tensor, "ds_tensor"):
+        group: dist.ProcessGroup = tensor.ds_process_group
+        return group if dist.get_world_size(group) > 1 else None
     if not isinstance(tensor, DTensor) or tensor.dim() == 0:
         return None
     sharded = [i for i, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]

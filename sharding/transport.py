@@ -92,9 +92,29 @@ class CudaIpcStaging:
         torch.cuda.empty_cache()
 
 
+class LocalStaging:
+    """Staging that nobody else maps: what is in it is broadcast, or written to disk."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        nbytes = _with_stamp(nbytes)
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self.handle: dict[str, Any] = {"kind": "local", "nbytes": nbytes}
+
+    def flush(self) -> None:
+        """Nothing to wait for: whoever reads runs on the same stream."""
+
+    def close(self) -> None:
+        """Drop the buffers."""
+        self.buffers = []
+
+
+def _with_stamp(nbytes: int) -> int:
+    return -(-nbytes // STAMP_BYTES) * STAMP_BYTES + STAMP_BYTES
+
+
 def make_staging(nbytes: int, device: torch.device) -> Staging:
     """Two buffers of `nbytes` and a stamp on the policy's device."""
-    nbytes = -(-nbytes // STAMP_BYTES) * STAMP_BYTES + STAMP_BYTES
+    nbytes = _with_stamp(nbytes)
     return CudaIpcStaging(nbytes, device) if device.type == "cuda" else SharedMemoryStaging(nbytes)
 
 

@@ -5,7 +5,6 @@ have the checkpoint's layout; or through vLLM's layerwise reload, where they wer
 oneDNN on CPU, experts shuffled, quantised, MLA). VLLM.md 1.7 lists the traps; each remedy below carries its letter.
 """
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +15,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from .channel import SyncError
 from .load_watcher import LoadWatcher, storage_key
+from .plan import Manifest
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -51,12 +51,13 @@ class WeightLoader:
         self._model = model
         self._config = vllm_config
         self._watcher = LoadWatcher()
-        self._expected: set[str] = set()
+        self._expected: Manifest = {}
+        self._arrived: set[str] = set()
         self._reloading = False
 
-    def begin(self, names: Iterable[str]) -> None:
+    def begin(self, weights: Manifest) -> None:
         """Start an update that will bring exactly these weights."""
-        self._expected = set(names)
+        self._expected, self._arrived = weights, set()
         if self.plain:
             return
         for module in self._model.modules():
@@ -75,9 +76,10 @@ class WeightLoader:
         """Load some of the announced weights. When it returns, their memory may be overwritten.
 
         Raises:
-            SyncError: a name that was not announced, or that the model refuses.
+            SyncError: a weight that was not announced as it is, that came before, or that the model refuses.
         """
         self._check_announced(weights)
+        self._arrived.update(name for name, _ in weights)
         if not self.plain:
             weights = _copy_of(weights)  # layerwise keeps references until a fused module is complete (1.7 c)
         self._run_loaders(weights)
@@ -93,8 +95,13 @@ class WeightLoader:
         return different
 
     def _check_announced(self, weights: NamedTensors) -> None:
-        if strangers := sorted({name for name, _ in weights} - self._expected):
+        if strangers := sorted({name for name, _ in weights} - self._expected.keys()):
             raise SyncError(f"weights arrived that were not announced: {_some(strangers)}")
+        if again := sorted({name for name, _ in weights} & self._arrived):
+            raise SyncError(f"weights arrived a second time: {_some(again)}")
+        for name, tensor in weights:
+            if (form := [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]) != self._expected[name]:
+                raise SyncError(f"{name} arrived as {form} and was announced as {self._expected[name]}")
 
     def _run_loaders(self, weights: NamedTensors) -> None:
         self._watcher.expect(weights)
@@ -118,7 +125,7 @@ class WeightLoader:
         untouched = self._untouched_parameters() if self.plain else self._untouched_modules()
         self._finalize()
         complaints = []
-        if unread := sorted(self._expected - self._watcher.read):
+        if unread := sorted(self._expected.keys() - self._watcher.read):
             complaints.append(f"sent but read by no part of the engine's model: {_some(unread)}")
         if untouched:
             complaints.append(f"never sent, so the engine would keep old values: {_some(untouched)}")

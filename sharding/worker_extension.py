@@ -4,16 +4,21 @@ Methods are called through `collective_rpc` and return plain types only: anythin
 output thread (VLLM.md 1.3). Nothing of the trainer is imported here.
 """
 
-import gc
 import os
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from vllm import _custom_ops
 
 from . import channel as channels
-from .transport import open_staging, stamped
-from .weight_loader import NamedTensors, WeightLoader, holds_plain_weights
+from .collective_worker import CollectiveCarrier, Membership, Place
+from .manifest import check_manifest, checkpoint_manifest
+from .plan import Manifest
+from .receiving import Carrier, Receiver, StagingCarrier, engine_dtype
+from .storage import StorageCarrier
+from .weight_loader import holds_plain_weights
 from .worker_memory import release_engine_memory, resident_bytes
 
 # vLLM imports this module before it builds the model: without oneDNN, linear layers keep their weights as they are
@@ -22,103 +27,20 @@ _PLAIN_ON_CPU = os.environ.get("HOTBUNK_PLAIN_CPU_WEIGHTS") == "1"
 if _PLAIN_ON_CPU:
     _custom_ops._supports_onednn = False
 
-
-class _Receiver:
-    """The worker's end of the weight path: one channel to its rank, and the rank's staging buffers while they are open.
-
-    Attributes:
-        opened, closed: how often staging memory was mapped and let go; equal between syncs that free it (P4).
-    """
-
-    def __init__(self, channel: channels.Channel, worker: Any) -> None:
-        self.opened = self.closed = 0
-        self._channel = channel
-        self._worker = worker
-        self._handle: dict[str, Any] | None = None
-        self._buffers: list[torch.Tensor] = []
-
-    def receive(self, session: int, timeout: float) -> None:
-        """Serve one update: `begin`, any number of `bucket`s, `finish`, `compare`s, `end`. Every message is answered.
-
-        A failure is answered, too, and ends the update; so does `abort`, or silence for `timeout` seconds.
-        """
-        loader = WeightLoader(self._worker.get_model(), self._worker.vllm_config, self._plain())
-        try:
-            while (message := self._next(session, timeout))["kind"] not in ("end", "abort"):
-                self._channel.send("done", session=session, **self._serve(loader, message))
-        except Exception as error:
-            loader.abort()
-            self._channel.send("failed", session=session, error=f"{type(error).__name__}: {error}")
-            self._close_buffers()
-            return
-        loader.abort()
-        if message.get("close", True):
-            self._close_buffers()
-        self._channel.send("done", session=session, opened=self.opened, closed=self.closed)
-
-    def _plain(self) -> bool:
-        return holds_plain_weights(self._worker.get_model(), _PLAIN_ON_CPU)
-
-    def _next(self, session: int, timeout: float) -> dict[str, Any]:
-        while True:
-            message = self._channel.receive(timeout, "message from the trainer's rank")
-            if message["session"] == session:
-                return message  # older ones are left over from an update that broke off
-
-    @torch.no_grad()
-    def _serve(self, loader: WeightLoader, message: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = {}
-        match message["kind"]:
-            case "begin":
-                self._open_buffers(message["handle"])
-                loader.begin(message["names"])
-                answer = {"plain": loader.plain}
-            case "bucket":
-                loader.load(self._views(message))
-            case "finish":
-                loader.finish()
-            case "compare":
-                answer = {"different": loader.compare(self._views(message))}
-            case other:
-                raise channels.SyncError(f"unknown message {other!r}")
-        if self._worker.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return answer
-
-    def _views(self, message: dict[str, Any]) -> NamedTensors:
-        """The tensors of a bucket: views into the staging buffer, dropped before the bucket is acknowledged."""
-        buffer = self._buffers[message["buffer"]]
-        if (found := stamped(buffer)) != message["stamp"]:
-            raise channels.SyncError(
-                f"the staging buffer holds bucket {found} where bucket {message['stamp']} was announced"
-            )
-        views = []
-        for name, dtype_name, shape, offset in message["pieces"]:
-            dtype = getattr(torch, dtype_name)
-            elements = torch.Size(shape).numel()
-            views.append((name, buffer[offset : offset + elements * dtype.itemsize].view(dtype).view(shape)))
-        return views
-
-    def _open_buffers(self, handle: dict[str, Any]) -> None:
-        if handle == self._handle:
-            return
-        self._close_buffers()
-        self._buffers = open_staging(handle, self._worker.device)
-        self._handle = handle
-        self.opened += 1
-
-    def _close_buffers(self) -> None:
-        if self._handle is None:
-            return
-        self._handle, self._buffers = None, []
-        self.closed += 1
-        gc.collect()
-        if self._worker.device.type == "cuda":
-            torch.cuda.ipc_collect()
+Outcome = dict[str, Any]
+"""What a method returns: plain types, "error" (None or a sentence that names the worker) among them."""
 
 
 class VllmInternalWorkerExtension:
-    """Methods that a vLLM worker gains. Their names must not exist on vLLM's worker already; it asserts that."""
+    """Methods that a vLLM worker gains. Their names must not exist on vLLM's worker already; it asserts that.
+
+    Those that return an `Outcome` never raise: its "error" is None, or says on which worker what went wrong.
+    """
+
+    hotbunk_staging: StagingCarrier | None = None
+    hotbunk_membership: Membership | None = None
+    hotbunk_promised: Manifest | None = None
+    hotbunk_weights: Manifest | None = None
 
     def report_device_id(self) -> str:
         """The device this worker runs on: its UUID on CUDA, `cpu:<rank in the engine group>` on CPU."""
@@ -139,11 +61,114 @@ class VllmInternalWorkerExtension:
                 f"no rank shares the device {device_id} of this worker; ranks are on {sorted(endpoints)}"
             )
         address, secret = endpoints[device_id]
-        self.hotbunk_receiver = _Receiver(channels.connect(address, secret, device_id, os.getpid()), self)
+        channel = channels.connect(address, secret, device_id, os.getpid())
+        self.hotbunk_staging = StagingCarrier(channel, self.device)  # type: ignore[attr-defined]
 
-    def update_weights_via_ipc_zmq(self, session: int, timeout_s: float) -> None:
-        """Receive one weight update from this worker's rank; success and failure are reported to the rank."""
-        self.hotbunk_receiver.receive(session, timeout_s)
+    def update_weights_via_ipc_zmq(self, session: int, timeout_s: float) -> Outcome:
+        """Receive one weight update from this worker's rank; success and failure are reported to the rank, too."""
+        if self.hotbunk_staging is None:
+            return self._hotbunk_outcome("no rank to receive from: hotbunk_connect comes first")
+        self.hotbunk_staging.start(session, timeout_s)
+        return self._hotbunk_receive(self.hotbunk_staging)
+
+    def prepare_refit_info(self, info: Manifest) -> Outcome:
+        """Say what every update from now on must bring: checkpoint name -> [shape, dtype]. {} takes it back."""
+
+        def promise() -> None:
+            if info:
+                check_manifest(info, None, engine_dtype(self))
+            self.hotbunk_promised = info or None
+
+        return self._hotbunk_try(promise)
+
+    def init_collective(
+        self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int = 1, timeout_s: float = 300.0
+    ) -> Outcome:
+        """Join the group that a `CollectiveSender` at `ip:port` broadcasts weights in. Returns when all members have.
+
+        Joining a group that this worker is in already changes nothing; joining another one leaves the first.
+
+        Args:
+            rank_prefix: workers of the engines before this one. Workers stand behind the trainer's members:
+                rank = `train_world_size` + `rank_prefix` + rank in the engine.
+        """
+
+        def join() -> None:
+            place = Place(ip, port, world_size, train_world_size + rank_prefix + self.rank)  # type: ignore[attr-defined]
+            if self.hotbunk_membership is not None and self.hotbunk_membership.stands(place):
+                return
+            self._hotbunk_leave()
+            self.hotbunk_membership = Membership(place, self.device, self.report_device_id(), timeout_s)  # type: ignore[attr-defined]
+
+        return self._hotbunk_try(join)
+
+    def check_collective_ready(self) -> bool:
+        """Whether this worker is in a group that stands. Never raises."""
+        membership = self.hotbunk_membership
+        return membership is not None and membership.stands(membership.place)
+
+    def update_weights_from_collective(self, timeout_s: float = 300.0) -> Outcome:
+        """Receive one update from the group; every wait ends after `timeout_s`."""
+        if self.hotbunk_membership is None:
+            return self._hotbunk_outcome("in no weights group: init_collective comes first")
+        carrier = CollectiveCarrier(self.hotbunk_membership, self.device, timeout_s)  # type: ignore[attr-defined]
+        outcome = self._hotbunk_receive(carrier)
+        if carrier.lost is not None:
+            self._hotbunk_leave(carrier.lost)
+        return outcome
+
+    def close_collective(self) -> Outcome:
+        """Leave the group, if this worker is in one."""
+        return self._hotbunk_try(self._hotbunk_leave)
+
+    def load_weights_from_storage(self, path: str, timeout_s: float = 300.0, verify: bool = True) -> Outcome:
+        """Load the latest complete update that a `StorageWriter` has written to the folder `path`.
+
+        Args:
+            verify: read it a second time and compare, where weights are kept as they are sent; digests are always
+                checked.
+        """
+        return self._hotbunk_receive(StorageCarrier(path, self.device, timeout_s, verify))  # type: ignore[attr-defined]
+
+    def hotbunk_model_metadata(self) -> Outcome:
+        """`weights`: checkpoint name -> [shape, dtype] of everything an update must bring.
+
+        As the latest update brought it; before the first one, as the checkpoint has it.
+        """
+        found: Manifest = {}
+
+        def look() -> None:
+            config = self.vllm_config.model_config  # type: ignore[attr-defined]
+            tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
+            found.update(self.hotbunk_weights or checkpoint_manifest(config.model, engine_dtype(self), tied))
+
+        return self._hotbunk_try(look) | {"weights": found}
+
+    def _hotbunk_receive(self, carrier: Carrier) -> Outcome:
+        plain = holds_plain_weights(self.get_model(), _PLAIN_ON_CPU)  # type: ignore[attr-defined]
+        receiver = Receiver(self, plain, self.hotbunk_promised)
+        outcome = receiver.receive(carrier)
+        if outcome.error is None:
+            self.hotbunk_weights = receiver.weights
+        return self._hotbunk_outcome(**asdict(outcome))
+
+    def _hotbunk_leave(self, reason: str | None = None) -> None:
+        membership, self.hotbunk_membership = self.hotbunk_membership, None
+        if membership is not None:
+            membership.leave(reason)
+
+    def _hotbunk_try(self, action: Callable[[], None]) -> Outcome:
+        """vLLM's executor loses count of the answers when one of several workers raises, so that nothing here does."""
+        try:
+            action()
+        except Exception as error:
+            return self._hotbunk_outcome(f"{type(error).__name__}: {error}")
+        return self._hotbunk_outcome(None)
+
+    def _hotbunk_outcome(self, error: str | None, **fields: Any) -> Outcome:
+        rank = self.rank  # type: ignore[attr-defined]
+        where = f"worker {rank} on {self.report_device_id()} (pid {os.getpid()})"
+        return {"error": error and f"{where}: {error}", "rank": rank, **fields}
 
     def hotbunk_release_memory(self) -> None:
         """CPU only: free KV cache and weights of the sleeping engine."""

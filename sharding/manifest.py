@@ -1,0 +1,84 @@
+"""What an update says it will bring: every weight's checkpoint name, shape and dtype; compared on both sides."""
+
+from pathlib import Path
+
+from .channel import SyncError
+from .plan import Manifest, SourceParameter
+
+_MOST = 6  # differences spelled out in an error
+
+
+def manifest_of(parameters: list[SourceParameter]) -> Manifest:
+    """The manifest of what a source sends.
+
+    Raises:
+        SyncError: two parameters hold a weight of the same name.
+    """
+    manifest: Manifest = {}
+    for piece in (piece for parameter in parameters for piece in parameter.pieces):
+        if piece.name in manifest:
+            raise SyncError(f"the policy has two weights of the name {piece.name}")
+        manifest[piece.name] = [list(piece.shape), piece.dtype]
+    return manifest
+
+
+def differences(sent: Manifest, expected: Manifest) -> list[str]:
+    """One sentence for each weight that is missing, unexpected, or of another shape or dtype; [] when they agree."""
+    complaints = [f"{name} is missing" for name in expected if name not in sent]
+    complaints += [f"{name} is not expected" for name in sent if name not in expected]
+    for name in (name for name in sent if name in expected):
+        for what, ours, theirs in zip(("shape", "dtype"), sent[name], expected[name], strict=True):
+            if ours != theirs:
+                complaints.append(f"{name} has {what} {ours} where {theirs} is expected")
+    return complaints
+
+
+def check_manifest(sent: Manifest, promised: Manifest | None, engine_dtype: str) -> None:
+    """What a worker asks of an update before any weight arrives.
+
+    Args:
+        promised: what `prepare_refit_info` said; None where nobody said anything.
+
+    Raises:
+        SyncError: naming the weights that do not fit. A dtype that is not the engine's would be cast by its loaders
+            without a word.
+    """
+    complaints = [] if promised is None else differences(sent, promised)
+    complaints += [
+        f"{name} comes as {dtype}, the engine computes in {engine_dtype}: cast it in the trainer"
+        for name, (_, dtype) in sent.items()
+        if dtype != engine_dtype
+    ]
+    if complaints:
+        raise SyncError("the update does not fit: " + summary(complaints))
+
+
+def summary(complaints: list[str]) -> str:
+    """The first few complaints, and how many there are besides."""
+    more = f"; and {len(complaints) - _MOST} more" if len(complaints) > _MOST else ""
+    return "; ".join(complaints[:_MOST]) + more
+
+
+def checkpoint_manifest(model: str, dtype: str, tied: bool) -> Manifest:
+    """The manifest of a checkpoint on disk, read from the headers of its safetensors files, in an engine of `dtype`.
+
+    Args:
+        model: a folder, or the name of a model in the local hub cache.
+        tied: the output head is the embedding, and is no weight of its own whatever the files hold.
+
+    Raises:
+        SyncError: there are no safetensors files to read.
+    """
+    from huggingface_hub import snapshot_download
+    from safetensors import safe_open
+
+    folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(model, local_files_only=True))
+    manifest: Manifest = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            manifest |= {name: [file.get_slice(name).get_shape(), dtype] for name in file.keys()}  # noqa: SIM118
+    if not manifest:
+        raise SyncError(f"{folder} holds no safetensors files from which the names of its weights could be read")
+    if tied:
+        manifest.pop("lm_head.weight", None)
+    return manifest

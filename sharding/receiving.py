@@ -1,0 +1,204 @@
+"""The worker's half of an update, whatever carries it: read messages, load what the buckets hold, account for it."""
+
+import gc
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from . import channel as channels
+from .manifest import check_manifest
+from .plan import Manifest
+from .transport import STAMP_BYTES, open_staging, stamped
+from .weight_loader import NamedTensors, WeightLoader
+
+
+class Carrier(Protocol):
+    """How an update reaches this worker: its messages in order, and the memory that each bucket lies in."""
+
+    def next(self) -> dict[str, Any]:
+        """The next message: `begin`, any number of `bucket`s, `finish`, `compare`s, and `end` or `abort`."""
+
+    def answer(self, **fields: Any) -> None:
+        """The message was served."""
+
+    def open(self, handle: dict[str, Any]) -> None:
+        """Make the memory ready that `begin` describes."""
+
+    def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """The bucket that a message announces, uint8 [nbytes]; what it holds was checked.
+
+        It stays as it is until the next call of `next`.
+        """
+
+    def leave(self, message: dict[str, Any]) -> None:
+        """`end` or `abort` was read; nothing refers to the memory any more."""
+
+    def fail(self, error: Exception) -> None:
+        """This worker cannot go on; tell the sender and let go of the memory."""
+
+
+@dataclass
+class Outcome:
+    """How an update ended on this worker; the extension returns it as a dictionary.
+
+    Attributes:
+        error: None when everything arrived and was accounted for; else what went wrong, and on which worker.
+        nbytes: of the weights, without padding.
+    """
+
+    error: str | None = None
+    version: int = -1
+    tensors: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class Receiver:
+    """Serves one update to one worker's model. See `Carrier.next` for the messages, of which every one is answered."""
+
+    def __init__(self, worker: Any, plain: bool, promised: Manifest | None = None) -> None:
+        self.outcome = Outcome()
+        self.weights: Manifest = {}
+        self._worker, self._promised = worker, promised
+        self._loader = WeightLoader(worker.get_model(), worker.vllm_config, plain)
+
+    def receive(self, carrier: Carrier) -> Outcome:
+        """Until the sender ends the update or something fails here; never raises, and never leaves half a model."""
+        start = time.perf_counter()
+        try:
+            while (message := carrier.next())["kind"] not in ("end", "abort"):
+                carrier.answer(**self._serve(carrier, message))
+            self._loader.abort()  # nothing to give up after `finish`
+            if message["kind"] == "abort":
+                self.outcome.error = f"the trainer broke the update off: {message.get('reason') or 'another failed'}"
+            carrier.leave(message)
+        except Exception as error:
+            self._loader.abort()
+            self.outcome.error = f"{type(error).__name__}: {error}"
+            carrier.fail(error)
+        self.outcome.seconds = time.perf_counter() - start
+        return self.outcome
+
+    @torch.no_grad()
+    def _serve(self, carrier: Carrier, message: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = {}
+        match message["kind"]:
+            case "begin":
+                self._begin(carrier, message)
+                answer = {"plain": self._loader.plain}
+            case "bucket":
+                self._loader.load(self._views(carrier, message))
+            case "finish":
+                self._loader.finish()
+            case "compare":
+                views = self._views(carrier, message)  # taken off the carrier in any case
+                answer = {"different": self._loader.compare(views) if self._loader.plain else []}
+            case other:
+                raise channels.SyncError(f"unknown message {other!r}")
+        if self._worker.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return answer
+
+    def _begin(self, carrier: Carrier, message: dict[str, Any]) -> None:
+        self.weights = {name: [list(shape), dtype] for name, (shape, dtype) in message["weights"].items()}
+        check_manifest(self.weights, self._promised, engine_dtype(self._worker))
+        carrier.open(message["handle"])
+        self._loader.begin(self.weights)
+        self.outcome.version, self.outcome.tensors = message["version"], len(self.weights)
+
+    def _views(self, carrier: Carrier, message: dict[str, Any]) -> NamedTensors:
+        """The tensors of a bucket: views of the carrier's memory, dropped before the bucket is acknowledged."""
+        buffer = carrier.bucket(message)
+        views = []
+        for name, dtype_name, shape, offset in message["pieces"]:
+            dtype = getattr(torch, dtype_name)
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            views.append((name, buffer[offset : offset + nbytes].view(dtype).view(shape)))
+            self.outcome.nbytes += nbytes if message["kind"] == "bucket" else 0
+        return views
+
+
+def engine_dtype(worker: Any) -> str:
+    """The dtype a worker's model computes in, as torch names it without its prefix."""
+    return str(worker.vllm_config.model_config.dtype).removeprefix("torch.")
+
+
+def stamped_bucket(buffer: torch.Tensor, message: dict[str, Any]) -> torch.Tensor:
+    """The bucket at the start of a staging buffer, after a look at the stamp behind it.
+
+    Raises:
+        SyncError: the memory holds another bucket than was announced.
+    """
+    marked = buffer[: message["nbytes"] + STAMP_BYTES]
+    if (found := stamped(marked)) != message["stamp"]:
+        raise channels.SyncError(
+            f"the staging buffer holds bucket {found} where bucket {message['stamp']} was announced"
+        )
+    return marked[:-STAMP_BYTES]
+
+
+class StagingCarrier:
+    """From the rank on the same device: messages over a ZMQ pair, buckets in memory that both have mapped.
+
+    Attributes:
+        opened, closed: how often staging memory was mapped and let go; equal between syncs that free it (P4).
+    """
+
+    def __init__(self, channel: channels.Channel, device: torch.device) -> None:
+        self.opened = self.closed = 0
+        self._channel, self._device = channel, device
+        self._session, self._timeout = -1, 0.0
+        self._handle: dict[str, Any] | None = None
+        self._buffers: list[torch.Tensor] = []
+
+    def start(self, session: int, timeout: float) -> None:
+        """The next messages are those of `session`; silence for `timeout` seconds is a failure."""
+        self._session, self._timeout = session, timeout
+
+    def next(self) -> dict[str, Any]:
+        """See `Carrier`."""
+        while True:
+            message = self._channel.receive(self._timeout, "message from the trainer's rank")
+            if message["session"] == self._session:
+                return message  # older ones are left over from an update that broke off
+
+    def answer(self, **fields: Any) -> None:
+        """See `Carrier`."""
+        self._channel.send("done", session=self._session, **fields)
+
+    def open(self, handle: dict[str, Any]) -> None:
+        """See `Carrier`. What is open already stays open."""
+        if handle == self._handle:
+            return
+        self._close()
+        self._buffers = open_staging(handle, self._device)
+        self._handle = handle
+        self.opened += 1
+
+    def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """See `Carrier`."""
+        return stamped_bucket(self._buffers[message["buffer"]], message)
+
+    def leave(self, message: dict[str, Any]) -> None:
+        """See `Carrier`."""
+        if message.get("close", True):
+            self._close()
+        self.answer(opened=self.opened, closed=self.closed)
+
+    def fail(self, error: Exception) -> None:
+        """See `Carrier`."""
+        self._close()
+        with suppress(channels.SyncError):  # a trainer that has gone needs no answer
+            self._channel.send("failed", session=self._session, error=f"{type(error).__name__}: {error}")
+
+    def _close(self) -> None:
+        if self._handle is None:
+            return
+        self._handle, self._buffers = None, []
+        self.closed += 1
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()

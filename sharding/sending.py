@@ -1,0 +1,118 @@
+"""The trainer's half of an update, whatever carries it: announce, gather bucket by bucket, verify.
+
+A carrier is two things here: `Staging`, the memory that buckets are gathered into, and a `Peer`, whoever reads them.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+from .manifest import manifest_of
+from .plan import Bucket, BucketPlan, SourceParameter
+from .source import WeightSource
+from .transport import BUFFERS, STAMP_BYTES, Staging, stamp
+
+SAMPLED_SHARE = 16
+"""`verify: sample` compares one parameter in this many, others at every sync."""
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """How weights travel. `bucket_bytes` bounds either staging buffer, `timeout` (s) every wait for a worker."""
+
+    verify: Literal["off", "sample", "full"] = "sample"
+    bucket_bytes: int = 512 << 20
+    timeout: float = 300.0
+
+
+@dataclass
+class SyncReport:
+    """One sync. `verified` is what was compared: "", "sample", "full" or "probe"."""
+
+    version: int
+    nbytes: int = 0
+    messages: int = 0
+    staging_bytes: int = 0
+    verified: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Peer(Protocol):
+    """Whoever receives an update: a worker (`Link`), many workers, a folder, or nobody.
+
+    Nothing here raises: what goes wrong is in `error`, and the ranks agree on it together.
+    """
+
+    @property
+    def error(self) -> Exception | None:
+        """The first failure; from then on nothing is sent."""
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Send without waiting for the answer."""
+
+    def collect(self) -> dict[str, Any]:
+        """The answer to the oldest unanswered message; {} after a failure."""
+
+
+class Nobody:
+    """What ranks send to that only gather for rank 0."""
+
+    error: Exception | None = None
+    messages = 0
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """See `Peer`."""
+
+    def collect(self) -> dict[str, Any]:
+        """See `Peer`."""
+        return {}
+
+
+def announce(peer: Peer, parameters: list[SourceParameter], staging: Staging, version: int) -> bool:
+    """Say what will come; whether the receiver keeps weights as they are sent, so that they can be compared."""
+    peer.post("begin", weights=manifest_of(parameters), handle=staging.handle, version=version)
+    return bool(peer.collect().get("plain", False))
+
+
+def push(
+    source: WeightSource, plan: BucketPlan, staging: Staging, peer: Peer, kind: str, stamps: Iterator[int]
+) -> list[dict[str, Any]]:
+    """Gather each bucket into one buffer while the peer reads the other; returns the peer's answers.
+
+    Collective over the trainer's ranks: gathering goes on when the peer has failed (invariant 6).
+    """
+    answers = []
+    for number, bucket in enumerate(plan.buckets):
+        if number >= BUFFERS:
+            answers.append(peer.collect())  # the peer is done with what this buffer held
+        at, mark = number % BUFFERS, next(stamps)
+        gather(source, bucket, staging.buffers[at], mark)
+        staging.flush()
+        pieces = [(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()]
+        peer.post(kind, buffer=at, nbytes=bucket.nbytes, stamp=mark, pieces=pieces)
+    answers += [peer.collect() for _ in plan.buckets[-BUFFERS:]]
+    return answers
+
+
+def gather(source: WeightSource, bucket: Bucket, buffer: torch.Tensor, mark: int) -> None:
+    """Fill a staging buffer with a bucket, and its stamp behind it."""
+    slots = [buffer[s.offset : s.offset + s.parameter.nbytes] for s in bucket.slots]
+    source.gather_into([s.parameter.name for s in bucket.slots], slots)
+    stamp(buffer[: bucket.nbytes + STAMP_BYTES], mark)
+
+
+def parameters_to_verify(
+    parameters: list[SourceParameter], verify: Literal["off", "sample", "full"], version: int
+) -> list[SourceParameter]:
+    """What is sent a second time for comparison: everything, or a sample that `version` draws, alike on all ranks."""
+    if verify == "full":
+        return parameters
+    return random.Random(version).sample(parameters, max(1, len(parameters) // SAMPLED_SHARE))
+
+
+def different_weights(answers: list[dict[str, Any]]) -> str:
+    """The weights that a comparison found different, for an error; "" when there were none."""
+    return ", ".join([name for answer in answers for name in answer.get("different", [])][:6])
