@@ -6,7 +6,7 @@ thread only waits, always with a deadline.
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -61,3 +61,19 @@ class EngineThread:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(timeout)
             self.loop.close()
+
+
+async def as_ready(calls: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[tuple[int, T]]:
+    """Each call's place and result, as they are ready. An error, or the end of the iteration, ends the others."""
+
+    async def placed(place: int, call: Coroutine[Any, Any, T]) -> tuple[int, T]:
+        return place, await call
+
+    tasks = [asyncio.ensure_future(placed(place, call)) for place, call in enumerate(calls)]
+    try:
+        for task in asyncio.as_completed(tasks):
+            yield await task
+    finally:
+        for unfinished in tasks:
+            unfinished.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

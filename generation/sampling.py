@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,14 @@ class Completion:
     logprobs: list[float]
     finish_reason: str
     error: str = ""
+
+    @classmethod
+    def from_vllm(cls, output: "CompletionOutput") -> "Completion":
+        """Of one output; with one log-probability a position, flat lists line up."""
+        token_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
+        if len(token_ids) != len(logprobs):
+            raise RuntimeError(f"vLLM gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
+        return cls(token_ids, logprobs, output.finish_reason or "abort")
 
 
 def sample_seed(seed: int, step: int, prompt: int, sample: int, call: int = 0) -> int:

@@ -6,8 +6,9 @@ trainer's own process must not notice (it would otherwise lose torch.compile, or
 """
 
 import dataclasses
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -110,11 +111,16 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # A prompt that is cut in two asks its seeded generator for an offset, which CPU generators do not have, and the
         # engine dies (0.32, gpu_model_runner); so prompts are never cut, and a step can hold the longest one.
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, settings.max_model_len)}
-    return arguments | settings.extra
+    arguments |= settings.extra
+    if settings.fp32_head:
+        arguments["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | {"head_dtype": "float32"}
+    return arguments
 
 
-def start_async_llm(settings: EngineSettings) -> "AsyncLLM":
+def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = None) -> "AsyncLLM":
     """Start an `AsyncLLM`, whose engine core and workers are children of this process; blocks until it can generate.
+
+    `stat_loggers` are told of every step, such as `cache_usage_logger`.
 
     Raises:
         ValueError: an entry of `settings.extra` is not an engine argument of this vLLM.
@@ -132,7 +138,7 @@ def start_async_llm(settings: EngineSettings) -> "AsyncLLM":
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if settings.on_cpu and settings.tensor_parallel_size == 1 and os.environ.get(FORK_VARIABLE) == "1":
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # create_engine_config has just forced "spawn"
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=True)
 
 
 def stop_async_llm(engine: "AsyncLLM") -> None:
@@ -158,3 +164,65 @@ def unfinished_requests(engine: "AsyncLLM") -> int:
     (0.26 has no public way to ask).
     """
     return int(engine.output_processor.get_num_unfinished_requests())
+
+
+def cache_usage_logger(report: Callable[[float], None]) -> type:
+    """A logger for `start_async_llm` that reports the share of the KV cache in use (0 to 1) after every step."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class CacheUsageLogger(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        ) -> None:
+            if scheduler_stats is not None:
+                report(float(scheduler_stats.kv_cache_usage))
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return CacheUsageLogger
+
+
+async def build_openai_app(
+    engine: Any, model_name: str, model: str, tool_parser: str | None, reasoning_parser: str | None
+) -> Any:
+    """vLLM's own OpenAI-compatible FastAPI application on an engine that is running already.
+
+    Raises:
+        ValueError: vLLM has no parser of that name.
+    """
+    try:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    except ImportError:  # 0.26
+        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    try:
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError:
+        from vllm.utils import FlexibleArgumentParser
+
+    words = ["--model", model, "--served-model-name", model_name]
+    if tool_parser is not None:
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
+    if reasoning_parser is not None:
+        words += ["--reasoning-parser", reasoning_parser]
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    try:
+        validate_parsed_serve_args(arguments)
+        tasks = await engine.get_supported_tasks()
+        app = build_app(arguments, tasks, engine.model_config)
+        await init_app_state(engine, app.state, arguments, tasks)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"vLLM's server does not start with these settings: {error}") from error
+    return app
+
+
+async def engine_tokenizer(engine: "AsyncLLM") -> Any:
+    """The tokenizer an engine was started with; some releases have to be waited for."""
+    tokenizer = engine.get_tokenizer()
+    return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer

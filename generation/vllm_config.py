@@ -14,9 +14,12 @@ from .sampling import SamplingSettings
 from .settings import EngineSettings
 
 CPU_KV_CACHE_BYTES = 4 << 30
-"""Size of the KV cache on CPU where the configuration gives none; less where memory is short. Pages that no request has
-used yet cost nothing.
-"""
+"""Largest KV cache on CPU where the configuration gives no size; pages that no request has used yet cost nothing."""
+
+MAX_NUM_SEQS = 64
+"""Sequences that an engine works on at once, where the configuration does not say."""
+
+_SPARE_TOKENS = 32  # vLLM rounds up to blocks
 
 
 class VllmSpecificArgs(TypedDict):
@@ -136,14 +139,18 @@ def engine_settings(
     size, on_cpu = engine.get("tensor_parallel_size", 1), not device_indices
     if device_indices and len(device_indices) != size:
         raise ValueError(f"an engine with tensor_parallel_size {size} needs {size} devices, not {len(device_indices)}")
+    kv_cache_bytes = engine.get("kv_cache_memory_bytes")
+    if kv_cache_bytes is None and on_cpu:
+        kv_cache_bytes = _cpu_kv_cache_bytes(config)
     cores = sorted(os.sched_getaffinity(0))
+    threads = max(1, len(cores) // (size * replicas(config)))
     return EngineSettings(
         model=config["model_name"],
         max_model_len=engine["max_model_len"],
         dtype=engine.get("precision", "float32" if on_cpu else "bfloat16"),
         tensor_parallel_size=size,
-        max_num_seqs=engine.get("max_num_seqs", 64),
-        kv_cache_bytes=engine.get("kv_cache_memory_bytes", _cpu_kv_cache_bytes(engine) if on_cpu else None),
+        max_num_seqs=engine.get("max_num_seqs", MAX_NUM_SEQS),
+        kv_cache_bytes=kv_cache_bytes,
         gpu_memory_utilization=engine.get("gpu_memory_utilization", 0.9),
         enforce_eager=engine.get("enforce_eager", on_cpu),
         load_format=engine.get("load_format", "auto"),
@@ -151,17 +158,36 @@ def engine_settings(
         sleep=colocated(config),
         trust_remote_code=engine.get("trust_remote_code", False),
         device_indices=tuple(device_indices),
-        cpu_threads=max(1, len(cores) // (size * replicas(config))),
+        cpu_threads=min(threads, int(os.environ.get("OMP_NUM_THREADS") or threads)),
         cpu_cores=tuple(cores[k % len(cores)] for k in range(size)) if on_cpu and size > 1 else (),
         plain_cpu_weights=False,
         extra=_extra(config),
     )
 
 
-def _cpu_kv_cache_bytes(engine: Mapping[str, Any]) -> int:
-    """vLLM itself would take a share of all memory, free or not."""
+def _cpu_kv_cache_bytes(config: Mapping[str, Any]) -> int:
+    """Enough for `max_num_seqs` of the longest sequences, within what memory there is. vLLM itself would take a share
+    of all memory, used or not, and minutes to cut so much of it into blocks for a small model.
+    """
+    engine = config["vllm_cfg"]
     free = psutil.virtual_memory().available * engine.get("gpu_memory_utilization", 0.9)
-    return min(CPU_KV_CACHE_BYTES, int(free / 2 / engine.get("num_replicas", 1)))
+    room = min(CPU_KV_CACHE_BYTES, int(free / 2 / replicas(config)))
+    longest = engine["max_model_len"] + _SPARE_TOKENS
+    return min(room, longest * engine.get("max_num_seqs", MAX_NUM_SEQS) * _kv_bytes(config))
+
+
+def _kv_bytes(config: Mapping[str, Any]) -> int:
+    """What one token leaves in the KV cache, in float32."""
+    from transformers import AutoConfig
+
+    trust = config["vllm_cfg"].get("trust_remote_code", False)
+    try:
+        model = AutoConfig.from_pretrained(config["model_name"], trust_remote_code=trust).get_text_config()
+    except OSError as error:
+        raise ValueError(f"generation.model_name is {config['model_name']!r}: there is no such model here") from error
+    heads = model.num_attention_heads
+    width = getattr(model, "head_dim", None) or model.hidden_size // heads
+    return 2 * 4 * model.num_hidden_layers * (getattr(model, "num_key_value_heads", None) or heads) * width
 
 
 def _extra(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,22 +3,25 @@
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from .batch import BatchedDataDict
-from .engine_state import EngineLifecycle, EngineStateError, Memory
+from .engine_state import EngineLifecycle, EngineStateError
+from .event_loop import as_ready
 from .interface import GenerationDatumSpec, GenerationOutputSpec
 from .padded import Row, rows_of, sequence_output, stop_strings_of, texts_of
 from .sampling import Completion, SamplingSettings, sample_seed, vllm_sampling_params
 from .settings import EngineSettings
-from .vllm_compat import request_errors, start_async_llm, stop_async_llm, unfinished_requests
+from .vllm_compat import engine_tokenizer, request_errors, start_async_llm, stop_async_llm, unfinished_requests
 from .vllm_config import VllmConfig, engine_settings, pad_token_id, sampling_settings
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from .openai_server import OpenAIServer
 
 __all__ = ["Completion", "VllmAsyncGenerationWorker"]
 
@@ -37,33 +40,50 @@ class VllmAsyncGenerationWorker:
         sampling: how `generate_async` and `generate_text_async` draw; everything else is told with each call.
         pad_token_id: what rows of batches are padded with.
         device_ids: the device of each worker, known after `post_init_async`.
+        server: the OpenAI-compatible server that `post_init_async` started, if it was asked to.
     """
 
     def __init__(
-        self, settings: EngineSettings, sampling: SamplingSettings | None = None, pad_token_id: int = 0
+        self,
+        settings: EngineSettings,
+        sampling: SamplingSettings | None = None,
+        pad_token_id: int = 0,
+        expose_http_server: bool = False,
     ) -> None:
         self.settings, self.sampling, self.pad_token_id = settings, sampling, pad_token_id
         self.state = EngineLifecycle()
         self.device_ids: list[str] = []
+        self.server: OpenAIServer | None = None
+        self._expose_http_server = expose_http_server
         self._engine: AsyncLLM | None = None
         self._request_numbers, self._calls = itertools.count(), itertools.count()
 
     @classmethod
     def from_config(cls, config: VllmConfig, device_indices: Sequence[int] = (), seed: int | None = None) -> Self:
         """A worker for what a `VllmConfig` describes, not yet started; on CPU without `device_indices`."""
-        return cls(engine_settings(config, device_indices, seed), sampling_settings(config), pad_token_id(config))
+        settings, sampling = engine_settings(config, device_indices, seed), sampling_settings(config)
+        serve = config["vllm_cfg"].get("expose_http_server", False)
+        return cls(settings, sampling, pad_token_id(config), serve)
 
     async def start(self) -> None:
         """Start the engine's processes. Run it on the loop that will serve the engine; it blocks until ready."""
         self._engine = start_async_llm(self.settings)
 
     async def post_init_async(self) -> None:
-        """After `start`: learn the workers' devices, and take the checkpoint's weights, if they were loaded, for
-        version 0.
+        """After `start`: learn the workers' devices, take the checkpoint's weights, if they were loaded, for version 0,
+        and start the server, if there is to be one.
         """
         self.device_ids = await self.report_device_id_async()
         if self.settings.load_format != "dummy":
             self.state.adopt_checkpoint(0)
+        if self._expose_http_server:
+            from .openai_server import OpenAIServer, ServerSettings
+
+            self.server = await OpenAIServer.start(self, ServerSettings(sampling=self.sampling))
+
+    async def report_dp_openai_server_base_url(self) -> str | None:
+        """Where the OpenAI-compatible server answers, such as `http://127.0.0.1:4711/v1`; None without one."""
+        return None if self.server is None else self.server.base_url
 
     @property
     def engine(self) -> "AsyncLLM":
@@ -86,7 +106,7 @@ class VllmAsyncGenerationWorker:
             raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self.settings.max_model_len}")
         params = vllm_sampling_params(sampling, seed, min(sampling.max_tokens, room))
         prompt = {"prompt_token_ids": prompt_ids}
-        return _completion((await self.request(prompt, params, policy_version=policy_version)).outputs[0])
+        return Completion.from_vllm((await self.request(prompt, params, policy_version=policy_version)).outputs[0])
 
     async def request(
         self, prompt: dict[str, Any], params: "SamplingParams", *, policy_version: int
@@ -126,28 +146,28 @@ class VllmAsyncGenerationWorker:
 
     async def answer_text(self, prompt: str, stop: list[str], place: int, greedy: bool, call: int) -> tuple[str, str]:
         """The response to a text, and what went wrong, of which one is empty; otherwise as `answer`."""
-        version = self.state.usable_version()
-        params = vllm_sampling_params(self._sampling(stop, greedy), self._seed(call, place))
-        params.detokenize = params.skip_special_tokens = True
-        try:
-            output = (await self.request({"prompt": prompt}, params, policy_version=version)).outputs[0]
-        except request_errors() as error:
-            return "", f"{type(error).__name__}: {error}"
-        aborted = output.finish_reason not in ("stop", "length")
-        return output.text, f"vLLM ended the request with {output.finish_reason!r}" if aborted else ""
+        tokenizer = await engine_tokenizer(self.engine)
+        # vLLM's own texts lack the end of an answer that stops in the middle of a character.
+        completion = await self.answer(Row(place, tokenizer.encode(prompt), stop), greedy, call)
+        return tokenizer.decode(completion.token_ids, skip_special_tokens=True), completion.error
 
     def _sampling(self, stop: list[str], greedy: bool) -> SamplingSettings:
         """This worker's settings with a sample's own stop strings beside its own."""
         if self.sampling is None:
             raise ValueError("this worker has no sampling settings: construct it with some, or with from_config")
-        if (stop or self.sampling.stop) and not self._has_tokenizer:
+        if (stop or self.sampling.stop) and not self.has_tokenizer:
             raise ValueError("stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init to false")
         temperature = 0.0 if greedy else self.sampling.temperature
         return replace(self.sampling, temperature=temperature, stop=[*self.sampling.stop, *stop])
 
     @property
-    def _has_tokenizer(self) -> bool:
+    def has_tokenizer(self) -> bool:
+        """Whether texts and stop strings can be used."""
         return not self.settings.extra.get("skip_tokenizer_init")
+
+    def next_call(self) -> int:
+        """A number for one call with a batch, from which its samples' seeds are made."""
+        return next(self._calls)
 
     def _seed(self, call: int, place: int) -> int:
         return sample_seed(self.settings.seed, call, place, 0)
@@ -161,7 +181,7 @@ class VllmAsyncGenerationWorker:
             ValueError: a batch that is not right-padded, or lacks something.
             EngineStateError: unless awake, with weights.
         """
-        rows, call = rows_of(data, self.pad_token_id), next(self._calls)
+        rows, call = rows_of(data, self.pad_token_id), self.next_call()
         self.state.usable_version()
         async for place, completion in as_ready(self.answer(row, greedy, call) for row in rows):
             yield place, sequence_output(data, rows[place], completion, self.pad_token_id)
@@ -173,7 +193,7 @@ class VllmAsyncGenerationWorker:
 
         `stop_strings` in the batch hold by sample; a response ends with the one that ended it.
         """
-        prompts, call = texts_of(data, self._has_tokenizer), next(self._calls)
+        prompts, call = texts_of(data, self.has_tokenizer), self.next_call()
         self.state.usable_version()
         stops = stop_strings_of(data, len(prompts))
         work = (self.answer_text(p, s, i, greedy, call) for i, (p, s) in enumerate(zip(prompts, stops, strict=True)))
@@ -224,19 +244,18 @@ class VllmAsyncGenerationWorker:
             )
 
     async def init_collective_async(
-        self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int
+        self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int, timeout_s: float = 300.0
     ) -> None:
         """Join the process group that weights are broadcast in: worker k becomes its rank `train_world_size +
         rank_prefix + k`. Returns when all `world_size` ranks are there.
         """
-        await self.call_workers("init_collective", rank_prefix, ip, port, world_size, train_world_size)
+        await self._ask("init_collective", rank_prefix, ip, port, world_size, train_world_size, timeout_s)
 
     async def prepare_refit_info_async(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
-        """Announce the weights that will be broadcast, in their order: name -> (shape, dtype)."""
-        plain = {
-            name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in state_dict_info.items()
-        }
-        await self.call_workers("prepare_refit_info", plain)
+        """Announce what every update brings from now on: name -> (shape, dtype); an empty one takes it back."""
+        announced = state_dict_info.items()
+        plain = {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in announced}
+        await self._ask("prepare_refit_info", plain)
 
     async def update_weights_via_ipc_zmq_async(
         self, session: int = 0, timeout_s: float = 300.0, version: int | None = None
@@ -246,7 +265,7 @@ class VllmAsyncGenerationWorker:
         Args:
             session: what the ranks number their messages with.
             timeout_s: how long (s) a worker waits for a message.
-            version: of the policy these weights are; one more than the last by default.
+            version: of the policy these weights are; what the sender says, or else one more than the last, by default.
 
         Returns:
             True. An update that fails raises, and leaves the engine without a version.
@@ -257,9 +276,11 @@ class VllmAsyncGenerationWorker:
         """Receive one update by broadcast, in the group of `init_collective_async`; otherwise as the one by IPC."""
         return await self._update(version, "update_weights_from_collective", timeout_s)
 
-    async def load_weights_from_storage_async(self, path: str, version: int | None = None) -> bool:
-        """Load the weights that a directory holds (`sharding.storage`); otherwise as the update by IPC."""
-        return await self._update(version, "load_weights_from_storage", path)
+    async def load_weights_from_storage_async(
+        self, path: str, timeout_s: float = 300.0, version: int | None = None
+    ) -> bool:
+        """Load the latest complete update in a folder (`sharding.storage`); otherwise as the update by IPC."""
+        return await self._update(version, "load_weights_from_storage", path, timeout_s)
 
     async def _update(self, version: int | None, method: str, *args: Any) -> bool:
         """No version from the first byte until every worker has everything, and caches of older weights are gone."""
@@ -267,15 +288,21 @@ class VllmAsyncGenerationWorker:
             raise EngineStateError(f"cannot update weights: {running} requests would go on with other weights")
         self.state.begin_sync()
         try:
-            failed = [answer for answer in await self.call_workers(method, *args) if isinstance(answer, str) and answer]
-            if failed:
-                raise RuntimeError(f"a weight update failed: {'; '.join(failed)}")
+            sent = max(answer.get("version", -1) for answer in await self._ask(method, *args))
             await self.reset_prefix_cache_async()
         except BaseException:
             self.state.fail_sync()
             raise
-        self.state.finish_sync(self.state.latest + 1 if version is None else version)
+        following = sent if sent >= 0 else self.state.latest + 1
+        self.state.finish_sync(following if version is None else version)
         return True
+
+    async def _ask(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call a method of the workers that answers with an outcome, and raise what went wrong on any of them."""
+        answers = await self.call_workers(method, *args)
+        if errors := [answer["error"] for answer in answers if answer["error"]]:
+            raise RuntimeError("; ".join(errors))
+        return answers
 
     async def sleep_async(self, level: int = 2) -> None:
         """Give memory back. Unfinished requests are aborted, caches cleared.
@@ -307,6 +334,14 @@ class VllmAsyncGenerationWorker:
         """Memory the workers hold now, summed: resident bytes on CPU, bytes in use on the device on CUDA."""
         return sum(await self.call_workers("hotbunk_memory_bytes"))
 
+    async def shutdown_async(self) -> bool:
+        """Stop the server, if there is one, and the engine's processes."""
+        server, self.server = self.server, None
+        if server is not None:
+            await server.stop()
+        self.shutdown()
+        return True
+
     def shutdown(self) -> None:
         """Stop the engine's processes; safe to call twice and in any state."""
         engine, self._engine = self._engine, None
@@ -315,32 +350,3 @@ class VllmAsyncGenerationWorker:
             stop_async_llm(engine)
             del engine
             gc.collect()  # vLLM's __del__ would otherwise complain at interpreter exit
-
-    @property
-    def is_awake(self) -> bool:
-        """Whether weights and KV cache are both mapped."""
-        return self.state.memory is Memory.AWAKE
-
-
-async def as_ready(calls: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[tuple[int, T]]:
-    """Each call's place and result, as they are ready. An error, or the end of the iteration, ends the others."""
-
-    async def placed(place: int, call: Coroutine[Any, Any, T]) -> tuple[int, T]:
-        return place, await call
-
-    tasks = [asyncio.ensure_future(placed(place, call)) for place, call in enumerate(calls)]
-    try:
-        for task in asyncio.as_completed(tasks):
-            yield await task
-    finally:
-        for unfinished in tasks:
-            unfinished.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _completion(output: Any) -> Completion:
-    """Ids and log-probabilities of one `CompletionOutput`; with one log-probability a position, flat lists line up."""
-    token_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
-    if len(token_ids) != len(logprobs):
-        raise RuntimeError(f"vLLM gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
-    return Completion(token_ids, logprobs, output.finish_reason or "abort")

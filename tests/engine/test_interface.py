@@ -1,0 +1,397 @@
+"""`VllmGeneration` on real engines: seed 002's example, the contract of its batches, and its engines' states.
+
+Expected log-probabilities and greedy tokens come from plain Transformers.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from colocated import HfPolicy
+from conftest import TinyModel
+from transformers import AutoTokenizer
+
+from generation.batch import BatchedDataDict, verify_right_padding
+from generation.engine_state import EngineStateError
+from generation.padded import rows_of
+from generation.vllm_config import VllmConfig, VllmSpecificArgs
+from generation.vllm_generation import VllmGeneration
+from sharding.channel import Listener
+from sharding.collective import CollectiveSender
+from sharding.link import Link
+from sharding.plan import BucketPlan
+from sharding.sending import SyncSettings, announce, push
+from sharding.source import FsdpWeightSource
+from sharding.transport import make_staging
+from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+
+PROMPTS = [[14, 50, 77], [20, 21, 22, 0, 24], [99, 98], [14, 15, 16, 17]]
+KEYS = {"output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs", "truncated", "errors"}
+
+
+def config(model: Path, **changes: Any) -> VllmConfig:
+    engine = VllmSpecificArgs(
+        max_model_len=64,
+        num_replicas=2,
+        kv_cache_memory_bytes=32 << 20,
+        max_num_seqs=16,
+        expose_http_server=True,
+    )
+    return VllmConfig(
+        backend="vllm",
+        max_new_tokens=12,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=50,
+        model_name=str(model),
+        stop_token_ids=[2],
+        colocated={"enabled": True},
+        vllm_cfg=engine,
+        **changes,
+    )
+
+
+def padded(prompts: list[list[int]], **more: Any) -> BatchedDataDict:
+    width = max((len(prompt) for prompt in prompts), default=0)
+    ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], dtype=torch.long)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long)
+    return BatchedDataDict({"input_ids": ids.view(len(prompts), width), "input_lengths": lengths, **more})
+
+
+def responses(output: BatchedDataDict) -> list[list[int]]:
+    """Each row's response, by its lengths."""
+    ends, counts = output["unpadded_sequence_lengths"].tolist(), output["generation_lengths"].tolist()
+    return [ids[e - n : e] for ids, e, n in zip(output["output_ids"].tolist(), ends, counts, strict=True)]
+
+
+def greedy_by_transformers(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    while len(ids) < len(prompt) + count and ids[len(prompt) :][-1:] != [2]:
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyModel) -> Path:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def generation(model: Path) -> Iterator[VllmGeneration]:
+    with VllmGeneration(config(model), timeout=120) as generation:
+        yield generation
+
+
+def test_n06_the_example_of_seed_002_runs_as_printed(model: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    # Configure VLLM generation
+    vllm_config = VllmConfig(
+        backend="vllm",
+        max_new_tokens=128,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=50,
+        model_name=str(model),
+        stop_token_ids=[2],  # EOS token
+        vllm_cfg={
+            "tensor_parallel_size": 1,
+            "gpu_memory_utilization": 0.9,
+            "max_model_len": 2048,
+        },
+    )
+    # Initialize generation backend
+    generation = VllmGeneration(vllm_config)
+    # Prepare input data (right-padded)
+    input_data = BatchedDataDict(
+        {
+            "input_ids": torch.tensor(
+                [
+                    [1, 2, 3, 0, 0],  # Right-padded sequence
+                    [1, 2, 3, 4, 5],  # Full sequence
+                ]
+            ),
+            "input_lengths": torch.tensor([3, 5]),  # Actual lengths
+        }
+    )
+    # Generate responses
+    output_data = generation.generate(input_data, greedy=False)
+    # Access results
+    generated_text = output_data["output_ids"]
+    logprobs = output_data["logprobs"]
+
+    assert generated_text.shape == logprobs.shape == (2, 5 + output_data["generation_lengths"].max())
+    assert generated_text[0, :3].tolist() == [1, 2, 3]
+    assert output_data["errors"] == ["", ""]
+    assert generation.shutdown() is True
+    assert generation.shutdown() is True
+    assert set(psutil.Process().children(recursive=True)) <= before
+    with pytest.raises(EngineStateError, match="closed"):
+        generation.generate(input_data)
+
+
+def test_n02_shapes_types_and_logprobs(generation: VllmGeneration, model: Path) -> None:
+    """Log-probabilities are those of the distribution drawn from: temperature, top-k and top-p applied."""
+    data = padded(PROMPTS * 4)
+    data["input_ids"] = data["input_ids"].int()
+    output = generation.generate(data)
+    assert set(output) == KEYS
+    ids, logprobs, counts = output["output_ids"], output["logprobs"], output["generation_lengths"]
+    assert ids.shape == logprobs.shape == (16, 5 + int(counts.max()))
+    assert (ids.dtype, logprobs.dtype) == (torch.int32, torch.float32)
+    assert (counts.dtype, output["truncated"].dtype) == (torch.int64, torch.bool)
+    assert torch.equal(output["unpadded_sequence_lengths"], data["input_lengths"] + counts)
+    assert verify_right_padding(output) == (True, None)
+    network = HfPolicy(model).model
+    for row, (prompt, response) in enumerate(zip(PROMPTS * 4, responses(output), strict=True)):
+        assert ids[row, : len(prompt)].tolist() == prompt
+        end = len(prompt) + len(response)
+        assert not logprobs[row, : len(prompt)].any()
+        assert not logprobs[row, end:].any()
+        expected = truncated_logprobs(network, prompt + response)[len(prompt) - 1 :]
+        torch.testing.assert_close(logprobs[row, len(prompt) : end], expected, atol=1e-4, rtol=0)
+    assert len({tuple(r) for r in responses(output)}) > 4  # every sample has a seed of its own
+
+
+def truncated_logprobs(network: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    """Of each token but the first, at temperature 0.7 among the 50 likeliest that make up nine tenths."""
+    with torch.no_grad():
+        scores = network(torch.tensor([ids])).logits[0].double() / 0.7
+    kept = []
+    for row, token in zip(scores, ids[1:], strict=False):
+        order = row.argsort(descending=True)[:50]
+        shares = torch.softmax(row[order], 0)
+        inside = shares.cumsum(0) - shares < 0.9
+        kept.append(torch.log(shares[order == token].sum() / shares[inside].sum()))
+    return torch.stack(kept).float()
+
+
+def test_n02_greedy_is_what_transformers_would_say(generation: VllmGeneration, model: Path) -> None:
+    output = generation.generate(padded(PROMPTS), greedy=True)
+    policy = HfPolicy(model)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, responses(output), strict=True)):
+        assert response == greedy_by_transformers(policy.model, prompt, 12)
+        own = policy.logprobs(prompt + response)[len(prompt) - 1 :]
+        end = len(prompt) + len(response)
+        assert output["logprobs"][row, len(prompt) : end].tolist() == pytest.approx(own, abs=1e-4)
+    assert responses(generation.generate(padded(PROMPTS), greedy=True)) == responses(output)
+
+
+def test_n02_an_empty_batch_gives_an_empty_batch(generation: VllmGeneration) -> None:
+    output = generation.generate(padded([]))
+    assert set(output) == KEYS
+    assert output["output_ids"].shape == output["logprobs"].shape == (0, 0)
+    assert output["output_ids"].dtype == torch.long
+    assert [len(output[key]) for key in sorted(KEYS)] == [0] * 6
+    assert asyncio.run(collect(generation.generate_async(padded([])))) == []
+
+
+async def collect(results: Any) -> list[tuple[int, BatchedDataDict]]:
+    return [result async for result in results]
+
+
+def test_n07_stop_strings_hold_for_their_own_sample(generation: VllmGeneration, model: Path) -> None:
+    """Merged over the batch, either sample's string would end the other's answer, too."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    plain = responses(generation.generate(padded([PROMPTS[0]] * 3), greedy=True))[0]
+    text = [tokenizer.decode([token]) for token in plain]
+    early, late = next(i for i, t in enumerate(text) if i > 0 and t not in text[:i]), len(text) - 1
+    assert early < late
+    data = padded([PROMPTS[0]] * 3, stop_strings=[[text[early]], None, ["never said"]])
+    output = generation.generate(data, greedy=True)
+    assert responses(output) == [plain[: early + 1], plain, plain]  # what stopped it is part of the answer
+    assert output["truncated"].tolist() == [False, *([plain[-1] != 2] * 2)]
+
+
+def test_n12_one_samples_failure_is_nobody_elses(generation: VllmGeneration) -> None:
+    prompts = [PROMPTS[0], [5] * 70, [10**6, 1], [], [7] * 64, PROMPTS[2]]
+    output = generation.generate(padded(prompts), greedy=True)
+    assert [bool(error) for error in output["errors"]] == [False, True, True, True, True, False]
+    assert "70 tokens leaves no room in 64" in output["errors"][1]
+    assert output["generation_lengths"].tolist()[1:5] == [0] * 4
+    assert output["output_ids"][1, :70].tolist() == [5] * 70
+    assert not output["truncated"][1:5].any()
+    assert not output["logprobs"][1:5].any()
+    alone = responses(generation.generate(padded([PROMPTS[0], PROMPTS[2]]), greedy=True))
+    assert [responses(output)[0], responses(output)[5]] == alone
+
+
+def test_n02_truncated_says_why_an_answer_ended(generation: VllmGeneration) -> None:
+    output = generation.generate(padded([*PROMPTS, [7] * 60]))
+    for response, cut in zip(responses(output), output["truncated"].tolist(), strict=True):
+        assert cut == (response[-1] != 2)
+    assert len(responses(output)[4]) <= 4  # the context ends
+
+
+def test_n12_results_come_as_they_are_ready_and_say_which_they_are(generation: VllmGeneration) -> None:
+    prompts = [PROMPTS[0], PROMPTS[1], [7] * 63]  # the last has room for a single token
+    results = asyncio.run(collect(generation.generate_async(padded(prompts), greedy=True)))
+    assert sorted(place for place, _ in results) == [0, 1, 2]
+    assert results[0][0] == 2
+    batched = generation.generate(padded(prompts), greedy=True)
+    for place, output in results:
+        assert output["output_ids"].shape == (1, output["unpadded_sequence_lengths"].item())
+        assert responses(output)[0] == responses(batched)[place]
+        assert set(output) == KEYS
+
+
+def test_n07_texts(generation: VllmGeneration, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = ["1+1=", "what", "x" * 500]
+    data = BatchedDataDict({"prompts": texts, "stop_strings": [None, ["zz"], None]})
+    output = generation.generate_text(data, greedy=True)
+    by_ids = responses(generation.generate(padded([tokenizer(t)["input_ids"] for t in texts[:2]]), greedy=True))
+    assert output["texts"][:2] == [tokenizer.decode(ids, skip_special_tokens=True) for ids in by_ids]
+    assert [bool(error) for error in output["errors"]] == [False, False, True]
+    results = asyncio.run(collect(generation.generate_text_async(data, greedy=True)))
+    assert {place: answer["texts"][0] for place, answer in results} == dict(enumerate(output["texts"]))
+    with pytest.raises(ValueError, match="a list of strings"):
+        generation.generate_text(padded(PROMPTS))
+
+
+def test_n12_the_workers_own_methods(generation: VllmGeneration) -> None:
+    """The blocking worker and the asynchronous one answer as `VllmGeneration` does."""
+    worker = generation.workers[0]
+    data, texts = padded(PROMPTS), BatchedDataDict({"prompts": ["1+1="]})
+    expected = generation.generate(data, greedy=True)
+    assert worker.generate(data, greedy=True)["output_ids"].equal(expected["output_ids"])
+    assert worker.generate_text(texts, greedy=True) == generation.generate_text(texts, greedy=True)
+    results = worker.thread.run(collect(worker.engine.generate_async(data, greedy=True)), 60, "a test")
+    assert {place: responses(one)[0] for place, one in results} == dict(enumerate(responses(expected)))
+    (place, text) = worker.thread.run(collect(worker.engine.generate_text_async(texts, greedy=True)), 60, "a test")[0]
+    assert (place, text) == (0, worker.generate_text(texts, greedy=True))
+    assert worker.report_device_id() == worker.engine.device_ids == ["cpu:0"]
+    assert generation.device_uuids == [["cpu:0"], ["cpu:0"]]
+    assert worker.get_num_unfinished_requests() == 0
+
+
+def test_n06_which_engine_answers_changes_nothing(generation: VllmGeneration) -> None:
+    """Seeds are made of the call and the place; both engines are used."""
+    first, second = generation.workers
+    numbers = next(generation._calls), next(generation._calls)
+    assert numbers[1] == numbers[0] + 1
+    served: list[int] = []
+    for number, worker in enumerate((first, second)):
+        worker.engine._request_numbers = _noting(worker.engine._request_numbers, served, number)
+    data = padded([PROMPTS[0]] * 8)
+    spread = responses(generation.generate(data))
+    assert sorted(served) == [0] * 4 + [1] * 4
+    alone = [second.answer(row, False, numbers[1] + 1).result(60).token_ids for row in rows_of(data, 0)]
+    assert spread == alone
+
+
+def _noting(numbers: Iterator[int], served: list[int], engine: int) -> Iterator[int]:
+    for number in numbers:
+        served.append(engine)
+        yield number
+
+
+def test_n06_what_an_engines_state_forbids_raises(generation: VllmGeneration) -> None:
+    """Level 1 keeps the weights; after level 2 there are none until an update, which comes last in this file."""
+    before = responses(generation.generate(padded(PROMPTS), greedy=True))
+    assert generation.prepare_for_generation() is True  # awake already
+    assert generation.finish_generation(level=1) is True
+    assert generation.finish_generation(level=1) is True  # asleep already
+    for call in (generation.generate, generation.workers[0].generate):
+        with pytest.raises(EngineStateError, match="cannot generate: the engine is asleep"):
+            call(padded(PROMPTS))
+    with pytest.raises(EngineStateError, match="cannot wake the KV cache"):
+        generation.prepare_for_generation(["kv_cache"])
+    assert generation.prepare_for_generation(["weights"]) is True
+    with pytest.raises(EngineStateError, match="holding weights but no KV cache"):
+        generation.generate(padded(PROMPTS))
+    assert generation.prepare_for_generation() is True
+    assert responses(generation.generate(padded(PROMPTS), greedy=True)) == before
+    with pytest.raises(ValueError, match="no memory called everything"):
+        generation.prepare_for_generation(["everything"])
+    with pytest.raises(ValueError, match="level 1"):
+        generation.finish_generation(level=3)
+
+
+def test_n12_the_openai_server_of_each_engine(generation: VllmGeneration) -> None:
+    urls = generation.dp_openai_server_base_urls
+    assert len(set(urls)) == 2
+    for worker, url in zip(generation.workers, urls, strict=True):
+        assert url == worker.thread.run(worker.engine.report_dp_openai_server_base_url(), 10, "a test")
+        assert url is not None
+        assert url.startswith("http://127.0.0.1:")
+        assert httpx.get(f"{url}/models", timeout=60).json()["data"][0]["max_model_len"] == 64
+
+
+def test_n06_weights_by_broadcast_between_sleep_and_generation(generation: VllmGeneration, model: Path) -> None:
+    """One trainer process, two engines: asleep without weights, weights mapped, weights sent, KV cache mapped."""
+    policy = HfPolicy(model)
+    policy.randomise(seed=5)
+    generation.finish_generation()
+    generation.prepare_for_generation(["weights"])
+    with CollectiveSender(source_of(policy), policy.device, SyncSettings("sample", 1 << 18, 60), workers=2) as sender:
+        joining = generation.init_collective(
+            sender.ip, sender.port, sender.world_size, train_world_size=sender.train_world_size
+        )
+        sender.connect(joining)
+        generation.prepare_refit_info({name: (shape, dtype) for name, (shape, dtype) in sender.refit_info().items()})
+        updates = generation.update_weights_from_collective()
+        sender.send(policy.version, updates)
+        assert [update.result(60) for update in updates] == [True, True]
+        generation.prepare_for_generation(["kv_cache"])
+        assert [worker.engine.state.version for worker in generation.workers] == [1, 1]
+        assert_weights_are(policy, generation)
+    generation.prepare_refit_info({})
+
+
+def test_n12_weights_from_the_rank_on_the_same_device(generation: VllmGeneration, model: Path, tmp_path: Path) -> None:
+    """An update that breaks off raises, and the engine generates nothing until a complete one."""
+    policy, worker = HfPolicy(model), generation.workers[0]
+    policy.randomise(seed=6)
+    listener = Listener(tmp_path, "weights-0")
+    connect = worker.engine.call_workers("hotbunk_connect", {"cpu:0": [listener.endpoint, listener.secret]})
+    worker.thread.run(connect, 60, "a test")
+    listener.accept(60, "cpu:0")
+    try:
+        broken = worker.thread.submit(worker.engine.update_weights_via_ipc_zmq_async(session=1, timeout_s=60))
+        Link(listener, 1, 60, lambda: None, "cpu:0").abort()
+        with pytest.raises(RuntimeError, match="worker 0 on cpu:0.*broke the update off"):
+            broken.result(60)
+        with pytest.raises(EngineStateError, match="weights of no version"):
+            generation.generate(padded(PROMPTS))
+        update = worker.thread.submit(worker.engine.update_weights_via_ipc_zmq_async(session=2, timeout_s=60))
+        send(policy, Link(listener, 2, 60, lambda: None, "cpu:0"))
+        assert update.result(60) is True
+    finally:
+        listener.close()
+    assert worker.engine.state.version == 7
+    assert responses(worker.generate(padded(PROMPTS), greedy=True)) == [
+        greedy_by_transformers(policy.model, prompt, 12) for prompt in PROMPTS
+    ]
+
+
+def source_of(policy: HfPolicy) -> FsdpWeightSource:
+    parameters = list(parameter_names(policy.model).items())
+    return FsdpWeightSource(parameters, torch.float32, lambda name, shape: checkpoint_views(policy.model, name, shape))
+
+
+def send(policy: HfPolicy, link: Link) -> None:
+    """What the sharding manager does for one rank."""
+    source = source_of(policy)
+    plan = BucketPlan(source.parameters(), 1 << 18)
+    staging = make_staging(plan.capacity, policy.device)
+    try:
+        announce(link, source.parameters(), staging, version=7)
+        push(source, plan, staging, link, "bucket", itertools.count(1))
+        link.ask("finish")
+        link.ask("end", close=True)
+        assert link.error is None
+    finally:
+        staging.close()
+
+
+def assert_weights_are(policy: HfPolicy, generation: VllmGeneration) -> None:
+    expected = [greedy_by_transformers(policy.model, prompt, 12) for prompt in PROMPTS]
+    for worker in generation.workers:
+        assert responses(worker.generate(padded(PROMPTS), greedy=True)) == expected

@@ -1,0 +1,228 @@
+"""Batches as dictionaries: joined, cut and reordered without losing or mixing samples (N5); rows and outputs (N2)."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from generation.batch import BatchedDataDict
+from generation.engine_state import EngineStateError
+from generation.padded import padded_output, rows_of, sequence_output
+from generation.sampling import Completion
+from generation.vllm_config import VllmConfig, check_config, engine_settings, pad_token_id, sampling_settings
+from generation.worker_async import VllmAsyncGenerationWorker
+
+
+def numbered(size: int) -> BatchedDataDict:
+    """Sample i is i everywhere."""
+    return BatchedDataDict(
+        {"flat": torch.arange(size), "wide": torch.arange(size)[:, None].expand(size, 3), "names": list(range(size))}
+    )
+
+
+def samples(batch: BatchedDataDict) -> list[int]:
+    assert batch["flat"].tolist() == batch["wide"][:, 1].tolist() == batch["names"]
+    return batch["names"]
+
+
+def test_n05_from_batches_pads_on_the_right_with_each_keys_own_value() -> None:
+    a = BatchedDataDict(
+        {"ids": torch.tensor([[1, 2]]), "mask": torch.ones(1, 2), "names": ["a"], "n": torch.tensor([5])}
+    )
+    b = BatchedDataDict(
+        {"ids": torch.tensor([[3], [4]]), "mask": torch.ones(2, 1), "names": ["b", "c"], "n": torch.zeros(2)}
+    )
+    joined = BatchedDataDict.from_batches([a, b], {"ids": 9})
+    assert joined["ids"].tolist() == [[1, 2], [3, 9], [4, 9]]
+    assert joined["mask"].tolist() == [[1, 1], [1, 0], [1, 0]]
+    assert joined["names"] == ["a", "b", "c"]
+    assert joined.size == 3
+    cube = BatchedDataDict.from_batches([{"x": torch.ones(1, 2, 2)}, {"x": torch.ones(1, 1, 2)}], {"x": 7})
+    assert cube["x"].tolist() == [[[1, 1], [1, 1]], [[1, 1], [7, 7]]]
+
+
+def test_n05_from_batches_of_nothing_and_with_a_key_missing() -> None:
+    assert BatchedDataDict.from_batches([]) == {}
+    assert samples(BatchedDataDict.from_batches([BatchedDataDict(), numbered(2)])) == [0, 1]
+    with pytest.raises(KeyError, match=r"key 'b' is missing from non-empty batches \[0\]"):
+        BatchedDataDict.from_batches([{"a": [1]}, {"a": [1], "b": [2]}])
+
+
+@given(st.integers(0, 12), st.integers(1, 5))
+def test_n05_uneven_shards_are_the_batch_cut_up(size: int, shards: int) -> None:
+    parts = [samples(part) for part in numbered(size).shard_by_batch_size(shards, allow_uneven_shards=True)]
+    assert len(parts) == shards
+    assert [sample for part in parts for sample in part] == list(range(size))
+    assert all(len(part) <= -(-size // shards) for part in parts)
+
+
+def test_n05_shards_by_batch_size() -> None:
+    assert [len(p["names"]) for p in numbered(5).shard_by_batch_size(4, allow_uneven_shards=True)] == [2, 2, 1, 0]
+    parts = numbered(8).shard_by_batch_size(2, batch_size=4)
+    assert [samples(part) for part in parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    for size, batch_size in (5, None), (8, 3), (6, 3):
+        with pytest.raises(ValueError, match="cannot be cut into 2 equal shards"):
+            numbered(size).shard_by_batch_size(2, batch_size)
+    with pytest.raises(ValueError, match="leave batch_size out"):
+        numbered(4).shard_by_batch_size(2, 2, allow_uneven_shards=True)
+
+
+@given(st.permutations(range(6)))
+def test_n05_reorder_undoes_a_selection(order: list[int]) -> None:
+    chosen = numbered(6).select_indices(order)
+    assert samples(chosen) == order
+    assert samples(chosen.reorder_data(order)) == list(range(6))
+
+
+def test_n05_parts_of_a_batch() -> None:
+    batch = numbered(6)
+    assert samples(batch.slice(1, 3)) == [1, 2]
+    assert samples(batch.chunk(2, 3)) == [4, 5]
+    assert samples(batch.get_batch(1, 2)) == [2, 3]
+    assert [samples(part) for part in batch.make_microbatch_iterator(3)] == [[0, 1, 2], [3, 4, 5]]
+    assert samples(batch.repeat_interleave(2).slice(0, 4)) == [0, 0, 1, 1]
+    assert batch.truncate_tensors(1, 2)["wide"].shape == (6, 2)
+    assert samples(batch) == list(range(6))  # as it was
+    for wrong in (lambda: batch.slice(4, 7), lambda: batch.select_indices([6]), lambda: batch.get_batch(3, 2)):
+        with pytest.raises(IndexError):
+            wrong()
+    for wrong in (
+        lambda: batch.chunk(0, 4),
+        lambda: batch.make_microbatch_iterator(4),
+        lambda: batch.reorder_data([0] * 6),
+        lambda: BatchedDataDict({"a": [1], "b": [1, 2]}).size,
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+
+
+def test_n05_repeated_samples_are_copies() -> None:
+    batch = BatchedDataDict({"log": [[]]}).repeat_interleave(2)
+    batch["log"][0].append("said")
+    assert batch["log"] == [["said"], []]
+
+
+def test_n02_rows_of_a_batch_and_back() -> None:
+    data = BatchedDataDict(
+        {
+            "input_ids": torch.tensor([[5, 6, 0, 0], [7, 0, 8, 9]], dtype=torch.int32),
+            "input_lengths": torch.tensor([2, 4]),
+            "stop_strings": [["!"], None],
+        }
+    )
+    rows = rows_of(data, 0)
+    assert [(r.index, r.token_ids, r.stop) for r in rows] == [(0, [5, 6], ["!"]), (1, [7, 0, 8, 9], [])]
+    answers = [Completion([1, 2, 0], [-1.0, -2.0, -3.0], "length"), Completion([], [], "error", "why")]
+    output = padded_output(data, answers, 0)
+    assert output["output_ids"].dtype == torch.int32
+    assert output["output_ids"].tolist() == [[5, 6, 1, 2, 0, 0, 0], [7, 0, 8, 9, 0, 0, 0]]
+    assert output["logprobs"].tolist() == [[0, 0, -1, -2, -3, 0, 0], [0] * 7]
+    assert output["generation_lengths"].tolist() == [3, 0]
+    assert output["unpadded_sequence_lengths"].tolist() == [5, 4]
+    assert output["truncated"].tolist() == [True, False]
+    assert output["errors"] == ["", "why"]
+    alone = sequence_output(data, rows[0], answers[0], 0)
+    assert alone["output_ids"].tolist() == [[5, 6, 1, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": None}, "needs input_ids"),
+        ({"input_lengths": torch.tensor([1, 3])}, r"at index 0: positions \[1\]"),
+        ({"stop_strings": ["a", "b"]}, "list of strings, or None, for each of the 2 samples"),
+    ],
+)
+def test_n02_batches_that_cannot_be_generated_from(change: dict, message: str) -> None:
+    data = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]), "input_lengths": torch.tensor([2, 3])} | change
+    with pytest.raises(ValueError, match=message):
+        rows_of(BatchedDataDict({k: v for k, v in data.items() if v is not None}), 0)
+
+
+CONFIG = VllmConfig(
+    backend="vllm",
+    max_new_tokens=8,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=None,
+    model_name="nobody/nothing",
+    stop_token_ids=None,
+    vllm_cfg={
+        "max_model_len": 32,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": 1 << 20,
+    },
+)
+
+
+def test_n01_a_configuration_becomes_settings() -> None:
+    config: VllmConfig = {
+        **CONFIG,
+        "stop_strings": ["x"],
+        "vllm_kwargs": {"block_size": 16},
+        "colocated": {"enabled": True},
+    }  # type: ignore[typeddict-item]
+    sampling, engine = sampling_settings(config), engine_settings(config, seed=7)
+    assert (sampling.max_tokens, sampling.top_k, sampling.stop, sampling.stop_token_ids) == (8, -1, ["x"], [])
+    assert (engine.model, engine.load_format, engine.seed, engine.sleep) == ("nobody/nothing", "dummy", 7, True)
+    assert engine.extra == {"skip_tokenizer_init": True, "block_size": 16}
+    assert pad_token_id(config) == 0
+    assert pad_token_id({**config, "_pad_token_id": 5}) == 5
+    assert engine_settings(config, device_indices=(3,)).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "other"}, "generation.backend is 'other'"),
+        ({"top_k": 0}, "generation.top_k is 0"),
+        ({"top_p": 0.0}, "generation.top_p is 0.0"),
+        ({"temperature": -1}, "generation.temperature"),
+        ({"max_new_tokens": 0}, "generation.max_new_tokens"),
+        ({"stop_strings": "abc"}, "stop_strings must be a list"),
+        ({"max_new_token": 5}, "generation has no key max_new_token"),
+        ({"vllm_cfg": {}}, "generation.vllm_cfg lacks max_model_len"),
+        ({"vllm_cfg": {"max_model_len": 8, "tensor_parallel": 2}}, "vllm_cfg has no key tensor_parallel"),
+        ({"vllm_cfg": {"max_model_len": 8, "pipeline_parallel_size": 2}}, "pipeline_parallel_size must be 1"),
+        ({"vllm_cfg": {"max_model_len": 8, "expert_parallel_size": 3}}, "expert_parallel_size"),
+        ({"vllm_cfg": {"max_model_len": 8, "precision": "half"}}, "it must be float32 or bfloat16"),
+        ({"vllm_cfg": {"max_model_len": 8, "gpu_memory_utilization": 9}}, "gpu_memory_utilization"),
+    ],
+)
+def test_n01_a_configuration_that_cannot_be_is_one_sentence(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config({**CONFIG, **change})
+
+
+def test_n01_required_keys_are_named() -> None:
+    with pytest.raises(ValueError, match="generation lacks max_new_tokens, model_name"):
+        check_config({"backend": "vllm", "temperature": 1.0, "vllm_cfg": {"max_model_len": 8}})
+
+
+def test_n06_on_cpu_the_cache_holds_the_longest_sequences_and_no_more(tiny_qwen2: Path) -> None:
+    model = AutoConfig.from_pretrained(tiny_qwen2)
+    engine = {"max_model_len": 100, "max_num_seqs": 3}
+    size = engine_settings({**CONFIG, "model_name": str(tiny_qwen2), "vllm_cfg": engine}).kv_cache_bytes
+    keys_and_values = 2 * model.num_hidden_layers * model.num_key_value_heads * model.hidden_size
+    sequences = (size or 0) / (keys_and_values / model.num_attention_heads * 4 * 100)
+    assert 3 <= sequences < 4
+    with pytest.raises(ValueError, match="'nobody/nothing': there is no such model here"):
+        engine_settings({**CONFIG, "vllm_cfg": engine})
+
+
+def test_n12_without_a_checkpoint_there_is_nothing_to_generate_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = VllmAsyncGenerationWorker.from_config(CONFIG)
+
+    async def devices() -> list[str]:
+        return ["cpu:0", "cpu:1"]
+
+    monkeypatch.setattr(worker, "report_device_id_async", devices)
+    asyncio.run(worker.post_init_async())
+    assert worker.device_ids == ["cpu:0", "cpu:1"]
+    with pytest.raises(EngineStateError, match="weights of no version"):
+        worker.state.usable_version()
