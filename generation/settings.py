@@ -22,6 +22,7 @@ class EngineSettings:
             updates, as on CUDA; faster for models of a few million parameters, slower from about 100 million on
             (VLLM.md).
         sleep: free the engine's memory while the trainer works.
+        fp32_head: compute logits in float32 whatever `dtype` is.
         extra: further vLLM engine arguments, by vLLM's own names.
     """
 
@@ -42,6 +43,7 @@ class EngineSettings:
     cpu_threads: int = 1
     cpu_cores: tuple[int, ...] = ()
     plain_cpu_weights: bool = False
+    fp32_head: bool = False
     worker_extension: str = "sharding.worker_extension.VllmInternalWorkerExtension"
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -25,11 +25,12 @@ def target_logprobs(
     targets: Tensor,
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
+    fp32_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
 
     The matrix product is done in the inputs' dtype, as the engine does it; everything after it in float32 (float64 for
-    float64 inputs). Both results are differentiable in hidden, weight and bias.
+    float64 inputs). Both results are differentiable in hidden, weight and bias; gradients are in the inputs' dtype.
 
     Args:
         hidden: [N, H].
@@ -38,6 +39,8 @@ def target_logprobs(
         targets: [N] int64.
         temperature: > 0; the temperature the targets were sampled at.
         chunk_tokens: C; by default chosen from V and the device.
+        fp32_head: the product's result is float32, not rounded to bfloat16; the engine must do the same
+            (`EngineSettings.fp32_head`), or the two are further apart than without.
 
     Returns:
         logprobs [N] and entropy [N] in nats, float32.
@@ -45,15 +48,26 @@ def target_logprobs(
     if chunk_tokens is None:
         elements = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
         chunk_tokens = max(MIN_CHUNK, elements // weight.shape[0])
-    logprobs, entropy = _TargetLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens)
+    logprobs, entropy = _TargetLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens, fp32_head)
     return logprobs, entropy
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, wide: bool) -> Tensor:
     """Logits of a chunk divided by the temperature, [C, V], float32 or wider; not yet normalised."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if wide and hidden.is_cuda:  # reads bfloat16, adds up and writes float32, without a float32 copy of the weight
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        logits = logits if bias is None else logits.add_(bias)
+    else:
+        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _head_operands(weight: Tensor, bias: Tensor | None, wide: bool) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias as `_scaled_logits` takes them: widened where the device has no product with a wide result."""
+    if not wide or weight.is_cuda:
+        return weight, bias
+    return weight.float(), None if bias is None else bias.float()
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -61,19 +75,28 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        fp32_head: bool,
     ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, normaliser, entropy = (torch.empty(len(targets), dtype=wide, device=hidden.device) for _ in range(3))
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, normaliser, entropy = (torch.empty(len(targets), dtype=dtype, device=hidden.device) for _ in range(3))
+        wide = fp32_head and hidden.dtype is not dtype
+        operands = _head_operands(weight, bias, wide)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            logits = _scaled_logits(hidden[part], weight, bias, temperature)
+            logits = _scaled_logits(hidden[part], *operands, temperature, wide)
             normaliser[part] = torch.logsumexp(logits, dim=1)
             logprobs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - normaliser[part]
             logits -= normaliser[part].unsqueeze(1)
             entropy[part] = -torch.linalg.vecdot(logits.exp(), logits)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.wide = temperature, chunk, wide
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -85,9 +108,10 @@ class _TargetLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=normaliser.dtype, device=bias.device)
+        operands = _head_operands(weight, bias, ctx.wide)
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = _scaled_logits(hidden[part], weight, bias, ctx.temperature)
+            logits = _scaled_logits(hidden[part], *operands, ctx.temperature, ctx.wide)
             grad = _grad_logits(
                 logits.sub_(normaliser[part].unsqueeze(1)),
                 targets[part],
@@ -104,7 +128,7 @@ class _TargetLogprobs(torch.autograd.Function):
                 grad_weight += narrow.t() @ hidden[part]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _grad_logits(

@@ -101,3 +101,22 @@ def test_saves_nothing_the_size_of_the_logits() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         target_logprobs(hidden, weight, None, torch.zeros(tokens, dtype=torch.int64), chunk_tokens=8)
     assert max(saved) < tokens * vocabulary
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_float32_head_does_not_round_logits(with_bias: bool) -> None:
+    """bfloat16 inputs: values are those of the same numbers in float32, however chunked; gradients stay bfloat16's."""
+    args = inputs(10, torch.bfloat16, with_bias)
+    wanted = [x for x in args[:3] if x is not None]
+    exact = plain(*(None if x is None else x.detach().float() for x in args[:3]), args[3], 0.8)  # type: ignore[arg-type]
+    for chunk in (3, None):
+        values = target_logprobs(*args, 0.8, chunk, fp32_head=True)
+        rounded = target_logprobs(*args, 0.8, chunk)
+        for value, narrow, expected in zip(values, rounded, exact, strict=True):
+            torch.testing.assert_close(value, expected, atol=2e-5, rtol=1e-5)
+            assert (narrow - expected).abs().max() > 1e-3
+        for own, other in zip(
+            torch.autograd.grad(values[0].sum(), wanted), torch.autograd.grad(rounded[0].sum(), wanted), strict=True
+        ):
+            assert own.dtype is torch.bfloat16
+            torch.testing.assert_close(own, other, atol=0.05, rtol=0.05)

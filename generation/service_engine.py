@@ -1,0 +1,188 @@
+"""One engine of a service, in the process that holds it: this one, or a Ray actor's."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from .settings import EngineSettings
+from .vllm_compat import cache_usage_logger, start_async_llm, unfinished_requests
+from .worker_async import VllmAsyncGenerationWorker
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+
+class UpdateGate:
+    """Requests go through together, a weight update alone: so no answer holds tokens of two versions.
+
+    For use on one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._requests = 0
+        self._nobody_inside = asyncio.Event()
+        self._nobody_inside.set()
+        self._updated: asyncio.Event | None = None  # present while an update is under way
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Enter as one of many; waits while an update is under way."""
+        while self._updated is not None:
+            await self._updated.wait()
+        self._requests += 1
+        self._nobody_inside.clear()
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self._nobody_inside.set()
+
+    @asynccontextmanager
+    async def update(self, timeout: float) -> AsyncIterator[None]:
+        """Enter alone, after the requests that are inside; those that come later wait.
+
+        Raises:
+            RuntimeError: another update is under way.
+            TimeoutError: requests did not end within `timeout` seconds; nothing was updated.
+        """
+        if self._updated is not None:
+            raise RuntimeError("a weight update is under way already")
+        self._updated = asyncio.Event()
+        try:
+            try:
+                await asyncio.wait_for(self._nobody_inside.wait(), timeout)
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"{self._requests} requests did not end within {timeout:.0f} s, so no weights were updated"
+                ) from error
+            yield
+        finally:
+            updated, self._updated = self._updated, None
+            updated.set()
+
+
+class _MeteredWorker(VllmAsyncGenerationWorker):
+    """Knows how full its KV cache is, as the engine's scheduler last said."""
+
+    cache_usage = 0.0  # nothing is in it before the first step
+
+    async def start(self) -> None:
+        def note(usage: float) -> None:
+            self.cache_usage = usage
+
+        self._engine = start_async_llm(self.settings, [cache_usage_logger(note)])
+
+
+class ServiceEngine:
+    """What `AsyncVLLM` asks of each of its engines. All coroutines run on one event loop."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._worker = _MeteredWorker(settings)
+        self._gate = UpdateGate()
+        self._requests = 0
+
+    async def start(self) -> None:
+        """Start the engine, and let it generate one token: only then is it ready."""
+        from vllm import SamplingParams
+
+        await self._worker.start()
+        await self._worker.post_init_async()
+        await self._final_output({"prompt_token_ids": [0]}, SamplingParams(max_tokens=1, temperature=0.0), {})
+
+    async def generate(
+        self,
+        prompt: dict[str, Any],
+        params: "SamplingParams",
+        version: int,
+        timeout: float | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> "RequestOutput":
+        """Answer one prompt; the output's `weight_version` says with which weights.
+
+        Args:
+            version: the oldest weights that will do.
+            timeout: seconds, waiting for an update included; None waits for as long as it takes.
+            options: further arguments of `AsyncLLM.generate`, such as `lora_request`.
+
+        Raises:
+            EngineStateError: the engine holds older weights, or none that can be trusted.
+            TimeoutError: after `timeout` seconds; the request is aborted in the engine.
+        """
+        try:
+            async with asyncio.timeout(timeout), self._gate.request():
+                held = self._worker.state.usable_version()
+                if held < version:
+                    self._worker.state.check_can_generate(version)
+                output = await self._final_output(prompt, params, options or {})
+        except TimeoutError as error:
+            raise TimeoutError(f"vLLM generation timed out after {timeout} seconds") from error
+        output.weight_version = held  # type: ignore[attr-defined]
+        return output
+
+    async def _final_output(
+        self, prompt: dict[str, Any], params: "SamplingParams", options: dict[str, Any]
+    ) -> "RequestOutput":
+        self._requests += 1
+        final = None
+        async for output in self._worker.engine.generate(prompt, params, f"service-{self._requests}", **options):
+            final = output
+        if final is None:
+            raise RuntimeError("vLLM ended a request without an output")
+        return final
+
+    def cache_usage_now(self) -> float:
+        """Share of the KV cache in use, 0 to 1: after the scheduler's latest step, which an abort is none of."""
+        return self._worker.cache_usage if unfinished_requests(self._worker.engine) else 0.0
+
+    async def cache_usage(self) -> float:
+        """`cache_usage_now` for those in another process."""
+        return self.cache_usage_now()
+
+    async def unfinished_requests(self) -> int:
+        """What vLLM itself counts; the service counts at its own end."""
+        return unfinished_requests(self._worker.engine)
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        """Call a method of every worker of this engine; results in worker order."""
+        engine = self._worker.engine
+        return await self._worker._unless_dead(engine.collective_rpc(method, timeout=timeout, args=args, kwargs=kwargs))
+
+    async def join_weights_group(self, rank_prefix: int, ip: str, port: int, world_size: int, timeout: float) -> None:
+        """Let the workers join the process group that weights are broadcast in; returns when all members are there."""
+        await self._on_workers("init_collective", rank_prefix, ip, port, world_size, 1, timeout)
+
+    async def update_weights(self, method: str, arguments: tuple[Any, ...], timeout: float) -> int:
+        """Let the workers take weights by one of the extension's methods, with no request in the engine.
+
+        Returns:
+            The version of the weights, as whoever sent them says.
+
+        Raises:
+            RuntimeError: what any worker complains of. The engine then holds no version.
+        """
+        state = self._worker.state
+        async with self._gate.update(timeout):
+            state.begin_sync()
+            try:
+                outcomes = await self._on_workers(method, *arguments)
+                await self._worker.reset_prefix_cache_async()
+            except BaseException:
+                state.fail_sync()
+                raise
+            state.finish_sync(outcomes[0]["version"])
+        return int(outcomes[0]["version"])
+
+    async def _on_workers(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """Call one of the extension's methods that answer with an outcome each, instead of raising."""
+        outcomes = await self._worker.call_workers(method, *arguments)
+        if errors := [outcome["error"] for outcome in outcomes if outcome["error"]]:
+            raise RuntimeError("; ".join(errors))
+        return outcomes
+
+    async def shutdown(self) -> None:
+        """Stop the engine's processes; safe to call twice."""
+        await asyncio.to_thread(self._worker.shutdown)  # it stops a task of this loop, too
