@@ -60,6 +60,7 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def check_inputs(config: TrainConfig, command: str) -> None:
     """Load what the run would load before its model: reward functions, tokenizer, prompts. Raises UserError."""
     from trainer.data import load_eval_prompts, load_prompts, load_tokenizer
+    from trainer.episodes import EpisodePlan
 
     if command == "sft":
         from trainer.sft import load_transcripts
@@ -68,9 +69,10 @@ def check_inputs(config: TrainConfig, command: str) -> None:
         return
     RewardPool(config.reward)
     tokenizer = load_tokenizer(config.model)
-    load_prompts(config.data, tokenizer)
+    data = EpisodePlan(config, tokenizer).data
+    load_prompts(data, tokenizer)
     if config.eval.every:
-        load_eval_prompts(config.data, tokenizer)
+        load_eval_prompts(data, tokenizer)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

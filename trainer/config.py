@@ -1,8 +1,8 @@
 """What a run is told: every section, every key, its type, default and meaning.
 
 A recipe is a YAML file with these sections. Keys are overridden on the command line by `--section.key value`, values
-being YAML; `${oc.env:NAME,default}` reads the environment. Nothing here imports torch: `--help` and reward workers stay
-quick.
+being YAML; `includes` names files to start from, and `${NAME:default}` reads the environment (`generation.yaml_files`).
+Nothing here imports torch: `--help` and reward workers stay quick.
 """
 
 import difflib
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from generation.yaml_files import fill_defaults, read_yaml
 from trainer.errors import UserError
 
 Count = Annotated[int, Field(ge=1)]
@@ -148,6 +149,11 @@ class EngineConfig(Section):
     )
     sleep: bool = Field(default=True, description="give the engine's memory back while the policy trains")
     start_timeout_s: Seconds = Field(default=600, description="longest an engine may take to start")
+    logits_processors: list[str | dict[str, str]] = Field(
+        default=[],
+        description="pkg.mod:Name or file.py:Name: classes or factories that change logits before sampling, in the "
+        "engine only (generation.logits_processors)",
+    )
     extra: dict[str, Any] = Field(default={}, description="further fields of vLLM's AsyncEngineArgs, by name")
 
 
@@ -170,8 +176,17 @@ class SyncConfig(Section):
 class PolicyConfig(Section):
     """The sharded policy and its optimizer (AdamW). Master weights are always float32."""
 
-    backend: Literal["fsdp"] = Field(default="fsdp", description="how the policy is sharded")
+    backend: Literal["fsdp", "deepspeed"] = Field(default="fsdp", description="what shards the policy: FSDP2 or ZeRO")
+    zero_stage: Literal[1, 2, 3] = Field(
+        default=3, description="deepspeed only: what ZeRO shards, from 1, optimizer state, to 3, weights as well"
+    )
+    offload_optimizer: bool = Field(
+        default=False, description="deepspeed only: optimizer state in the host's memory, the update on the CPU"
+    )
     dtype: Dtype = Field(default="bfloat16", description="of forward and backward; gradients are reduced in float32")
+    fp32_head: bool = Field(
+        default=False, description="logits in float32 in the policy and in the engines, whatever their dtype"
+    )
     lr: Positive = Field(default=1e-6, description="peak learning rate")
     betas: tuple[Share, Share] = Field(default=(0.9, 0.99), description="AdamW's decay rates of both moments")
     eps: Positive = Field(default=1e-8, description="AdamW's epsilon")
@@ -248,6 +263,39 @@ class RewardConfig(Section):
     error_reward: float = Field(default=0.0, description="reward of an answer whose reward function failed")
 
 
+class RolloutConfig(Section):
+    """How a prompt becomes an answer: nothing here, one generation; else tools, an environment, or your own code.
+
+    Objects are named pkg.mod:Name or path/file.py:Name.
+    """
+
+    tools: list[str] = Field(default=[], description="typed Python functions, sync or async, that the policy may call")
+    environment: str | None = Field(
+        default=None, description="class with reset(**row), public methods as tools, get_reward() and close()"
+    )
+    custom: str | None = Field(default=None, description="async def (llm, row, sampling) -> Trajectory or several")
+    sampler: str | None = Field(
+        default=None, description="object called with (llm, prompts, sampling_params), or with such a method generate"
+    )
+    client: str | None = Field(
+        default=None, description="async def (base_url, api_key, model, row) with any OpenAI client; returns a reward"
+    )
+    kwargs: dict[str, Any] = Field(default={}, description="keyword arguments of whichever of these four is named")
+    max_turns: Count = Field(default=8, description="answers in an episode; sampling.max_tokens is for each of them")
+    tool_parser: str = Field(
+        default="hermes",
+        description="how calls are written: hermes, inline (<function> name(1, 2) </function>), or one of vLLM's",
+    )
+    describe_tools: bool = Field(
+        default=True, description="give schemas to the chat template; false: the prompts describe the tools"
+    )
+    tool_timeout_s: Seconds = Field(default=30, description="longest a call may take; then its reply is an error")
+    max_concurrency: Count = Field(default=64, description="calls that run at the same time, on each engine's leader")
+    max_tool_tokens: Count = Field(default=1024, description="tokens of a reply; what is longer is cut")
+    tool_error: str = Field(default="Error: {error}", description="how a failed call reads to the policy")
+    max_error_rate: Share = Field(default=0.1, description="end the run when a larger share of a step's episodes fails")
+
+
 class CheckpointConfig(Section):
     """What is saved, and what a run continues from."""
 
@@ -298,6 +346,7 @@ class TrainConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     batch: BatchConfig = BatchConfig()
     reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
     sft: SftConfig = SftConfig()
@@ -315,8 +364,9 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
             raise UserError(f"--{override} cannot be applied to {recipe}: {_first_line(error)}") from error
     try:
-        values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
+        overridden = fill_defaults(OmegaConf.to_container(merged, resolve=False))
+        values: Any = OmegaConf.to_container(OmegaConf.create(overridden), resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{recipe}: {_first_line(error)}") from error
     if isinstance(run := values.setdefault("run", {}), dict) and not run.get("name"):
         run["name"] = recipe.stem
@@ -345,16 +395,9 @@ def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterat
 
 def _read(recipe: Path) -> DictConfig:
     try:
-        loaded = OmegaConf.load(recipe)
-    except FileNotFoundError as error:
-        raise UserError(f"{recipe}: no such recipe file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{recipe} cannot be read: {_first_line(error)}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{recipe} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(loaded, DictConfig):
-        raise UserError(f"{recipe} must be a mapping of sections such as model and data, not a list")
-    return loaded
+        return read_yaml(recipe)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _sentence(error: ErrorDetails) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,13 +36,14 @@ def check_config(
         environ: WORLD_SIZE is read from it (1 if absent), and the allocator's settings.
     """
     ranks = int(environ.get("WORLD_SIZE", "1"))
-    problems = [*_check_paths(config), *_check_device(config, environ)]
+    problems = [*_check_paths(config), *_check_device(config, environ), *_check_backend(config)]
     if command == "sft":
         problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
     else:
         problems += _check_batch(config, ranks)
         problems += _check_sampling(config)
         problems += _check_lengths(config)
+        problems += _check_rollout(config)
         problems += _check_resume(config)
     problems += _check_model(config, ranks, command)
     if problems:
@@ -109,6 +111,14 @@ def _check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[s
             yield f"{variable} switches on expandable_segments, which sleep mode and CUDA IPC cannot use: {remedy}"
 
 
+def _check_backend(config: TrainConfig) -> Iterator[str]:
+    policy = config.policy
+    if policy.backend == "deepspeed" and find_spec("deepspeed") is None:
+        yield "policy.backend is deepspeed, but DeepSpeed is not installed: pip install 'hotbunk[deepspeed]'"
+    if policy.backend != "deepspeed" and policy.offload_optimizer:
+        yield "policy.offload_optimizer works with policy.backend: deepspeed only"
+
+
 def _check_divides(key: str, value: int, what: str, divisor: int) -> Iterator[str]:
     if value % divisor:
         yield f"{key} = {value} must be divisible by {what} ({divisor})"
@@ -124,7 +134,7 @@ def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
     yield from _check_divides(name, samples, "batch.updates_per_step", updates)
     if samples < ranks * updates:
         yield f"{name} = {samples} leaves some of {ranks} ranks without an answer in each of {updates} updates"
-    if not config.reward.functions:
+    if not config.reward.functions and not _rollout_code(config):
         yield "reward.functions is empty: name at least one, such as [{name: exact_match}]"
     if config.eval.every and not (config.data.eval_path or config.data.eval_split):
         yield "eval.every is set, but there is nothing to evaluate on: set data.eval_path or data.eval_split"
@@ -156,6 +166,25 @@ def _check_lengths(config: TrainConfig) -> Iterator[str]:
                 f"data.max_prompt_tokens + {key}.max_tokens = {total} is more than engine.max_model_len = {limit}: "
                 "raise it or lower them"
             )
+
+
+def _rollout_code(config: TrainConfig) -> list[str]:
+    """Which of the keys that name one's own rollout are set; such code may give rewards itself."""
+    return [key for key in ("environment", "custom", "sampler", "client") if getattr(config.rollout, key) is not None]
+
+
+def _check_rollout(config: TrainConfig) -> Iterator[str]:
+    rollout, named = config.rollout, _rollout_code(config)
+    if len(named) > 1:
+        yield f"rollout.{named[0]} and rollout.{named[1]} are both set, but an episode runs by one of them: drop one"
+    if rollout.tools and (own := [key for key in named if key != "environment"]):
+        yield f"rollout.tools is set, but rollout.{own[0]} calls its tools itself: drop one of the two"
+    if rollout.kwargs and not named:
+        yield "rollout.kwargs is set, but nothing takes them: they are for environment, custom, sampler or client"
+    if rollout.tool_parser == "inline" and rollout.environment is not None:
+        yield "rollout.tool_parser is inline, which takes rollout.tools only: an environment's calls are messages"
+    if "{error}" not in rollout.tool_error:
+        yield f"rollout.tool_error is {rollout.tool_error!r}, but must say {{error}} where the error goes"
 
 
 def _check_resume(config: TrainConfig) -> Iterator[str]:

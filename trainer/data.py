@@ -181,13 +181,21 @@ def _tokenise(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTra
 
 def _render(row: dict[str, Any], config: DataConfig, tokenizer: "PreTrainedTokenizerBase", templated: bool) -> str:
     """The text of a row's prompt, up to where the assistant begins. Raises ValueError saying what the row lacks."""
+    if templated:
+        return _apply_template(prompt_messages(row, config), config, tokenizer)
     content = row.get(config.prompt_key) or row.get(config.messages_key)
     if not content:
         raise ValueError(f"has neither {config.prompt_key!r} nor {config.messages_key!r}")
-    if isinstance(content, str) and not templated:
-        return content
-    if not templated:
+    if not isinstance(content, str):
         raise ValueError(f"holds messages, which need a chat template: {_NO_TEMPLATE}")
+    return content
+
+
+def prompt_messages(row: dict[str, Any], config: DataConfig) -> list[dict[str, Any]]:
+    """A row's prompt as messages, the system prompt included. Raises ValueError saying what the row lacks."""
+    content = row.get(config.prompt_key) or row.get(config.messages_key)
+    if not content:
+        raise ValueError(f"has neither {config.prompt_key!r} nor {config.messages_key!r}")
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not isinstance(messages, list) or not all(isinstance(part, dict) and part.get("role") for part in messages):
         raise ValueError("has a prompt that is neither a string nor a list of messages with role and content")
@@ -195,7 +203,7 @@ def _render(row: dict[str, Any], config: DataConfig, tokenizer: "PreTrainedToken
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
-    return _apply_template(messages, config, tokenizer)
+    return messages
 
 
 def _apply_template(messages: list[dict[str, Any]], config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> str:

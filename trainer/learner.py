@@ -194,7 +194,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> Metrics:
     """Rewards, lengths and failures of a step's trajectories."""
     sampled = [t for t in trajectories if not t.error]
     rewards = torch.tensor([t.reward for t in sampled], dtype=torch.float64)
-    lengths = [len(t.response_ids) for t in sampled]
+    lengths = [sum(t.loss_mask) for t in sampled]  # what the policy sampled: what tools said is not its own
     count = max(1, len(sampled))
     metrics = {
         "reward/mean": rewards.mean().item() if sampled else 0.0,
@@ -205,8 +205,18 @@ def rollout_metrics(trajectories: list[Trajectory]) -> Metrics:
         "length/truncated": sum(t.finish_reason == "length" for t in sampled) / count,
         "rollout/failed": float(len(trajectories) - len(sampled)),
         "rollout_tokens": float(sum(lengths)),
+        "turns/mean": sum(t.turns for t in sampled) / count,
     }
     for name in sorted({part for t in sampled for part in t.reward_parts}):
         values = [t.reward_parts[name] for t in sampled if name in t.reward_parts]
         metrics[f"reward/{name}"] = sum(values) / len(values)
+    return metrics | tool_metrics(sampled)
+
+
+def tool_metrics(trajectories: list[Trajectory]) -> Metrics:
+    """What trajectories count under "tools/", summed; and the share of calls that failed."""
+    names = sorted({name for t in trajectories for name in t.metrics if name.startswith("tools/")})
+    metrics = {name: sum(t.metrics.get(name, 0.0) for t in trajectories) for name in names}
+    if calls := metrics.get("tools/calls"):
+        metrics["tools/failure_rate"] = metrics.get("tools/errors", 0.0) / calls
     return metrics

@@ -20,6 +20,7 @@ from trainer.config import TrainConfig
 from trainer.data import Prompt, load_eval_prompts, load_prompts, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
 from trainer.engines import end_token_ids, evaluation_sampling, start_engine, stop_engine, training_sampling
+from trainer.episodes import EpisodePlan
 from trainer.finish import export_and_report
 from trainer.learner import Learner, Metrics, rollout_metrics
 from trainer.phases import PhaseMeter
@@ -56,11 +57,13 @@ class RLTrainer:
         device = rank_device(config)
         self.screen = Progress(config.run.steps, enabled=rank() == 0)
         self.tokenizer = load_tokenizer(config.model)
-        self.prompts = load_prompts(config.data, self.tokenizer)
+        self.episodes = EpisodePlan(config, self.tokenizer)
+        data = self.episodes.data
+        self.prompts = load_prompts(data, self.tokenizer)
         self.screen.note(
             f"{len(self.prompts)} prompts from {config.data.path}, {self.prompts.dropped} too long and left out"
         )
-        self.eval_prompts = load_eval_prompts(config.data, self.tokenizer) if config.eval.every else None
+        self.eval_prompts = load_eval_prompts(data, self.tokenizer) if config.eval.every else None
         self.end_ids = end_token_ids(config.model.path, self.tokenizer)
         self.rewards = RewardPool(config.reward)
         # The engine before the policy: vLLM measures free memory while it starts, and nobody may free any meanwhile
@@ -78,7 +81,10 @@ class RLTrainer:
         resources.callback(self.sharding.close)
         self.sharding.connect()
         self.sharding.sleep()
-        self.rollouts = Rollouts(self.leader, self.tokenizer, self.rewards, store())
+        engines = world_size() // config.engine.tensor_parallel_size
+        self.rollouts = Rollouts(
+            self.leader, self.tokenizer, self.rewards, store(), self.episodes, engines, config.rollout.max_error_rate
+        )
         self.learner = Learner(config, self.policy, reference, self.tokenizer.pad_token_id)
         self.state = resume(config, self.policy, self.prompts.fingerprint)
         self.tracker = make_run_tracker(config, self.state)
@@ -137,7 +143,8 @@ class RLTrainer:
         self, prompts: list[Prompt], step: int, samples: int, sampling: SamplingSettings, phase: str = "rollout"
     ) -> list[Trajectory]:
         """All engines' answers to all prompts, scored; the run ends here when reward functions fail too often."""
-        settings = RolloutSettings(samples, sampling, self.policy.version, self.config.run.seed, step)
+        seed, template = self.config.run.seed, self.config.data.chat_template_kwargs
+        settings = RolloutSettings(samples, sampling, self.policy.version, seed, step, template)
         with self.meter.phase(phase):
             trajectories = self.rollouts.run(prompts, settings, self.config.run.first_step_deadline_s)
         self.rewards.check_error_rate(all_reduce_sum(self.rewards.take_counts()))
@@ -154,7 +161,8 @@ class RLTrainer:
         self.last_answers = [answer_row(t, prompts[t.prompt_index], self.tokenizer) for t in trajectories]
         figures = rollout_metrics(trajectories)
         # The recipe's first reward function is the one that tells right from wrong.
-        accuracy = figures.get(f"reward/{self.rewards.labels[0]}", figures["reward/mean"])
+        first = f"reward/{self.rewards.labels[0]}" if self.rewards.labels else "reward/mean"
+        accuracy = figures.get(first, figures["reward/mean"])
         self.state.count_evaluation(figures["reward/mean"])
         return {"eval/accuracy": accuracy, "eval/reward": figures["reward/mean"], "eval/length": figures["length/mean"]}
 

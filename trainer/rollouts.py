@@ -7,21 +7,37 @@ import msgspec
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from generation.rollout import Claim, RolloutSettings, rollout
+from generation.rollout import Claim, Episodes, OnSample, RolloutSettings, rollout
+from generation.rollouts.sampler import sample_batch
+from generation.rollouts.sampler_prompts import PromptText, prompt_batch
 from generation.trajectory import Trajectory
 from sharding.collectives import agreed, all_gather_bytes
 from sharding.manager import Leader
 from trainer.data import Prompt
+from trainer.episodes import EpisodePlan
 from trainer.rewards.pool import RewardPool
+
+
+class RolloutError(RuntimeError):
+    """Too many episodes of a step failed."""
 
 
 class Rollouts:
     """Runs rollouts on this rank's engine, if it leads one, and gives every rank all trajectories."""
 
     def __init__(
-        self, leader: Leader | None, tokenizer: PreTrainedTokenizerBase, rewards: RewardPool, store: dist.Store
+        self,
+        leader: Leader | None,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: RewardPool,
+        store: dist.Store,
+        plan: EpisodePlan,
+        engines: int = 1,
+        max_error_rate: float = 1.0,
     ) -> None:
+        """`engines` is how many leaders share the prompts; above `max_error_rate` failed episodes end the run."""
         self._leader, self._tokenizer, self._rewards, self._store = leader, tokenizer, rewards, store
+        self._plan, self._engines, self._max_error_rate = plan, engines, max_error_rate
         self._rounds = 0
 
     def run(self, prompts: list[Prompt], settings: RolloutSettings, timeout: float) -> list[Trajectory]:
@@ -29,27 +45,45 @@ class Rollouts:
 
         Raises:
             RemoteError: on all ranks, when an engine failed on one.
+            RolloutError: too many episodes failed.
         """
         self._rounds += 1
         own: list[Trajectory] = []
         with agreed("rollout"):
             if self._leader is not None:
-                work = self._sample(self._leader, prompts, settings)
+                work = self._sample(self._leader, prompts, settings, timeout)
                 try:
                     own = self._leader.thread.run(work, timeout, "the rollout")
                 except ExceptionGroup as group:
                     raise first_error(group) from None  # the others are the same error, once a request
         packed = all_gather_bytes(msgspec.msgpack.encode(own))
         everything = [t for part in packed for t in msgspec.msgpack.decode(part, type=list[Trajectory])]
+        check_failures(everything, self._max_error_rate)
         return sorted(everything, key=lambda t: (t.prompt_index, t.sample_index))
 
-    async def _sample(self, leader: Leader, prompts: list[Prompt], settings: RolloutSettings) -> list[Trajectory]:
-        ids = [prompt.token_ids for prompt in prompts]
+    async def _sample(
+        self, leader: Leader, prompts: list[Prompt], settings: RolloutSettings, timeout: float
+    ) -> list[Trajectory]:
+        ids, rows = [prompt.token_ids for prompt in prompts], [prompt.row for prompt in prompts]
+        messages, claim = self._plan.messages(prompts), self._claims(len(prompts))
 
         async def score(trajectory: Trajectory) -> None:
             await self._score(trajectory, prompts[trajectory.prompt_index])
 
-        return await rollout(leader.engine, ids, settings, self._claims(len(prompts)), score)
+        if self._plan.function is not None:
+            episodes = Episodes(self._plan.function, self._tokenizer, rows, messages)
+            return await rollout(leader.engine, ids, settings, claim, score, episodes)
+        # A sampler wants all its prompts at once, so the engines share them out beforehand.
+        share = [index for _ in range(-(-len(ids) // self._engines)) if (index := claim()) is not None]
+        batch = prompt_batch(ids, share, self._tokenizer, settings.group_size, messages, rows)
+        return await self._sample_batch(leader, batch, settings, score, timeout)
+
+    async def _sample_batch(
+        self, leader: Leader, batch: list[PromptText], settings: RolloutSettings, score: OnSample, timeout: float
+    ) -> list[Trajectory]:
+        assert self._plan.sampler is not None
+        engine, sampler = leader.engine, self._plan.sampler
+        return await sample_batch(engine, self._tokenizer, sampler, batch, settings, score, timeout)
 
     def _claims(self, count: int) -> Claim:
         """Prompts are handed out by a counter in the ranks' store: no server, and no two engines get the same one."""
@@ -62,20 +96,39 @@ class Rollouts:
         return claim
 
     async def _score(self, trajectory: Trajectory, prompt: Prompt) -> None:
+        """Add the reward functions' sum to what the episode itself gave. They judge the last answer."""
         if trajectory.error:
             return
         start = time.perf_counter()
-        trajectory.text = self._tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
+        trajectory.text = self._text(trajectory.response_ids)
+        if not self._rewards.labels:
+            return
+        last = trajectory.response_ids[trajectory.answer_start :]
         result = await self._rewards.score(
             prompt=self._tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False),
-            completion=trajectory.text,
+            completion=self._text(last) if trajectory.answer_start else trajectory.text,
             row=prompt.row,
             finish_reason=trajectory.finish_reason,
+            trajectory=trajectory,
         )
-        trajectory.reward, trajectory.reward_parts = result.reward, result.parts
+        trajectory.reward += result.reward
+        trajectory.reward_parts |= result.parts
         trajectory.metrics["time/reward"] = time.perf_counter() - start
         if result.error:
             trajectory.metrics["reward/error"] = 1.0
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def check_failures(trajectories: list[Trajectory], max_error_rate: float) -> None:
+    """Raise RolloutError, with the first error, when a larger share of the trajectories failed."""
+    errors = [t.error for t in trajectories if t.error]
+    if len(errors) > max_error_rate * len(trajectories):
+        raise RolloutError(
+            f"{len(errors)} of {len(trajectories)} episodes failed, more than rollout.max_error_rate="
+            f"{max_error_rate:g} allows; first error: {errors[0]}"
+        )
 
 
 def first_error(group: BaseExceptionGroup) -> BaseException:

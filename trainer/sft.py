@@ -21,8 +21,9 @@ from trainer.config import DataConfig, TrainConfig
 from trainer.config_checks import resolve_device
 from trainer.data import epoch_order, load_rows, load_tokenizer
 from trainer.distributed import agreed, destroy_process_group, init_process_group, is_main, rank, store, world_size
+from trainer.episodes import EpisodePlan
 from trainer.errors import UserError
-from trainer.policy import FsdpPolicy, LossFn, UpdateStats
+from trainer.policy import LossFn, Policy, UpdateStats, make_policy
 from trainer.tracking import NullTracker, make_tracker
 from trainer.watchdog import Watchdog
 
@@ -54,7 +55,7 @@ def main(config: TrainConfig) -> None:
             tokenizer = load_tokenizer(config.model)
             transcripts = load_transcripts(config, tokenizer)
             settings = config.policy.model_copy(update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps})
-            policy = FsdpPolicy(config.model, settings, _device(config), total_updates=config.sft.steps)
+            policy = make_policy(config.model, settings, _device(config), config.sft.steps)
         if is_main():
             print(f"{len(transcripts.samples)} samples, {transcripts.dropped} rows dropped", flush=True)
         train(config, policy, transcripts, tokenizer.pad_token_id, watchdog)
@@ -66,7 +67,7 @@ def main(config: TrainConfig) -> None:
     destroy_process_group()
 
 
-def train(config: TrainConfig, policy: FsdpPolicy, transcripts: Transcripts, pad_id: int, watchdog: Watchdog) -> None:
+def train(config: TrainConfig, policy: Policy, transcripts: Transcripts, pad_id: int, watchdog: Watchdog) -> None:
     """All steps; a row in metrics.jsonl for each, a line on the terminal for some."""
     tracker = _tracker(config)
     steps = config.sft.steps
@@ -83,7 +84,7 @@ def train(config: TrainConfig, policy: FsdpPolicy, transcripts: Transcripts, pad
     tracker.close()
 
 
-def train_step(policy: FsdpPolicy, samples: list[Sample], token_budget: int, pad_id: int) -> UpdateStats:
+def train_step(policy: Policy, samples: list[Sample], token_budget: int, pad_id: int) -> UpdateStats:
     """One update on `samples`, which every rank passes alike and takes its share of."""
     # All ranks know all samples, so the counts need no exchange.
     shares = assign_to_ranks([len(sample.input_ids) for sample in samples], world_size())
@@ -106,6 +107,8 @@ def load_transcripts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) ->
 
     Raises UserError naming the row that does not fit, or when no row is left.
     """
+    # Tools that the recipe describes are described to the warm start, too.
+    config = config.model_copy(update={"data": EpisodePlan(config, tokenizer).data})
     rows = load_rows(config.data.path, config.data.subset, config.data.split)
     limit = config.data.max_prompt_tokens + config.sft.max_tokens
     templated = config.data.apply_chat_template and tokenizer.chat_template is not None

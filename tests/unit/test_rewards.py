@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from generation.trajectory import Trajectory
 from trainer.config import RewardConfig, RewardFunction
 from trainer.errors import UserError
 from trainer.rewards import RewardError, RewardPool, RewardResult, bind_rewards
@@ -271,6 +272,7 @@ def nothing(): return 1.0
 def only_keywords(*, completion): return 1.0
 def two(completion, other, /): return 1.0
 async def later(completion): return 1.0
+async def tools_used(completion, *, trajectory): return trajectory.metrics["tools/calls"]
 number = 3
 class Counting:
     def __init__(self, start): self.start = start
@@ -289,9 +291,11 @@ def signatures(tmp_path: Path) -> Path:
     ("name", "kwargs", "keywords"),
     [
         ("bare", {}, set()),
-        ("asks", {"more": 1}, {"prompt", "row", "answer", "finish_reason"}),
-        ("swallows", {}, {"prompt", "row", "answer", "finish_reason"}),
+        ("asks", {"more": 1}, {"prompt", "row", "answer", "finish_reason", "trajectory"}),
+        ("swallows", {}, {"prompt", "row", "answer", "finish_reason", "trajectory"}),
         ("needs", {"colour": "red"}, set()),
+        ("later", {}, set()),
+        ("tools_used", {}, {"trajectory"}),
         ("Counting", {"start": 1.0}, {"row"}),
     ],
 )
@@ -299,7 +303,19 @@ def test_signatures_that_fit(signatures: Path, name: str, kwargs: dict, keywords
     (reward,) = bind_rewards([(f"{signatures}:{name}", kwargs)])
     assert reward.keywords == keywords
     assert reward.label == name
-    assert reward("text", {"prompt": "p", "row": {}, "answer": None, "finish_reason": "stop"}) == 1.0
+    seen = Trajectory(0, 0, [1], metrics={"tools/calls": 1.0})
+    offered = {"prompt": "p", "row": {}, "answer": None, "finish_reason": "stop", "trajectory": seen}
+    assert reward("text", offered) == 1.0
+
+
+def test_v34_rewards_may_be_async_and_see_the_trajectory(signatures: Path) -> None:
+    """In the pool's own process, where the trajectory goes only because a function asks for it."""
+    functions = [RewardFunction(name=f"{signatures}:{name}") for name in ("later", "tools_used")]
+    seen = Trajectory(0, 0, [1], metrics={"tools/calls": 3.0})
+    with RewardPool(RewardConfig(functions=functions, workers=1)) as pool:
+        score = pool.score(prompt="", completion="", row={}, finish_reason="stop", trajectory=seen)
+        result = LOOP.run(score)
+    assert result == RewardResult(4.0, {"later": 1.0, "tools_used": 3.0})
 
 
 @pytest.mark.parametrize(
@@ -311,7 +327,6 @@ def test_signatures_that_fit(signatures: Path, name: str, kwargs: dict, keywords
         ("nothing", {}, "must take the completion"),
         ("only_keywords", {}, "must take the completion"),
         ("two", {}, "asks for 'other'"),
-        ("later", {}, "async"),
         ("number", {}, "int, not a function"),
         ("Counting", {}, "cannot be set up"),
         ("Countin", {}, "did you mean Counting"),

@@ -1,9 +1,10 @@
 """From names in a recipe to callables whose signatures are known to fit. Imports no torch: workers use this too."""
 
+import asyncio
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from trainer.errors import UserError
 from trainer.importing import load_object
 from trainer.rewards.functions import BUILTINS
 
-OFFERED = ("prompt", "row", "answer", "finish_reason")
+OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory")
 """What every reward function may ask for by keyword, besides the completion and its own settings."""
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -29,7 +30,12 @@ class BoundReward:
 
     def __call__(self, completion: str, offered: dict[str, Any]) -> Any:
         """Call the function; `offered` holds a value for each name in OFFERED."""
-        return self.function(completion, **{key: offered[key] for key in self.keywords}, **self.kwargs)
+        result = self.function(completion, **{key: offered[key] for key in self.keywords}, **self.kwargs)
+        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 def bind_rewards(functions: Iterable[tuple[str, dict[str, Any]]]) -> list[BoundReward]:
@@ -52,8 +58,6 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
         function, kwargs = _construct(name, function, kwargs), {}
     if not callable(function):
         raise UserError(f"reward {name!r} is {type(function).__name__}, not a function")
-    if inspect.iscoroutinefunction(function):
-        raise UserError(f"reward {name!r} is async, but runs in a process of its own: make it a plain function")
     return BoundReward(label, function, _keywords(name, function, kwargs), kwargs)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pickle import PicklingError
 from typing import Any
 
+from generation.trajectory import Trajectory
 from trainer.config import RewardConfig
 from trainer.rewards.loading import bind_rewards
 from trainer.rewards.worker import Reply, StartError, Worker
@@ -40,7 +41,9 @@ class RewardPool:
         """Load and check the functions. Raises UserError naming the one that does not fit."""
         self._config = config
         self._specs = [(function.name, function.kwargs) for function in config.functions]
-        self.labels = [reward.label for reward in bind_rewards(self._specs)]
+        bound = bind_rewards(self._specs)
+        self.labels = [reward.label for reward in bound]
+        self._asked_for = frozenset[str]().union(*(reward.keywords for reward in bound))
         self._weights = [function.weight for function in config.functions]
         self._counts: Counter[str] = Counter()
         self._first_errors: dict[str, str] = {}
@@ -61,12 +64,22 @@ class RewardPool:
         while self._workers:
             self._workers.pop().kill()
 
-    async def score(self, *, prompt: str, completion: str, row: dict[str, Any], finish_reason: str) -> RewardResult:
+    async def score(
+        self,
+        *,
+        prompt: str,
+        completion: str,
+        row: dict[str, Any],
+        finish_reason: str,
+        trajectory: Trajectory | None = None,
+    ) -> RewardResult:
         """Score one answer. Never raises because of a reward function: its failure is in the result and is counted.
 
-        `row` is the dataset's row; `row["answer"]` is what functions see as `answer`.
+        `row` is the dataset's row; `row["answer"]` is what functions see as `answer`. The trajectory, turns and tool
+        replies included, travels to the processes only if a function asks for it.
         """
         offered = {"prompt": prompt, "row": row, "answer": row.get("answer"), "finish_reason": finish_reason}
+        offered["trajectory"] = trajectory if "trajectory" in self._asked_for else None
         replies = await asyncio.gather(*(self._call(index, completion, offered) for index in range(len(self.labels))))
         outcomes = dict(zip(self.labels, replies, strict=True))
         errors = {label: error for label, (_, error) in outcomes.items() if error}

@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""Sums and differences of three numbers for a tiny model with a calculator that takes two numbers at a time.
+
+A prompt such as `(37+42)-15` needs two calls, the second of which uses what the first gave. Three files:
+
+    train.jsonl   prompts for reinforcement, with their answers
+    eval.jsonl    prompts held out from both trainings
+    sft.jsonl     transcripts for the warm start: how calls are written and results are read. Most show bad habits,
+                  which are left to unlearn: guessing without a call, or taking the first result for the last
+"""
+
+import argparse
+import json
+import operator
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Question = tuple[int, str, int, str, int]
+"""Two operations on three numbers, the first of them in brackets."""
+
+OPERATORS = {"+": operator.add, "-": operator.sub}
+
+
+def text(question: Question) -> str:
+    """The prompt."""
+    a, first, b, second, c = question
+    return f"({a}{first}{b}){second}{c}"
+
+
+def steps(question: Question) -> list[tuple[str, int]]:
+    """What is to be calculated, one operation after the other, and what each gives."""
+    a, first, b, second, c = question
+    middle = OPERATORS[first](a, b)
+    return [(f"{a}{first}{b}", middle), (f"{middle}{second}{c}", OPERATORS[second](middle, c))]
+
+
+def questions(count: int, rng: random.Random) -> list[Question]:
+    """Different ones, of numbers with two digits, of which nothing negative comes."""
+    found: dict[Question, None] = {}
+    signs = list(OPERATORS)
+    while len(found) < count:
+        a, b, c = (rng.randrange(10, 100) for _ in range(3))
+        question = (a, rng.choice(signs), b, rng.choice(signs), c)
+        if min(result for _, result in steps(question)) >= 0:
+            found[question] = None
+    return list(found)
+
+
+def call(expression: str) -> str:
+    """What the policy has to say for a calculation to be done."""
+    return f"<tool_call>{json.dumps({'name': 'calculate', 'arguments': {'expression': expression}})}</tool_call>"
+
+
+def transcript(question: Question, calls: int, rng: random.Random) -> list[dict[str, str]]:
+    """A conversation with the first `calls` calculations; the answer is the last result, or a guess."""
+    messages = [{"role": "user", "content": text(question)}]
+    answer = rng.randrange(10, 200)
+    for expression, answer in steps(question)[:calls]:
+        messages.append({"role": "assistant", "content": call(expression)})
+        messages.append({"role": "tool", "content": str(answer)})
+    return [*messages, {"role": "assistant", "content": str(answer)}]
+
+
+def sft_rows(known: list[Question], count: int, shares: tuple[float, float], seed: int) -> Iterator[dict[str, Any]]:
+    """Transcripts of questions drawn with replacement; `shares` of them guess, and stop after one call."""
+    rng = random.Random(seed)
+    guess, early = shares
+    for calls in rng.choices([0, 1, 2], weights=[guess, early, 1 - guess - early], k=count):
+        yield {"messages": transcript(rng.choice(known), calls, rng)}
+
+
+def row(question: Question) -> dict[str, str]:
+    """Prompt and right answer."""
+    return {"prompt": text(question), "answer": str(steps(question)[-1][1])}
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(values) + "\n" for values in rows))
+
+
+def write_calculator(
+    folder: Path,
+    *,
+    train_size: int = 4096,
+    eval_size: int = 128,
+    sft_size: int = 16384,
+    guess_share: float = 0.4,
+    early_share: float = 0.3,
+    seed: int = 0,
+) -> None:
+    """Write the three files; the same arguments give the same bytes."""
+    known = questions(train_size + eval_size, random.Random(seed))
+    train, held_out = known[eval_size:], known[:eval_size]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_jsonl(folder / "train.jsonl", map(row, train))
+    write_jsonl(folder / "eval.jsonl", map(row, held_out))
+    write_jsonl(folder / "sft.jsonl", sft_rows(train, sft_size, (guess_share, early_share), seed + 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--train-size", type=int, default=4096, help="prompts to train on")
+    parser.add_argument("--eval-size", type=int, default=128, help="prompts held out")
+    parser.add_argument("--sft-size", type=int, default=16384, help="transcripts for the warm start")
+    parser.add_argument("--guess-share", type=float, default=0.4, help="share of transcripts that only guess")
+    parser.add_argument("--early-share", type=float, default=0.3, help="share of transcripts that stop after one call")
+    parser.add_argument("--seed", type=int, default=0)
+    options = vars(parser.parse_args())
+    write_calculator(options.pop("folder"), **options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Level 2: a tool is a plain typed function. Named in a recipe as `tools: [scripts/examples/calculator.py:calculate]`."""
+
+import operator
+import re
+
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+def calculate(expression: str) -> int:
+    """One operation on two whole numbers.
+
+    Args:
+        expression: such as 12+34; the operators are + - *
+    """
+    found = re.fullmatch(r"\s*(-?\d+)\s*([-+*])\s*(-?\d+)\s*", expression)
+    if found is None:
+        raise ValueError(f"{expression!r} is not one operation on two numbers")
+    return int(_OPERATORS[found[2]](int(found[1]), int(found[3])))

@@ -1,0 +1,123 @@
+"""An engine that says what it is told to, and a tokenizer in which the same text has many tokenisations."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from generation.rollout import Episodes, rollout
+from generation.rollouts.llm import PolicyLLM, RolloutFunction, RolloutSettings
+from generation.sampling import Completion, SamplingSettings
+from generation.trajectory import Trajectory
+
+TEMPLATE = (
+    "{% if tools %}<|start|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+END = 1
+MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("<", "/"), ("c", "t"), ("i", "o"), ("n", ">")]
+Answers = Callable[[list[int], int], "Awaitable[list[int]] | list[int]"]
+"""From a prompt's ids and seed to what is sampled."""
+
+
+def merging_tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
+    """Bytes and a few merges of them: `hello` is one token, or two, or five. Ids 0 and 1 are pad and end."""
+    special = ["<|pad|>", "<|end|>", "<|start|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = special + alphabet + ["".join(pair) for pair in MERGES]
+    tokenizer = Tokenizer(BPE(vocab={word: index for index, word in enumerate(words)}, merges=MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in special])
+    pad = "<|end|>" if pad_is_eos else "<|pad|>"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATE, pad_token=pad, eos_token="<|end|>"
+    )
+
+
+class Counting:
+    """A tokenizer that counts how often it is called, in either direction."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer, self.calls = tokenizer, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self._tokenizer(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("decode", "batch_decode", "encode"):
+            self.calls += 1
+        return getattr(self._tokenizer, name)
+
+
+class ScriptedEngine:
+    """What rollouts see of an engine. `prompts` are those that it was asked, with the settings."""
+
+    def __init__(self, answers: Answers, max_model_len: int = 4096, max_num_seqs: int = 64) -> None:
+        self.settings = SimpleNamespace(max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+        self.state = SimpleNamespace(check_can_generate=lambda version: None)
+        self.prompts: list[list[int]] = []
+        self.sampling: list[SamplingSettings] = []
+        self.seeds: list[int] = []
+        self._answers = answers
+
+    async def complete(
+        self, prompt_ids: list[int], sampling: SamplingSettings, *, seed: int, policy_version: int
+    ) -> Completion:
+        assert len(prompt_ids) < self.settings.max_model_len
+        self.prompts.append(prompt_ids)
+        self.sampling.append(sampling)
+        self.seeds.append(seed)
+        await asyncio.sleep(0)
+        given = self._answers(prompt_ids, seed)
+        ids = given if isinstance(given, list) else await given
+        cut = ids[: sampling.max_tokens]
+        reason = "stop" if cut == ids else "length"
+        return Completion(cut, [-0.25 * (i + 1) for i in range(len(cut))], reason)
+
+
+def settings(group: int = 1, max_tokens: int = 1000) -> RolloutSettings:
+    return RolloutSettings(group, SamplingSettings(max_tokens), policy_version=0, seed=1, step=2)
+
+
+def handle(engine: ScriptedEngine, tokenizer: Any, prompt_ids: Sequence[int] = (5, 6), **fields: Any) -> PolicyLLM:
+    """One trajectory's handle."""
+    return PolicyLLM(engine, tokenizer, settings(), 0, 0, prompt_ids, **fields)  # type: ignore[arg-type]
+
+
+def run(
+    engine: ScriptedEngine,
+    function: RolloutFunction,
+    prompts: Sequence[Sequence[int]],
+    tokenizer: Any = None,
+    group: int = 1,
+    **episodes: Any,
+) -> list[Trajectory]:
+    """A rollout, in the order in which trajectories finish."""
+    waiting = list(range(len(prompts)))
+
+    async def score(trajectory: Trajectory) -> None:
+        await asyncio.sleep(0)
+
+    work = rollout(
+        engine,  # type: ignore[arg-type]
+        prompts,
+        settings(group),
+        lambda: waiting.pop(0) if waiting else None,
+        score,
+        Episodes(function, tokenizer, **episodes),
+    )
+    return asyncio.run(work)
+
+
+def spelled(tokenizer: Any, text: str, end: bool = True) -> list[int]:
+    """The text in as many tokens as it has bytes, as no tokenizer would write it; with an end by default."""
+    vocabulary = tokenizer.get_vocab()
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+    return [vocabulary[letter] for letter in letters] + [END] * end

@@ -1,0 +1,185 @@
+"""What a recipe's rollout section may say: what is named is loaded before any model, and a mistake is one sentence."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted import merging_tokenizer
+from small_tokenizer import small_tokenizer
+
+from generation.rollouts.llm import one_shot
+from generation.trajectory import Trajectory
+from trainer.config import TrainConfig
+from trainer.config_checks import _check_batch, _check_rollout
+from trainer.data import Prompt
+from trainer.episodes import EpisodePlan
+from trainer.errors import UserError
+from trainer.learner import GrpoLoss, rollout_metrics, to_sample
+from trainer.rollouts import RolloutError, Rollouts, check_failures
+
+TOKENIZER = merging_tokenizer()
+CODE = '''
+from generation.trajectory import Trajectory
+
+number = 3
+def add(x: int, y: int) -> int:
+    """The sum."""
+    return x + y
+def swallows(*rest): ...
+async def own(llm, row, sampling, *, bonus=0.0): return llm.trajectory(reward=bonus)
+class Loop:
+    def __init__(self, bonus): self.bonus = bonus
+    async def run(self, llm, row, sampling): return llm.trajectory(reward=self.bonus)
+class Game:
+    def reset(self, **row): return None
+    def move(self, to: str) -> str: return to
+class Resetless: ...
+class Sampler:
+    def __call__(self, llm, prompts, sampling_params): return llm.generate(prompts, sampling_params)
+async def visit(base_url, api_key, model, row): return 1.0
+'''
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(CODE)
+    return path
+
+
+def config(**rollout: Any) -> TrainConfig:
+    reward = {"functions": rollout.pop("functions", [{"name": "exact_match"}])}
+    sections = {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": rollout, "reward": reward}
+    return TrainConfig.model_validate(sections)
+
+
+def plan(**rollout: Any) -> EpisodePlan:
+    return EpisodePlan(config(**rollout), TOKENIZER)
+
+
+def test_v01_v05_levels_are_chosen_by_import_string(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(code.parent)
+    assert plan().function is one_shot and plan().messages([Prompt(0, (1,), {"prompt": "x"})]) is None
+    for spec in (f"{code}:own", "mine:own"):
+        function = plan(custom=spec, kwargs={"bonus": 2.0}).function
+        assert function is not None
+        handle = SimpleNamespace(trajectory=lambda **fields: Trajectory(0, 0, [1], **fields))
+        assert asyncio.run(function(handle, {}, None)).reward == 2.0  # type: ignore[arg-type]
+    assert plan(custom=f"{code}:Loop", kwargs={"bonus": 1.0}).function is not None
+    sampler = plan(sampler=f"{code}:Sampler")
+    assert sampler.function is None and sampler.sampler is not None
+    assert plan(client=f"{code}:visit").client is not None
+    with_tools = plan(tools=[f"{code}:add"], environment=f"{code}:Game")
+    assert [s["function"]["name"] for s in with_tools.data.chat_template_kwargs["tools"]] == ["add", "move"]
+    assert plan(tools=[f"{code}:add"], describe_tools=False).data.chat_template_kwargs == {}
+    assert plan(tools=[f"{code}:add"], tool_parser="inline").function is not None
+    messages = with_tools.messages([Prompt(0, (1,), {"prompt": "x"})])
+    assert messages == [[{"role": "user", "content": "x"}]]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "reason"),
+    [
+        ({"custom": "no.such.module:own"}, "No module named 'no'"),
+        ({"custom": "FILE:owm"}, "did you mean own"),
+        ({"custom": "FILE:number"}, "is no rollout: write `async def rollout"),
+        ({"custom": "FILE:add"}, "is no rollout: write `async def rollout"),
+        ({"custom": "FILE:Loop"}, "rollout.custom: .*bonus"),
+        ({"custom": "own"}, "write pkg.mod:Name or path/file.py:Name"),
+        ({"tools": ["FILE:number"]}, "rollout.tools: .* is int, not a function"),
+        ({"tools": ["FILE:swallows"]}, "rollout.tools: tool 'swallows' cannot take 'rest'"),
+        ({"tools": ["FILE:add", "FILE:add"]}, "rollout.tools: there are two tools named 'add'"),
+        ({"environment": "FILE:Resetless"}, "must be a class with a method reset"),
+        ({"environment": "FILE:add"}, "must be a class with a method reset"),
+        ({"sampler": "FILE:number"}, "rollout.sampler: .* is no sampler"),
+        ({"client": "FILE:add"}, "must be async def"),
+    ],
+)
+def test_v05_what_cannot_be_used_is_named(code: Path, rollout: dict[str, Any], reason: str) -> None:
+    named = {k: [s.replace("FILE", str(code)) for s in v] if k == "tools" else v.replace("FILE", str(code))
+             for k, v in rollout.items()}  # fmt: skip
+    with pytest.raises(UserError, match=reason) as caught:
+        plan(**named)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "reason"),
+    [
+        ({"custom": "a:b", "sampler": "c:d"}, "rollout.custom and rollout.sampler are both set"),
+        ({"tools": ["a:b"], "client": "c:d"}, "rollout.client calls its tools itself"),
+        ({"kwargs": {"a": 1}}, "nothing takes them"),
+        ({"environment": "a:b", "tool_parser": "inline"}, "an environment's calls are messages"),
+        ({"tool_error": "oops"}, "must say {error}"),
+    ],
+)
+def test_combinations_that_mean_nothing_are_refused(rollout: dict[str, Any], reason: str) -> None:
+    (problem,) = _check_rollout(config(**rollout))
+    assert reason in problem
+    assert list(_check_rollout(config(environment="a:b", tools=["c:d"], kwargs={"a": 1}))) == []
+
+
+def test_ones_own_rollout_needs_no_reward_function() -> None:
+    assert [p for p in _check_batch(config(environment="a:b", functions=[]), 1) if "reward" in p] == []
+    assert [p for p in _check_batch(config(functions=[]), 1) if "reward.functions is empty" in p]
+
+
+def test_v34_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_answer() -> None:
+    tokenizer = small_tokenizer()
+    ids = tokenizer("callTOOLfinal", add_special_tokens=False)["input_ids"]
+    done = Trajectory(0, 0, [4], ids, [1] * 4 + [0] * 4 + [1] * 5, [-1.0] * 13, answer_start=8, reward=0.5)
+    done.reward_parts = {"environment": 0.5}
+
+    class Scores:
+        labels = ("mine",)
+
+        async def score(self, **seen: Any) -> Any:
+            assert seen["completion"] == "final" and seen["trajectory"] is done
+            return SimpleNamespace(reward=2.0, parts={"mine": 2.0}, error="")
+
+    rollouts = Rollouts(None, tokenizer, Scores(), None, plan())  # type: ignore[arg-type]
+    asyncio.run(rollouts._score(done, Prompt(0, (4,), {})))
+    assert done.reward == 2.5 and done.reward_parts == {"environment": 0.5, "mine": 2.0}
+    assert done.text == "callTOOLfinal"
+
+
+def test_too_many_failed_episodes_end_the_run_with_the_first_error() -> None:
+    failed = [Trajectory(0, i, [1], error=f"KeyError: {i}" if i < 2 else "") for i in range(10)]
+    check_failures(failed, 0.2)
+    with pytest.raises(RolloutError, match=r"2 of 10 episodes failed, more than rollout.max_error_rate=0.1 .* 0"):
+        check_failures(failed, 0.1)
+
+
+def test_v14_v15_figures_count_what_the_policy_sampled_and_what_tools_did() -> None:
+    def done(**metrics: float) -> Trajectory:
+        return Trajectory(0, 0, [1], [7, 8, 9], [1, 0, 1], [-1.0, 0.0, -1.0], turns=2, metrics=dict(metrics))
+
+    figures = rollout_metrics([done(**{"tools/calls": 3.0, "tools/errors": 1.0}), done(**{"tools/calls": 1.0})])
+    assert figures["rollout_tokens"] == 4 and figures["length/mean"] == 2 and figures["turns/mean"] == 2
+    assert figures["tools/calls"] == 4 and figures["tools/failure_rate"] == 0.25
+    assert "tools/calls" not in rollout_metrics([done()])
+
+
+def test_v15_tool_tokens_have_no_part_in_loss_kl_or_gradient() -> None:
+    """Whatever the trainer thinks of them: other log-probabilities there change nothing."""
+    import torch
+
+    from trainer.batching import micro_batches
+    from trainer.config import AlgorithmConfig
+
+    done = Trajectory(0, 0, [1, 2], [7, 8, 9, 10], [1, 0, 0, 1], [-1.0, 0.0, 0.0, -2.0])
+    (batch,) = micro_batches([to_sample(done, 0.7)], 100, 0, "cpu", count=1)
+    masked = batch.loss_mask == 0
+    losses = []
+    for seed in (0, 1):
+        noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(seed))
+        logprobs = torch.where(masked, -5 + noise, batch.engine_logprobs + 0.1).requires_grad_()
+        batch.ref_logprobs = torch.where(masked, noise, batch.engine_logprobs)
+        loss, sums = GrpoLoss(AlgorithmConfig(kl_coef=0.1), 2.0)(batch, logprobs, torch.zeros_like(logprobs))
+        loss.backward()
+        assert logprobs.grad is not None
+        assert torch.all(logprobs.grad[masked] == 0) and torch.all(logprobs.grad[~masked] != 0)
+        losses.append((loss.item(), sums["kl"].item(), sums["tokens"].item()))
+    assert losses[0] == losses[1] and losses[0][2] == 2

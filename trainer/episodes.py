@@ -1,0 +1,115 @@
+"""What the recipe's `rollout` section names, loaded and checked before any model is: the way from prompt to trajectory.
+
+Six levels, from nothing to any OpenAI client; each is one key of the section (README, "Rollouts").
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from generation.rollouts.agent import Agent, environment_rollout, environment_tools, tool_rollout
+from generation.rollouts.inline_tools import inline_rollout
+from generation.rollouts.llm import RolloutFunction, custom_rollout, one_shot
+from generation.rollouts.sampler import Sampler, make_sampler
+from generation.rollouts.tool_calls import CallParser, call_parser
+from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, tools_by_name
+from trainer.config import DataConfig, RolloutConfig, TrainConfig
+from trainer.data import Prompt, prompt_messages
+from trainer.errors import UserError
+from trainer.importing import load_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+class EpisodePlan:
+    """How this recipe's prompts become trajectories. Raises UserError naming the key that does not fit.
+
+    Attributes:
+        data: the recipe's data section; where tools are to be described, their schemas go to the chat template.
+        function: runs one episode; None where a sampler takes all prompts at once.
+        sampler: level 5's object, or None.
+        client: level 6's coroutine, or None; `function` is made of it once the server runs.
+    """
+
+    def __init__(self, config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+        rollout = config.rollout
+        self._templated = config.data.apply_chat_template and tokenizer.chat_template is not None
+        self.function: RolloutFunction | None = one_shot
+        self.sampler: Sampler | None = None
+        self.client: Callable[..., Any] | None = None
+        schemas: list[dict[str, Any]] = []
+        if rollout.custom is not None:
+            found = load_object(rollout.custom)
+            self.function = _checked("rollout.custom", lambda: custom_rollout(found, rollout.kwargs))
+        elif rollout.sampler is not None:
+            found = load_object(rollout.sampler)
+            self.function, self.sampler = None, _checked("rollout.sampler", lambda: make_sampler(found, rollout.kwargs))
+        elif rollout.client is not None:
+            self.client = _client(rollout)
+        elif rollout.tools or rollout.environment is not None:
+            self.function, schemas = _agent_function(rollout, tokenizer)
+        self.data = _describing(config.data, schemas) if rollout.describe_tools else config.data
+
+    def messages(self, prompts: Sequence[Prompt]) -> list[list[dict[str, Any]] | None] | None:
+        """What each prompt was rendered from; None where nobody asks, or no chat template is applied."""
+        if not self._templated or self.function is one_shot:
+            return None
+        return [prompt_messages(prompt.row, self.data) for prompt in prompts]
+
+
+def _agent_function(
+    rollout: RolloutConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[RolloutFunction, list[dict[str, Any]]]:
+    """Levels 2 and 3, and the schemas of their tools."""
+    limits = ToolLimits(rollout.tool_timeout_s, rollout.max_concurrency, rollout.max_tool_tokens, rollout.tool_error)
+    tools = _checked("rollout.tools", lambda: tools_by_name(make_tool(_function(spec)) for spec in rollout.tools))
+    parse = _checked("rollout.tool_parser", lambda: _parser(rollout.tool_parser, tokenizer))
+    agent = Agent(ToolRunner(limits, tokenizer), parse, rollout.max_turns, tools, rollout.describe_tools)
+    schemas = [tool.schema for tool in tools.values()]
+    if rollout.environment is None:
+        return inline_rollout(agent) if rollout.tool_parser == "inline" else tool_rollout(agent), schemas
+    found = load_object(rollout.environment)
+    if not inspect.isclass(found) or not callable(getattr(found, "reset", None)):
+        raise UserError(f"rollout.environment: {rollout.environment!r} must be a class with a method reset(**row)")
+    schemas += [t.schema for t in _checked("rollout.environment", lambda: environment_tools(found)).values()]
+    return _checked("rollout.environment", lambda: environment_rollout(found, rollout.kwargs, agent)), schemas
+
+
+def _parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
+    return call_parser("hermes" if name == "inline" else name, tokenizer)  # inline calls are found otherwise
+
+
+def _function(spec: str) -> Callable[..., Any]:
+    found = load_object(spec)
+    if not inspect.isroutine(found):
+        raise ValueError(f"{spec!r} is {type(found).__name__}, not a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _client(rollout: RolloutConfig) -> Callable[..., Any]:
+    assert rollout.client is not None
+    found = load_object(rollout.client)
+    if not inspect.iscoroutinefunction(found):
+        raise UserError(f"rollout.client: {rollout.client!r} must be async def (base_url, api_key, model, row)")
+    client: Callable[..., Any] = found
+    return client
+
+
+def _checked(key: str, make: Callable[[], T]) -> T:
+    """What `make` gives; what is wrong with the user's object becomes a sentence about the key."""
+    try:
+        return make()
+    except UserError:
+        raise
+    except Exception as error:  # the user's constructor may raise anything
+        raise UserError(f"{key}: {error}") from error
+
+
+def _describing(data: DataConfig, schemas: list[dict[str, Any]]) -> DataConfig:
+    if not schemas:
+        return data
+    return data.model_copy(update={"chat_template_kwargs": {**data.chat_template_kwargs, "tools": schemas}})
