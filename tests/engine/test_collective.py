@@ -2,19 +2,26 @@
 
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from colocated import HfPolicy, start_engine, stop
 from conftest import TinyModel
+from transformers import AutoConfig
 
 from generation.sampling import SamplingSettings
 from generation.worker_async import VllmAsyncGenerationWorker
 from sharding.collective import CollectiveSender, engine_ranks
+from sharding.collectives import RemoteError
+from sharding.manifest import checkpoint_manifest, differences
+from sharding.plan import BucketPlan
 from sharding.sending import SyncSettings
 from sharding.source import FsdpWeightSource
+from sharding.storage import StorageWriter
 from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
 
 PROMPT = [20 + i for i in range(40)]  # several blocks of the prefix cache
@@ -85,3 +92,217 @@ def test_n11_t34_broadcast_weights_are_the_policys_on_every_engine(apart: Apart)
         apart.send()
         assert max(apart.gaps()) < 1e-4
         assert max(apart.gaps()) < 1e-4
+
+
+def fail(apart: Apart, seconds: float = 30.0) -> str:
+    """The error of an update that must fail: on the trainer, on both engines, and neither has a version afterwards."""
+    calls = apart.update(seconds)
+    with pytest.raises(RemoteError) as caught:
+        apart.sender.send(apart.policy.version + 1, calls)
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"worker 0 on cpu:0 \(pid \d+\)"):
+            call.result(60)
+    assert [leader.engine.state.version for leader in apart.engines] == [None, None]
+    return str(caught.value)
+
+
+def replace_parameter(apart: Apart, patch: pytest.MonkeyPatch, old: str, changes: dict[str, Any]) -> None:
+    """Have the sender announce and send one weight under another name, in another shape, or not at all."""
+    parameters = []
+    for parameter in apart.sender._parameters:
+        if parameter.name != old:
+            parameters.append(parameter)
+        elif changes:
+            parameters.append(replace(parameter, pieces=(replace(parameter.pieces[0], **changes),)))
+    patch.setattr(apart.sender, "_parameters", parameters)
+    patch.setattr(apart.sender, "_plan", BucketPlan(parameters, SETTINGS.bucket_bytes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", {"name": "model.layers.1.self_attn.kk_proj.weight"}, "kk_proj"),
+        ("model.layers.0.mlp.down_proj.weight", {}, "down_proj"),
+        ("model.layers.1.post_attention_layernorm.weight", {"shape": (2, 32)}, "post_attention_layernorm"),
+        ("model.norm.weight", {"dtype": "float64", "shape": (32,)}, "model.norm.weight comes as float64"),
+    ],
+    ids=["renamed", "missing", "wrong-shape", "wrong-dtype"],
+)
+def test_t05_d11_a_weight_that_does_not_fit_ends_the_update_on_all_and_the_next_repairs_it(
+    apart: Apart, name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        replace_parameter(apart, patch, name, changes)
+        error = fail(apart)
+    assert message in error
+    assert "weights rank" in error
+    apart.send()  # through the same group
+    assert max(apart.gaps()) < 1e-4
+
+
+def test_n8_one_workers_refusal_is_everybodys_error_and_names_it(apart: Apart) -> None:
+    """Only the second engine was promised something else; the first, which loaded all, may not keep it."""
+    info = apart.sender.refit_info()
+    shape, dtype = info.pop("model.norm.weight")
+    second = apart.engines[1]
+    promised = info | {"model.normal.weight": [shape, dtype]}
+    second.thread.run(second.engine.prepare_refit_info_async(promised), 30, "the promise")
+    error = fail(apart)
+    assert "weights rank 2 failed" in error
+    assert "weights rank 1" not in error
+    assert "model.normal.weight is missing; model.norm.weight is not expected" in error
+    for call in apart.call(lambda engine: engine.prepare_refit_info_async(apart.sender.refit_info())):
+        call.result(30)
+    apart.send()
+    assert max(apart.gaps()) < 1e-4
+
+
+def test_a_wrong_byte_on_the_way_is_found_by_comparing(apart: Apart) -> None:
+    gather, calls = apart.sender._source.gather_into, []
+
+    def flipped(names: list[str], slots: list[torch.Tensor]) -> None:
+        gather(names, slots)
+        if "model.norm.weight" in names and not calls:
+            calls.append(names)
+            slots[names.index("model.norm.weight")][3] ^= 64
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apart.sender._source, "gather_into", flipped)
+        error = fail(apart)
+    assert "do not hold what was sent: model.norm.weight (on weights rank 1) differ" in error
+
+
+def test_d14_t35_memory_is_bounded_by_two_buckets_and_nothing_stays(apart: Apart) -> None:
+    apart.send()
+    largest = max(parameter.nbytes for parameter in apart.sender._parameters)
+    report = apart.sender.send(apart.policy.version, apart.update())
+    assert report.staging_bytes <= 2 * max(SETTINGS.bucket_bytes, largest + 512)
+    assert report.nbytes >= 2 * sum(parameter.nbytes for parameter in apart.sender._parameters)  # sent, and compared
+    assert report.verified == "full"
+    resident = []
+    for _ in range(10):
+        apart.sender.send(apart.policy.version, apart.update())
+        leader = apart.engines[0]
+        resident.append(leader.thread.run(leader.engine.memory_bytes(), 10, "memory"))
+    assert resident[-1] - resident[3] < 4 << 20
+
+
+def test_t31_engine_and_trainer_agree_on_names_shapes_and_dtypes(apart: Apart) -> None:
+    for leader in apart.engines:
+        (answer,) = leader.thread.run(leader.engine.call_workers("hotbunk_model_metadata"), 30, "metadata")
+        assert answer["error"] is None
+        assert differences(apart.sender.refit_info(), answer["weights"]) == []
+        config = AutoConfig.from_pretrained(apart.folder)
+        on_disk = checkpoint_manifest(str(apart.folder), "float32", config.tie_word_embeddings)
+        assert differences(on_disk, answer["weights"]) == []
+
+
+def test_t04_d12_joining_twice_changes_nothing_and_wrong_places_are_named(apart: Apart) -> None:
+    engine, thread = apart.engines[0].engine, apart.engines[0].thread
+    sender = apart.sender
+
+    def join(prefix: int, port: int, world_size: int) -> None:
+        thread.run(engine.init_collective_async(prefix, sender.ip, port, world_size, 1, 2.0), 30, "joining")
+
+    def ready() -> list[bool]:
+        return thread.run(engine.call_workers("check_collective_ready"), 30, "asking")
+
+    assert ready() == [True]
+    join(0, sender.port, 3)
+    apart.send()  # the group is the one it was
+    second, second_thread = apart.engines[1].engine, apart.engines[1].thread
+    with pytest.raises(RuntimeError, match=r"rank 1 of the weights group is taken by pid \d+"):
+        second_thread.run(second.init_collective_async(0, sender.ip, sender.port, 3, 1, 2.0), 30, "joining")
+    with pytest.raises(RuntimeError, match="rank 4 of 5 does not belong to the trainer's weights group"):
+        second_thread.run(second.init_collective_async(3, sender.ip, sender.port, 5, 1, 2.0), 30, "joining")
+    with pytest.raises(RuntimeError, match=r"no trainer at 127\.0\.0\.1:9 within 2 s"):
+        join(0, 9, 3)
+    assert ready() == [False]
+    with pytest.raises(RuntimeError, match="in no weights group: init_collective comes first"):
+        thread.run(engine.update_weights_from_collective_async(1.0), 30, "updating")
+    sender.close()
+    apart.sender = apart.join(SETTINGS)
+    apart.send()
+    assert max(apart.gaps()) < 1e-4
+
+
+def test_t06_d11_a_silent_engine_ends_the_update_by_its_deadline_and_a_new_group_repairs_it(apart: Apart) -> None:
+    apart.sender.close()
+    apart.sender = apart.join(SyncSettings("off", 1 << 16, timeout=2.0))
+    first = apart.engines[0]
+    call = first.thread.submit(first.engine.update_weights_from_collective_async(30.0))
+    with pytest.raises(RemoteError, match="no answer from the worker on weights rank 2 within 2 s"):
+        apart.sender.send(apart.policy.version + 1, [call])  # nobody has told the second engine
+    with pytest.raises(RuntimeError, match="weights rank 2"):
+        call.result(60)
+    with pytest.raises(RemoteError, match="make a new CollectiveSender"):
+        apart.sender.send(apart.policy.version + 1)
+    ready = [call.result(30) for call in apart.call(lambda engine: engine.call_workers("check_collective_ready"))]
+    assert ready == [[False], [False]]
+    apart.sender.close()
+    apart.sender = apart.join(SETTINGS)
+    apart.send()
+    assert max(apart.gaps()) < 1e-4
+
+
+def test_an_engine_waits_for_a_silent_trainer_no_longer_than_it_was_told(apart: Apart) -> None:
+    for call in apart.update(1.0):
+        with pytest.raises(RuntimeError, match=r"message from the trainer.* within 1 s|gave up"):
+            call.result(60)
+    assert [leader.engine.state.version for leader in apart.engines] == [None, None]
+    apart.sender.close()
+    apart.sender = apart.join(SETTINGS)
+    apart.send()
+
+
+def test_t07_d16_d27_weights_from_a_folder_are_the_policys_or_an_error(apart: Apart, tmp_path: Path) -> None:
+    def load() -> list[Future[Any]]:
+        return apart.call(lambda engine: engine.load_weights_from_storage_async(str(tmp_path)))
+
+    writer = StorageWriter(tmp_path, apart.source(), bucket_bytes=1 << 16)
+    for _ in range(2):
+        apart.policy.randomise(apart.policy.version + 70)
+        writer.write(apart.policy.version)
+        for call in load():
+            call.result(60)
+        assert max(apart.gaps()) < 1e-4  # at the version that the folder says
+    slot = tmp_path / "slot-1"
+    slot.write_bytes(slot.read_bytes()[:-9999])
+    for call in load():
+        with pytest.raises(RuntimeError, match="ends inside of bucket"):
+            call.result(60)
+    assert [leader.engine.state.version for leader in apart.engines] == [None, None]
+    writer.write(apart.policy.version)
+    for call in load():
+        call.result(60)
+    assert max(apart.gaps()) < 1e-4
+
+
+def test_d11_a_killed_engine_ends_the_update_on_all(apart: Apart) -> None:
+    """The last test of this file: it leaves one engine."""
+    first, second = apart.engines
+    gather, calls = apart.sender._source.gather_into, []
+
+    def kill_on_the_way(names: list[str], slots: list[torch.Tensor]) -> None:
+        gather(names, slots)
+        calls.append(names)
+        if len(calls) == 4:
+            core.kill()
+
+    core = psutil.Process(pid_of(second))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apart.sender._source, "gather_into", kill_on_the_way)
+        running = apart.update()
+        with pytest.raises(RemoteError):
+            apart.sender.send(apart.policy.version + 1, running)
+    with pytest.raises(RuntimeError, match="trainer gave up|weights rank"):
+        running[0].result(60)
+    with pytest.raises(Exception, match="EngineCore|died|dead"):
+        running[1].result(60)
+    assert first.engine.state.version is None
+
+
+def pid_of(leader: Any) -> int:
+    """The worker's process, which says its number in every error."""
+    (answer,) = leader.thread.run(leader.engine.call_workers("prepare_refit_info", {"w": [[1], "int8"]}), 30, "a look")
+    return int(answer["error"].split("(pid ")[1].split(")")[0])
