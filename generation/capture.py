@@ -86,4 +86,5 @@ def _joined(chain: Sequence[tuple[Generation, bool]]) -> Trajectory:
         weight_version=min(generation.weight_version for generation, _ in chain),
         finish_reason=chain[-1][0].finish_reason,
         turns=len(chain),
+        answer_start=len(ids) - len(chain[-1][0].token_ids),
     )

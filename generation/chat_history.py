@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .capture import Generation
-from .prefix_tokens import continue_prompt
+from .prefix_tokens import replace_prefix_tokens
 
 Message = Mapping[str, Any]
 
@@ -23,7 +23,8 @@ class ChatHistory:
     """Answers are recognised by the messages before them and by what they say, not by who sends them back, or how.
 
     `retemplated` counts the prompts whose exact ids could not be kept, because the template does not say where an
-    answer ends; they are what the template makes of the messages, and so begin a trajectory of their own.
+    answer ends, or because tools have changed; they are what the template makes of the messages, and so begin a
+    trajectory of their own.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> None:
@@ -58,7 +59,7 @@ class ChatHistory:
     def continued(self, known: KnownPrefix, until_answer: Sequence[int], whole: Sequence[int]) -> list[int]:
         """The prompt, from the template's ids of the known messages and of all."""
         try:
-            return continue_prompt(self._tokenizer, known.ids, until_answer, whole, self._ends)
+            return replace_prefix_tokens(self._tokenizer, known.ids, until_answer, whole, self._ends)
         except ValueError:
             self.retemplated += 1
             return list(whole)

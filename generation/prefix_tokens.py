@@ -46,21 +46,6 @@ def replace_prefix_tokens(
     return turns.join(model_prefix_token_ids, turns.answer_end())
 
 
-def continue_prompt(
-    tokenizer: Any,
-    model_prefix_token_ids: Sequence[int],
-    template_prefix_token_ids: Sequence[int],
-    template_token_ids: Sequence[int],
-    eos_token_ids: Collection[int] | None = None,
-) -> list[int]:
-    """`replace_prefix_tokens` for messages known to be those of the ids: only the answer's end is looked for."""
-    view = _View(tokenizer, _ends(tokenizer, eos_token_ids), _template_words(tokenizer))
-    turns = _Turns(view, template_prefix_token_ids, template_token_ids)
-    if not turns.ends_blank:
-        turns.check_history_of(model_prefix_token_ids)
-    return turns.join(model_prefix_token_ids, turns.answer_end())
-
-
 def _ends(tokenizer: Any, eos_token_ids: Collection[int] | None) -> frozenset[int]:
     ids = eos_token_ids or tokenizer.eos_token_id
     if ids is None:
@@ -130,8 +115,6 @@ class _Turns:
                 "the chat template writes no EOS token behind answers, so the exact ids cannot be kept; its rendering "
                 f"ends with {view.text(after)[-80:]!r}"
             )
-        # Text behind the last end is the template's own, or an answer that it does not end; the history tells.
-        self.ends_blank = not _squashed(view.text(after))
         # Both begin with the header of an assistant's turn (and in templates without one, with that of any turn).
         pairs = zip(self._told[-1], view.segments(whole)[-1], strict=False)
         shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]

@@ -24,7 +24,7 @@ def test_turns_are_joined_and_what_lies_between_is_masked() -> None:
     assert (t.prompt_ids, t.response_ids) == ([1, 2], [10, 11, 3, 4, 12])
     assert t.loss_mask == [1, 1, 0, 0, 1]
     assert t.logprobs == [-10.0, -11.0, 0.0, 0.0, -12.0]
-    assert (t.turns, t.finish_reason, t.weight_version) == (2, "length", 3)
+    assert (t.turns, t.finish_reason, t.weight_version, t.answer_start) == (2, "length", 3, 4)
 
 
 def test_a_history_that_was_written_anew_begins_another_trajectory() -> None:

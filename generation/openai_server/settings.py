@@ -1,0 +1,36 @@
+"""What a server is started with."""
+
+from dataclasses import dataclass
+
+from ..sampling import SamplingSettings
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of one server.
+
+    Attributes:
+        model_name: what clients call the model.
+        host: the address to listen on; beyond loopback only if asked.
+        port: 0 takes a free one.
+        api_key: what clients have to send as their bearer token; a key of an open trajectory will do, too.
+        sampling: the training configuration. Requests that would be sampled otherwise are refused; None takes all.
+        eos_token_ids: ids that end an answer; by default the tokenizer's.
+        keep_exact_ids: whether prompts keep the ids of earlier answers; False leaves them to the chat template.
+        tool_parser: vLLM's name for the form of tool calls in the model's answers; None offers no tools.
+        reasoning_parser: vLLM's name for the form of thoughts, which are then told apart from the answer.
+        max_conversations: how many trajectories are captured at a time; 0 captures none.
+        max_choices: largest `n` of a request.
+    """
+
+    model_name: str = "policy"
+    host: str = "127.0.0.1"
+    port: int = 0
+    api_key: str | None = None
+    sampling: SamplingSettings | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    keep_exact_ids: bool = True
+    tool_parser: str | None = "hermes"
+    reasoning_parser: str | None = None
+    max_conversations: int = 4096
+    max_choices: int = 128
