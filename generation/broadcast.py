@@ -1,0 +1,44 @@
+"""One object from one rank of a group to all: for code that runs on every rank of an engine group, as in seed 001.
+
+Rollouts here need it not: tools and environments run on the group's leader only, and whole trajectories are exchanged.
+"""
+
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+
+def broadcast_across_tp(obj: Any = None, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """The object of rank `src` of the group, on every rank of it; the others' `obj` does not matter.
+
+    Always two collectives, whatever the object is, on CPU tensors; nothing is unpickled, so the object consists of
+    None, booleans, numbers, text, bytes, lists and dictionaries. Tuples and sets arrive as lists.
+
+    Args:
+        src: number within the group, from 0.
+        group: the ranks that share an engine; None: all ranks.
+
+    Raises:
+        TypeError: on all ranks, when the object holds something else.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return obj
+    payload, problem = b"", ""
+    if dist.get_rank(group) == src:
+        try:
+            payload = msgspec.msgpack.encode(obj)
+        except (TypeError, OverflowError) as error:
+            payload, problem = str(error).encode(), "yes"
+    # A negative length says that what follows is an error, so that nobody is left waiting for the object.
+    length = torch.tensor([-len(payload) if problem else len(payload)], dtype=torch.int64)
+    dist.broadcast(length, group=group, group_src=src)
+    data = torch.empty(abs(int(length)), dtype=torch.uint8)
+    if payload:
+        data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    dist.broadcast(data, group=group, group_src=src)
+    received = data.numpy().tobytes()
+    if int(length) < 0:
+        raise TypeError(f"rank {src} has something that cannot be broadcast: {received.decode()}")
+    return msgspec.msgpack.decode(received)

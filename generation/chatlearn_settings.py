@@ -1,0 +1,197 @@
+"""The hyper-parameters of ChatLearn's vLLM backend: each with its meaning today, or what replaces it."""
+
+import difflib
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_GONE = {
+    "max_paddings": "vLLM pads no batches any more: leave it out; max_num_batched_tokens bounds the tokens of a step",
+    "swap_space": "vLLM swaps no KV blocks to the CPU any more, it computes them again: leave it out, or set "
+    "kv_offloading_size (GiB of host memory for the KV cache)",
+    "sliding_window": "the window is read from the model's config.json: leave it out; disable_sliding_window: true "
+    "switches it off",
+}
+_SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda v: v >= 0, "at least 0, which is greedy"),
+    "top_p": (lambda v: 0 < v <= 1, "in (0, 1]"),
+    "top_k": (lambda v: v >= -1, "at least 1, or -1 or 0 for all tokens"),
+    "min_p": (lambda v: 0 <= v <= 1, "in [0, 1]"),
+    "presence_penalty": (lambda v: -2 <= v <= 2, "in [-2, 2]"),
+    "frequency_penalty": (lambda v: -2 <= v <= 2, "in [-2, 2]"),
+    "repetition_penalty": (lambda v: v > 0, "above 0"),
+}
+_ENGINE = {  # EngineSettings' own name for it
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "enforce_eager": "enforce_eager",
+    "tokenizer": "tokenizer",
+    "model": "model",
+    "dtype": "dtype",
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "seed": "seed",
+    "trust_remote_code": "trust_remote_code",
+}
+_CONCURRENCY = ("max_concurrent_requests", "max_num_seqs", "generation_batch_size", "micro_batch_size")
+_VLLM = (
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_offloading_size",
+    "cpu_offload_gb",
+    "disable_sliding_window",
+    "disable_custom_all_reduce",
+)
+_PROMPTS = ("seq_length", "max_new_tokens", "new_token_limit", "vllm_input_ids_key", "vllm_prompt_key")
+_OWN = ("n", "ignore_eos", "use_beam_search", "stop_token_list", "prompt_logprobs", "includes")
+KNOWN = frozenset(
+    [*_SAMPLING, *(f"eval_{name}" for name in _SAMPLING), *_ENGINE, *_CONCURRENCY, *_VLLM, *_PROMPTS, *_OWN, *_GONE]
+)
+
+
+@dataclass(frozen=True)
+class ChatLearnSettings:
+    """What the hyper-parameters come to.
+
+    Attributes:
+        seq_length: tokens of prompt and answer together.
+        max_new_tokens: longest answer; a prompt may have `seq_length - max_new_tokens` tokens.
+        new_token_limit: False: answers may fill whatever the prompt leaves of `seq_length`.
+        n: answers to each prompt, requests of their own.
+        sampling, eval_sampling: fields of vLLM's `SamplingParams`, for training and for evaluation.
+        stop: strings that end an answer.
+        engine, vllm: fields of `EngineSettings`, and vLLM's own engine arguments.
+        input_ids_key, prompt_key: what the rows of a dataset call a prompt's ids and its text.
+    """
+
+    seq_length: int
+    max_new_tokens: int
+    new_token_limit: bool = True
+    n: int = 1
+    sampling: dict[str, Any] = field(default_factory=dict)
+    eval_sampling: dict[str, Any] = field(default_factory=dict)
+    stop: list[str] = field(default_factory=list)
+    engine: dict[str, Any] = field(default_factory=dict)
+    vllm: dict[str, Any] = field(default_factory=dict)
+    input_ids_key: str = "input_ids"
+    prompt_key: str = "prompt"
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Tokens a prompt may have."""
+        return self.seq_length - (self.max_new_tokens if self.new_token_limit else 1)
+
+    def max_tokens(self, prompt_tokens: int) -> int:
+        """Tokens the answer to such a prompt may have."""
+        return self.max_new_tokens if self.new_token_limit else self.seq_length - prompt_tokens
+
+
+def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
+    """The settings from a model's hyper-parameters.
+
+    Raises:
+        ValueError: one is unknown, out of its range, or has no meaning any more; the message names what replaces it.
+    """
+    given = {key: value for key, value in args.items() if value is not None}
+    for key in given:
+        if key in _GONE:
+            raise ValueError(f"{key} is gone: {_GONE[key]}")
+        if key not in KNOWN:
+            close = difflib.get_close_matches(key, KNOWN, n=1)
+            raise ValueError(f"{key} is no hyper-parameter" + (f"; did you mean {close[0]}?" if close else ""))
+    if given.get("use_beam_search"):
+        raise ValueError(
+            "use_beam_search: beams are no samples of the policy, and vLLM's engine has them no more: set it to false, "
+            "and for evaluation use LLM.beam_search of a plain vllm.LLM"
+        )
+    sampling = _sampling(given, "")
+    return ChatLearnSettings(
+        **_lengths(given),
+        n=_whole(given, "n", 1, 1),
+        sampling=sampling,
+        eval_sampling=sampling | _sampling(given, "eval_"),
+        stop=_stop_strings(given.get("stop_token_list", "")),
+        engine=_engine(given),
+        vllm=_vllm(given),
+        input_ids_key=str(given.get("vllm_input_ids_key", "input_ids")),
+        prompt_key=str(given.get("vllm_prompt_key", "prompt")),
+    )
+
+
+def _lengths(given: Mapping[str, Any]) -> dict[str, Any]:
+    for key in ("seq_length", "max_new_tokens"):
+        if key not in given:
+            raise ValueError(f"{key} is missing: set it to a number of tokens")
+    total, new = _whole(given, "seq_length", 1), _whole(given, "max_new_tokens", 1)
+    limited = _flag(given, "new_token_limit", True)
+    if limited and new >= total:
+        raise ValueError(
+            "Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0: seq_length - "
+            f"max_new_tokens = {total} - {new}"
+        )
+    return {"seq_length": total, "max_new_tokens": new, "new_token_limit": limited}
+
+
+def _sampling(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Fields of `SamplingParams` with their ranges checked; with a prefix, only those that are set under it."""
+    fields: dict[str, Any] = {}
+    for name, (fits, meaning) in _SAMPLING.items():
+        value = given.get(prefix + name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
+            raise ValueError(f"{prefix}{name} is {value!r}, but should be {meaning}")
+        fields[name] = value
+    if prefix:
+        return fields
+    if "prompt_logprobs" in given:
+        fields["prompt_logprobs"] = _whole(given, "prompt_logprobs", 0)
+    return fields | {"ignore_eos": _flag(given, "ignore_eos", False)}
+
+
+def _stop_strings(listed: str) -> list[str]:
+    """The strings of `<EOS>;</s>`."""
+    parts = listed.split(";") if listed else []
+    if any(not part for part in parts):
+        warnings.warn(f"stop_token_list {listed!r} has an empty entry, which is left out", stacklevel=2)
+    return [part for part in parts if part]
+
+
+def _engine(given: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {own: given[key] for key, own in _ENGINE.items() if key in given}
+    share = fields.get("gpu_memory_utilization", 1)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(f"gpu_memory_utilization is {share!r}, but should be in (0, 1]")
+    named = [key for key in _CONCURRENCY if key in given]
+    if named:
+        fields["max_num_seqs"] = _whole(given, named[0], 1)
+    return fields
+
+
+def _vllm(given: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {key: given[key] for key in _VLLM if key in given}
+    if "block_size" in fields:
+        fields["block_size"] = _whole(given, "block_size", 1)  # tokens: the page's MB are a mistake
+    if "max_num_batched_tokens" in fields:
+        tokens = _whole(given, "max_num_batched_tokens", 1)
+        at_once = _engine(given).get("max_num_seqs", 0)
+        if tokens < at_once:
+            warnings.warn(
+                f"max_num_batched_tokens = {tokens} lets fewer than {at_once} answers grow at once", stacklevel=2
+            )
+    return fields
+
+
+def _whole(given: Mapping[str, Any], key: str, lowest: int, default: int | None = None) -> int:
+    value = given.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise ValueError(f"{key} is {value!r}, but should be a whole number of at least {lowest}")
+    return value
+
+
+def _flag(given: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = given.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}, but should be true or false")
+    return value

@@ -1,0 +1,229 @@
+"""Level 5: samplers, which are given vLLM in its familiar words and all prompts of the engine's share at once.
+
+A sampler is anything that is called with `(llm, prompts, sampling_params)`, or has a `generate` method that is. It
+returns one result for each prompt: vLLM's `RequestOutput`, or a list of token ids. All its calls count: an answer's
+trajectory begins where its conversation began, and whatever the sampler put between the answers is masked.
+
+Whoever waits for all prompts before the next turn wastes the engine's time; levels 2 to 4 do not.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..importing import importable, load
+from ..logits_processors import new_way
+from ..trajectory import Trajectory
+from .history import History, trajectory
+from .llm import RolloutSettings
+from .sampler_llm import SamplerLLM
+from .sampler_prompts import PromptText
+from .tool_calls import ToolCall, parse_hermes
+from .tools import ToolLimits, ToolRunner, make_tool, tools_by_name
+from .user_code import call_user
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm import RequestOutput
+
+    from ..worker_async import VllmAsyncGenerationWorker
+
+Sampler = Callable[[Any, Any, Any], Any]
+"""A sampler as it is called: (llm, prompts, sampling_params) -> one result for each prompt, or an awaitable of them."""
+
+
+class RolloutSampler(Protocol):
+    """The shape of a sampler; nothing has to be derived from it."""
+
+    def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
+        """One output for each prompt, in order."""
+        ...
+
+
+class OneShotRolloutSampler:
+    """One generation for each prompt."""
+
+    def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
+        """What `llm.generate` gives."""
+        outputs: list[RequestOutput] = llm.generate(prompts=prompts, sampling_params=sampling_params, use_tqdm=False)
+        return outputs
+
+
+class FnCallRolloutSampler:
+    """Chats in which the policy may call functions: several `llm.chat` calls, each for all conversations still open.
+
+    Whoever needs another order derives from it and overrides `__call__`; `tools` are the schemas that chats are given.
+    """
+
+    def __init__(
+        self, functions: Sequence[Callable[..., Any] | str] = (), max_turns: int = 8, limits: ToolLimits | None = None
+    ) -> None:
+        """`functions` are plain and typed (level 2), or name such; after `max_turns` answers a conversation ends."""
+        loaded = [load(importable(found)) if isinstance(found, str) else found for found in functions]
+        self._tools = tools_by_name(map(make_tool, loaded))
+        self._max_turns, self._limits = max_turns, limits or ToolLimits()
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Schemas in the form of OpenAI's API."""
+        return [tool.schema for tool in self._tools.values()]
+
+    def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
+        """The last output of each conversation; those before it belong to its trajectory all the same."""
+        chats = [list(getattr(p, "messages", None) or [{"role": "user", "content": str(p)}]) for p in prompts]
+        results: list[Any] = [None] * len(chats)
+        still_open = list(range(len(chats)))
+        for turn in range(self._max_turns):
+            chosen = [chats[i] for i in still_open]
+            outputs = llm.chat(messages=chosen, sampling_params=sampling_params, use_tqdm=False, tools=self.tools)
+            for i, output in zip(still_open, outputs, strict=True):
+                results[i] = output
+            calls = {i: parse_hermes(results[i].outputs[0].text) for i in still_open if _complete(results[i])}
+            still_open = [i for i in calls if calls[i]]
+            if not still_open or turn + 1 == self._max_turns:
+                break
+            replies = asyncio.run(self._replies(llm.get_tokenizer(), [calls[i] for i in still_open]))
+            for i, texts in zip(still_open, replies, strict=True):
+                chats[i].append({"role": "assistant", "content": results[i].outputs[0].text})
+                chats[i] += [{"role": "tool", "content": text} for text in texts]
+        return results
+
+    async def _replies(self, tokenizer: Any, calls: list[list[ToolCall]]) -> list[list[str]]:
+        """Every conversation's calls at once; errors are replies, too."""
+        runner = ToolRunner(self._limits, tokenizer)
+        return list(await asyncio.gather(*(runner.run(self._tools, each, {}) for each in calls)))
+
+
+def make_sampler(found: Any, kwargs: Mapping[str, Any] | None = None) -> Sampler:
+    """A sampler from what a recipe names: a class (made with `kwargs`), an object, or a function.
+
+    Raises:
+        ValueError: it can neither be called nor has a `generate` method.
+    """
+    made = found(**(kwargs or {})) if isinstance(found, type) else found
+    if kwargs and not isinstance(found, type):
+        raise ValueError(f"{found!r:.100} takes no kwargs: only a class is made with them")
+    if callable(made):
+        return made  # type: ignore[no-any-return]
+    if callable(generate := getattr(made, "generate", None)):
+        return generate  # type: ignore[no-any-return]
+    raise ValueError(
+        f"{found!r:.100} is no sampler: it needs to be called, or its generate, with (llm, prompts, sampling_params)"
+    )
+
+
+async def sample_batch(
+    engine: "VllmAsyncGenerationWorker",
+    tokenizer: "PreTrainedTokenizerBase",
+    sampler: Sampler,
+    batch: Sequence[PromptText],
+    settings: RolloutSettings,
+    on_sample: Callable[[Trajectory], Awaitable[None]],
+    timeout: float = 3600.0,
+) -> list[Trajectory]:
+    """Have a sampler answer a batch, and score its trajectories; they come in the order of the batch.
+
+    Runs on the engine's loop, the sampler on a thread of its own. An engine that fails, and whatever the sampler
+    raises, end the rollout, and so does the sampler's deadline of `timeout` seconds; requests that fail do not.
+
+    Raises:
+        ValueError: the sampler's result does not fit the batch; the message names the first index that is wrong.
+    """
+    engine.state.check_can_generate(settings.policy_version)
+    if not batch:
+        return []
+    llm = SamplerLLM(engine, tokenizer, settings, asyncio.get_running_loop(), batch, timeout)
+    try:
+        returned = await call_user(lambda: _call(sampler, llm, batch), timeout)
+    except Exception as error:
+        raise llm.fatal or new_way(error) from error
+    finally:
+        llm.close()
+    if llm.fatal is not None:
+        raise llm.fatal
+    finished = trajectories(returned, batch, llm.history, settings.policy_version)
+    async with asyncio.TaskGroup() as group:
+        for done in finished:
+            group.create_task(_awaited(on_sample(done)))
+    return finished
+
+
+def trajectories(returned: Any, batch: Sequence[PromptText], history: History, version: int) -> list[Trajectory]:
+    """The trajectories that a sampler's result stands for, one for each prompt of the batch.
+
+    Raises:
+        ValueError: a result is missing, too many, None, of no kind known here, or not what the policy has sampled.
+    """
+    if returned is None or isinstance(returned, str | Mapping) or not hasattr(returned, "__len__"):
+        raise ValueError(f"the sampler returned {returned!r:.60} instead of a list with {len(batch)} results")
+    if len(returned) != len(batch):
+        index = min(len(returned), len(batch))
+        what = f"nothing for prompt {index}" if len(returned) < len(batch) else f"result {index} has no prompt"
+        raise ValueError(f"the sampler returned {len(returned)} results for {len(batch)} prompts: {what}")
+    return [_trajectory(returned[i], i, prompt, history, version) for i, prompt in enumerate(batch)]
+
+
+def _trajectory(result: Any, index: int, prompt: PromptText, history: History, version: int) -> Trajectory:
+    if result is None:
+        raise ValueError(f"the sampler returned None for prompt {index}")
+    try:
+        answer, length = _found(result, index, history)
+    except ValueError as error:
+        raise ValueError(f"the sampler's result {index} {error}") from error
+    if answer.chain[0].place != prompt.place and answer.chain[0].place[0] >= 0:
+        other = answer.chain[0].place
+        raise ValueError(
+            f"the sampler's result {index} answers prompt {other[0]} (sample {other[1]}), not prompt "
+            f"{prompt.prompt_index} (sample {prompt.sample_index}): keep the order of the prompts"
+        )
+    if wrong := next((a.off_policy for a in answer.chain if a.off_policy), ""):
+        raise ValueError(
+            f"the sampler's result {index} was not sampled as training asks: {wrong}; clone the sampling_params "
+            "that it is given and change only max_tokens, stop and the like"
+        )
+    return trajectory(answer, prompt.place, version, length)
+
+
+def _found(result: Any, index: int, history: History) -> tuple[Any, int | None]:
+    """The answer a result stands for, and where its trajectory is cut. ValueError says what is wrong with it."""
+    if not hasattr(result, "outputs"):
+        ids = _token_ids(result)
+        found = history.of_ids(ids, index)
+        if found is None:
+            raise ValueError(f"holds {len(ids)} ids that the policy has not sampled in this rollout")
+        return found
+    if len(result.outputs) != 1:
+        raise ValueError(f"has {len(result.outputs)} answers: return one, every prompt is there once for each sample")
+    answer = history.of_output(result)
+    if answer is None:
+        raise ValueError("is an output that this engine has not given in this rollout")
+    token_ids = list(result.outputs[0].token_ids)
+    if token_ids == answer.token_ids:
+        return answer, None
+    if token_ids != answer.token_ids[: len(token_ids)]:
+        raise ValueError("has other token_ids than were sampled: they may be cut, but not changed")
+    before = len(answer.prompt_ids) - len(answer.chain[0].prompt_ids)
+    return answer, before + len(token_ids)
+
+
+def _token_ids(result: Any) -> list[int]:
+    try:
+        return [int(token) for token in result]
+    except (TypeError, ValueError):
+        raise ValueError(f"is {result!r:.60}, but should be a RequestOutput or a list of token ids") from None
+
+
+def _call(sampler: Sampler, llm: SamplerLLM, batch: Sequence[PromptText]) -> Any:
+    """The sampler's result; a coroutine is run on a loop of its own, here on the sampler's thread."""
+    result = sampler(llm, list(batch), llm.sampling_params)
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _complete(output: Any) -> bool:
+    """Whether the answer ended by itself: half a call is none."""
+    return bool(output.outputs[0].finish_reason == "stop")

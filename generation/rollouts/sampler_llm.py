@@ -1,0 +1,251 @@
+"""What a sampler (level 5) calls: vLLM's `generate` and `chat`, blocking, on the engine that is being trained.
+
+The sampler runs on a thread of its own while the engine's loop serves its calls, all requests of a call at once. What
+comes back are vLLM's own outputs; each is remembered, so that what the sampler returns in the end is known for what it
+is.
+"""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..logits_processors import check_request
+from ..sampling import response_budget, sample_seed, vllm_sampling_params
+from ..vllm_compat import request_errors
+from .history import History, answers_of
+from .llm import RolloutSettings
+from .sampler_prompts import Prompts, PromptText, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm import RequestOutput, SamplingParams
+
+    from ..worker_async import VllmAsyncGenerationWorker
+
+    _Work = Coroutine[Any, Any, list[RequestOutput]]
+
+# Whatever changes the distribution that is sampled from; an answer that is trained on must have training's values.
+_DISTRIBUTION = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+)
+
+
+class SamplerLLM:
+    """One batch's view of the policy, in the words of `vllm.LLM`. Its methods block: not for the engine's own loop.
+
+    Attributes:
+        tokenizer: the model's.
+        sampling_params: used where a call gives none; training's, or evaluation's where that is what runs.
+        history: every answer so far.
+        fatal: the error of the engine itself, if there was one: it ends the rollout whatever the sampler makes of it.
+    """
+
+    def __init__(
+        self,
+        engine: "VllmAsyncGenerationWorker",
+        tokenizer: "PreTrainedTokenizerBase",
+        settings: RolloutSettings,
+        loop: asyncio.AbstractEventLoop,
+        batch: Sequence[PromptText] = (),
+        timeout: float = 3600.0,
+    ) -> None:
+        """`loop` is the one the engine runs on; `timeout` (seconds) is the longest a call may take."""
+        self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
+        self.history = History()
+        self.fatal: Exception | None = None
+        self._prompts = Prompts(tokenizer, settings, batch, self.history)
+        self.sampling_params = vllm_sampling_params(settings.sampling, seed=None)
+        self.sampling_params.detokenize = self.sampling_params.skip_special_tokens = True
+        self._training = self.sampling_params
+        self._loop, self._timeout = loop, timeout
+        self._calls: Counter[tuple[int, int]] = Counter()
+        self._running: set[Future[Any]] = set()
+        self._closed = False
+        self._numbers = itertools.count()
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The model's tokenizer."""
+        return self.tokenizer
+
+    def generate(self, prompts: Any = None, sampling_params: Any = None, **options: Any) -> "list[RequestOutput]":
+        """As `vllm.LLM.generate`: one output for each prompt, in order.
+
+        A prompt that leaves no room, or that vLLM refuses, gives an output without tokens, whose finish reason is
+        "length" or "error": one bad prompt does not lose the others.
+
+        Args:
+            prompts: a text, a list of ids, a dictionary with `prompt_token_ids` or `prompt`, or a list of such.
+            sampling_params: vLLM's, or a list with one for each prompt, or None for `self.sampling_params`.
+            options: `prompt_token_ids` instead of prompts; `use_tqdm` is accepted, there is no bar.
+        """
+        return self._wait(self._generate(prompts, sampling_params, options))
+
+    async def generate_async(
+        self, prompts: Any = None, sampling_params: Any = None, **options: Any
+    ) -> "list[RequestOutput]":
+        """`generate` for samplers that are coroutines."""
+        return await asyncio.wrap_future(self._submit(self._generate(prompts, sampling_params, options)))
+
+    def chat(self, messages: Any, sampling_params: Any = None, **options: Any) -> "list[RequestOutput]":
+        """As `vllm.LLM.chat`: one output for each conversation, in order.
+
+        Args:
+            messages: one conversation, or a list of them. Where it goes on from an earlier answer, that is kept as it
+                was sampled; the assistant's message may hold its text, the end of it, or the tool calls in it.
+            sampling_params: as for `generate`.
+            options: `tools` (OpenAI schemas), `chat_template_kwargs`; `use_tqdm` is accepted.
+        """
+        return self._wait(self._chat(messages, sampling_params, options))
+
+    async def chat_async(self, messages: Any, sampling_params: Any = None, **options: Any) -> "list[RequestOutput]":
+        """`chat` for samplers that are coroutines."""
+        return await asyncio.wrap_future(self._submit(self._chat(messages, sampling_params, options)))
+
+    @contextmanager
+    def update_sampling_params(self, **changes: Any) -> "Iterator[SamplingParams]":
+        """Other values in `sampling_params` for the length of a block; put back however it ends.
+
+        Raises:
+            ValueError: `SamplingParams` has no such field.
+        """
+        check_request(changes)
+        before = self.sampling_params
+        if unknown := sorted(name for name in changes if not hasattr(before, name)):
+            raise ValueError(f"update_sampling_params: vLLM's SamplingParams has no {', '.join(unknown)}")
+        self.sampling_params = before.clone()
+        for name, value in changes.items():
+            setattr(self.sampling_params, name, value)
+        try:
+            yield self.sampling_params
+        finally:
+            self.sampling_params = before
+
+    def close(self) -> None:
+        """End the calls that still wait, and refuse further ones: a sampler that was given up ends at its next call."""
+        self._closed = True
+        for future in list(self._running):
+            future.cancel()
+
+    def _generate(self, prompts: Any, sampling_params: Any, options: dict[str, Any]) -> "_Work":
+        ids = _options(options, "prompt_token_ids").get("prompt_token_ids")
+        if (prompts is None) == (ids is None):
+            raise ValueError("llm.generate needs either prompts or prompt_token_ids")
+        requests = self._prompts.requests(prompts if ids is None else ids)
+        return self._run(requests, self._params(sampling_params, len(requests)))
+
+    def _chat(self, messages: Any, sampling_params: Any, options: dict[str, Any]) -> "_Work":
+        options = _options(options, "tools", "chat_template_kwargs", "chat_template_content_format")
+        kwargs = options.get("chat_template_kwargs") or {}
+        requests = self._prompts.chat_requests(messages, options.get("tools"), kwargs)
+        return self._run(requests, self._params(sampling_params, len(requests)))
+
+    def _submit(self, work: "_Work") -> "Future[list[RequestOutput]]":
+        if self._closed:
+            work.close()
+            raise RuntimeError("this rollout is over: its llm samples nothing any more")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+    def _wait(self, work: "_Work") -> "list[RequestOutput]":
+        future = self._submit(work)
+        try:
+            return future.result(self._timeout)
+        except TimeoutError as error:
+            future.cancel()
+            raise TimeoutError(f"a call of the sampler did not finish within {self._timeout:.0f} s") from error
+
+    def _params(self, given: Any, count: int) -> "list[SamplingParams]":
+        listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
+        if len(listed) != count:
+            raise ValueError(f"{count} prompts have {len(listed)} sampling_params: give one for all, or one for each")
+        return [self._own(params) for params in listed]
+
+    def _own(self, params: Any) -> "SamplingParams":
+        """A copy that asks for what a trajectory needs: the final output only, with log-probabilities and text."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if isinstance(params, Mapping):
+            check_request(params)
+            params = SamplingParams(**params)
+        own: SamplingParams = (params or self.sampling_params).clone()
+        own.logprobs, own.detokenize = own.logprobs or 0, True
+        own.output_kind = RequestOutputKind.FINAL_ONLY
+        return own
+
+    async def _run(self, requests: list[Request], params: "list[SamplingParams]") -> "list[RequestOutput]":
+        return list(await asyncio.gather(*map(self._one, requests, params)))
+
+    async def _one(self, request: Request, params: "SamplingParams") -> "RequestOutput":
+        settings, call = self.settings, self._calls[request.place]
+        self._calls[request.place] += 1
+        longest = params.max_tokens or self.engine.settings.max_model_len
+        params.max_tokens = response_budget(len(request.token_ids), longest, self.engine.settings.max_model_len)
+        if params.seed is None and params.temperature > 0:
+            params.seed = sample_seed(settings.seed, settings.step, *request.place, call)
+        output, error = await self._sample(request, params)
+        output.prompt = output.prompt or str(request.text)
+        for answer in answers_of(output):
+            answer.position, answer.place, answer.parent = request.position, request.place, request.parent
+            answer.off_policy, answer.error = off_policy(params, self._training), error
+            self.history.add(answer, request.messages)
+        return output
+
+    async def _sample(self, request: Request, params: "SamplingParams") -> "tuple[RequestOutput, str]":
+        """The engine's output, or one without tokens and what was wrong."""
+        if params.max_tokens == 0:
+            count, limit = len(request.token_ids), self.engine.settings.max_model_len
+            problem = "" if request.parent else f"a prompt of {count} tokens leaves no room in {limit}"
+            return self._without_tokens(request, "length"), problem
+        prompt = {"prompt_token_ids": request.token_ids}
+        version = self.settings.policy_version
+        try:
+            return await self.engine.request(prompt, params, policy_version=version), ""
+        except request_errors() as error:
+            return self._without_tokens(request, "error"), f"{type(error).__name__}: {error}"
+        except Exception as error:
+            self.fatal = error
+            raise
+
+    def _without_tokens(self, request: Request, reason: str) -> "RequestOutput":
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        name = f"{reason}-{next(self._numbers)}"
+        none = CompletionOutput(0, "", [], cumulative_logprob=0.0, logprobs=[], finish_reason=reason)
+        return RequestOutput(name, request.text, request.token_ids, None, [none], finished=True)
+
+
+def off_policy(params: "SamplingParams", training: "SamplingParams") -> str:
+    """What of `params` makes another distribution than training's, as "temperature is 0.5 instead of 1.0"; or ""."""
+
+    def value(of: "SamplingParams", name: str) -> Any:
+        found = getattr(of, name)
+        return max(found, 0) if name == "top_k" else found or 0
+
+    different = [name for name in _DISTRIBUTION if value(params, name) != value(training, name)]
+    return ", ".join(f"{name} is {getattr(params, name)} instead of {getattr(training, name)}" for name in different)
+
+
+def _options(options: dict[str, Any], *known: str) -> dict[str, Any]:
+    """The options of a call, checked. Raises ValueError naming one that has no meaning here."""
+    check_request(options)
+    if unknown := sorted(set(options) - {"use_tqdm", *known}):
+        raise ValueError(f"llm.generate and llm.chat take no {', '.join(unknown)} here")
+    return options

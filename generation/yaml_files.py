@@ -1,0 +1,103 @@
+"""YAML files that include others, with defaults that the environment overrides.
+
+    includes: [base.yaml, sizes.yaml]        # relative to this file; later ones win, what stands here wins over all
+    engine:
+      includes: [engine.yaml]                # one level down, too: what that file holds becomes part of this section
+      max_num_seqs: ${MAX_SEQS:64}           # the variable MAX_SEQS if it is set, else 64
+
+A value is read as YAML, also when it comes from the environment: `${NAME:[1, 2]}` is a list, `${NAME:}` is null. Within
+a longer text it is inserted as it stands. Everything else that begins with `${` is OmegaConf's own.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+INCLUDES = "includes"
+
+_DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):([^{}]*)\}")
+
+
+def read_yaml(path: Path, environ: Mapping[str, str] = os.environ) -> DictConfig:
+    """A file's mapping with its includes merged in and its defaults filled in; `${a.b}` is left to be resolved.
+
+    Raises:
+        ValueError: a file is missing, is no valid YAML or no mapping, or includes itself; it is named, and the files
+            that led to it.
+    """
+    merged = OmegaConf.create(_read(path, environ, ()))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def fill_defaults(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
+    """A value of plain containers with every `${NAME:default}` in it replaced."""
+    if isinstance(value, dict):
+        return {key: fill_defaults(inner, environ) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [fill_defaults(inner, environ) for inner in value]
+    if not isinstance(value, str):
+        return value
+    if whole := _DEFAULT.fullmatch(value):
+        return _typed(environ.get(whole[1], whole[2]), whole[1])
+    return _DEFAULT.sub(lambda found: environ.get(found[1], found[2]), value)
+
+
+def _typed(text: str, name: str) -> Any:
+    """A value as OmegaConf reads it from a file: YAML, and 1e-5 is a number."""
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{name} is {text!r}, which is no valid YAML") from error
+
+
+def _read(path: Path, environ: Mapping[str, str], above: tuple[Path, ...]) -> dict[str, Any]:
+    """One file, includes and all; `above` are the files that include it."""
+    if path.resolve() in [parent.resolve() for parent in above]:
+        raise ValueError(f"{INCLUDES}: {' includes '.join(map(str, [*above, path]))}, and so on without end")
+    values = fill_defaults(_load(path, above), environ)
+    sections = {
+        key: _with_includes(section, f"{key}.{INCLUDES}", path, environ, above)
+        if isinstance(section, dict)
+        else section
+        for key, section in values.items()
+    }
+    return _with_includes(sections, INCLUDES, path, environ, above)
+
+
+def _with_includes(
+    values: dict[str, Any], key: str, path: Path, environ: Mapping[str, str], above: tuple[Path, ...]
+) -> dict[str, Any]:
+    """What the files that `values` includes hold, overridden by `values` itself."""
+    if INCLUDES not in values:
+        return values
+    own = dict(values)
+    names = own.pop(INCLUDES)
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: {key} is {names!r}, but should be a list of files")
+    parts = [_read(path.parent / name, environ, (*above, path)) for name in names]
+    merged = OmegaConf.merge(*map(OmegaConf.create, [*parts, own]))
+    return OmegaConf.to_container(merged, resolve=False)  # type: ignore[return-value]
+
+
+def _load(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    by = f", which {above[-1]} includes" if above else ""
+    try:
+        loaded = OmegaConf.load(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: no such recipe file{by}") from error
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{path}{by} cannot be read: {first}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}{by} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ValueError(f"{path}{by} must be a mapping of sections such as model and data, not a list")
+    return OmegaConf.to_container(loaded, resolve=False)  # type: ignore[return-value]

@@ -1,0 +1,432 @@
+"""Level 5 on a real engine: samplers as people write them, ChatLearn modules, logits processors; one engine for all."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from colocated import HfPolicy, start_engine, stop
+from conftest import TinyModel
+
+from generation.chatlearn import VLLMModule, get_model, print_rank_0
+from generation.logits_processors import engine_arguments
+from generation.rollout import RolloutSettings, rollout
+from generation.rollouts.sampler import FnCallRolloutSampler, OneShotRolloutSampler, make_sampler, sample_batch
+from generation.rollouts.sampler_llm import SamplerLLM
+from generation.rollouts.sampler_prompts import PromptText, prompt_batch
+from generation.sampling import SamplingSettings
+from generation.trajectory import Trajectory
+from sharding.manager import Leader
+
+PROMPTS = [[14, 50, 77], [20, 21, 22, 23, 24]]
+SECONDS = 120.0
+
+
+def scripted(params: Any) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
+    """A logits processor: requests with `extra_args={"say": ids}` say those ids, all others what they like."""
+    said = (params.extra_args or {}).get("say")
+    if said is None:
+        return None
+
+    def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(logits, -float("inf"))
+        forced[said[min(len(output_ids), len(said) - 1)]] = 0.0
+        return forced
+
+    return force
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyModel) -> Path:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def leader(model: Path) -> Iterator[Leader]:
+    leader = start_engine(model, max_model_len=640, extra=engine_arguments([f"{__file__}:scripted"], v2=False))
+    leader.engine.state.adopt_checkpoint(0)
+    yield leader
+    stop(leader)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def settings(group: int = 1, **sampling: Any) -> RolloutSettings:
+    return RolloutSettings(group, SamplingSettings(**({"max_tokens": 12} | sampling)), policy_version=0, seed=1, step=3)
+
+
+def chats(tokenizer: Any, questions: list[str]) -> list[PromptText]:
+    """Prompts with the messages they were rendered from."""
+    messages = [[{"role": "user", "content": question}] for question in questions]
+    texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return prompt_batch(ids, range(len(ids)), tokenizer, 1, messages)
+
+
+def sample(
+    leader: Leader,
+    tokenizer: Any,
+    sampler: Any,
+    batch: list[PromptText] | None = None,
+    how: RolloutSettings | None = None,
+    **limits: float,
+) -> list[Trajectory]:
+    how = how or settings()
+    batch = prompt_batch(PROMPTS, [0, 1], tokenizer, how.group_size) if batch is None else batch
+    scored: list[Trajectory] = []
+
+    async def score(trajectory: Trajectory) -> None:
+        scored.append(trajectory)
+
+    work = sample_batch(leader.engine, tokenizer, sampler, batch, how, score, **limits)
+    finished = leader.thread.run(work, SECONDS, "a rollout by a sampler")
+    assert sorted(map(id, scored)) == sorted(map(id, finished))
+    return finished
+
+
+def facade(leader: Leader, tokenizer: Any, how: RolloutSettings | None = None) -> SamplerLLM:
+    return SamplerLLM(leader.engine, tokenizer, how or settings(), leader.thread.loop, timeout=SECONDS)
+
+
+def assert_on_policy(model: Path, trajectories: list[Trajectory], temperature: float = 1.0) -> None:
+    """What the mask calls sampled has the log-probability of a second pass through plain Transformers."""
+    policy = HfPolicy(model)
+    for t in trajectories:
+        own = policy.logprobs(t.prompt_ids + t.response_ids, temperature)[len(t.prompt_ids) - 1 :]
+        gaps = [abs(a - b) for a, b, mask in zip(own, t.logprobs, t.loss_mask, strict=True) if mask]
+        assert max(gaps) < 1e-4
+        assert all(b == 0 for b, mask in zip(t.logprobs, t.loss_mask, strict=True) if not mask)
+
+
+def test_v01_v03_one_shot_samples_what_the_default_samples(leader: Leader, tokenizer: Any) -> None:
+    how = settings(group=3)
+    waiting = [0, 1]
+
+    async def ignore(trajectory: Trajectory) -> None: ...
+
+    default = rollout(leader.engine, PROMPTS, how, lambda: waiting.pop(0) if waiting else None, ignore)
+    expected = sorted(leader.thread.run(default, SECONDS, "a rollout"), key=lambda t: (t.prompt_index, t.sample_index))
+    found = sample(leader, tokenizer, OneShotRolloutSampler(), how=how)
+    assert [t.response_ids for t in found] == [t.response_ids for t in expected]
+    assert [(t.prompt_index, t.sample_index) for t in found] == [(p, s) for p in (0, 1) for s in range(3)]
+    assert [t.finish_reason for t in found] == [t.finish_reason for t in expected]
+
+
+class ThreeCalls:
+    """Seed 001's class, with its blanks filled in."""
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}]
+
+    def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
+        messages = [list(p.messages) for p in prompts]
+        r1 = llm.chat(messages=messages, sampling_params=sampling_params, use_tqdm=False, tools=self.tools)
+        for turn in range(2):
+            for conversation, r in zip(messages, r1, strict=True):
+                conversation.append({"role": "assistant", "content": r.outputs[0].text})
+                conversation.append({"role": "tool", "content": f"result {turn}"})
+            r1 = llm.chat(messages=messages, sampling_params=sampling_params, use_tqdm=False, tools=self.tools)
+        return r1
+
+
+def test_v04_v15_all_answers_of_a_sampler_with_three_calls_are_trained_on(
+    leader: Leader, tokenizer: Any, model: Path
+) -> None:
+    found = sample(leader, tokenizer, ThreeCalls(), chats(tokenizer, ["hi", "and you?", "hi"]))
+    assert_on_policy(model, found)
+    for t in found:
+        assert t.turns == 3
+        assert "look" in tokenizer.decode(t.prompt_ids)
+        masked = [i for i, mask in zip(t.response_ids, t.loss_mask, strict=True) if not mask]
+        between = tokenizer.decode(masked)
+        assert between.count("<tool_response>") == 2
+        assert [f"result {turn}" in between for turn in (0, 1)] == [True, True]
+        assert 3 <= sum(t.loss_mask) <= 36
+    assert found[0].response_ids != found[2].response_ids  # equal questions, seeds of their own
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def test_v04_v14_functions_are_called_between_chats(leader: Leader, tokenizer: Any) -> None:
+    """Each conversation is made to call a function in every turn: well, unknown, and not readable."""
+    texts = [
+        '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>',
+        '<tool_call>{"name": "sub", "arguments": {}}</tool_call>',
+        "<tool_call>{add}</tool_call>",
+        "no call at all",
+    ]
+
+    class Scripted(FnCallRolloutSampler):
+        def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
+            own = []
+            for text in texts:
+                params = sampling_params.clone()
+                params.extra_args = {"say": [*tokenizer.encode(text), tokenizer.eos_token_id]}
+                own.append(params)
+            plain = llm.chat
+            llm.chat = lambda messages, sampling_params, **options: plain(messages, own[: len(messages)], **options)
+            return super().__call__(llm, prompts, sampling_params)
+
+    how = settings(max_tokens=80)
+    found = sample(leader, tokenizer, Scripted([add], max_turns=2), chats(tokenizer, ["a", "b", "c", "d"]), how)
+    replies = [tokenizer.decode([i for i, m in zip(t.response_ids, t.loss_mask, strict=True) if not m]) for t in found]
+    assert "42" in replies[0]
+    assert "Error: Unknown function sub" in replies[1]
+    assert "Error: the tool call is not valid JSON" in replies[2]
+    assert replies[3] == ""
+    assert [t.turns for t in found] == [2, 2, 2, 1]
+    assert [t.error for t in found] == [""] * 4
+
+
+class TrlEnvironment:
+    """What TRL expects of an environment: completion ids, not outputs."""
+
+    def generate(self, llm: Any, prompts: Any, sampling_params: Any) -> list[list[int]]:
+        outputs = llm.generate(prompts, sampling_params)
+        return [o.outputs[0].token_ids for o in outputs]
+
+
+def test_v28_an_environment_that_returns_ids(leader: Leader, tokenizer: Any) -> None:
+    expected = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=2))
+    found = sample(leader, tokenizer, make_sampler(TrlEnvironment), how=settings(group=2))
+    assert [t.response_ids for t in found] == [t.response_ids for t in expected]
+
+
+class Texts:
+    """A coroutine that asks in plain text, and goes on with the text of the answer."""
+
+    async def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
+        first = await llm.generate_async(prompts, sampling_params)
+        second = [p + o.outputs[0].text + "<results>9</results>" for p, o in zip(prompts, first, strict=True)]
+        return await llm.generate_async(second, sampling_params)
+
+
+def test_v02_v09_a_coroutine_that_deals_in_texts(leader: Leader, tokenizer: Any, model: Path) -> None:
+    """The tiny model samples bytes that are no text: decoded and encoded again they would be others."""
+    found = sample(leader, tokenizer, Texts(), how=settings(group=4))
+    assert_on_policy(model, found)
+    once = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=4))
+    assert [t.turns for t in found] == [2] * 8
+    assert [t.response_ids[: len(o.response_ids)] for t, o in zip(found, once, strict=True)] == [
+        o.response_ids for o in once
+    ]
+
+
+def test_v06_a_processor_works_on_the_requests_that_ask_for_it(leader: Leader, tokenizer: Any) -> None:
+    llm = facade(leader, tokenizer)
+    scripts = [[40, 41, 42, 43], None, [50, 51]]
+    params = [llm.sampling_params.clone() for _ in scripts]
+    for own, script in zip(params, scripts, strict=True):
+        own.extra_args = None if script is None else {"say": script}
+    asked = [list(o.outputs[0].token_ids) for o in llm.generate([PROMPTS[0]] * 3, params)]
+    plain = [list(o.outputs[0].token_ids) for o in facade(leader, tokenizer).generate([PROMPTS[0]] * 3)]
+    assert asked[0] == [40, 41, 42, *[43] * 9]
+    assert asked[2] == [50, *[51] * 11]
+    assert asked[1] == plain[1]
+
+
+class OldProcessors:
+    def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
+        from vllm import SamplingParams
+
+        return llm.generate(prompts, SamplingParams(logits_processors=[lambda ids, scores: scores], max_tokens=200))
+
+
+def test_v06_processors_given_with_a_request_name_the_new_way(leader: Leader, tokenizer: Any) -> None:
+    for sampler in (
+        OldProcessors(),
+        lambda llm, prompts, params: llm.generate(prompts, {"logits_processors": [print]}),
+        lambda llm, prompts, params: llm.generate(prompts, params, logits_processors=[print]),
+    ):
+        with pytest.raises(ValueError, match=r"name a class or factory in the recipe, engine\.logits_processors"):
+            sample(leader, tokenizer, sampler)
+
+
+def test_v32_parameters_are_changed_for_a_block_and_put_back(leader: Leader, tokenizer: Any) -> None:
+    llm = facade(leader, tokenizer)
+    before = llm.sampling_params
+    with pytest.raises(ZeroDivisionError), llm.update_sampling_params(max_tokens=3, temperature=0.0):
+        assert [len(o.outputs[0].token_ids) for o in llm.generate(PROMPTS)] == [3, 3]
+        raise ZeroDivisionError
+    assert llm.sampling_params is before
+    assert (before.max_tokens, before.temperature) == (12, 1.0)
+    with pytest.raises(ValueError, match="has no temprature"), llm.update_sampling_params(temprature=1):
+        pass
+
+
+def test_one_bad_prompt_does_not_lose_the_others(leader: Leader, tokenizer: Any) -> None:
+    batch = prompt_batch([PROMPTS[0], [10**6], [5] * 700, PROMPTS[1]], range(4), tokenizer, 1)
+    found = sample(leader, tokenizer, OneShotRolloutSampler(), batch)
+    assert [bool(t.error) for t in found] == [False, True, True, False]
+    assert "700 tokens" in found[2].error
+
+
+class Endless:
+    """A tool that says ever more; asks until nothing is answered."""
+
+    def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
+        ids = [list(p.token_ids) for p in prompts]
+        while True:
+            outputs = llm.generate(ids, sampling_params)
+            if not any(o.outputs[0].token_ids for o in outputs):
+                return outputs
+            ids = [[*o.prompt_token_ids, *o.outputs[0].token_ids, *[30] * 40] for o in outputs]
+
+
+def test_p22_the_context_ends_the_episode_and_not_the_run(leader: Leader, tokenizer: Any) -> None:
+    for t in sample(leader, tokenizer, Endless()):
+        assert (t.finish_reason, t.error) == ("length", "")
+        assert t.loss_mask[-1] == 1
+        assert 560 < len(t.prompt_ids) + len(t.response_ids) <= 640
+
+
+def test_judging_calls_may_be_greedy_but_are_not_trained_on(leader: Leader, tokenizer: Any) -> None:
+    def judged(llm: Any, prompts: Any, sampling_params: Any) -> Any:
+        answers = llm.generate(prompts, sampling_params)
+        with llm.update_sampling_params(temperature=0.0):
+            llm.chat([[{"role": "user", "content": "good?"}]] * len(prompts))
+        return answers
+
+    def greedy(llm: Any, prompts: Any, sampling_params: Any) -> Any:
+        with llm.update_sampling_params(temperature=0.0):
+            return llm.generate(prompts)
+
+    assert [t.turns for t in sample(leader, tokenizer, judged)] == [1, 1]
+    with pytest.raises(ValueError, match=r"result 0 was not sampled as training asks: temperature is 0\.0"):
+        sample(leader, tokenizer, greedy)
+    assert sample(leader, tokenizer, greedy, how=settings(temperature=0.0))  # evaluation, where it is what is asked
+
+
+def test_what_a_sampler_raises_ends_the_rollout_and_a_late_one_is_given_up(leader: Leader, tokenizer: Any) -> None:
+    def broken(llm: Any, prompts: Any, sampling_params: Any) -> Any:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        sample(leader, tokenizer, broken)
+    ended: list[str] = []
+
+    def late(llm: Any, prompts: Any, sampling_params: Any) -> Any:
+        time.sleep(1.0)
+        try:
+            llm.generate(prompts, sampling_params)
+        except RuntimeError as error:
+            ended.append(str(error))
+
+    with pytest.raises(TimeoutError):
+        sample(leader, tokenizer, late, timeout=0.2)
+    deadline = time.monotonic() + SECONDS
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ended == ["this rollout is over: its llm samples nothing any more"]
+
+
+class VLLMPolicyInference(VLLMModule):
+    """Seed 003's class, its blanks filled in as its text tells, for the vLLM of today."""
+
+    def setup(self) -> None:
+        self.model = get_model(self.model_provider, self.model_args)
+        print_rank_0("ready")
+
+    def build_dataset(self, train_prompts: Any, is_eval: bool = False) -> Any:
+        max_prompt_length = self.model_args.get("seq_length") - self.model_args.get("max_new_tokens")
+        tokenizer = self.tokenizer.tokenizer
+        return [{"input_ids": tokenizer.encode(p)[-max_prompt_length:], "prompt": p} for p in train_prompts]
+
+    def model_provider(self) -> Any:
+        return super().model_provider()
+
+    def eval_forward(self, data: Any, iteration: int = 0) -> Any:
+        return self._forward_step(data, iteration, eval_mode=True)
+
+    def _add_request(self, data: Any, is_eval: bool = False) -> Any:
+        return self._add_request_internal(data["prompt"], data["input_ids"], is_eval=is_eval)
+
+    def forward_step(self, data: Any, iteration: int = 0) -> Any:
+        return self._forward_step(data, iteration, eval_mode=False)
+
+    def decode_internal(self, batched_outputs: Any) -> Any:
+        return [(o.prompt, o.prompt_token_ids, o.outputs[0]) for o in batched_outputs]
+
+
+MODULE = {
+    "seq_length": 64,
+    "max_new_tokens": 10,
+    "n": 2,
+    "ignore_eos": True,
+    "prompt_logprobs": 1,
+    "eval_temperature": 0,
+}
+
+
+def test_c04_c10_c11_the_example_of_the_page_runs(leader: Leader, tokenizer: Any) -> None:
+    module = VLLMPolicyInference(MODULE, facade(leader, tokenizer))
+    module.setup()
+    rows = module.build_dataset(["one", "three"])
+    answers = module.generate(rows)
+    assert [(prompt, ids) for prompt, ids, _ in answers] == [
+        (r["prompt"], r["input_ids"]) for r in rows for _ in (0, 1)
+    ]
+    for _, _, completion in answers:
+        assert len(completion.token_ids) == len(completion.logprobs) == 10  # C21: whatever EOS was sampled
+        assert completion.index == 0
+        assert isinstance(completion.logprobs[0][completion.token_ids[0]].logprob, float)
+    assert answers[0][2].token_ids != answers[1][2].token_ids
+    greedy = module.generate(rows, is_eval=True)
+    assert greedy[0][2].token_ids == greedy[1][2].token_ids
+    outputs = module.execute_step(rows[0])
+    assert all(isinstance(o.request_id, str) for o in outputs)
+    assert outputs[0].prompt_logprobs[0] is None
+    assert len(outputs[0].prompt_logprobs) == len(rows[0]["input_ids"])
+
+
+def test_c29_prompt_logprobs_are_whole_though_the_prefix_is_cached(leader: Leader, tokenizer: Any) -> None:
+    module = VLLMPolicyInference(MODULE | {"n": 1, "seq_length": 256}, facade(leader, tokenizer))
+    row = module.build_dataset(["a prompt that is longer than a block of the cache, so that it can be cached " * 2])[0]
+    first, second = (module.execute_step(row)[0] for _ in range(2))
+    assert len(second.prompt_logprobs) == len(row["input_ids"])
+    pairs = zip(first.prompt_logprobs[1:], second.prompt_logprobs[1:], row["input_ids"][1:], strict=True)
+    assert max(abs(a[token].logprob - b[token].logprob) for a, b, token in pairs) < 1e-4
+
+
+def test_c24_engine_and_trainer_agree_at_another_temperature(leader: Leader, tokenizer: Any, model: Path) -> None:
+    how = settings(group=4, temperature=0.7)
+    assert_on_policy(model, sample(leader, tokenizer, OneShotRolloutSampler(), how=how), temperature=0.7)
+
+
+def test_c02_a_module_samples_for_training_as_any_sampler(leader: Leader, tokenizer: Any) -> None:
+    module = make_sampler(VLLMPolicyInference, {"model_args": {"seq_length": 64, "max_new_tokens": 12}})
+    expected = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=2))
+    for _ in range(2):
+        found = sample(leader, tokenizer, module, how=settings(group=2))
+        assert [t.response_ids for t in found] == [t.response_ids for t in expected]
+
+
+def test_c20_c30_c32_c33_a_module_starts_and_stops_an_engine_of_its_own(model: Path) -> None:
+    args = {"model": str(model), "seq_length": 96, "max_new_tokens": 8, "n": 3, "block_size": 32,
+            "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 32 << 20, "generation_batch_size": 8,
+            "stop_token_list": "<|im_end|>;zz"}  # fmt: skip
+    with VLLMModule(args) as module:
+        module.setup()
+        rows = module.build_dataset(["hello", "you"])
+        first = module.generate([rows[0], rows[1]])
+        assert len(first["all_tokens"]) == 6
+        assert all(len(mask) == len(ids) for mask, ids in zip(first["loss_mask"], first["all_tokens"], strict=True))
+        again, later = (module.generate([rows[0], rows[1]], iteration=i) for i in (0, 1))
+        assert again["all_tokens"] == first["all_tokens"]  # the seed decides, and the iteration
+        assert later["all_tokens"] != first["all_tokens"]
+        config = module._own[1].engine.vllm_config  # type: ignore[index]
+        assert config.cache_config.block_size == 32
+        assert config.scheduler_config.max_num_seqs == 8
+    with pytest.raises(ValueError, match="has nothing to sample with"):
+        module.generate([rows[0]])

@@ -1,0 +1,322 @@
+"""Samplers without an engine: what their results stand for, and what is said about results that stand for nothing."""
+
+import random
+from typing import Any
+
+import pytest
+from small_tokenizer import small_tokenizer
+from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from generation.importing import importable
+from generation.logits_processors import check_request, engine_arguments, new_way, uses_v2
+from generation.rollouts.history import Answer, History, answers_of, convert, echoes
+from generation.rollouts.llm import RolloutSettings
+from generation.rollouts.sampler import make_sampler, trajectories
+from generation.rollouts.sampler_llm import off_policy
+from generation.rollouts.sampler_prompts import Prompts, PromptText, prompt_batch
+from generation.sampling import SamplingSettings, vllm_sampling_params
+from trainer.errors import UserError
+from trainer.importing import load_object
+
+
+def output(prompt: list[int], answer: list[int], name: str = "r", flat: bool = False, others: int = 0) -> RequestOutput:
+    """A vLLM output in which token t has the log-probability -t / 100, with `others` beside the sampled tokens."""
+    logprobs: Any = FlatLogprobs() if flat else []
+    for token in answer:
+        beside = {9000 + i: Logprob(-99.0) for i in range(others)}
+        logprobs.append({token: Logprob(-token / 100)} | beside)
+    done = CompletionOutput(0, "", answer, cumulative_logprob=None, logprobs=logprobs, finish_reason="stop")
+    return RequestOutput(name, None, prompt, None, [done], finished=True)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("others", [0, 2])
+def test_v07_v15_a_trajectory_is_made_of_plain_outputs(flat: bool, others: int) -> None:
+    """Sampled tokens, their log-probabilities, and 0 on whatever stood between them: against a count by hand."""
+    turns = [([1, 2], [3, 4]), ([1, 2, 3, 4, 50, 51], [5]), ([1, 2, 3, 4, 50, 51, 5, 60], [6, 7])]
+    tokens = convert([output(prompt, answer, flat=flat, others=others) for prompt, answer in turns])
+    assert tokens.prompt_ids == [1, 2]
+    assert tokens.response_ids == [3, 4, 50, 51, 5, 60, 6, 7]
+    assert tokens.loss_mask == [1, 1, 0, 0, 1, 0, 1, 1]
+    assert tokens.logprobs == [-0.03, -0.04, 0, 0, -0.05, 0, -0.06, -0.07]
+    assert tokens.answer_start == 6
+
+
+def test_v07_outputs_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not begin with the 4 ids before it"):
+        convert([output([1, 2], [3, 4]), output([1, 2, 3, 5, 6], [7])])
+    bare = output([1], [2])
+    bare.outputs[0].logprobs = None
+    with pytest.raises(ValueError, match="no log-probabilities for 1 tokens"):
+        convert([bare])
+
+
+def test_p22_masks_of_random_conversations_count_what_was_sampled() -> None:
+    generator = random.Random(0)
+    for _ in range(100):
+        ids, sampled, turns = [1], 0, []
+        for _ in range(generator.randint(1, 6)):
+            answer = [generator.randrange(9) for _ in range(generator.randint(0, 5))]
+            turns.append(output(list(ids), answer))
+            sampled += len(answer)
+            ids += answer + [generator.randrange(9) for _ in range(generator.randint(0, 5))]
+        tokens = convert(turns)
+        assert sum(tokens.loss_mask) == sampled
+        assert ids[: 1 + len(tokens.response_ids)] == [1, *tokens.response_ids]
+
+
+def batch_of(count: int, samples: int = 1) -> list[PromptText]:
+    prompts = [[100 + i, 200 + i] for i in range(count)]
+    return prompt_batch(prompts, range(count), small_tokenizer(), samples)
+
+
+def history_of(batch: list[PromptText], turns: int = 1) -> tuple[History, list[RequestOutput]]:
+    """As many answers in a row to each prompt, with ids of their own, and the last outputs."""
+    history, last = History(), []
+    for position, prompt in enumerate(batch):
+        ids, parent = list(prompt.token_ids), None
+        for turn in range(turns):
+            done = output(list(ids), [10 * position + turn, 7], f"{position}/{turn}")
+            answer = answers_of(done)[0]
+            answer.position, answer.place, answer.parent = position, prompt.place, parent
+            history.add(answer)
+            ids, parent = [*answer.ids, 99], answer
+        last.append(done)
+    return history, last
+
+
+def test_v02_what_a_sampler_returns_is_checked_index_by_index() -> None:
+    batch = batch_of(3)
+    history, outputs = history_of(batch)
+    assert [t.prompt_index for t in trajectories(outputs, batch, history, 5)] == [0, 1, 2]
+    alien = output([1], [2], "alien")
+    changed = output(batch[1].token_ids, [10, 8], "1/0")
+    two = output(batch[1].token_ids, [10, 7], "1/0")
+    two.outputs *= 2
+    for returned, sentence in [
+        (None, "returned None instead of a list with 3 results"),
+        ("text", "instead of a list"),
+        (outputs[:2], "returned 2 results for 3 prompts: nothing for prompt 2"),
+        ([*outputs, alien], "returned 4 results for 3 prompts: result 3 has no prompt"),
+        ([outputs[0], None, outputs[2]], "returned None for prompt 1"),
+        ([outputs[0], alien, outputs[2]], "result 1 is an output that this engine has not given"),
+        ([outputs[0], outputs[1], 4], "result 2 is 4, but should be a RequestOutput or a list of token ids"),
+        ([outputs[0], [4, 4], outputs[2]], "result 1 holds 2 ids that the policy has not sampled"),
+        ([outputs[1], outputs[0], outputs[2]], r"result 0 answers prompt 1 \(sample 0\), not prompt 0 \(sample 0\)"),
+        ([outputs[0], changed, outputs[2]], "result 1 has other token_ids than were sampled"),
+        ([outputs[0], two, outputs[2]], "result 1 has 2 answers: return one"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            trajectories(returned, batch, history, 5)
+
+
+def test_v02_an_answer_drawn_from_another_distribution_is_not_trained_on() -> None:
+    batch = batch_of(2)
+    history, outputs = history_of(batch)
+    history.answers[1].off_policy = "temperature is 0.2 instead of 1.0"
+    with pytest.raises(ValueError, match=r"result 1 was not sampled as training asks: temperature is 0\.2"):
+        trajectories(outputs, batch, history, 0)
+
+
+def test_v28_lists_of_ids_stand_for_answers_and_whole_conversations() -> None:
+    batch = batch_of(2, samples=2)
+    history, outputs = history_of(batch, turns=3)
+    whole = trajectories(outputs, batch, history, 1)
+    assert [t.loss_mask for t in whole] == [[1, 1, 0, 1, 1, 0, 1, 1]] * 4
+    assert [(t.prompt_index, t.sample_index, t.turns) for t in whole] == [(0, 0, 3), (0, 1, 3), (1, 0, 3), (1, 1, 3)]
+    last_answers = [list(o.outputs[0].token_ids) for o in outputs]
+    assert trajectories(last_answers, batch, history, 1) == whole
+    assert trajectories([t.response_ids for t in whole], batch, history, 1) == whole
+    cut = trajectories([t.response_ids[:4] for t in whole], batch, history, 1)
+    assert [(t.response_ids, t.loss_mask) for t in cut] == [(t.response_ids[:4], [1, 1, 0, 1]) for t in whole]
+
+
+def test_an_answer_may_be_cut_but_not_changed() -> None:
+    batch = batch_of(1)
+    history, outputs = history_of(batch, turns=2)
+    outputs[0].outputs[0].token_ids = outputs[0].outputs[0].token_ids[:1]
+    [cut] = trajectories(outputs, batch, history, 0)
+    assert cut.loss_mask == [1, 1, 0, 1]
+
+
+def test_p22_a_conversation_ends_before_the_turn_that_had_no_room() -> None:
+    batch = batch_of(1)
+    history, _ = history_of(batch)
+    parent = history.answers[0]
+    none = RequestOutput(
+        "none",
+        "",
+        [*parent.ids, *[5] * 500],
+        None,
+        [CompletionOutput(0, "", [], 0.0, [], finish_reason="length")],
+        True,
+    )
+    answer = answers_of(none)[0]
+    answer.parent = parent
+    history.add(answer)
+    [ended] = trajectories([none], batch, history, 0)
+    assert (ended.response_ids, ended.finish_reason, ended.error, ended.turns) == (parent.token_ids, "length", "", 1)
+
+
+@pytest.mark.parametrize(
+    ("message", "same"),
+    [
+        ({"content": "<think>well</think>four"}, True),
+        ({"content": " four\n"}, True),  # templates and parsers strip, and drop what was thought
+        ({"content": "five"}, False),
+        ({"content": ""}, False),
+        ({"content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1, "b": "x y"}'}}]}, False),
+    ],
+)
+def test_an_assistants_message_is_known_for_what_was_sampled(message: dict[str, Any], same: bool) -> None:
+    assert echoes(message, "<think>well</think>four") is same
+
+
+def test_tool_calls_are_told_apart_by_their_arguments() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "x y"}}</tool_call>'
+    call = {"function": {"name": "add", "arguments": {"a": 1, "b": "x y"}}}
+    assert echoes({"content": "", "tool_calls": [call]}, text)
+    call["function"]["arguments"] = '{"a": 2, "b": "x y"}'
+    assert not echoes({"content": "", "tool_calls": [call]}, text)
+
+
+def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[Prompts, PromptText, Answer]:
+    """The forms of prompts that can follow one answer, sampled in a way in which nobody would encode it."""
+    tokenizer = small_tokenizer()
+    settings = RolloutSettings(1, SamplingSettings(8, stop_token_ids=[tokenizer.eos_token_id]), 0, 0, 0)
+    messages = [{"role": "user", "content": "hi"}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    start = PromptText(rendered, tokenizer(rendered)["input_ids"], messages=messages)
+    history = History()
+    answer = Answer(start.token_ids, answer_ids, [0.0] * len(answer_ids), answer_text, prompt_text=str(start))
+    history.add(answer, messages)
+    return Prompts(tokenizer, settings, [start], history), start, answer
+
+
+def test_v08_v09_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
+    """7 and 8 are tokens, but not those of the text that came of them: decoded and encoded they would be others."""
+    prompts, start, answer = prompts_after("ab", [7, 8, 2])
+    said = {"role": "assistant", "content": "ab"}
+    [text] = prompts.requests(str(start) + "ab" + "<tool>3")
+    [ids] = prompts.requests([[*answer.ids, 40, 41]])
+    [chat] = prompts.chat_requests([*start.messages, said, {"role": "user", "content": "more"}], None, {})
+    for request in (text, ids, chat):
+        assert request.parent is answer
+        assert request.token_ids[: len(answer.ids)] == answer.ids
+    tokenizer = small_tokenizer()
+    assert tokenizer.decode(text.token_ids[len(answer.ids) :]) == "<tool>3"
+    assert tokenizer.decode(chat.token_ids[len(answer.ids) :]) == "<user>more<assistant>"
+
+
+def test_v09_prompts_come_in_all_forms() -> None:
+    prompts, start, _ = prompts_after("x", [7])
+    ids = start.token_ids
+    assert [r.token_ids for r in prompts.requests(start)] == [ids]
+    assert [r.token_ids for r in prompts.requests([start, ids, {"prompt_token_ids": ids}, {"prompt": "q"}])][:3] == [
+        ids
+    ] * 3
+    assert [len(prompts.requests(form)) for form in ("text", ids, {"prompt": "q"}, ["a", "b"], [ids, ids])] == [
+        1,
+        1,
+        1,
+        2,
+        2,
+    ]
+    [templated] = prompts.chat_requests(start.messages, None, {})
+    assert templated.token_ids == ids
+    with pytest.raises(ValueError, match="needs messages"):
+        prompts.chat_requests([], None, {})
+
+
+def test_off_policy_names_what_differs_and_nothing_else() -> None:
+    training = vllm_sampling_params(SamplingSettings(8), None)
+    same = training.clone()
+    same.max_tokens, same.stop, same.seed, same.top_k, same.logprobs = 3, ["x"], 5, 0, 4
+    assert off_policy(same, training) == ""
+    assert off_policy(SamplingParams(temperature=0.5, min_tokens=2), training) == (
+        "temperature is 0.5 instead of 1.0, min_tokens is 2 instead of 0"
+    )
+
+
+class Called:
+    def __init__(self, answer: int = 0) -> None:
+        self.answer = answer
+
+    def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
+        return [self.answer]
+
+
+class Environment:
+    def generate(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
+        return [1]
+
+
+def test_v05_v28_what_a_recipe_names_becomes_a_sampler() -> None:
+    assert make_sampler(load_object(f"{__file__}:Called"), {"answer": 4})(None, [], None) == [4]
+    assert make_sampler(Called(3))(None, [], None) == [3]
+    assert make_sampler(Environment)(None, [], None) == [1]
+    for found, kwargs in ((7, {}), (object(), {}), (Called(), {"answer": 1})):
+        with pytest.raises(ValueError, match="is no sampler|takes no kwargs"):
+            make_sampler(found, kwargs)
+    for spec, sentence in (
+        (f"{__file__}:Gone", "has no 'Gone'"),
+        ("no.such:Thing", "'no.such:Thing' cannot be loaded"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            load_object(spec)
+
+
+def no_sevens(params: SamplingParams) -> Any:
+    return lambda output_ids, logits: logits
+
+
+def test_v06_processors_reach_the_engine_in_the_form_it_takes() -> None:
+    here = f"{__file__}:no_sevens"
+    assert engine_arguments([], v2=False) == {}
+    for v2 in (False, True):
+        arguments = engine_arguments([here], v2)
+        assert arguments["logits_processors"] == [f"generation.logits_adapter_v{1 + v2}:FactoryProcessor"]
+        assert arguments["additional_config"] == {"hotbunk_logits_factories": ["test_sampler:no_sevens"]}
+    assert importable(here) == "test_sampler:no_sevens"
+    old = "vllm.v1.sample.logits_processor.builtin.MinPLogitsProcessor"
+    assert engine_arguments([{"qualname": old}], v2=False) == {
+        "logits_processors": [f"{old.rpartition('.')[0]}:MinPLogitsProcessor"]
+    }
+    with pytest.raises(
+        ValueError, match="model runner V1, but this engine runs V2: derive it from .* or name a factory"
+    ):
+        engine_arguments([{"qualname": old}], v2=True)
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        ("no_colon", "must be pkg.mod:Name or path/file.py:Name"),
+        ("gone/file.py:Name", "there is no file gone/file.py"),
+        ("no.such.module:Name", "cannot be loaded: ModuleNotFoundError"),
+        ("math:gone", "cannot be loaded: AttributeError"),
+        ("math:pi", "neither a class of processors nor a function"),
+        ({"qualname": "math.sin", "args": [1]}, "arguments come with requests, in extra_args"),
+    ],
+)
+def test_v06_what_cannot_process_logits_is_refused(entry: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        engine_arguments([entry], v2=False)
+
+
+def test_v06_processors_given_with_a_request_are_answered_with_the_new_way() -> None:
+    with pytest.raises(ValueError, match=r"engine\.logits_processors: \[pkg\.mod:Name\]"):
+        check_request({"temperature": 1.0, "logits_processors": [print]})
+    with pytest.raises(TypeError) as caught:
+        SamplingParams(logits_processors=[print])
+    assert "engine.logits_processors" in str(new_way(caught.value))
+    other = TypeError("something else")
+    assert new_way(other) is other
+
+
+def test_v06_the_interface_follows_the_device() -> None:
+    assert not uses_v2(on_cpu=True, environ={})
+    assert uses_v2(on_cpu=False, environ={})  # the vLLM of these tests has the second interface
+    assert not uses_v2(on_cpu=False, environ={"VLLM_USE_V2_MODEL_RUNNER": "0"})
