@@ -1,16 +1,19 @@
 """The engine of an engine group: what it is started with, and its start on the group's leader."""
 
 import os
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from generation.event_loop import EngineThread
+from generation.logits_processors import engine_arguments, uses_v2
 from generation.sampling import SamplingSettings
 from generation.settings import EngineSettings
 from generation.worker_async import VllmAsyncGenerationWorker
 from sharding.collectives import rank
 from sharding.manager import Leader
-from trainer.config import TrainConfig
+from trainer.config import EngineConfig, TrainConfig
+from trainer.errors import UserError
 
 
 def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
@@ -38,8 +41,19 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         cpu_threads=max(1, len(cores) // local_ranks),
         cpu_cores=tuple(cores[k % len(cores)] for k in group) if size > 1 and not on_cuda else (),
         plain_cpu_weights=engine.plain_cpu_weights,
-        extra=engine.extra,
+        fp32_head=config.policy.fp32_head,
+        extra=_vllm_arguments(engine, on_cuda),
     )
+
+
+def _vllm_arguments(engine: EngineConfig, on_cuda: bool) -> dict[str, Any]:
+    """vLLM's own arguments: `engine.extra`, and what the named logits processors need."""
+    try:
+        needed = engine_arguments(engine.logits_processors, uses_v2(on_cpu=not on_cuda, environ=os.environ))
+    except ValueError as error:
+        raise UserError(f"engine.logits_processors: {error}") from error
+    both = {"additional_config": needed.get("additional_config", {}) | engine.extra.get("additional_config", {})}
+    return needed | engine.extra | (both if both["additional_config"] else {})
 
 
 def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
