@@ -87,11 +87,12 @@ def test_reinforce_pp_with_a_baseline_is_the_centred_rewards_whitened_over_the_s
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -7.3, 1e8])
-def test_p15_a_step_without_spread_is_whitened_to_exactly_zero(value: float) -> None:
-    values, mask = torch.full((3, 5), value), torch.ones(3, 5)
-    assert torch.equal(advantages.whiten(values, mask, advantages.moments(values, mask)), torch.zeros(3, 5))
-    nothing = torch.zeros(3, 5)
-    assert torch.equal(advantages.whiten(values, nothing, advantages.moments(values, nothing)), nothing)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (50, 40)])
+def test_p15_a_step_without_spread_is_whitened_to_exactly_zero(value: float, shape: tuple[int, int]) -> None:
+    """The difference of two sums of squares is not 0 then, and may even be negative."""
+    values, mask, zeros = torch.full(shape, value, dtype=torch.float64), torch.ones(shape), torch.zeros(shape)
+    assert torch.equal(advantages.whiten(values, mask, advantages.moments(values, mask)), zeros)
+    assert torch.equal(advantages.whiten(values, zeros, advantages.moments(values, zeros)), zeros)
 
 
 # Two turns with a tool between them; one token; nothing; one long turn; three turns.
@@ -187,6 +188,14 @@ def test_turn_relative_against_a_loop(normalize: bool) -> None:
                     expected = (float(values[p, g, k]) - statistics.fmean(group)) / scale
                 assert float(got[p, g, k]) == pytest.approx(expected, abs=1e-4)
     assert torch.equal(got[1, :, 1], torch.zeros(3)) and torch.equal(got[0, :, 2], torch.zeros(3))
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_p15_turns_that_are_all_alike_get_exactly_zero(size: int) -> None:
+    """Whatever the rounding of their mean, which is off for some of these."""
+    alike = torch.randn(20, 1, 4).expand(20, size, 4)
+    for normalize in (True, False):
+        assert not returns.turn_relative(alike, torch.ones(20, size, 4), normalize).any()
 
 
 def test_turn_relative_with_one_turn_is_group_relative() -> None:

@@ -100,12 +100,13 @@ def test_metrics_of_agreement_and_of_nothing() -> None:
 
 
 def test_stale_samples_are_left_out_only_where_they_are_bad() -> None:
-    policy = torch.tensor([[-3.0, -3.0], [-3.0, -3.0], [-1.0, -1.2], [-3.0, -1.0]])
+    """Too far on the average of its tokens and bad; too far but good; near enough; far only where it is masked."""
+    policy = torch.tensor([[-3.0, -3.0], [-3.0, -3.0], [-1.4, -1.4], [-3.0, -1.0]])
     engine = torch.full((4, 2), -1.0)
     mask = torch.tensor([[1, 1], [1, 1], [1, 1], [0, 1]])
     kept = corrections.not_stale(policy, engine, torch.tensor([-1.0, 1.0, -1.0, -1.0]), mask, threshold=0.5)
     assert [bool(row[m.bool()].all()) for row, m in zip(kept, mask, strict=True)] == [False, True, True, True]
-    assert torch.isfinite(policy).all() and kept.shape == mask.shape
+    assert kept.shape == mask.shape
     by_token = corrections.not_stale(policy, engine, torch.tensor([[-1.0, 1.0]] * 4), mask, threshold=0.5)
     assert by_token[0].tolist() == [False, True]
 
