@@ -3,6 +3,7 @@
 Six levels, from nothing to any OpenAI client; each is one key of the section (README, "Rollouts").
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,7 +32,6 @@ class EpisodePlan:
         data: the recipe's data section; where tools are to be described, their schemas go to the chat template.
         function: runs one episode; None where a sampler takes all prompts at once.
         sampler: level 5's object, or None.
-        client: level 6's coroutine, or None; `function` is made of it once the server runs.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -39,7 +39,6 @@ class EpisodePlan:
         self._templated = config.data.apply_chat_template and tokenizer.chat_template is not None
         self.function: RolloutFunction | None = one_shot
         self.sampler: Sampler | None = None
-        self.client: Callable[..., Any] | None = None
         schemas: list[dict[str, Any]] = []
         if rollout.custom is not None:
             found = load_object(rollout.custom)
@@ -48,10 +47,15 @@ class EpisodePlan:
             found = load_object(rollout.sampler)
             self.function, self.sampler = None, _checked("rollout.sampler", lambda: make_sampler(found, rollout.kwargs))
         elif rollout.client is not None:
-            self.client = _client(rollout)
+            self.function = _checked("rollout.client", lambda: _client_function(config))
         elif rollout.tools or rollout.environment is not None:
             self.function, schemas = _agent_function(rollout, tokenizer)
         self.data = _describing(config.data, schemas) if rollout.describe_tools else config.data
+
+    async def aclose(self) -> None:
+        """Stop what the function has started: level 6's server. On the engine's loop, before the engine stops."""
+        if (close := getattr(self.function, "aclose", None)) is not None:
+            await close()
 
     def messages(self, prompts: Sequence[Prompt]) -> list[list[dict[str, Any]] | None] | None:
         """What each prompt was rendered from; None where nobody asks, or no chat template is applied."""
@@ -90,13 +94,16 @@ def _function(spec: str) -> Callable[..., Any]:
     return function
 
 
-def _client(rollout: RolloutConfig) -> Callable[..., Any]:
-    assert rollout.client is not None
-    found = load_object(rollout.client)
-    if not inspect.iscoroutinefunction(found):
-        raise UserError(f"rollout.client: {rollout.client!r} must be async def (base_url, api_key, model, row)")
-    client: Callable[..., Any] = found
-    return client
+def _client_function(config: TrainConfig) -> RolloutFunction:
+    """Level 6. The server and what it needs are imported only here."""
+    from generation.openai_server import ServerSettings
+    from generation.rollouts.client import client_rollout
+
+    assert config.rollout.client is not None
+    found = load_object(config.rollout.client)
+    client = functools.partial(found, **config.rollout.kwargs) if config.rollout.kwargs else found
+    server = ServerSettings(tool_parser=config.rollout.tool_parser)
+    return client_rollout(client, server, timeout_s=config.run.step_deadline_s)
 
 
 def _checked(key: str, make: Callable[[], T]) -> T:

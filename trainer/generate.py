@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from generation.event_loop import EngineThread
+from generation.rollouts.conversation import encode_following, without_second_end
 from generation.sampling import SamplingSettings
 from generation.settings import EngineSettings
 from generation.worker_async import VllmAsyncGenerationWorker
@@ -22,7 +23,6 @@ from trainer.errors import UserError
 
 LONGEST = 4096  # tokens of a conversation, where the model allows as many
 _SPARE = 512  # tokens: vLLM rounds up to blocks, and keeps one for itself
-_ANSWER = "<the answer>"  # stands for one where only what the chat template puts behind it is wanted
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -85,15 +85,14 @@ class Chat:
         if self.tokenizer.chat_template is None:
             self.ids = self.tokenizer(text)["input_ids"]
             return self.ids
-        before = (
-            [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}] if self.ids else self._system
-        )
-        messages = [*before, {"role": "user", "content": text}]
-        rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        following = rendered.partition(_ANSWER)[2] if self.ids else rendered
-        added = self.tokenizer(following, add_special_tokens=False)["input_ids"]
-        # The template ends the answer before; where the answer has ended itself, once is enough.
-        self.ids = self.ids + added[self.ids[-1:] == added[:1] :]
+        message = {"role": "user", "content": text}
+        if self.ids:
+            added = encode_following(self.tokenizer, [message], {})
+            self.ids = self.ids + without_second_end(self.ids[-1], added, {added[0]})
+        else:
+            messages = [*self._system, message]
+            rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            self.ids = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
         return self.ids
 
 

@@ -85,6 +85,7 @@ class RLTrainer:
         self.rollouts = Rollouts(
             self.leader, self.tokenizer, self.rewards, store(), self.episodes, engines, config.rollout.max_error_rate
         )
+        resources.callback(self.rollouts.close)
         self.learner = Learner(config, self.policy, reference, self.tokenizer.pad_token_id)
         self.state = resume(config, self.policy, self.prompts.fingerprint)
         self.tracker = make_run_tracker(config, self.state)

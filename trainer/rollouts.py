@@ -17,6 +17,8 @@ from trainer.data import Prompt
 from trainer.episodes import EpisodePlan
 from trainer.rewards.pool import RewardPool
 
+_CLOSE_SECONDS = 15.0
+
 
 class RolloutError(RuntimeError):
     """Too many episodes of a step failed."""
@@ -60,6 +62,11 @@ class Rollouts:
         everything = [t for part in packed for t in msgspec.msgpack.decode(part, type=list[Trajectory])]
         check_failures(everything, self._max_error_rate)
         return sorted(everything, key=lambda t: (t.prompt_index, t.sample_index))
+
+    def close(self) -> None:
+        """Stop what episodes have started; before the engine stops."""
+        if self._leader is not None:
+            self._leader.thread.run(self._plan.aclose(), _CLOSE_SECONDS, "ending the rollouts")
 
     async def _sample(
         self, leader: Leader, prompts: list[Prompt], settings: RolloutSettings, timeout: float

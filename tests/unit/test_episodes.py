@@ -70,7 +70,7 @@ def test_v01_v05_levels_are_chosen_by_import_string(code: Path, monkeypatch: pyt
     assert plan(custom=f"{code}:Loop", kwargs={"bonus": 1.0}).function is not None
     sampler = plan(sampler=f"{code}:Sampler")
     assert sampler.function is None and sampler.sampler is not None
-    assert plan(client=f"{code}:visit").client is not None
+    assert plan(client=f"{code}:visit").function is not None
     with_tools = plan(tools=[f"{code}:add"], environment=f"{code}:Game")
     assert [s["function"]["name"] for s in with_tools.data.chat_template_kwargs["tools"]] == ["add", "move"]
     assert plan(tools=[f"{code}:add"], describe_tools=False).data.chat_template_kwargs == {}
@@ -94,7 +94,7 @@ def test_v01_v05_levels_are_chosen_by_import_string(code: Path, monkeypatch: pyt
         ({"environment": "FILE:Resetless"}, "must be a class with a method reset"),
         ({"environment": "FILE:add"}, "must be a class with a method reset"),
         ({"sampler": "FILE:number"}, "rollout.sampler: .* is no sampler"),
-        ({"client": "FILE:add"}, "must be async def"),
+        ({"client": "FILE:number"}, "rollout.client: a client is a function"),
     ],
 )
 def test_v05_what_cannot_be_used_is_named(code: Path, rollout: dict[str, Any], reason: str) -> None:

@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""What waiting for tools costs: trajectories that each call a slow tool once, against those whose tool is instant.
+
+    python scripts/bench/tools.py [--trajectories 64] [--seconds 0.5] [--json FILE]
+
+instant   each trajectory answers, has its call run, answers again; the tool returns at once
+slow      the same prompts, seeds and tokens; the tool sleeps, half of the calls in threads, half on the event loop
+
+Were calls run one after the other, they would take trajectories x seconds more; were every turn waited for by all,
+nothing would be sampled meanwhile. Ids are random, the answers of an untrained model: what a call says is made up.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from common import median, save, show, start_engine, this_device
+from make_tiny import make_tiny_model
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from generation.rollout import Episodes, RolloutSettings, rollout
+from generation.rollouts.agent import Agent, tool_rollout
+from generation.rollouts.tool_calls import ToolCall
+from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, tools_by_name
+from generation.sampling import SamplingSettings
+from generation.trajectory import Trajectory
+from generation.worker_async import VllmAsyncGenerationWorker
+from trainer import lifetime
+
+
+def make_agent(tokenizer: PreTrainedTokenizerBase, seconds: float) -> Agent:
+    """Calls one of two tools after every first answer, and none after the second."""
+
+    def blocking() -> str:
+        """Sleep on a thread."""
+        time.sleep(seconds)
+        return "ok"
+
+    async def waiting() -> str:
+        """Sleep on the event loop."""
+        await asyncio.sleep(seconds)
+        return "ok"
+
+    runner = ToolRunner(ToolLimits(max_concurrency=4096), tokenizer)
+
+    def parse(text: str) -> list[ToolCall]:
+        return [ToolCall("blocking" if len(text) % 2 else "waiting")]
+
+    return Agent(runner, parse, 2, tools_by_name([make_tool(blocking), make_tool(waiting)]))
+
+
+async def run(
+    engine: VllmAsyncGenerationWorker, tokenizer: PreTrainedTokenizerBase, step: int, pause: float, count: int
+) -> tuple[float, int, int]:
+    """One round: its seconds, the tokens sampled and the calls made."""
+    # A sixteenth of all ids ends an answer, so that answers end by themselves, after 16 tokens on average.
+    sampling = SamplingSettings(64, stop_token_ids=list(range(10, 28)))
+    settings = RolloutSettings(1, sampling, policy_version=0, seed=0, step=step)
+    unclaimed = iter(range(count))
+
+    async def score(trajectory: Trajectory) -> None:
+        trajectory.reward = 1.0
+
+    await engine.reset_prefix_cache_async()
+    prompts = [[30 + i % 200, *range(40, 72)] for i in range(count)]
+    episodes = Episodes(tool_rollout(make_agent(tokenizer, pause)), tokenizer)
+    start = time.perf_counter()
+    done = await rollout(engine, prompts, settings, lambda: next(unclaimed, None), score, episodes)
+    took = time.perf_counter() - start
+    return took, sum(sum(t.loss_mask) for t in done), int(sum(t.metrics.get("tools/calls", 0) for t in done))
+
+
+async def compare(
+    engine: VllmAsyncGenerationWorker, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
+) -> list[list[float]]:
+    """Seconds of both ways and their difference, and the calls, in every round; the first round does not count."""
+    rows = []
+    for step in range(options.rounds + 1):
+        instant, tokens, calls = await run(engine, tokenizer, step, 0.0, options.trajectories)
+        slow, same_tokens, same_calls = await run(engine, tokenizer, step, options.seconds, options.trajectories)
+        if (tokens, calls) != (same_tokens, same_calls):
+            raise RuntimeError(f"{tokens} tokens and {calls} calls, then {same_tokens} and {same_calls}: not the same")
+        rows.append([instant, slow, slow - instant, float(calls)])
+    return rows[1:]
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    lifetime.install_signal_handlers(lambda: "benchmark")
+    folder = make_tiny_model(Path(tempfile.mkdtemp()) / "model")
+    leader = start_engine(
+        folder, this_device(), dtype="float32", max_model_len=256, max_num_seqs=options.max_num_seqs,
+        kv_cache_bytes=256 << 20, plain_cpu_weights=True, sleep=False, cpu_threads=torch.get_num_threads(),
+    )  # fmt: skip
+    try:
+        leader.engine.state.adopt_checkpoint(0)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        rows = leader.thread.run(compare(leader.engine, tokenizer, options), 3600, "the benchmark")
+    finally:
+        leader.engine.shutdown()
+    lines = [*rows, [median(list(column)) for column in zip(*rows, strict=True)]]
+    names = [*map(str, range(1, len(rows) + 1)), "median"]
+    cells = [[f"{v:.2f}" for v in line[:3]] + [f"{line[3]:.0f}"] for line in lines]
+    title = f"{options.trajectories} trajectories, one call of {options.seconds:g} s each"
+    columns = ["round", "instant s", "slow s", "difference s", "calls"]
+    serial = f"one call after the other would be {options.trajectories * options.seconds:g} s more"
+    show(title, columns, [[name, *row] for name, row in zip(names, cells, strict=True)], [serial])
+    save(options.json, {"title": title, "columns": columns[1:], "rounds": rows, "median": lines[-1]})
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trajectories", type=int, default=64, help="how many run at once (default: 64)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="how long a call takes (default: 0.5)")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences the engine runs at once (default: 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: 3)")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    lifetime.start_guardian()
+    lifetime.run(lambda: main(arguments))
