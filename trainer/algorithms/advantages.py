@@ -35,7 +35,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     """Reward minus the mean of the group's *other* rewards: a baseline that does not depend on the sample itself.
 
     RLOO, Kool et al. 2019 ("Buy 4 REINFORCE samples, get a baseline for free!"); Ahmadian et al. 2024
-    (arXiv:2402.14740), equation 8. It is G / (G - 1) times the reward less the group's mean. Exactly 0 where all
+    (arXiv:2402.14740). It is G / (G - 1) times the reward less the group's mean. Exactly 0 where all
     rewards are equal, which includes a group of one: nobody to compare with.
 
     Args:
@@ -71,8 +71,7 @@ def max_rl(rewards: Tensor) -> Tensor:
 def normalize_then_sum(rewards: Tensor, weights: Tensor, epsilon: float = EPSILON) -> Tensor:
     """Several rewards, each made relative to its group by itself, then added: none drowns in another's scale.
 
-    GDPO, 2026 (arXiv:2601.05242), equations 4 and 5; the division over the whole step which follows there (equation 6)
-    is `whiten`.
+    GDPO, Liu et al. 2026 (arXiv:2601.05242); the normalisation over the whole step which follows there is `whiten`.
 
     Args:
         rewards: [R, P, G] of R reward functions.

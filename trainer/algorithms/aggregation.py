@@ -56,7 +56,7 @@ def sequence_mean_weights(mask: Tensor, denominator: float) -> Tensor:
 def sequence_sum_weights(mask: Tensor, denominator: float) -> Tensor:
     """The mean over sequences of the sum over their tokens: the policy gradient without any division by length.
 
-    That is what the likelihood of a whole sequence asks for, as in RLOO (arXiv:2402.14740, equation 3).
+    That is what the likelihood of a whole sequence asks for, as in RLOO (arXiv:2402.14740).
 
     Args:
         mask: [B, T].
@@ -69,7 +69,7 @@ def sequence_sum_weights(mask: Tensor, denominator: float) -> Tensor:
 
 
 def fixed_length_weights(mask: Tensor, denominator: float, length: int) -> Tensor:
-    """The mean of sums, divided by one length for all: Dr. GRPO (arXiv:2503.20783, appendix A).
+    """The mean of sums, divided by one length for all: Dr. GRPO (arXiv:2503.20783).
 
     A constant in place of the answer's own length, which favours long answers among the bad ones.
 

@@ -50,7 +50,7 @@ def rollout_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, 
 def within(ratios: Tensor, low: float, high: float) -> Tensor:
     """Which ratios lie in [low, high]: what to keep.
 
-    On tokens, with the ratio itself as weight: IcePop, Ling Team 2025 (arXiv:2510.18855), equation 2, 0.5 to 5 there.
+    On tokens, with the ratio itself as weight: IcePop, Ling Team 2025 (arXiv:2510.18855), 0.5 to 5 for example.
     On geometric means: a sequence is kept or left out as a whole, and the band has to be narrow, such as 0.99 to 1.01.
 
     Args:

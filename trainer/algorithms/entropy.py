@@ -41,7 +41,7 @@ def entropy_threshold(entropy: Tensor, share: float) -> float:
 def high_entropy_mask(entropy: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """The tokens at which the policy decides something: those whose entropy reaches the threshold.
 
-    Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939), equation 5. There the policy loss is multiplied by
+    Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939). There the policy loss is multiplied by
     this mask, and what it is divided by still counts all tokens.
 
     Args:

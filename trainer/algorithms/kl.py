@@ -91,17 +91,17 @@ def divergence(
     return estimate if clamp is None else estimate.clamp(-clamp, clamp)
 
 
-def penalty(divergence: Tensor, mask: Tensor, coefficient: float) -> Tensor:
+def penalty(estimate: Tensor, mask: Tensor, coefficient: float) -> Tensor:
     """-coefficient * KL for each token, to be added to its reward; the sum over T is for a sequence's reward.
 
     Ouyang et al. 2022 (arXiv:2203.02155), equation 2; for each token: Ziegler et al. 2019 (arXiv:1909.08593), equation
     2.
 
     Args:
-        divergence: [B, T] of the policy that sampled.
+        estimate: [B, T], of the policy that sampled: `k1`.
         mask: [B, T].
 
     Returns:
         [B, T] without gradient, 0 on masked tokens.
     """
-    return torch.where(mask.bool(), -coefficient * divergence.detach(), 0.0)
+    return torch.where(mask.bool(), -coefficient * estimate.detach(), 0.0)

@@ -34,7 +34,7 @@ def clipped_surrogate(
 
     Schulman et al. 2017 (arXiv:1707.06347), equation 7; different bounds below and above: DAPO, Yu et al. 2025
     (arXiv:2503.14476), equation 8; with geometric ratios: GSPO (arXiv:2507.18071), equation 5. With `dual_clip` = c and
-    A < 0, max(the same min, c A): Ye et al. 2020 (arXiv:1912.09729), equation 5, without which the loss of a token that
+    A < 0, max(the same min, c A): Ye et al. 2020 (arXiv:1912.09729), without which the loss of a token that
     has become much more likely is unbounded.
 
     Args:
@@ -83,7 +83,7 @@ def sapo(
 ) -> tuple[Tensor, Tensor]:
     """-(4 / t) sigmoid(t (r - 1)) A: a smooth gate in place of clipping, of slope 1 at r = 1 and flat far from it.
 
-    SAPO, Gao et al. 2025 (arXiv:2511.20347), equations 5 and 6.
+    SAPO, Gao et al. 2025 (arXiv:2511.20347).
 
     Args:
         log_ratio: [B, T]; carries the gradient.
@@ -102,7 +102,7 @@ def sapo(
 def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
     """-A log p: the policy gradient itself, for samples of the policy as it is, one update a step.
 
-    Williams 1992 (doi:10.1007/BF00992696), equation 4.
+    REINFORCE, Williams 1992 (doi:10.1007/BF00992696).
 
     Args:
         logprobs: [B, T]; carries the gradient.

@@ -22,8 +22,9 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Level
       al. 2024, arXiv:2402.14740). It leaves any fixed band as sequences grow.
 
     With the latter two a token has the sequence's value and the gradient of its own log-probability (GSPO-token,
-    equation 14): the sum over the sequence is then that of the sequence's own ratio, while advantages and corrections
-    can still differ from token to token, and a token that is weighted with 0 moves nothing.
+    equation 14). Averaged over the sequence for the geometric mean, or summed for the product, that is the gradient of
+    the sequence's own ratio, while advantages and corrections can still differ from token to token, and a token that is
+    weighted with 0 moves nothing.
 
     Args:
         logprobs: [B, T] under the policy being trained; carries the gradient.
