@@ -8,6 +8,7 @@ trainer's own process must not notice (it would otherwise lose torch.compile, or
 import dataclasses
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -126,6 +127,7 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
         ValueError: an entry of `settings.extra` is not an engine argument of this vLLM.
     """
     with started_with(settings):
+        check_version()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -226,3 +228,24 @@ async def engine_tokenizer(engine: "AsyncLLM") -> Any:
     """The tokenizer an engine was started with; some releases have to be waited for."""
     tokenizer = engine.get_tokenizer()
     return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
+
+
+OLDEST = (0, 26)
+"""The oldest vLLM that everything here works on; what differs up to 0.32 is in this file."""
+
+
+def check_version(version: str | None = None) -> None:
+    """Raise ImportError, naming the supported range, unless a vLLM is installed that is new enough.
+
+    `version` is the installed one's if None. A build that tells no version is taken for a new one.
+    """
+    wanted = f"{OLDEST[0]}.{OLDEST[1]} or newer (checked with 0.26 on CUDA and 0.32 on CPU)"
+    if version is None:
+        if find_spec("vllm") is None:
+            raise ImportError(f"vllm is not installed. Please install it with `pip install vllm`: {wanted}")
+        import vllm
+
+        version = vllm.__version__
+    found = re.match(r"(\d+)\.(\d+)", str(version))
+    if found and "dev" not in str(version) and (int(found[1]), int(found[2])) < OLDEST:
+        raise ImportError(f"vLLM {version} is installed, but {wanted} is needed: pip install 'vllm>=0.26'")

@@ -1,0 +1,95 @@
+"""The same factories under both of vLLM's interfaces, without an engine: against a table computed by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate
+
+from generation.logits_adapter_v1 import FactoryProcessor as First
+from generation.logits_adapter_v2 import FactoryProcessor as Second
+from generation.logits_processors import FACTORIES
+
+WIDTH = 8
+
+
+def counting(params: SamplingParams) -> Any:
+    """Adds 1 at each id generated so far, and 100 times the number of its own calls at id 0; only where asked for."""
+    if not (params.extra_args or {}).get("count"):
+        return None
+    calls = 0
+
+    def process(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        changed = logits.clone()
+        changed[output_ids] += 1
+        changed[0] += 100 * calls
+        return changed
+
+    return process
+
+
+def doubling(params: SamplingParams) -> Any:
+    """Works on every request, and in place."""
+    return lambda output_ids, logits: logits.mul_(2)
+
+
+CONFIG: Any = SimpleNamespace(
+    additional_config={FACTORIES: ["test_logits_adapters:counting", "test_logits_adapters:doubling"]}
+)
+ASKING = SamplingParams(extra_args={"count": True})
+PLAIN = SamplingParams()
+
+
+def expected(output_ids: list[int], asked: bool, calls: int = 1) -> torch.Tensor:
+    row = torch.ones(WIDTH)
+    if asked:
+        row[output_ids] += 1
+        row[0] += 100 * calls
+    return row * 2
+
+
+def test_v06_v18_the_first_interface_keeps_a_state_for_each_request() -> None:
+    processor = First(CONFIG, torch.device("cpu"), False)
+    outputs: list[list[int]] = [[1, 2], [3], [4]]
+    added = [
+        (i, params, [9], ids) for i, (params, ids) in enumerate(zip([ASKING, PLAIN, ASKING], outputs, strict=True))
+    ]
+    processor.update_state(BatchUpdate(batch_size=3, removed=[], added=added, moved=[]))
+    logits = processor.apply(torch.ones(3, WIDTH))
+    wanted = [expected([1, 2], True), expected([3], False), expected([4], True)]
+    assert torch.equal(logits, torch.stack(wanted))
+    outputs[0].append(5)
+    processor.update_state(None)
+    assert torch.equal(processor.apply(torch.ones(3, WIDTH))[0], expected([1, 2, 5], True, calls=2))
+    assert not processor.is_argmax_invariant()
+
+
+def test_v06_v18_the_second_interface_keeps_a_state_for_each_slot() -> None:
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    tokens[3, :4] = torch.tensor([9, 9, 1, 2])  # a prompt of two, then what was generated
+    tokens[1, :3] = torch.tensor([9, 9, 3])
+    states: Any = SimpleNamespace(
+        prompt_len=SimpleNamespace(np=np.array([0, 2, 0, 2])), all_token_ids=SimpleNamespace(gpu=tokens)
+    )
+    processor = Second(CONFIG, states)
+    assert processor.add_request(3, ASKING)
+    assert processor.add_request(1, PLAIN)
+    context: Any = SimpleNamespace(
+        idx_mapping_np=np.array([1, 3]), expanded_idx_mapping=torch.tensor([1, 3]), pos=torch.tensor([2, 3])
+    )
+    logits = processor.apply(torch.ones(2, WIDTH), context)
+    assert torch.equal(logits, torch.stack([expected([3], False), expected([1, 2], True)]))
+    processor.add_request(3, ASKING)  # another request takes the slot: it counts from the beginning
+    assert torch.equal(processor.apply(torch.ones(2, WIDTH), context)[1], expected([1, 2], True))
+
+
+def test_requests_without_processors_cost_nothing_on_the_device() -> None:
+    config: Any = SimpleNamespace(additional_config={FACTORIES: ["test_logits_adapters:counting"]})
+    processor = Second(config, SimpleNamespace())  # type: ignore[arg-type]
+    assert not processor.add_request(0, PLAIN)
+    logits = torch.ones(1, WIDTH)
+    assert processor.apply(logits, SimpleNamespace(idx_mapping_np=np.array([0]))) is logits  # type: ignore[arg-type]
