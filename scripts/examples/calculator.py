@@ -1,4 +1,4 @@
-"""Level 2: a tool is a plain typed function. Named in a recipe as `tools: [scripts/examples/calculator.py:calculate]`."""
+"""Level 2: a tool is a plain typed function, in a recipe `tools: [scripts/examples/calculator.py:calculate]`."""
 
 import operator
 import re
