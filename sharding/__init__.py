@@ -9,8 +9,11 @@ from typing import Any
 
 _HOMES = {
     "BucketPlan": "plan",
+    "CollectiveSender": "collective",
     "FsdpWeightSource": "source",
     "ShardingManager": "manager",
+    "StorageWriter": "storage",
+    "StreamSource": "source",
     "SyncError": "channel",
     "VllmInternalWorkerExtension": "worker_extension",
     "WeightSource": "source",

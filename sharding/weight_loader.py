@@ -79,7 +79,6 @@ class WeightLoader:
             SyncError: a weight that was not announced as it is, that came before, or that the model refuses.
         """
         self._check_announced(weights)
-        self._arrived.update(name for name, _ in weights)
         if not self.plain:
             weights = _copy_of(weights)  # layerwise keeps references until a fused module is complete (1.7 c)
         self._run_loaders(weights)
@@ -97,9 +96,10 @@ class WeightLoader:
     def _check_announced(self, weights: NamedTensors) -> None:
         if strangers := sorted({name for name, _ in weights} - self._expected.keys()):
             raise SyncError(f"weights arrived that were not announced: {_some(strangers)}")
-        if again := sorted({name for name, _ in weights} & self._arrived):
-            raise SyncError(f"weights arrived a second time: {_some(again)}")
         for name, tensor in weights:
+            if name in self._arrived:
+                raise SyncError(f"{name} arrived a second time")
+            self._arrived.add(name)
             if (form := [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]) != self._expected[name]:
                 raise SyncError(f"{name} arrived as {form} and was announced as {self._expected[name]}")
 
@@ -125,7 +125,9 @@ class WeightLoader:
         untouched = self._untouched_parameters() if self.plain else self._untouched_modules()
         self._finalize()
         complaints = []
-        if unread := sorted(self._expected.keys() - self._watcher.read):
+        if lost := sorted(self._expected.keys() - self._arrived):
+            complaints.append(f"announced but never sent: {_some(lost)}")
+        if unread := sorted(self._arrived - self._watcher.read):
             complaints.append(f"sent but read by no part of the engine's model: {_some(unread)}")
         if untouched:
             complaints.append(f"never sent, so the engine would keep old values: {_some(untouched)}")

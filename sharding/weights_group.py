@@ -69,10 +69,14 @@ def dial(host: str, port: int, timeout: float) -> TCPStore:
     """A connection to the group's store.
 
     Raises:
-        GroupError: nobody answers there.
+        TimeoutError: nobody answers there.
+        GroupError: somebody else does.
     """
     until(lambda: _answers(host, port), timeout, f"trainer at {host}:{port}", lambda: None)
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    try:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    except RuntimeError as error:
+        raise GroupError(f"what listens at {host}:{port} is no weights group: {error}") from error
 
 
 def _answers(host: str, port: int) -> bool:

@@ -140,6 +140,17 @@ def test_t05_d11_a_weight_that_does_not_fit_ends_the_update_on_all_and_the_next_
     assert max(apart.gaps()) < 1e-4
 
 
+@pytest.mark.parametrize(("extra", "message"), [(1, "arrived a second time"), (-1, "announced but never sent")])
+def test_t34_a_weight_that_comes_twice_or_not_at_all_is_an_error(apart: Apart, extra: int, message: str) -> None:
+    parameters = apart.sender._parameters
+    sent = [*parameters, parameters[-1]] if extra > 0 else parameters[:-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apart.sender, "_plan", BucketPlan(sent, SETTINGS.bucket_bytes))
+        error = fail(apart)
+    assert message in error
+    assert parameters[-1].name in error
+
+
 def test_n8_one_workers_refusal_is_everybodys_error_and_names_it(apart: Apart) -> None:
     """Only the second engine was promised something else; the first, which loaded all, may not keep it."""
     info = apart.sender.refit_info()

@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""How long weights take into an engine that stands apart, against a bare broadcast of the same bytes in the same run.
+
+    python scripts/bench/collective.py --preset 100M [--dtype bfloat16] [--rounds 5] [--json FILE]
+
+    memcpy       a copy of the same bytes between two resident buffers in one process
+    broadcast    the floor: the same buckets broadcast to another process that does nothing with them
+    send         CollectiveSender.send into a real engine, nothing compared, then with everything compared
+    folder       StorageWriter.write, and load_weights_from_storage in the engine
+
+On CUDA the engine takes the second GPU. One thread on either side unless OMP_NUM_THREADS says otherwise.
+"""
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from common import PRESETS, median, random_policy, save, seconds, show, start_engine, this_device, write_config
+
+from sharding.collective import CollectiveSender
+from sharding.plan import BucketPlan
+from sharding.sending import SyncSettings
+from sharding.source import FsdpWeightSource
+from sharding.storage import StorageWriter
+from sharding.weights_group import Board, BroadcastGroup, dial, listen
+from trainer import lifetime
+from trainer.distributed import destroy_process_group, init_process_group
+from trainer.policy.checkpoint_names import checkpoint_views
+
+GIB = 2**30
+HOST, TIMEOUT = "127.0.0.1", 600.0
+
+
+def plain_copy(nbytes: int, device: torch.device) -> Any:
+    """An action that copies so many bytes between two buffers that are mapped already."""
+    source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    return lambda: target.copy_(source)
+
+
+def receive_bare(port: int, sizes: list[int], rounds: int, device: torch.device) -> None:
+    """The other process of the floor: receives every bucket of every round."""
+    group = BroadcastGroup(Board(dial(HOST, port, TIMEOUT), "bench"), 1, 2, device, HOST, TIMEOUT)
+    buffer = torch.ones(max(sizes), dtype=torch.uint8, device=device)
+    for size in sizes * rounds:
+        group.wait(group.start(buffer[:size]), "bucket", lambda: None)
+
+
+def bare_broadcast(plan: BucketPlan, rounds: int, device: torch.device, other: torch.device) -> list[float]:
+    """Seconds of each round."""
+    sizes = [bucket.nbytes for bucket in plan.buckets]
+    store = listen(HOST, 0, TIMEOUT)
+    arguments = (store.port, sizes, rounds + 1, other)
+    process = multiprocessing.get_context("spawn").Process(target=receive_bare, args=arguments, daemon=True)
+    process.start()
+    group = BroadcastGroup(Board(store, "bench"), 0, 2, device, HOST, TIMEOUT)
+    buffer = torch.ones(max(sizes), dtype=torch.uint8, device=device)
+
+    def send() -> None:
+        for size in sizes:
+            group.wait(group.start(buffer[:size]), "bucket", lambda: None)
+
+    times = seconds(send, rounds, device)
+    process.join(60)
+    group.close()
+    return times
+
+
+class Bench:
+    """One policy, one engine apart, and what was measured: name -> seconds of each round."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.device = options, this_device()
+        self.other = torch.device("cuda", 1) if self.device.type == "cuda" else self.device
+        folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
+        settings = {"dtype": options.dtype, "max_model_len": 128, "max_num_seqs": 4, "kv_cache_bytes": 256 << 20}
+        settings |= {"plain_cpu_weights": not options.packed, "cpu_threads": torch.get_num_threads()}
+        self.leader = start_engine(folder, self.other, **settings)
+        self.policy = random_policy(folder, options.dtype, self.device)
+        dtype = getattr(torch, options.dtype)
+        layout = lambda name, shape: checkpoint_views(self.policy.model, name, shape)  # noqa: E731
+        self.source = FsdpWeightSource(list(self.policy.named_parameters()), dtype, layout)
+        self.plan = BucketPlan(self.source.parameters(), options.bucket_mib << 20)
+        self.times: dict[str, list[float]] = {}
+
+    def call(self, method: str, *arguments: Any) -> list[Future[Any]]:
+        """Start a coroutine of the engine."""
+        return [self.leader.thread.submit(getattr(self.leader.engine, method)(*arguments))]
+
+    def run(self) -> None:
+        """Everything, cheapest first."""
+        rounds = self.options.rounds
+        self.times["memcpy"] = seconds(plain_copy(self.plan.nbytes, self.device), rounds, self.device)
+        self.times["broadcast"] = bare_broadcast(self.plan, rounds, self.device, self.other)
+        self.send("send", "off")
+        self.send("send, everything compared", "full")
+        with tempfile.TemporaryDirectory() as folder:
+            writer = StorageWriter(folder, self.source, self.device, self.options.bucket_mib << 20)
+            self.times["write to a folder"] = seconds(lambda: writer.write(1), rounds, self.device)
+            load = lambda: self.call("load_weights_from_storage_async", folder)[0].result(TIMEOUT)  # noqa: E731
+            self.times["load from a folder"] = seconds(load, rounds, self.device)
+
+    def send(self, name: str, verify: Literal["off", "full"]) -> None:
+        """Time the updates of a sender of their own."""
+        settings = SyncSettings(verify, self.options.bucket_mib << 20, TIMEOUT)
+        with CollectiveSender(self.source, self.device, settings, workers=1) as sender:
+            sender.connect(self.call("init_collective_async", 0, sender.ip, sender.port, sender.world_size, 1))
+            update = lambda: sender.send(1, self.call("update_weights_from_collective_async"))  # noqa: E731
+            self.times[name] = seconds(update, self.options.rounds, self.device)
+
+
+def present(bench: Bench) -> None:
+    """Print the table, write the JSON."""
+    options, nbytes = bench.options, bench.plan.nbytes
+    floor = median(bench.times["broadcast"])
+    rows = []
+    for name, times in bench.times.items():
+        middle = median(times)
+        speed, ratio = f"{nbytes / middle / GIB:.2f}", f"{middle / floor:.2f}"
+        rows.append([name, f"{middle * 1e3:.1f}", f"{min(times) * 1e3:.1f}", speed, ratio])
+    title = f"{options.preset} {options.dtype}, engine apart, {'packed' if options.packed else 'plain'} weights"
+    notes = [
+        f"{nbytes / 2**20:.1f} MiB in {len(bench.plan.buckets)} buckets, medians of {options.rounds} rounds, "
+        f"{torch.get_num_threads()} thread(s) on either side"
+    ]
+    show(title, ["what", "ms", "best ms", "GiB/s", "x broadcast"], rows, notes)
+    save(options.json, {"title": title, "nbytes": nbytes, "seconds": bench.times})
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    init_process_group(600)
+    lifetime.install_signal_handlers(lambda: "benchmark")
+    torch.manual_seed(0)
+    bench = Bench(options)
+    try:
+        bench.run()
+        present(bench)
+    finally:
+        bench.leader.engine.shutdown()
+    destroy_process_group()
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="100M", help="size of the model (default: 100M)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's weights")
+    parser.add_argument("--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN")
+    parser.add_argument("--bucket-mib", type=int, default=64, help="size of a staging buffer (default: 64)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind (default: 5)")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    lifetime.start_guardian()
+    lifetime.run(lambda: main(arguments))

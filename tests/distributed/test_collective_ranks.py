@@ -1,0 +1,110 @@
+"""Sharded policy, engine apart: two FSDP ranks gather, one broadcasts, both workers of a TP=2 engine load."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import ROOT, run_ranks
+
+PROMPT = [20 + i for i in range(20)]
+
+
+def check_ranks(model: str, folder: str) -> None:
+    import sys
+
+    sys.path.insert(0, str(ROOT / "tests"))
+    from colocated import HfPolicy, stop
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from generation.event_loop import EngineThread
+    from generation.sampling import SamplingSettings
+    from generation.settings import EngineSettings
+    from generation.worker_async import VllmAsyncGenerationWorker
+    from sharding.collective import CollectiveSender
+    from sharding.collectives import RemoteError, rank
+    from sharding.manager import Leader
+    from sharding.sending import SyncSettings
+    from sharding.source import FsdpWeightSource
+    from sharding.storage import StorageWriter
+    from trainer.distributed import destroy_process_group, init_process_group
+    from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+
+    def start_engine() -> Leader:
+        thread = EngineThread()
+        settings = EngineSettings(
+            model, 128, tensor_parallel_size=2, cpu_cores=(0, 1), kv_cache_bytes=16 << 20, plain_cpu_weights=True
+        )
+        engine = VllmAsyncGenerationWorker(settings)
+        thread.run(engine.start(), 270, "starting an engine of two workers")
+        return Leader(engine, thread)
+
+    init_process_group(280, "cpu")
+    leader = start_engine() if rank() == 0 else None
+    whole, sharded = HfPolicy(model), HfPolicy(model)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in sharded.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded.model, mesh=mesh)
+
+    layout = lambda name, shape: checkpoint_views(whole.model, name, shape)  # noqa: E731
+
+    def randomise(seed: int) -> None:
+        """The same new values in the whole model and in this rank's shards."""
+        whole.randomise(seed)
+        state = dict(whole.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in sharded.model.named_parameters():
+                rows = state[name].chunk(2)
+                local = parameter.to_local()
+                local.copy_(rows[rank()] if len(rows) > rank() else local)
+
+    def call(method: str, *arguments: Any) -> list[Future[Any]]:
+        if leader is None:
+            return []
+        return [leader.thread.submit(getattr(leader.engine, method)(*arguments))]
+
+    def check() -> None:
+        if leader is None:
+            return
+        request = leader.engine.complete(PROMPT, SamplingSettings(max_tokens=16), seed=1, policy_version=whole.version)
+        sampled = leader.thread.run(request, 120, "a completion")
+        own = whole.logprobs(PROMPT + sampled.token_ids)[len(PROMPT) - 1 :]
+        assert max(abs(a - b) for a, b in zip(own, sampled.logprobs, strict=True)) < 1e-4
+
+    source = FsdpWeightSource(list(parameter_names(sharded.model).items()), torch.float32, layout)
+    with CollectiveSender(source, torch.device("cpu"), SyncSettings("full", 1 << 16, 60), workers=2) as sender:
+        assert sender.port > 0
+        sender.connect(call("init_collective_async", 0, sender.ip, sender.port, sender.world_size, 1, 60.0))
+        for seed in (1, 2):
+            randomise(seed)
+            assert sender.send(whole.version, call("update_weights_from_collective_async")).verified == "full"
+            check()
+        for promise in call("prepare_refit_info_async", {"model.other": ([1], "float32")}):
+            promise.result(60)
+        refused = call("update_weights_from_collective_async")
+        with pytest.raises(RemoteError, match=r"weights rank 1 failed: .*model\.other is missing"):
+            sender.send(9, refused)  # on both ranks
+        for answer in refused:
+            with pytest.raises(RuntimeError, match=r"worker 0 on cpu:0 .*worker 1 on cpu:1 "):
+                answer.result(60)
+        for promise in call("prepare_refit_info_async", sender.refit_info()):
+            promise.result(60)
+        randomise(3)
+        sender.send(whole.version, call("update_weights_from_collective_async"))  # no answer was left in a queue
+        check()
+    randomise(4)
+    StorageWriter(Path(folder), source, bucket_bytes=1 << 16).write(whole.version)
+    for load in call("load_weights_from_storage_async", folder):
+        load.result(60)
+    check()
+    if leader is not None:
+        stop(leader)
+    destroy_process_group()
+
+
+@pytest.mark.timeout(560)
+def test_n11_t33_sharded_ranks_serve_a_tensor_parallel_engine_apart(tiny_qwen2: Path, tmp_path: Path) -> None:
+    run_ranks(check_ranks, nproc=2, timeout=500, arguments=[str(tiny_qwen2), str(tmp_path / "weights")])
