@@ -5,6 +5,7 @@ from typing import Any
 
 _HOMES = {
     "Policy": "trainer.policy.base",
+    "DeepSpeedPolicy": "trainer.policy.deepspeed",
     "FsdpPolicy": "trainer.policy.fsdp",
     "RLTrainer": "trainer.loop",
     "TrainConfig": "trainer.config",

@@ -13,8 +13,8 @@ from trainer.config import TrainConfig, to_yaml
 from trainer.config_checks import resolve_device
 from trainer.distributed import is_main
 from trainer.errors import UserError
+from trainer.policy import FsdpPolicy, Policy, make_policy
 from trainer.policy.checkpoint_names import checkpoint_views
-from trainer.policy.fsdp import FsdpPolicy
 from trainer.tracking import NullTracker, make_tracker
 
 
@@ -25,16 +25,16 @@ def rank_device(config: TrainConfig) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def build_policies(config: TrainConfig, device: torch.device) -> tuple[FsdpPolicy, FsdpPolicy | None]:
-    """The policy, and a frozen copy of where it started if the loss has a KL term."""
+def build_policies(config: TrainConfig, device: torch.device) -> tuple[Policy, Policy | None]:
+    """The policy, and a frozen copy of where it started if the loss has a KL term; the copy is always on FSDP2."""
     updates = config.run.steps * config.batch.updates_per_step * config.algorithm.num_iterations
-    policy = FsdpPolicy(config.model, config.policy, device, total_updates=updates)
+    policy = make_policy(config.model, config.policy, device, updates)
     if config.algorithm.kl_coef == 0:
         return policy, None
     return policy, FsdpPolicy(config.model, config.policy, device, trainable=False)
 
 
-def build_sharding(config: TrainConfig, policy: FsdpPolicy, leader: Leader | None) -> ShardingManager:
+def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager:
     """The weight path from the policy to the engine, in the engine's dtype and under the checkpoint's names."""
     source = FsdpWeightSource(
         list(policy.named_parameters()),
@@ -79,7 +79,7 @@ class RunState:
             self.eval_before = reward
 
 
-def resume(config: TrainConfig, policy: FsdpPolicy, fingerprint: str) -> RunState:
+def resume(config: TrainConfig, policy: Policy, fingerprint: str) -> RunState:
     """Load the checkpoint the run continues from, if there is one. Collective.
 
     Raises:

@@ -1,7 +1,7 @@
 """AdamW over sharded parameters, and the learning rate as a function of how many updates were applied."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,13 +32,9 @@ def make_adamw(
 
     The state is made here rather than by the first step, so that a checkpoint written before the first update has the
     same contents as any other and reading it is writing into tensors that are there.
-
-    Biases and norms get no weight decay: decoupled decay pulls towards 0, which for a norm's scale is not neutral.
     """
-    matrices = [p for p in parameters if p.dim() > 1]
-    vectors = [p for p in parameters if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    groups = decay_groups(parameters, weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     for parameter in parameters:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -46,3 +42,14 @@ def make_adamw(
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }
     return optimizer
+
+
+def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's parameter groups.
+
+    Biases and norms get no weight decay: decoupled decay pulls towards 0, which for a norm's scale is not neutral.
+    """
+    matrices = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) > 1]  # ZeRO-3 leaves parameters empty
+    vectors = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,6 +1,18 @@
 """The policy: the model that is trained, sharded over the ranks."""
 
+import torch
+
+from trainer.config import ModelConfig, PolicyConfig
 from trainer.policy.base import LossFn, Policy, UpdateStats
 from trainer.policy.fsdp import FsdpPolicy
 
-__all__ = ["FsdpPolicy", "LossFn", "Policy", "UpdateStats"]
+__all__ = ["FsdpPolicy", "LossFn", "Policy", "UpdateStats", "make_policy"]
+
+
+def make_policy(model: ModelConfig, policy: PolicyConfig, device: torch.device, total_updates: int) -> Policy:
+    """The policy to train, on the backend that policy.backend names."""
+    if policy.backend == "fsdp":
+        return FsdpPolicy(model, policy, device, total_updates)
+    from trainer.policy.deepspeed import DeepSpeedPolicy  # importing DeepSpeed takes seconds
+
+    return DeepSpeedPolicy(model, policy, device, total_updates)

@@ -1,12 +1,13 @@
 """What the loop asks of a policy, whatever shards it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from trainer.batching import MicroBatch
 
@@ -41,8 +42,15 @@ class Policy(Protocol):
     """
 
     device: torch.device
+    model: PreTrainedModel
     version: int
     """How many updates were applied; skipped ones do not count."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters under the names they have in the Transformers model, tied ones once; sharded, as they are."""
+
+    def score_tokens(self, token_ids: list[int]) -> list[float]:
+        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`."""
 
     def logprobs(self, batches: list[MicroBatch], temperature: float) -> list[Tensor]:
         """Log-probabilities of the trainable targets, [B, T-1] float32 a batch, 0 elsewhere; no gradient."""

@@ -53,7 +53,12 @@ def save_pretrained(
 
 
 def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole parameter on every rank, cast before it travels."""
+    """The whole parameter on every rank, cast before it travels where the backend lets us."""
+    if hasattr(parameter, "ds_tensor"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().to(dtype, copy=True)
     local = parameter.detach().to(dtype)
     return local.full_tensor() if isinstance(local, DTensor) else local
 

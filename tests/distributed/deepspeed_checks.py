@@ -1,0 +1,168 @@
+"""What test_deepspeed.py checks on two ranks: each ZeRO stage against FSDP2, which is checked against one process."""
+
+import gc
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from sharding.source import FsdpWeightSource
+from tests.distributed import policy_checks as checks
+from trainer import checkpoint
+from trainer.config import ModelConfig, PolicyConfig
+from trainer.distributed import init_process_group
+from trainer.policy import FsdpPolicy
+from trainer.policy.checkpoint_names import checkpoint_views
+from trainer.policy.deepspeed import DeepSpeedPolicy
+from trainer.policy.fsdp import TrainingDiverged
+
+STAGES = (1, 2, 3)
+
+
+def zero_policy(folder: Path, stage: int, **settings: Any) -> DeepSpeedPolicy:
+    settings = {"dtype": "float32", "lr": 1e-3, "max_grad_norm": 1e9} | settings
+    config = PolicyConfig(backend="deepspeed", zero_stage=stage, **settings)  # type: ignore[arg-type]
+    return DeepSpeedPolicy(ModelConfig(path=str(folder)), config, checks.CPU)
+
+
+def masters(policy: FsdpPolicy | DeepSpeedPolicy) -> dict[str, Tensor]:
+    return {name: tensor.full_tensor().clone() for name, tensor in policy.state_dict()["model"].items()}
+
+
+def check_three_steps(folder: Path, stage: int, kind: str, tied: bool, **settings: Any) -> None:
+    """The same losses, gradients' norms and weights, clipped gradients, weight decay and warm-up included."""
+    source = checks.model_folder(folder, kind, tied)
+    settings = {"max_grad_norm": 2.0, "weight_decay": 0.1, "warmup_steps": 2} | settings
+    ours, reference = zero_policy(source, stage, **settings), checks.make_policy(source, **_without_offload(settings))
+    batches = checks.own_batches(checks.make_samples(), 33)
+    assert len(batches) > 1
+    for _ in range(3):
+        got = ours.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
+        expected = reference.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
+        assert got.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+        assert (got.learning_rate, got.skipped, got.sums) == (expected.learning_rate, False, expected.sums)
+    wanted = masters(reference)
+    for name, weight in masters(ours).items():
+        torch.testing.assert_close(weight, wanted[name], atol=2e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    for one, other in zip(ours.logprobs(batches, 1.0), reference.logprobs(batches, 1.0), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+
+
+def _without_offload(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key != "offload_optimizer"}
+
+
+def check_source(folder: Path, stage: int, kind: str, tied: bool, dtype: torch.dtype) -> None:
+    """What the engine would be sent is the checkpoint, cast once."""
+    source_folder = checks.model_folder(folder, kind, tied)
+    policy = zero_policy(source_folder, stage)
+    source = FsdpWeightSource(
+        list(policy.named_parameters()), dtype, lambda name, shape: checkpoint_views(policy.model, name, shape)
+    )
+    expected = load_file(source_folder / "model.safetensors")
+    parameters = source.parameters()
+    slots = [torch.empty(p.nbytes, dtype=torch.uint8) for p in parameters]
+    source.gather_into([p.name for p in parameters], slots)
+    seen = set()
+    for parameter, slot in zip(parameters, slots, strict=True):
+        for piece in parameter.pieces:
+            stretch = slot[piece.offset : piece.offset + math.prod(piece.shape) * dtype.itemsize]
+            assert torch.equal(stretch.view(dtype).view(piece.shape), expected[piece.name].to(dtype)), piece.name
+            seen.add(piece.name)
+    assert seen == set(expected)
+    if stage == 3:
+        assert all(p.numel() == 0 for _, p in policy.named_parameters()), "nothing may stay gathered"
+
+
+def check_nan_on_one_rank(folder: Path, stage: int) -> None:
+    policy = zero_policy(checks.model_folder(folder), stage, max_skipped_steps=2)
+    batches = checks.own_batches(checks.make_samples(), 60)
+    bad = checks.make_loss(batches, factor=float("nan") if checks.rank() == 1 else 1.0)
+    before = masters(policy)
+    assert policy.update(batches, bad, checks.TEMPERATURE).skipped
+    assert all(torch.equal(w, before[name]) for name, w in masters(policy).items())
+    assert not policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE).skipped
+    assert (policy.version, policy.skipped_in_a_row) == (1, 0)
+    assert any(not torch.equal(w, before[name]) for name, w in masters(policy).items())
+    policy.update(batches, bad, checks.TEMPERATURE)
+    with pytest.raises(TrainingDiverged, match="2 updates in a row"):
+        policy.update(batches, bad, checks.TEMPERATURE)
+
+
+def check_checkpoints_cross(folder: Path, stage: int) -> None:
+    """FSDP2's checkpoint goes on under ZeRO and back: the same third step as if nothing had changed hands."""
+    source = checks.model_folder(folder)
+    batches = checks.own_batches(checks.make_samples(), 60)
+
+    def step(policy: FsdpPolicy | DeepSpeedPolicy) -> float:
+        return policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE).loss
+
+    straight, first = checks.make_policy(source), checks.make_policy(source)
+    losses = [step(straight) for _ in range(3)]
+    assert step(first) == losses[0]
+    saved = checkpoint.save(folder / f"cross_{stage}", 1, first, {})
+    second = zero_policy(source, stage)
+    checkpoint.load(saved, second)
+    assert second.version == 1
+    assert step(second) == pytest.approx(losses[1], rel=1e-6)
+    saved = checkpoint.save(folder / f"cross_{stage}", 2, second, {})
+    third = checks.make_policy(source)
+    checkpoint.load(saved, third)
+    assert step(third) == pytest.approx(losses[2], rel=1e-6)
+    wanted = masters(straight)
+    for name, weight in masters(third).items():
+        torch.testing.assert_close(weight, wanted[name], atol=2e-5, rtol=1e-5)
+
+
+def check_export(folder: Path, stage: int, kind: str, tied: bool) -> None:
+    source, target = checks.model_folder(folder, kind, tied), folder / f"zero_export_{kind}_{stage}"
+    policy = zero_policy(source, stage)
+    batches = checks.own_batches(checks.make_samples(), 60)
+    policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
+    policy.save_pretrained(target)
+    plain = dict(AutoModelForCausalLM.from_pretrained(target, dtype="auto").named_parameters())
+    assert plain.keys() == masters(policy).keys()
+    assert all(torch.equal(plain[name], weight) for name, weight in masters(policy).items())
+
+
+def check_small_steps_are_not_lost(folder: Path, stage: int) -> None:
+    policy = zero_policy(checks.model_folder(folder), stage, dtype="bfloat16", lr=1e-6)
+    before = masters(policy)
+    batches = checks.own_batches(checks.make_samples(), 60)
+    policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
+    changed = sum(int((weight != before[name]).sum()) for name, weight in masters(policy).items())
+    assert changed > 0.5 * sum(weight.numel() for weight in before.values())
+
+
+def two_ranks(models: str, results: str) -> None:
+    init_process_group(60, "cpu")
+    folder = Path(models)
+    run: dict[str, Callable[[], None]] = {}
+    for stage in STAGES:
+        run[f"steps {stage}"] = lambda s=stage: check_three_steps(folder, s, "qwen2", True)
+        run[f"nan {stage}"] = lambda s=stage: check_nan_on_one_rank(folder, s)
+        run[f"checkpoint {stage}"] = lambda s=stage: check_checkpoints_cross(folder, s)
+        run[f"small steps {stage}"] = lambda s=stage: check_small_steps_are_not_lost(folder, s)
+    run["steps experts"] = lambda: check_three_steps(folder, 3, "qwen3_moe", False)
+    run["steps offloaded"] = lambda: check_three_steps(folder, 3, "llama", False, offload_optimizer=True)
+    run["export whole"] = lambda: check_export(folder, 2, "qwen2", True)
+    run["export cut"] = lambda: check_export(folder, 3, "qwen3_moe", False)
+    run["source whole"] = lambda: check_source(folder, 1, "qwen2", True, torch.bfloat16)
+    run["source cut"] = lambda: check_source(folder, 3, "qwen3_moe", False, torch.bfloat16)
+    run["source cut, tied"] = lambda: check_source(folder, 3, "qwen2", True, torch.float32)
+    checks._on_ranks({name: _collected(check) for name, check in run.items()}, results)
+
+
+def _collected(check: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        check()
+        gc.collect()  # DeepSpeed's engines are cycles
+
+    return run

@@ -1,0 +1,53 @@
+"""DeepSpeedPolicy, ZeRO-1 to 3, against FsdpPolicy on two real ranks: one launch, a test for each thing checked."""
+
+import json
+
+import pytest
+
+from tests.distributed import deepspeed_checks
+from tests.distributed import policy_checks as checks
+from tests.distributed.launch import run_ranks
+
+STAGES = pytest.mark.parametrize("stage", deepspeed_checks.STAGES)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = checks.make_models(tmp_path_factory.mktemp("models"))
+    run_ranks(deepspeed_checks.two_ranks, 2, timeout=280, arguments=[str(folder), str(folder / "found.json")])
+    return json.loads((folder / "found.json").read_text())
+
+
+@STAGES
+def test_p14_three_steps_like_fsdp(found: dict[str, str], stage: int) -> None:
+    assert found[f"steps {stage}"] == ""
+
+
+@pytest.mark.parametrize("what", ["experts", "offloaded"])
+def test_p14_three_steps_like_fsdp_with(found: dict[str, str], what: str) -> None:
+    assert found[f"steps {what}"] == ""
+
+
+@STAGES
+def test_p15_nan_on_one_rank_skips_on_all(found: dict[str, str], stage: int) -> None:
+    assert found[f"nan {stage}"] == ""
+
+
+@STAGES
+def test_p20_checkpoints_go_from_fsdp_to_zero_and_back(found: dict[str, str], stage: int) -> None:
+    assert found[f"checkpoint {stage}"] == ""
+
+
+@pytest.mark.parametrize("weights", ["whole", "cut"])
+def test_p20_export_opens_in_plain_transformers(found: dict[str, str], weights: str) -> None:
+    assert found[f"export {weights}"] == ""
+
+
+@STAGES
+def test_p11_a_step_at_1e_6_moves_the_masters(found: dict[str, str], stage: int) -> None:
+    assert found[f"small steps {stage}"] == ""
+
+
+@pytest.mark.parametrize("weights", ["whole", "cut", "cut, tied"])
+def test_p8_the_engine_is_sent_the_checkpoint(found: dict[str, str], weights: str) -> None:
+    assert found[f"source {weights}"] == ""

@@ -1,0 +1,239 @@
+"""The policy on DeepSpeed ZeRO: the same numbers as FSDP2, for those whose clusters and habits are DeepSpeed's.
+
+ZeRO-1 and 2 keep whole compute weights on every rank and shard the float32 masters and Adam's moments (2: gradients,
+too); ZeRO-3 shards the weights as well. What a checkpoint holds does not depend on it: rows of every parameter, as
+FSDP2 has them, so that either backend goes on from the other's.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from trainer.batching import MicroBatch
+from trainer.config import ModelConfig, PolicyConfig
+from trainer.distributed import all_reduce_sum, world_size
+from trainer.optimizer import decay_groups, learning_rate_factor
+from trainer.policy import loading, saving
+from trainer.policy.base import LossFn, UpdateStats
+from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+from trainer.policy.fsdp import PolicyModule, TrainingDiverged
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class DeepSpeedPolicy:
+    """`trainer.policy.base.Policy` says what the methods promise. Needs a process group, of one rank or more.
+
+    Attributes:
+        model: the Transformers model; under ZeRO-3 its parameters are empty between calls, and their partitions in
+            `ds_tensor`.
+    """
+
+    def __init__(self, model: ModelConfig, policy: PolicyConfig, device: torch.device, total_updates: int = 1) -> None:
+        """Build, load and shard the model; arguments as `FsdpPolicy`'s."""
+        if device.type == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported; it would look for other devices
+        import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        self._deepspeed = deepspeed
+        self.device, self.config, self.total_updates = device, policy, total_updates
+        self.zero_3 = policy.zero_stage == 3
+        self.version = self.skipped_in_a_row = 0
+        self.compute_dtype = getattr(torch, policy.dtype)
+        self.source = loading.resolve_folder(model.path)
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        self.model = self._build(model)
+        if policy.activation_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        module = PolicyModule(self.model, policy.fp32_head)
+        if self.zero_3:
+            # The output head's weight is used by the root, not by a module of its own: ZeRO must gather it there.
+            deepspeed.zero.register_external_parameter(module, self.model.get_output_embeddings().weight)
+        groups = decay_groups(list(self.model.parameters()), policy.weight_decay)
+        # At rate 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state.
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=policy.betas, eps=policy.eps, fused=True)
+        self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=self._settings())
+        self._make_optimizer_state()
+        if self.compute_dtype != torch.float32:
+            for parameter, whole in self._stored_weights(self.model):
+                safe_set_full_fp32_param(parameter, whole)  # DeepSpeed has made its masters of rounded weights
+
+    def _settings(self) -> dict[str, Any]:
+        config = self.config
+        zero: dict[str, Any] = {"stage": config.zero_stage, "overlap_comm": self.device.type == "cuda"}
+        if config.offload_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        return {
+            "train_micro_batch_size_per_gpu": 1,  # of no consequence: the boundaries of a step are set by `update`
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": config.max_grad_norm,
+            "zero_optimization": zero,
+            "bf16": {"enabled": self.compute_dtype == torch.bfloat16},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 1 << 60,
+        }
+
+    def _build(self, model: ModelConfig) -> PreTrainedModel:
+        """The model with its weights, cut as it is built under ZeRO-3, so that no rank ever holds it whole."""
+        # First without data: it imports the model's classes, which ZeRO would patch wrongly while they are being made.
+        empty = loading.build_meta_model(
+            self.source, self.compute_dtype, model.attn_implementation, model.trust_remote_code, self.device
+        )
+        with (
+            no_init_weights(),
+            self._deepspeed.zero.Init(
+                config_dict_or_path=self._settings(), enabled=self.zero_3, mem_efficient_linear=False
+            ),  # that linear would replace torch's own in the whole process
+        ):
+            built = AutoModelForCausalLM.from_config(
+                empty.config,
+                dtype=self.compute_dtype,
+                attn_implementation=model.attn_implementation,
+                trust_remote_code=model.trust_remote_code,
+            )
+        built.tie_weights()  # left out with the initialisation
+        built = built.to(self.device)
+        for name, buffer in empty.named_buffers():
+            if not buffer.is_meta:  # computed, not loaded; ZeRO-3 has cast them, rotary frequencies among them
+                built.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
+        for parameter, whole in self._stored_weights(built):
+            self._fill(parameter, whole)
+        return built
+
+    def _stored_weights(self, model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with its whole value on disk, float32."""
+        files = loading.SafetensorsFolder(self.source)
+        for name, parameter in parameter_names(model).items():
+            shape = whole_shape(parameter)
+            views = checkpoint_views(model, name, shape)
+            yield parameter, files.read(views, 0, shape.numel(), torch.float32, self.device).view(shape)
+
+    @torch.no_grad()
+    def _fill(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Set the compute weight, on all ranks; `whole` is the same on each."""
+        with self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.zero_3):
+            parameter.copy_(whole)
+
+    def _make_optimizer_state(self) -> None:
+        """Adam's state from the start, as for FSDP2: zeros, of no steps.
+
+        ZeRO-1 and 2 would make it at the first step, and then find that of the first parameter group only.
+        """
+        zero = self.engine.optimizer
+        held = [p for group in zero.optimizer.param_groups for p in group["params"]]
+        for partition in zero.fp32_partitioned_groups_flat if self.zero_3 else held:
+            zero.optimizer.state[partition] = {
+                "step": torch.zeros((), dtype=torch.float32, device=partition.device),
+                **{key: torch.zeros_like(partition, requires_grad=False) for key in MOMENTS},
+            }
+        if not self.zero_3:
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the names they have in the Transformers model, tied ones once."""
+        yield from parameter_names(self.model).items()
+
+    @torch.no_grad()
+    def logprobs(self, batches: list[MicroBatch], temperature: float) -> list[Tensor]:
+        """Log-probabilities of the trainable targets, [B, T-1] float32 a batch, 0 where the loss mask is 0."""
+        self.engine.eval()
+        return [self.engine(batch.input_ids, batch.loss_mask.bool(), temperature)[0] for batch in batches]
+
+    def score_tokens(self, token_ids: list[int]) -> list[float]:
+        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
+        ids = torch.tensor([token_ids], device=self.device)
+        ones = torch.ones(1, len(token_ids) - 1, device=self.device)
+        batch = MicroBatch(ids, ones, torch.zeros_like(ones), torch.zeros(1, device=self.device))
+        return self.logprobs([batch], temperature=1.0)[0][0].tolist()
+
+    def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
+        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).
+
+        Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
+        """
+        self.engine.train()
+        totals: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
+        for number, batch in enumerate(batches, start=1):
+            self.engine.set_gradient_accumulation_boundary(number == len(batches))
+            logprobs, entropy = self.engine(batch.input_ids, batch.loss_mask.bool(), temperature)
+            loss, sums = loss_fn(batch, logprobs, entropy)
+            # DeepSpeed averages over ranks what is already divided by the whole step's count (P14).
+            self.engine.backward(loss * world_size(), scale_wrt_gas=False)
+            for key, value in [("loss", loss), *sums.items()]:
+                totals[key] = totals.get(key, 0.0) + value.detach().double()
+        figures = all_reduce_sum(dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True)))
+        return self._step(figures.pop("loss"), figures)
+
+    def _step(self, loss: float, sums: dict[str, float]) -> UpdateStats:
+        """Apply, or skip where DeepSpeed finds a gradient that is not finite, as it does on all ranks together."""
+        factor = learning_rate_factor(self.version, self.config.warmup_steps, self.total_updates, self.config.schedule)
+        rate = self.config.lr * factor
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        self.engine.step()
+        skipped = bool(self.engine.optimizer.overflow)
+        norm = float("nan") if skipped else float(self.engine.get_global_grad_norm())
+        self.version += not skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if self.skipped_in_a_row >= self.config.max_skipped_steps:
+            raise TrainingDiverged(
+                f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite (loss {loss}): "
+                "lower policy.lr or look at the last step's batch"
+            )
+        return UpdateStats(loss=loss, grad_norm=norm, learning_rate=rate, skipped=skipped, sums=sums)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters and moments as FSDP2 would hold them: float32, sharded by rows. Copies, one shard of each."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        model, moments = {}, {}
+        for name, parameter in self.named_parameters():
+            shape = whole_shape(parameter)
+            model[name] = self._rows(safe_get_full_fp32_param(parameter), shape)
+            for key in MOMENTS:
+                moments[f"{name}.{key}"] = self._rows(safe_get_full_optimizer_state(parameter, key), shape)
+        counters = torch.tensor([self.version, self.skipped_in_a_row])
+        return {"model": model, "optimizer": moments, "counters": counters}
+
+    def _rows(self, whole: Tensor, shape: torch.Size) -> DTensor:
+        """This rank's rows of a tensor that every rank has."""
+        mesh = init_device_mesh(self.device.type, (world_size(),), mesh_dim_names=("shard",))
+        return distribute_tensor(whole.detach().float().view(shape), mesh, [Shard(0)], src_data_rank=None)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, or what FsdpPolicy's gave."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        self.version, self.skipped_in_a_row = state["counters"].tolist()
+        for values in self.engine.optimizer.optimizer.state.values():
+            values["step"].fill_(self.version)
+        for name, parameter in self.named_parameters():
+            whole = state["model"][name].full_tensor()
+            safe_set_full_fp32_param(parameter, whole)
+            self._fill(parameter, whole)
+            for key in MOMENTS:
+                safe_set_full_optimizer_state(parameter, state["optimizer"][f"{name}.{key}"].full_tensor(), key)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the model in Hugging Face format and the compute dtype; without the tokenizer."""
+        saving.save_pretrained(self.model, folder, self.compute_dtype, self.source)
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """The shape a parameter has when it is gathered; between calls ZeRO-3 leaves it empty."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
