@@ -6,7 +6,7 @@ thread only waits, always with a deadline.
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ class EngineThread:
             self.loop.close()
 
 
-async def as_ready(calls: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[tuple[int, T]]:
+async def as_ready(calls: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Each call's place and result, as they are ready. An error, or the end of the iteration, ends the others."""
 
     async def placed(place: int, call: Coroutine[Any, Any, T]) -> tuple[int, T]:

@@ -94,3 +94,8 @@ def texts_of(data: Mapping[str, Any], has_tokenizer: bool) -> list[str]:
     if not has_tokenizer:
         raise ValueError("texts need the tokenizer: set vllm_cfg.skip_tokenizer_init to false")
     return prompts
+
+
+def text_output(answers: Sequence[tuple[str, str]]) -> BatchedDataDict[Any]:
+    """Responses and errors side by side."""
+    return BatchedDataDict({"texts": [text for text, _ in answers], "errors": [error for _, error in answers]})

@@ -46,6 +46,11 @@ class Completion:
             raise RuntimeError(f"vLLM gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
         return cls(token_ids, logprobs, output.finish_reason or "abort")
 
+    @classmethod
+    def failed(cls, error: str) -> "Completion":
+        """Of a request that failed."""
+        return cls([], [], "error", error)
+
 
 def sample_seed(seed: int, step: int, prompt: int, sample: int, call: int = 0) -> int:
     """A 63-bit seed that is a function of its arguments alone (invariant 8); `call` counts a trajectory's requests."""

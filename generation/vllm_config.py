@@ -116,6 +116,23 @@ def _check_engine(engine: Mapping[str, Any]) -> None:
         raise ValueError(f"generation.vllm_cfg.precision is {engine['precision']!r}: it must be float32 or bfloat16")
 
 
+def configure_generation_config(config: VllmConfig, tokenizer: Any, is_eval: bool = False) -> VllmConfig:
+    """A copy in which the tokenizer has decided what was left open: padding, and what ends a response.
+
+    Where it does not say how to load, training starts without weights, which come with the first update, and
+    evaluation reads the checkpoint. The engine has a tokenizer of its own only for texts, stop strings or the server.
+    """
+    engine = config["vllm_cfg"]
+    texts = is_eval or bool(config.get("stop_strings")) or engine.get("expose_http_server", False)
+    opened = {"load_format": "auto" if is_eval else "dummy", "skip_tokenizer_init": not texts}
+    configured: VllmConfig = {**config, "vllm_cfg": {**opened, **engine}}  # type: ignore[typeddict-item]
+    if "pad_token_id" not in configured and tokenizer.pad_token_id is not None:
+        configured["pad_token_id"] = tokenizer.pad_token_id
+    if configured.get("stop_token_ids") is None:
+        configured["stop_token_ids"] = [tokenizer.eos_token_id]
+    return configured
+
+
 def sampling_settings(config: Mapping[str, Any]) -> SamplingSettings:
     """How responses are drawn, as the configuration has it."""
     check_config(config)

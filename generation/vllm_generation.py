@@ -5,6 +5,7 @@ import itertools
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from typing import Any, Self
 
 import torch
@@ -13,9 +14,10 @@ from .batch import BatchedDataDict
 from .event_loop import as_ready
 from .interface import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from .load_balancer import LoadBalancer
-from .padded import padded_output, rows_of, sequence_output, stop_strings_of, texts_of
+from .padded import padded_output, rows_of, sequence_output, stop_strings_of, text_output, texts_of
+from .sampling import Completion
 from .vllm_config import VllmConfig, check_config, colocated, pad_token_id, replicas
-from .worker import VllmGenerationWorker, collected, text_output
+from .worker import VllmGenerationWorker, collected
 
 
 class VllmGeneration(GenerationInterface):
@@ -91,19 +93,29 @@ class VllmGeneration(GenerationInterface):
     async def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        """Yields (place in the batch, its output without padding) as responses are ready, on the caller's own loop."""
+        """Yields (place in the batch, its output without padding) as responses are ready, on the caller's own loop.
+
+        `gen_leader_worker_idx` in an output is the number of the engine that it came from.
+        """
         rows, call = rows_of(data, self._pad), next(self._calls)
         self._check_usable()
-        futures = [self._worker(row.token_ids).answer(row, greedy, call) for row in rows]
-        async for place, completion in as_ready(map(_awaited, futures)):
-            yield place, sequence_output(data, rows[place], completion, self._pad)
+        engines, futures = list[int](), list[Future[Completion]]()
+        for row in rows:
+            engines.append(self._balancer.select_actor(row.token_ids))
+            futures.append(self.workers[engines[-1]].answer(row, greedy, call))
+        async with aclosing(as_ready(map(_awaited, futures))) as answers:
+            async for place, completion in answers:
+                output = sequence_output(data, rows[place], completion, self._pad)
+                output["gen_leader_worker_idx"] = [engines[place]]
+                yield place, output
 
     async def generate_text_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
         """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready."""
-        async for place, answer in as_ready(map(_awaited, self._text_futures(data, greedy))):
-            yield place, text_output([answer])
+        async with aclosing(as_ready(map(_awaited, self._text_futures(data, greedy)))) as answers:
+            async for place, answer in answers:
+                yield place, text_output([answer])
 
     def _text_futures(self, data: BatchedDataDict[Any], greedy: bool) -> list[Future[tuple[str, str]]]:
         prompts, call = texts_of(data, self.workers[0].engine.has_tokenizer), next(self._calls)
@@ -134,11 +146,16 @@ class VllmGeneration(GenerationInterface):
         """Put the engines of a colocated configuration to sleep, at level 2 without their weights; others forget
         cached prefixes.
         """
+        if not colocated(self.config):
+            return self.invalidate_kv_cache()
         for worker in self.workers:
-            if colocated(self.config):
-                worker.sleep(level)
-            else:
-                worker.reset_prefix_cache()
+            worker.sleep(level)
+        return True
+
+    def invalidate_kv_cache(self) -> bool:
+        """Forget every cached prefix, on all engines."""
+        for worker in self.workers:
+            worker.reset_prefix_cache()
         return True
 
     def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> list[Future[None]]:

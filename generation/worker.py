@@ -9,7 +9,7 @@ from .engine_state import Memory
 from .event_loop import EngineThread
 from .interface import GenerationDatumSpec, GenerationOutputSpec
 from .load_balancer import EngineLoad
-from .padded import Row, padded_output, rows_of, stop_strings_of, texts_of
+from .padded import Row, padded_output, rows_of, stop_strings_of, text_output, texts_of
 from .sampling import Completion
 from .vllm_config import VllmConfig
 from .worker_async import VllmAsyncGenerationWorker
@@ -150,8 +150,3 @@ def collected(futures: Sequence[Future[T]], timeout: float) -> list[T]:
     if unfinished:
         raise TimeoutError(f"{len(unfinished)} of {len(futures)} requests did not finish within {timeout:.0f} s")
     return [future.result() for future in futures]
-
-
-def text_output(answers: Sequence[tuple[str, str]]) -> BatchedDataDict[Any]:
-    """Responses and errors side by side."""
-    return BatchedDataDict({"texts": [text for text, _ in answers], "errors": [error for _, error in answers]})

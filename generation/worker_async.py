@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -11,7 +12,7 @@ from .batch import BatchedDataDict
 from .engine_state import EngineLifecycle, EngineStateError
 from .event_loop import as_ready
 from .interface import GenerationDatumSpec, GenerationOutputSpec
-from .padded import Row, rows_of, sequence_output, stop_strings_of, texts_of
+from .padded import Row, rows_of, sequence_output, stop_strings_of, text_output, texts_of
 from .sampling import Completion, SamplingSettings, sample_seed, vllm_sampling_params
 from .settings import EngineSettings
 from .vllm_compat import engine_tokenizer, request_errors, start_async_llm, stop_async_llm, unfinished_requests
@@ -133,16 +134,14 @@ class VllmAsyncGenerationWorker:
         A request that fails is a completion with `error` set. An engine in the wrong state, or dead, raises.
         """
         version = self.state.usable_version()
-        sampling = self._sampling(row.stop, greedy)
+        sampling, seed = self._sampling(row.stop, greedy), sample_seed(self.settings.seed, call, row.index, 0)
         try:
-            completion = await self.complete(
-                row.token_ids, sampling, seed=self._seed(call, row.index), policy_version=version
-            )
+            completion = await self.complete(row.token_ids, sampling, seed=seed, policy_version=version)
         except request_errors() as error:
-            return Completion([], [], "error", f"{type(error).__name__}: {error}")
+            return Completion.failed(f"{type(error).__name__}: {error}")
         if completion.finish_reason in ("stop", "length"):
             return completion
-        return replace(completion, error=f"vLLM ended the request with {completion.finish_reason!r}")
+        return Completion.failed(f"vLLM ended the request with {completion.finish_reason!r}")
 
     async def answer_text(self, prompt: str, stop: list[str], place: int, greedy: bool, call: int) -> tuple[str, str]:
         """The response to a text, and what went wrong, of which one is empty; otherwise as `answer`."""
@@ -169,9 +168,6 @@ class VllmAsyncGenerationWorker:
         """A number for one call with a batch, from which its samples' seeds are made."""
         return next(self._calls)
 
-    def _seed(self, call: int, place: int) -> int:
-        return sample_seed(self.settings.seed, call, place, 0)
-
     async def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
@@ -183,8 +179,9 @@ class VllmAsyncGenerationWorker:
         """
         rows, call = rows_of(data, self.pad_token_id), self.next_call()
         self.state.usable_version()
-        async for place, completion in as_ready(self.answer(row, greedy, call) for row in rows):
-            yield place, sequence_output(data, rows[place], completion, self.pad_token_id)
+        async with aclosing(as_ready(self.answer(row, greedy, call) for row in rows)) as answers:
+            async for place, completion in answers:
+                yield place, sequence_output(data, rows[place], completion, self.pad_token_id)
 
     async def generate_text_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
@@ -197,8 +194,9 @@ class VllmAsyncGenerationWorker:
         self.state.usable_version()
         stops = stop_strings_of(data, len(prompts))
         work = (self.answer_text(p, s, i, greedy, call) for i, (p, s) in enumerate(zip(prompts, stops, strict=True)))
-        async for place, (text, error) in as_ready(work):
-            yield place, BatchedDataDict({"texts": [text], "errors": [error]})
+        async with aclosing(as_ready(work)) as answers:
+            async for place, answer in answers:
+                yield place, text_output([answer])
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]` given those before it."""

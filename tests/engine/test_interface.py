@@ -13,15 +13,19 @@ import httpx
 import psutil
 import pytest
 import torch
+import yaml
 from colocated import HfPolicy
 from conftest import TinyModel
 from transformers import AutoTokenizer
 
 from generation.batch import BatchedDataDict, verify_right_padding
 from generation.engine_state import EngineStateError
+from generation.event_loop import EngineThread
 from generation.padded import rows_of
+from generation.vllm_compat import unfinished_requests
 from generation.vllm_config import VllmConfig, VllmSpecificArgs
 from generation.vllm_generation import VllmGeneration
+from generation.worker_async import VllmAsyncGenerationWorker
 from sharding.channel import Listener
 from sharding.collective import CollectiveSender
 from sharding.link import Link
@@ -131,9 +135,57 @@ def test_n06_the_example_of_seed_002_runs_as_printed(model: Path) -> None:
     assert output_data["errors"] == ["", ""]
     assert generation.shutdown() is True
     assert generation.shutdown() is True
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert not psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=30)[1]
     with pytest.raises(EngineStateError, match="closed"):
         generation.generate(input_data)
+
+
+SEED_002_YAML = """
+generation:
+  backend: "vllm"
+  max_new_tokens: 128
+  temperature: 0.7
+  top_p: 0.9
+  top_k: 50
+  model_name: "meta-llama/Llama-2-7b-hf"
+  stop_token_ids: [2]
+
+  vllm_cfg:
+    tensor_parallel_size: 1
+    gpu_memory_utilization: 0.9
+    max_model_len: 2048
+    load_format: "auto"
+    skip_tokenizer_init: true
+"""
+
+
+def test_n12_an_asynchronous_worker_by_itself_on_the_yaml_of_seed_002(model: Path) -> None:
+    thread = EngineThread()
+    yaml_config = yaml.safe_load(SEED_002_YAML)["generation"] | {"model_name": str(model)}
+    worker = VllmAsyncGenerationWorker.from_config(yaml_config)
+
+    async def live() -> None:
+        await worker.start()
+        with pytest.raises(EngineStateError, match="weights of no version"):
+            await collect(worker.generate_async(padded(PROMPTS)))
+        await worker.post_init_async()
+        assert worker.device_ids == await worker.report_device_id_async() == ["cpu:0"]
+        assert await worker.report_dp_openai_server_base_url() is None
+        results = await collect(worker.generate_async(padded(PROMPTS)))
+        assert sorted(place for place, _ in results) == [0, 1, 2, 3]
+        assert all(output["errors"] == [""] and output["generation_lengths"] > 0 for _, output in results)
+        with pytest.raises(ValueError, match="stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init"):
+            await collect(worker.generate_async(padded([[1]], stop_strings=[["x"]])))
+        with pytest.raises(ValueError, match="texts need the tokenizer"):
+            await collect(worker.generate_text_async(BatchedDataDict({"prompts": ["x"]})))
+        assert await worker.shutdown_async() is True
+        assert await worker.shutdown_async() is True
+
+    try:
+        thread.run(live(), 250, "a test")
+    finally:
+        worker.shutdown()
+        thread.close()
 
 
 def test_n02_shapes_types_and_logprobs(generation: VllmGeneration, model: Path) -> None:
@@ -231,14 +283,33 @@ def test_n02_truncated_says_why_an_answer_ended(generation: VllmGeneration) -> N
 
 def test_n12_results_come_as_they_are_ready_and_say_which_they_are(generation: VllmGeneration) -> None:
     prompts = [PROMPTS[0], PROMPTS[1], [7] * 63]  # the last has room for a single token
+    worker = generation.workers[0]
+    results = worker.thread.run(collect(worker.engine.generate_async(padded(prompts), greedy=True)), 60, "a test")
+    assert results[0][0] == 2
     results = asyncio.run(collect(generation.generate_async(padded(prompts), greedy=True)))
     assert sorted(place for place, _ in results) == [0, 1, 2]
-    assert results[0][0] == 2
     batched = generation.generate(padded(prompts), greedy=True)
     for place, output in results:
         assert output["output_ids"].shape == (1, output["unpadded_sequence_lengths"].item())
         assert responses(output)[0] == responses(batched)[place]
-        assert set(output) == KEYS
+        assert set(output) == KEYS | {"gen_leader_worker_idx"}
+    assert {output["gen_leader_worker_idx"][0] for _, output in results} == {0, 1}
+
+
+def test_n12_who_stops_listening_leaves_no_request_behind(generation: VllmGeneration) -> None:
+    """Until then, weights are not updated under the running ones."""
+    worker = generation.workers[0]
+
+    async def listen_once() -> int:
+        results = worker.engine.generate_async(padded([[7] * 63, *PROMPTS * 8]))
+        assert (await anext(results))[0] == 0
+        with pytest.raises(EngineStateError, match="requests would go on with other weights"):
+            await worker.engine.update_weights_from_collective_async()
+        await results.aclose()
+        return unfinished_requests(worker.engine.engine)
+
+    assert worker.thread.run(listen_once(), 60, "a test") == 0
+    assert generation.invalidate_kv_cache() is True  # no block is in use, either
 
 
 def test_n07_texts(generation: VllmGeneration, model: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,14 @@ from generation.batch import BatchedDataDict
 from generation.engine_state import EngineStateError
 from generation.padded import padded_output, rows_of, sequence_output
 from generation.sampling import Completion
-from generation.vllm_config import VllmConfig, check_config, engine_settings, pad_token_id, sampling_settings
+from generation.vllm_config import (
+    VllmConfig,
+    check_config,
+    configure_generation_config,
+    engine_settings,
+    pad_token_id,
+    sampling_settings,
+)
 from generation.worker_async import VllmAsyncGenerationWorker
 
 
@@ -197,6 +205,19 @@ def test_n01_a_configuration_becomes_settings() -> None:
 def test_n01_a_configuration_that_cannot_be_is_one_sentence(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_config({**CONFIG, **change})
+
+
+def test_n01_the_tokenizer_decides_what_was_left_open() -> None:
+    tokenizer = SimpleNamespace(pad_token_id=3, eos_token_id=2)
+    plain = VllmConfig({**CONFIG, "vllm_cfg": {"max_model_len": 32}})
+    trained, evaluated = (configure_generation_config(plain, tokenizer, is_eval) for is_eval in (False, True))
+    assert (trained["pad_token_id"], trained["stop_token_ids"]) == (3, [2])
+    assert trained["vllm_cfg"] == {"max_model_len": 32, "load_format": "dummy", "skip_tokenizer_init": True}
+    assert evaluated["vllm_cfg"] == {"max_model_len": 32, "load_format": "auto", "skip_tokenizer_init": False}
+    stopping = configure_generation_config({**plain, "stop_strings": ["x"], "stop_token_ids": [9]}, tokenizer)
+    assert stopping["vllm_cfg"]["skip_tokenizer_init"] is False
+    assert stopping["stop_token_ids"] == [9]
+    assert plain["vllm_cfg"] == {"max_model_len": 32}
 
 
 def test_n01_required_keys_are_named() -> None:
