@@ -63,16 +63,29 @@ class EngineThread:
             self.loop.close()
 
 
-async def as_ready(calls: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Each call's place and result, as they are ready. An error, or the end of the iteration, ends the others."""
+async def as_ready(
+    calls: Iterable[Coroutine[Any, Any, T]], timeout: float | None = None
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Each call's place and result, as they are ready. An error, or the end of the iteration, ends the others.
+
+    Close it where the iteration may end early (`contextlib.aclosing`): Python itself does so at some later time.
+
+    Raises:
+        TimeoutError: after `timeout` seconds, if given.
+    """
 
     async def placed(place: int, call: Coroutine[Any, Any, T]) -> tuple[int, T]:
         return place, await call
 
     tasks = [asyncio.ensure_future(placed(place, call)) for place, call in enumerate(calls)]
     try:
-        for task in asyncio.as_completed(tasks):
+        for task in asyncio.as_completed(tasks, timeout=timeout):
             yield await task
+    except TimeoutError as error:
+        late = sum(not task.done() for task in tasks)
+        if timeout is None or not late:
+            raise
+        raise TimeoutError(f"{late} of {len(tasks)} requests did not finish within {timeout:.0f} s") from error
     finally:
         for unfinished in tasks:
             unfinished.cancel()

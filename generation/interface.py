@@ -55,7 +55,7 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """What was generated.
+    """What was generated, on the CPU.
 
     Attributes:
         output_ids: [B, S + the longest response], the input's dtype: each row its prompt, its response, padding.

@@ -103,7 +103,7 @@ class VllmGeneration(GenerationInterface):
         for row in rows:
             engines.append(self._balancer.select_actor(row.token_ids))
             futures.append(self.workers[engines[-1]].answer(row, greedy, call))
-        async with aclosing(as_ready(map(_awaited, futures))) as answers:
+        async with aclosing(as_ready(map(_awaited, futures), self.timeout)) as answers:
             async for place, completion in answers:
                 output = sequence_output(data, rows[place], completion, self._pad)
                 output["gen_leader_worker_idx"] = [engines[place]]
@@ -113,7 +113,8 @@ class VllmGeneration(GenerationInterface):
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
         """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready."""
-        async with aclosing(as_ready(map(_awaited, self._text_futures(data, greedy)))) as answers:
+        calls = map(_awaited, self._text_futures(data, greedy))
+        async with aclosing(as_ready(calls, self.timeout)) as answers:
             async for place, answer in answers:
                 yield place, text_output([answer])
 

@@ -1,8 +1,12 @@
-"""Batches as dictionaries: joined, cut and reordered without losing or mixing samples (N5); rows and outputs (N2)."""
+"""Batches as dictionaries: joined, cut and reordered without losing or mixing samples (N5); rows and outputs (N2),
+configurations (N1), and what a backend is (N4).
+"""
 
 import asyncio
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,8 @@ from transformers import AutoConfig
 
 from generation.batch import BatchedDataDict
 from generation.engine_state import EngineStateError
+from generation.event_loop import as_ready
+from generation.interface import GenerationInterface
 from generation.padded import padded_output, rows_of, sequence_output
 from generation.sampling import Completion
 from generation.vllm_config import (
@@ -22,6 +28,7 @@ from generation.vllm_config import (
     pad_token_id,
     sampling_settings,
 )
+from generation.worker import collected
 from generation.worker_async import VllmAsyncGenerationWorker
 
 
@@ -247,3 +254,63 @@ def test_n12_without_a_checkpoint_there_is_nothing_to_generate_with(monkeypatch:
     assert worker.device_ids == ["cpu:0", "cpu:1"]
     with pytest.raises(EngineStateError, match="weights of no version"):
         worker.state.usable_version()
+
+
+class Smallest(GenerationInterface):
+    """A backend with the four methods that seed 002 asks for."""
+
+    def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> list[Future[None]]:
+        return []
+
+    def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
+        return padded_output(data, [Completion([], [], "stop")] * data.size, 0)
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+
+def test_n04_four_methods_make_a_backend_and_the_others_say_what_it_cannot() -> None:
+    backend = Smallest()
+    assert backend.shutdown() is True
+    for call in (
+        lambda: backend.prepare_refit_info({}),
+        backend.update_weights_via_ipc_zmq,
+        backend.update_weights_from_collective,
+    ):
+        with pytest.raises(NotImplementedError, match="Smallest takes no weights"):
+            call()
+    with pytest.raises(TypeError, match="abstract"):
+        GenerationInterface()  # type: ignore[abstract]
+
+
+async def late(seconds: float) -> float:
+    await asyncio.sleep(seconds)
+    return seconds
+
+
+async def listened(seconds: list[float], timeout: float | None = None) -> list[tuple[int, float]]:
+    return [found async for found in as_ready(map(late, seconds), timeout)]
+
+
+def test_n06_results_in_order_of_readiness_and_never_after_the_deadline() -> None:
+    assert asyncio.run(listened([0.2, 0.0])) == [(1, 0.0), (0, 0.2)]
+    assert asyncio.run(listened([])) == []
+    with pytest.raises(TimeoutError, match="1 of 2 requests did not finish within 0 s"):
+        asyncio.run(listened([0.0, 60.0], timeout=0.3))
+
+
+def test_n06_the_first_failure_or_the_deadline_ends_the_others() -> None:
+    done, failed, waiting = Future[int](), Future[int](), Future[int]()
+    done.set_result(1)
+    assert collected([done, done], 1) == [1, 1]
+    with pytest.raises(TimeoutError, match="1 of 2 requests did not finish within 0 s"):
+        collected([done, waiting], 0.05)
+    assert waiting.cancelled()
+    waiting = Future[int]()
+    failed.set_exception(ZeroDivisionError("first"))
+    with pytest.raises(ZeroDivisionError, match="first"):
+        collected([done, waiting, failed], 60)
+    assert waiting.cancelled()
