@@ -1,8 +1,7 @@
 """`AsyncVLLM`: several engines behind one blocking `generate`, as local processes or as Ray actors.
 
-It is for engines that stand apart from a trainer, and for plain inference; training in shifts on the trainer's own
-devices does without it. Prefix caching is on unless `enable_prefix_caching=False` is among the engine's arguments, and
-the cache is emptied after every weight update.
+It is for engines that stand apart from a trainer, and for plain inference. Prefix caching is on unless
+`enable_prefix_caching=False` is among the engine's arguments; the cache is emptied after every weight update.
 """
 
 import logging
@@ -32,7 +31,7 @@ CLOSE_SECONDS = 30.0
 
 
 class AsyncVLLM(WeightUpdates):
-    """A service of `num_replicas` engines of one model. May be used from several threads; a context manager.
+    """A service of engines of one model. May be used from several threads; a context manager.
 
     Attributes:
         actors: the replicas, while the service is launched.
@@ -119,13 +118,16 @@ class AsyncVLLM(WeightUpdates):
             log.warning("AsyncVLLM %s is launched already", self.service_id)
             return
         timeout = start_timeout()
-        gpus = 0 if self.settings.device_indices else gpu_count(self.backend)
-        each = of_replicas(self.settings, self.num_replicas, gpus, self.backend == "local")
+        each = of_replicas(self.settings, self.num_replicas, gpu_count(self.backend), self.backend == "local")
         self._thread = EngineThread(f"async-vllm-{self.service_id}")
+        starts: list[Future[Any]] = []
         try:
             self.actors += make_replicas(self.backend, each, self._thread, self.service_id, self._actor_class)
-            wait_until_started([replica.launch() for replica in self.actors], timeout)
+            starts += [replica.launch() for replica in self.actors]
+            wait_until_started(starts, timeout)
         except BaseException:
+            for unfinished in starts:
+                unfinished.cancel()
             self.shutdown(drain_seconds=0.0)
             raise
         self.weight_version = 0
@@ -233,14 +235,12 @@ class AsyncVLLM(WeightUpdates):
         return future
 
     def _route(self, prompt: dict[str, Any]) -> int:
+        if self._load_balancer is not None:
+            return self._load_balancer.select_actor(prompt)
         if len(self.actors) == 1:
             return 0
-        if self._load_balancer is None:
-            raise RuntimeError(
-                "LoadBalancer is not created. Create a LoadBalancer using AsyncVLLM.create_load_balancer before "
-                "calling generate."
-            )
-        return self._load_balancer.select_actor(prompt)
+        remedy = "Create a LoadBalancer using AsyncVLLM.create_load_balancer before calling generate."
+        raise RuntimeError("LoadBalancer is not created. " + remedy)
 
     def create_load_balancer(self, strategy: str | Sequence[str] | None = None, **options: Any) -> LoadBalancer:
         """Make, keep and return the balancer that `generate` asks; `options` are those of `LoadBalancer`."""

@@ -165,8 +165,6 @@ def make_replicas(
     """A replica for each of `settings`, none of them started."""
     if backend == "local":
         return [LocalReplica(each, thread) for each in settings]
-    if not ray_module().is_initialized():
-        raise RuntimeError("there is no Ray cluster: call ray.init() first, which starts one or connects to one")
     names = [f"async-vllm-replica-{service_id}-{i}" for i in range(len(settings))]
     return [
         RayReplica(each, thread, name, actor_class or ServiceEngine) for each, name in zip(settings, names, strict=True)
@@ -174,13 +172,21 @@ def make_replicas(
 
 
 def local_address(backend: str) -> str:
-    """The address under which replicas reach this process: loopback, or this node's address in the Ray cluster."""
-    return str(ray_module().util.get_node_ip_address()) if backend == "ray" else "127.0.0.1"
+    """The address under which replicas reach this process: loopback, unless a Ray cluster has other nodes."""
+    if backend == "local" or len([node for node in ray_module().nodes() if node["Alive"]]) == 1:
+        return "127.0.0.1"
+    return str(ray_module().util.get_node_ip_address())
 
 
 def gpu_count(backend: str) -> int:
-    """Devices there are: of this machine, or of the whole Ray cluster."""
+    """Devices there are: of this machine, or of the whole Ray cluster.
+
+    Raises:
+        RuntimeError: there is no cluster.
+    """
     if backend == "ray":
+        if not ray_module().is_initialized():
+            raise RuntimeError("there is no Ray cluster: call ray.init() first, which starts one or connects to one")
         return int(ray_module().cluster_resources().get("GPU", 0))
     import torch
 

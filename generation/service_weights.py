@@ -84,7 +84,7 @@ class WeightUpdates:
         return manifests[0]
 
     def get_master_address(self) -> str:
-        """Where this process listens for the engines: loopback, or with Ray this node's address in the cluster."""
+        """Where this process listens for the engines: loopback, unless a Ray cluster has other nodes."""
         return local_address(self.backend)
 
     def get_master_port(self) -> int:

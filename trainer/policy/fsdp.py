@@ -31,9 +31,9 @@ class PolicyModule(nn.Module):
     is needed.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, fp32_head: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.fp32_head = model, fp32_head
 
     def forward(self, input_ids: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropy of the targets `input_ids[:, 1:]` where `mask` is true, 0 elsewhere.
@@ -50,7 +50,9 @@ class PolicyModule(nn.Module):
         """
         hidden = self.model.base_model(input_ids=input_ids[:, :-1], use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
-        values = target_logprobs(hidden[mask], head.weight, head.bias, input_ids[:, 1:][mask], temperature)
+        values = target_logprobs(
+            hidden[mask], head.weight, head.bias, input_ids[:, 1:][mask], temperature, fp32_head=self.fp32_head
+        )
         logprobs, entropy = (torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value) for value in values)
         return logprobs, entropy
 
@@ -104,7 +106,7 @@ class FsdpPolicy:
         """One FSDP unit a decoder layer, and one for the rest: embeddings, final norm and output head."""
         mesh = init_device_mesh(self.device.type, (world_size(),), mesh_dim_names=("shard",))
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
-        module = PolicyModule(self.model)
+        module = PolicyModule(self.model, self.config.fp32_head)
         for layer in self.model.base_model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=self.config.reshard_after_forward)
         # The root's weights are needed again right after the forward pass, so they stay until the backward pass is

@@ -1,0 +1,381 @@
+"""AsyncVLLM on two real engines, processes of this machine: answers, deadlines, weights, an end that leaves nothing."""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from colocated import HfPolicy
+from conftest import TinyModel
+from vllm import AsyncEngineArgs, SamplingParams
+
+from generation.async_vllm import AsyncVLLM, make_async_vllm_engine
+from generation.engine_state import EngineStateError
+from generation.service_results import PromptErrors
+from generation.service_settings import as_settings
+from generation.vllm_compat import engine_arguments
+from sharding.collective import CollectiveSender
+from sharding.sending import SyncSettings
+from sharding.source import FsdpWeightSource
+from sharding.storage import StorageWriter
+from trainer.logprobs import target_logprobs
+
+SMALL = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20, "dtype": "float32"}
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+ENDLESS = SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyModel) -> Path:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def service(model: Path) -> Iterator[AsyncVLLM]:
+    with make_async_vllm_engine(
+        model_name=str(model), num_replicas=2, verbose=False, compile=False, **SMALL
+    ) as service:
+        yield service
+
+
+def engine_processes() -> list[psutil.Process]:
+    children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in children if "resource_tracker" not in " ".join(p.cmdline())]
+
+
+def nothing_unfinished(service: AsyncVLLM) -> bool:
+    """A request is counted as finished a moment after its answer has been given."""
+    deadline = time.monotonic() + 30
+    while any(service.get_num_unfinished_requests()):
+        assert time.monotonic() < deadline
+    return unfinished_in_engines(service) == [0, 0]
+
+
+def unfinished_in_engines(service: AsyncVLLM) -> list[int]:
+    return [replica.submit("unfinished_requests").result(30) for replica in service.actors]
+
+
+def gap(policy: HfPolicy, output: Any) -> float:
+    """Largest difference between an output's log-probabilities and the policy's own."""
+    sampled = list(output.outputs[0].token_ids)
+    own = policy.logprobs(list(output.prompt_token_ids) + sampled)[len(output.prompt_token_ids) - 1 :]
+    told = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, sampled, strict=True)]
+    return max(abs(a - b) for a, b in zip(own, told, strict=True))
+
+
+def test_t10_d09_forms_of_input_and_of_output(service: AsyncVLLM) -> None:
+    one = service.generate([5, 6, 7], GREEDY)
+    assert list(one.prompt_token_ids) == [5, 6, 7]
+    assert one.finished
+    same = [
+        service.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY),
+        *service.generate([[5, 6, 7]], GREEDY),
+        *service.generate(({"prompt_token_ids": [5, 6, 7]},), GREEDY),
+        service.generate(prompt_token_ids=[5, 6, 7], sampling_params=GREEDY),
+        *service.generate(prompt_token_ids=[[5, 6, 7]], sampling_params=GREEDY),
+    ]
+    assert {tuple(o.outputs[0].token_ids) for o in same} == {tuple(one.outputs[0].token_ids)}
+    text = service.generate("1+1=", GREEDY, use_tqdm=True)
+    assert list(text.prompt_token_ids) == service.get_tokenizer().encode("1+1=")
+    assert service.generate([]) == []
+    assert len(service.generate("1+1=").outputs[0].token_ids) <= 16  # vLLM's own default
+
+
+def test_t10_d26_order_and_parameters_of_each_prompt(service: AsyncVLLM) -> None:
+    """Lengths that end in another order than they began in, and one prompt with several answers."""
+    lengths = [40, 1, 23, 2, 60, 5, 9, 3]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, n=2 if n == 5 else 1) for n in lengths]
+    outputs = service.generate([[10 + i] for i in range(8)], params)
+    assert [list(o.prompt_token_ids) for o in outputs] == [[10 + i] for i in range(8)]
+    assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
+    assert [len(o.outputs) for o in outputs] == [2 if n == 5 else 1 for n in lengths]
+    assert {p.output_kind for p in params} == {SamplingParams().output_kind}  # the caller's own stay as they were
+    with pytest.raises(ValueError, match="2 sampling parameters were given for 3 prompts"):
+        service.generate(["a", "b", "c"], [GREEDY, GREEDY])
+
+
+def test_t13_t26_d25_a_deadline_is_one_prompts_and_ends_in_the_engine(service: AsyncVLLM) -> None:
+    params = [SamplingParams(max_tokens=1), ENDLESS, SamplingParams(max_tokens=2, ignore_eos=True)]
+    for replica in range(2):
+        with pytest.raises(PromptErrors) as caught:
+            service.generate(["a", "b", "c"], params, timeout_seconds=0.12, actor_index=replica)
+        assert [output is None for output in caught.value.outputs] == [False, True, False]
+        assert "vLLM generation timed out after 0.12 seconds" in str(caught.value.exceptions[0])
+    with pytest.raises(TimeoutError, match=r"vLLM generation timed out after 0\.01 seconds"):
+        service.generate("a", ENDLESS, timeout_seconds=0.01)
+    assert service.generate("a", GREEDY, timeout_seconds=0).finished  # no limit
+    assert service.generate("a", GREEDY, timeout_seconds=-1).finished
+    assert nothing_unfinished(service)
+
+
+def test_t26_d25_prompts_that_vllm_refuses_lose_nobody(service: AsyncVLLM) -> None:
+    prompts: list[Any] = ["fine", [5] * 300, "fine, too", [10**6]]
+    results = service.generate(prompts, GREEDY, return_exceptions=True)
+    assert [isinstance(result, Exception) for result in results] == [False, True, False, True]
+    assert results[1].__notes__ == ["prompt 1"]
+    with pytest.raises(type(results[1])):
+        service.generate(prompts[1], GREEDY)
+
+
+def test_a_cancelled_future_drops_its_request(service: AsyncVLLM) -> None:
+    future = service.submit([1, 2, 3], ENDLESS)
+    while not sum(unfinished_in_engines(service)):
+        assert not future.done()
+    future.cancel()
+    deadline = time.monotonic() + 30
+    while sum(unfinished_in_engines(service)):
+        assert time.monotonic() < deadline
+    assert nothing_unfinished(service)
+
+
+def test_t25_t37_an_engine_by_its_index(service: AsyncVLLM) -> None:
+    assert service.generate("a", GREEDY, actor_index=1).finished
+    for call in (
+        lambda i: service.generate("a", GREEDY, actor_index=i),
+        service.get_num_unfinished_requests,
+        service.get_cache_usage,
+    ):
+        for index in (-1, 2):
+            with pytest.raises(IndexError, match=rf"Actor index {index} out of range \[0, 2\)"):
+                call(index)
+    assert nothing_unfinished(service)
+    assert service.get_num_unfinished_requests(1) == 0
+
+
+def test_t25_several_engines_need_a_load_balancer(service: AsyncVLLM) -> None:
+    kept, service._load_balancer = service._load_balancer, None
+    try:
+        with pytest.raises(RuntimeError, match="LoadBalancer is not created. Create a LoadBalancer using"):
+            service.generate("a", GREEDY)
+    finally:
+        service._load_balancer = kept
+    assert service.create_load_balancer("round-robin") is service._load_balancer  # T38
+    service._load_balancer = kept
+
+
+def test_t16_t17_d01_d05_d06_loads_are_counted_here_and_real(service: AsyncVLLM) -> None:
+    """A burst is spread before any engine has answered, and the KV cache's use is what vLLM's scheduler says."""
+    futures = [service.submit([7, 8, 9], ENDLESS, timeout_seconds=60) for _ in range(24)]
+    burst = service.get_num_unfinished_requests()
+    assert sum(burst) == 24
+    assert min(burst) >= 6  # one prefix, until its engine is overloaded
+    seen = 0.0
+    while not all(future.done() for future in futures):
+        seen = max(seen, *service.get_cache_usage())
+    assert 0.01 < seen <= 1.0
+    assert nothing_unfinished(service)
+    assert service.get_cache_usage() == [0.0, 0.0]
+    stats = service._load_balancer.get_stats()  # type: ignore[union-attr]
+    assert [(s["pending_requests"], s["cache_usage"]) for s in stats["actor_stats"]] == [(0, 0.0), (0, 0.0)]
+
+
+def test_t15_t28_workers_answer_in_order(service: AsyncVLLM) -> None:
+    assert service.collective_rpc("report_device_id", timeout=60) == [["cpu:0"], ["cpu:0"]]
+    memory = service.collective_rpc("hotbunk_memory_bytes")
+    assert all(one > 1 << 20 for engine in memory for one in engine)
+    with pytest.raises(Exception, match="no_such_method"):
+        service.collective_rpc("no_such_method", args=(1,), kwargs={"a": 2})
+
+
+def test_t51_eight_threads_at_once(service: AsyncVLLM) -> None:
+    def work(thread: int) -> list[list[int]]:
+        outputs = [service.generate([20 + thread, i], SamplingParams(max_tokens=2)) for i in range(25)]
+        return [list(output.prompt_token_ids) for output in outputs]
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(work, range(8)))
+    assert results == [[[20 + thread, i] for i in range(25)] for thread in range(8)]
+    assert nothing_unfinished(service)
+
+
+def test_t20_a_second_start_starts_nothing(service: AsyncVLLM, caplog: pytest.LogCaptureFixture) -> None:
+    before = {p.pid for p in engine_processes()}
+    service.start()
+    assert "is launched already" in caplog.text
+    assert {p.pid for p in engine_processes()} == before
+    assert len(before) == 2
+
+
+def test_t08_d19_d23_vllms_own_arguments(model: Path) -> None:
+    args = AsyncEngineArgs(model=str(model), max_num_seqs=3, enable_prefix_caching=False, block_size=16)
+    before, environment = repr(args), dict(os.environ)
+    settings = as_settings(args)
+    assert (settings.max_num_seqs, settings.dtype, settings.enforce_eager) == (3, "auto", False)
+    assert settings.extra == {"enable_prefix_caching": False, "block_size": 16}
+    assert engine_arguments(settings)["enable_prefix_caching"] is False
+    assert repr(args) == before
+    assert dict(os.environ) == environment
+
+
+def test_t05_t31_t34_d13_d14_d17_weights_by_broadcast(service: AsyncVLLM, model: Path) -> None:
+    """Engines compute with what was sent, old prefixes are forgotten, and what does not fit is named."""
+    policy = HfPolicy(model)
+    metadata = service.get_model_metadata()
+    expected = {name: (p.dtype, p.shape) for name, p in policy.model.named_parameters()}
+    assert metadata == expected
+    service.check_model_metadata(expected)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is missing.*model\.bogus is not expected"):
+        wrong = {("model.bogus" if name == "model.norm.weight" else name): what for name, what in expected.items()}
+        service.check_model_metadata(wrong)
+
+    prompt, params = list(range(30, 60)), SamplingParams(max_tokens=4, temperature=0.0, logprobs=0)
+    service.generate([prompt] * 2, params)  # its prefix is in the cache
+    for version in (1, 2):
+        policy.randomise(version)
+        report = service.update_weights(reversed(list(policy.model.named_parameters())))
+        assert (report.version, service.weight_version) == (version, version)
+        assert report.nbytes >= sum(p.nbytes for p in policy.model.parameters())
+        outputs = [service.generate(prompt, params, actor_index=i) for i in range(2)]
+        assert [o.weight_version for o in outputs] == [version] * 2  # D18
+        assert max(gap(policy, output) for output in outputs) < 1e-4
+    assert service.get_master_address() == "127.0.0.1"  # T32
+    assert service.get_master_port() == service._sender.port
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w[:-1], "ended without"),
+        (lambda w: [*w, w[0]], "twice|already|again"),
+        (lambda w: [*w, ("model.bogus", w[0][1])], "model.bogus"),
+        (lambda w: [(n, t[:-1] if n == "model.norm.weight" else t) for n, t in w], "model.norm.weight"),
+        (lambda w: [], "ended without"),
+    ],
+)
+def test_t34_weights_that_do_not_fit_are_fatal_until_some_do(
+    service: AsyncVLLM, model: Path, change: Any, message: str
+) -> None:
+    policy = HfPolicy(model)
+    weights = list(policy.model.named_parameters())
+    with pytest.raises(Exception, match=message) as caught:
+        service.update_weights(change(weights))
+    assert not isinstance(caught.value, (TimeoutError, AttributeError, KeyError))
+    with pytest.raises(EngineStateError):
+        service.generate("a", GREEDY)
+    service.update_weights(weights)
+    assert service.generate("a", GREEDY).finished
+
+
+def test_t33_d12_a_trainers_own_sender(service: AsyncVLLM, model: Path) -> None:
+    """A trainer that keeps its own group: futures of the engines tell success and failure."""
+    policy = HfPolicy(model)
+    policy.randomise(5)
+    source = FsdpWeightSource(list(policy.model.named_parameters()), torch.float32)
+    service.close_weights_group()
+    with CollectiveSender(source, torch.device("cpu"), SyncSettings(timeout=60), workers=2) as sender:
+        sender.connect(service.init_weight_update_group(sender.ip, str(sender.port)))
+        assert service.collective_rpc("check_collective_ready") == [[True], [True]]  # T06
+        calls = service.receive_weights()
+        sender.send(40, calls)
+        assert [call.result(60) for call in calls] == [40, 40]
+    output = service.generate([1, 2, 3], SamplingParams(max_tokens=4, logprobs=0))
+    assert output.weight_version == 40
+    assert gap(policy, output) < 1e-4
+    refused: list[Future[Any]] = service.receive_weights()  # nobody sends
+    with pytest.raises(RuntimeError, match="weights group|trainer"):
+        [call.result(60) for call in refused]
+    service.update_weights(policy.model.named_parameters(), version=41)
+
+
+def test_d18_answers_are_of_one_version_each(service: AsyncVLLM, model: Path) -> None:
+    """Requests before, during and after an update: each is answered, with the weights that it says."""
+    policy = HfPolicy(model)
+    service.update_weights(policy.model.named_parameters())
+    old = service.weight_version
+    params = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0)
+    early = [service.submit([3 + i], params) for i in range(4)]
+    with ThreadPoolExecutor(1) as pool:
+        updated = HfPolicy(model)
+        updated.randomise(9)
+        update = pool.submit(service.update_weights, updated.model.named_parameters())
+        late = []
+        while not update.done():
+            late.append(service.submit([50 + len(late) % 100], SamplingParams(max_tokens=3, logprobs=0)))
+            time.sleep(0.02)
+        update.result()
+    outputs = [future.result(60) for future in (*early, *late)]
+    versions = [output.weight_version for output in outputs]  # type: ignore[attr-defined]
+    assert set(versions) <= {old, old + 1}
+    assert old in versions[:4]
+    for output, version in zip(outputs, versions, strict=True):
+        assert gap(policy if version == old else updated, output) < 1e-4
+    assert service.generate("a", GREEDY).weight_version == old + 1
+
+
+def test_t07_weights_from_a_folder(service: AsyncVLLM, model: Path, tmp_path: Path) -> None:
+    policy = HfPolicy(model)
+    policy.randomise(11)
+    source = FsdpWeightSource(list(policy.model.named_parameters()), torch.float32)
+    with pytest.raises(RuntimeError, match="worker 0 on cpu:0"):
+        service.load_weights_from_storage(tmp_path / "nothing")
+    folder = StorageWriter(tmp_path / "weights", source).write(70)
+    assert service.load_weights_from_storage(folder) == 70 == service.weight_version
+    output = service.generate([1, 2, 3], SamplingParams(max_tokens=4, logprobs=0))
+    assert gap(policy, output) < 1e-4
+
+
+def test_a_dead_engine_is_an_error_and_no_wait(service: AsyncVLLM) -> None:
+    """It ends one of the two engines; only the end of the service comes after it."""
+    futures = [service.submit([9, i], ENDLESS) for i in range(12)]
+    os.kill(min(engine_processes(), key=lambda p: p.pid).pid, signal.SIGKILL)
+    errors = [future.exception(60) for future in futures]
+    assert any(type(error).__name__ == "EngineDeadError" for error in errors)
+    assert not all(errors)  # the other engine's requests
+    with pytest.raises(Exception, match="ngine"):
+        service.collective_rpc("report_device_id", timeout=60)
+
+
+def test_t29_d24_the_end_lets_requests_end_and_leaves_nothing(service: AsyncVLLM) -> None:
+    futures = [service._submit({"prompt_token_ids": [i]}, ENDLESS, 1, None, {}) for i in range(4)]
+    service.shutdown()
+    assert [len(future.result(0).outputs[0].token_ids) for future in futures] == [200] * 4
+    service.shutdown()
+    assert not service.launched
+    assert engine_processes() == []
+    with pytest.raises(RuntimeError, match="must be launched before generating"):
+        service.generate("a")
+
+
+def test_t20_d22_a_start_that_fails_leaves_nothing(service: AsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "0.01")
+    with pytest.raises(TimeoutError, match="no answer from engine 0, 1 within 0 s"):
+        service.start()
+    assert not service.launched
+    deadline = time.monotonic() + 120  # the first engine was being started when the time was over
+    while engine_processes():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_float32_head_reaches_the_engine(tiny_qwen2_untied: Path) -> None:
+    """In bfloat16, logits of a rounded head lie on a grid; those of a float32 head do not, and are the trainer's."""
+    with AsyncVLLM.from_pretrained(
+        str(tiny_qwen2_untied), verbose=False, compile=False, enable_fp32_output=True, **(SMALL | {"dtype": "bfloat16"})
+    ) as service:
+        prompt = list(range(40, 72))
+        output = service.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0, logprobs=20))
+        told = {token: at.logprob for token, at in output.outputs[0].logprobs[0].items()}
+    policy = HfPolicy(tiny_qwen2_untied, dtype=torch.bfloat16)
+    with torch.no_grad():
+        hidden = policy.model.base_model(torch.tensor([prompt])).last_hidden_state[0, -1:].expand(len(told), -1)
+        weight, tokens = policy.model.get_output_embeddings().weight, torch.tensor(list(told))
+        own, rounded = (
+            target_logprobs(hidden, weight, None, tokens, fp32_head=wide)[0].tolist() for wide in (True, False)
+        )
+    assert on_a_grid(rounded)
+    assert not on_a_grid(own)
+    assert not on_a_grid(list(told.values()))
+    assert math.isclose(max(own), max(told.values()), abs_tol=0.05)
+
+
+def on_a_grid(logprobs: list[float], step: float = 2.0**-12) -> bool:
+    """Whether all differences are multiples of `step`, as those of bfloat16 logits of at least 1/16 are."""
+    steps = [(value - logprobs[0]) / step for value in logprobs]
+    return max(abs(s - round(s)) for s in steps) < 0.05

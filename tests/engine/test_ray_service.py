@@ -1,0 +1,147 @@
+"""AsyncVLLM on a local Ray cluster: two actors with a real engine each, which do what local processes do."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from colocated import HfPolicy
+from conftest import TinyModel
+from vllm import SamplingParams
+
+from generation.async_vllm import AsyncVLLM
+from generation.service_engine import ServiceEngine
+from generation.service_results import PromptErrors
+from generation.service_settings import resolve
+
+pytestmark = pytest.mark.timeout(600)  # a cluster on a busy machine takes its time to start
+
+SMALL = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_bytes": 32 << 20, "dtype": "float32"}
+ENDLESS = SamplingParams(max_tokens=100, ignore_eos=True)
+
+
+def greeter() -> type:
+    """A user's own actor class: one more method. Defined here, since Ray's workers cannot import this file."""
+
+    class Greeter(ServiceEngine):
+        async def greet(self, name: str) -> str:
+            return f"hello {name}"
+
+    return Greeter
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyModel) -> Path:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # else the machine's other work comes first
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # it would write a token into the home directory
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def service(cluster: None, model: Path) -> Iterator[AsyncVLLM]:
+    with AsyncVLLM(resolve(str(model), compile=False, **SMALL), 2, actor_class=greeter()) as service:
+        service.create_load_balancer()
+        yield service
+
+
+def engine_processes() -> list[psutil.Process]:
+    """Ray's workers and engines, which are not children of this process alone."""
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE and process.name().startswith(("VLLM", "ray::Greeter"))
+    ]
+
+
+def test_t02_t20_there_must_be_a_cluster(model: Path) -> None:
+    """Runs first: it needs one not to be there."""
+    with pytest.raises(RuntimeError, match=r"there is no Ray cluster: call ray\.init\(\) first"):
+        AsyncVLLM.from_pretrained(str(model), verbose=False, backend="ray", **SMALL)
+
+
+def test_t10_t26_answers_in_order_and_errors_of_their_own(service: AsyncVLLM) -> None:
+    lengths = [30, 2, 17, 1]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = service.generate([[10 + i] for i in range(4)], params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
+    assert [o.weight_version for o in outputs] == [0] * 4
+    with pytest.raises(PromptErrors) as caught:
+        service.generate(["fine", [5] * 300, [10**6]], SamplingParams(max_tokens=2))
+    assert [output is None for output in caught.value.outputs] == [False, True, True]
+    assert "128" in str(caught.value.exceptions[0])
+
+
+def test_t13_d25_deadlines_and_cancelling_end_in_the_engine(service: AsyncVLLM) -> None:
+    with pytest.raises(TimeoutError, match=r"vLLM generation timed out after 0\.05 seconds"):
+        service.generate("a", ENDLESS, timeout_seconds=0.05)
+    futures = [service.submit([i], ENDLESS) for i in range(6)]
+    assert sum(service.get_num_unfinished_requests()) == 6  # D05, D06: before any actor has answered
+    for future in futures:
+        future.cancel()
+    deadline = time.monotonic() + 60
+    while any(replica.submit("unfinished_requests").result(60) for replica in service.actors):
+        assert time.monotonic() < deadline
+    while any(service.get_num_unfinished_requests()):
+        assert time.monotonic() < deadline
+
+
+def test_t17_d01_kv_cache_use_comes_from_the_actors(service: AsyncVLLM) -> None:
+    deadline = time.monotonic() + 60
+    while None in service.get_cache_usage():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    seen: list[float] = []
+    while not seen or max(seen) == 0.0:
+        assert time.monotonic() < deadline
+        futures = [service.submit([1, i], ENDLESS) for i in range(8)]
+        while not all(future.done() for future in futures):
+            seen += service.get_cache_usage()
+            time.sleep(0.02)
+    assert 0.0 < max(seen) <= 1.0
+
+
+def test_t15_t28_workers_and_own_methods(service: AsyncVLLM) -> None:
+    assert service.collective_rpc("report_device_id") == [["cpu:0"], ["cpu:0"]]
+    assert [replica.submit("greet", "you").result(60) for replica in service.actors] == ["hello you"] * 2
+    name = f"async-vllm-replica-{service.service_id}-1"
+    assert ray.get_actor(name, namespace="hotbunk") is not None
+
+
+def test_t05_t34_weights_reach_actors(service: AsyncVLLM, model: Path) -> None:
+    policy = HfPolicy(model)
+    policy.randomise(3)
+    service.update_weights(policy.model.named_parameters())
+    assert service.get_master_address() == "127.0.0.1"  # T32: a cluster of one node; nothing listens beyond it
+    for index in range(2):
+        output: Any = service.generate([4, 5, 6], SamplingParams(max_tokens=4, logprobs=0), actor_index=index)
+        sampled = list(output.outputs[0].token_ids)
+        told = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, sampled, strict=True)]
+        own = policy.logprobs([4, 5, 6, *sampled])[2:]
+        assert max(abs(a - b) for a, b in zip(own, told, strict=True)) < 1e-4
+        assert output.weight_version == 1
+
+
+def test_t29_a_dead_actor_is_an_error_and_the_end_leaves_nothing(service: AsyncVLLM) -> None:
+    """Last: it ends the service."""
+    futures = [service._submit({"prompt_token_ids": [i]}, ENDLESS, 0, None, {}) for i in range(4)]
+    ray.kill(ray.get_actor(f"async-vllm-replica-{service.service_id}-0", namespace="hotbunk"))
+    assert all("died" in str(future.exception(60)) or future.exception(0) is None for future in futures)
+    with pytest.raises(ray.exceptions.RayActorError):
+        service.generate("a", ENDLESS, actor_index=0)
+    service.shutdown()
+    service.shutdown()
+    deadline = time.monotonic() + 60
+    while engine_processes():
+        assert time.monotonic() < deadline, engine_processes()
+        time.sleep(0.2)

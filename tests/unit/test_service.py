@@ -1,0 +1,346 @@
+"""The parts of AsyncVLLM that need no engine: forms of input, settings, the gate before updates, errors."""
+
+import asyncio
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from generation import service_settings
+from generation.async_vllm import AsyncVLLM, make_async_vllm_engine
+from generation.prompt_forms import prompt_dictionaries
+from generation.service_engine import UpdateGate
+from generation.service_results import PromptErrors, answer_or_error, answers, results_of, wait_until_started
+from generation.service_settings import from_arguments, gpus_per_replica, of_replicas, resolve, start_timeout
+from generation.settings import EngineSettings
+from generation.vllm_compat import engine_arguments
+
+IDS = {"prompt_token_ids": [1, 2, 3]}
+
+
+def settings(**changes: Any) -> EngineSettings:
+    return EngineSettings(**({"model": "m", "max_model_len": 64} | changes))
+
+
+def test_t01_without_vllm_everything_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_settings, "find_spec", lambda name: None)
+    calls: list[Callable[[], Any]] = [
+        lambda: AsyncVLLM(settings()),
+        lambda: AsyncVLLM.launch(settings()),
+        lambda: AsyncVLLM.from_pretrained("m"),
+        lambda: make_async_vllm_engine(model_name="m"),
+    ]
+    for call in calls:
+        with pytest.raises(ImportError, match="vllm is not installed. Please install it with `pip install vllm`"):
+            call()
+
+
+def test_t01_t02_importing_needs_neither_vllm_nor_ray() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['vllm'] = sys.modules['ray'] = None\n"  # importing either raises ImportError
+        "import generation.async_vllm, generation.load_balancer\n"
+        "from generation.service_replicas import make_replicas\n"
+        "try:\n"
+        "    make_replicas('ray', [], None, 'x', None)\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert run.stdout.strip() == "ray is not installed. Please install it with `pip install ray`."
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("600", 600.0), ("0.5", 0.5), (None, 300.0)])
+def test_t03_d04_the_time_to_start_is_a_number(
+    text: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is None:
+        monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS", raising=False)
+    else:
+        monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", text)
+    assert start_timeout() == seconds
+
+
+@pytest.mark.parametrize("text", ["ten minutes", "", "-1", "0", "nan", "inf"])
+def test_d04_a_time_that_is_none_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", text)
+    with pytest.raises(ValueError, match="TORCHRL_VLLM_TIMEOUT_SECONDS must be a positive number of seconds"):
+        start_timeout()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ids", "expected", "single"),
+    [
+        ("a b", None, [{"prompt": "a b"}], True),
+        (["a", "b"], None, [{"prompt": "a"}, {"prompt": "b"}], False),
+        (("a", "b"), None, [{"prompt": "a"}, {"prompt": "b"}], False),
+        (["a"], None, [{"prompt": "a"}], False),
+        ([], None, [], False),
+        ([1, 2, 3], None, [IDS], True),  # D09: one prompt, as for LLM.generate
+        ((1, 2, 3), None, [IDS], True),
+        ([[1, 2, 3], [4]], None, [IDS, {"prompt_token_ids": [4]}], False),
+        (IDS, None, [IDS], True),
+        ([IDS, "b", [4]], None, [IDS, {"prompt": "b"}, {"prompt_token_ids": [4]}], False),
+        (None, [1, 2, 3], [IDS], True),
+        (None, [[1, 2, 3]], [IDS], False),
+    ],
+)  # fmt: skip
+def test_t10_t23_t24_d09_all_forms_of_input(
+    prompts: Any, ids: Any, expected: list[dict[str, Any]], single: bool
+) -> None:
+    assert prompt_dictionaries(prompts, ids) == (expected, single)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ids", "message"),
+    [
+        ("a", [1], "Cannot specify both prompts and prompt_token_ids"),
+        (["a", "b"], [[1], [2]], "Cannot specify both prompts and prompt_token_ids"),  # D10
+        (None, [], "prompt_token_ids cannot be empty"),
+        (None, None, "Must specify either prompts or prompt_token_ids"),
+        (None, ["a"], "prompt_token_ids holds token ids or lists of them, not a str"),
+        (None, "abc", "prompt_token_ids must be a list, not a str"),
+        ([1, "a"], None, "prompt 0 mixes token ids with something else"),
+        (["a", 1.5], None, "prompt 1 is a float: give a text, token ids or a prompt dictionary"),
+        (["a", []], None, "prompt 1 has no token ids"),
+        ([{"text": "a"}], None, "prompt 0 is a dictionary without any of prompt_token_ids, prompt,"),
+    ],
+)
+def test_t11_what_is_no_prompt_is_named(prompts: Any, ids: Any, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        prompt_dictionaries(prompts, ids)
+    assert message in str(caught.value)
+
+
+def test_d23_the_callers_prompt_is_not_changed() -> None:
+    ids = [1, 2]
+    made = prompt_dictionaries(ids)[0][0]
+    made["prompt_token_ids"].append(3)
+    assert ids == [1, 2]
+
+
+def test_t18_devices_of_a_replica() -> None:
+    assert (
+        gpus_per_replica(SimpleNamespace(tensor_parallel_size=2, data_parallel_size=3, pipeline_parallel_size=4)) == 24
+    )
+    assert gpus_per_replica(SimpleNamespace(tensor_parallel_size=2)) == 2
+    assert gpus_per_replica(settings(tensor_parallel_size=2, extra={"pipeline_parallel_size": 2})) == 4
+
+
+def test_t19_a_new_service_is_not_launched() -> None:
+    service = AsyncVLLM(settings(tensor_parallel_size=2), num_replicas=3)
+    assert len(service.service_id) == 8
+    assert int(service.service_id, 16) >= 0
+    assert not service.launched
+    assert service.actors == []
+    assert service.get_tp_size() == 2  # T30
+    assert {service.get_random_actor_index() for _ in range(50)} == {0, 1, 2}  # T27
+    draws = [[AsyncVLLM(settings(), 5).get_random_actor_index() for _ in range(1)] for _ in range(2)]
+    assert draws[0] == draws[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.create_load_balancer(), "before creating load balancer"),
+        (lambda s: s.get_num_unfinished_requests(), "before getting request counts"),
+        (lambda s: s.get_cache_usage(), "before getting cache usage"),
+        (lambda s: s.init_weight_update_group("127.0.0.1", 1), "before initializing weight update group"),
+        (lambda s: s.update_weights([]), "before updating weights"),
+        (lambda s: s.load_weights_from_storage("x"), "before updating weights"),
+        (lambda s: s.get_model_metadata(), "before asking for model metadata"),
+        (lambda s: s.collective_rpc("x"), "before calling workers"),
+    ],
+)
+def test_t33_t34_t37_t38_nothing_works_before_the_launch(call: Callable[[AsyncVLLM], Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=f"AsyncVLLM service must be launched {message}"):
+        call(AsyncVLLM(settings()))
+
+
+def test_t29_shutdown_before_the_launch_does_nothing() -> None:
+    service = AsyncVLLM(settings())
+    service.shutdown()
+    service.shutdown()
+
+
+def test_constructor_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="num_replicas must be at least 1, not 0"):
+        AsyncVLLM(settings(), 0)
+    with pytest.raises(ValueError, match="actor_class is for Ray's actors"):
+        AsyncVLLM(settings(), actor_class=object, backend="local")
+    with pytest.raises(ValueError, match="set num_replicas instead"):
+        AsyncVLLM(settings(extra={"data_parallel_size": 2}))
+
+
+def test_t08_d19_d23_engine_arguments_are_kept_and_the_callers_stay_as_they_are() -> None:
+    given = settings(extra={"block_size": 16})
+    service = AsyncVLLM(given, enable_prefix_caching=False)
+    assert given.extra == {"block_size": 16}
+    assert service.settings.extra == {"block_size": 16, "enable_prefix_caching": False}
+    assert engine_arguments(service.settings)["enable_prefix_caching"] is False
+
+
+def test_t50_prefix_caching_is_on_unless_switched_off() -> None:
+    assert engine_arguments(from_arguments({"model": "m", "max_model_len": 64}))["enable_prefix_caching"] is True
+    off = from_arguments({"model": "m", "max_model_len": 64, "enable_prefix_caching": False})
+    assert engine_arguments(off)["enable_prefix_caching"] is False
+
+
+def test_t22_t49_what_make_async_vllm_engine_starts() -> None:
+    made = resolve("m", 2, True, True, max_model_len=64, kv_cache_memory_bytes=7, block_size=16, dtype="bfloat16")
+    assert (made.model, made.tensor_parallel_size, made.enforce_eager, made.fp32_head) == ("m", 2, False, True)
+    assert (made.kv_cache_bytes, made.dtype, made.extra) == (7, "bfloat16", {"block_size": 16})
+    assert resolve("m", max_model_len=64).tensor_parallel_size == 1
+    assert resolve("m", 2, tensor_parallel_size=2, max_model_len=64).tensor_parallel_size == 2
+    assert resolve("m", tensor_parallel_size=4, max_model_len=64).tensor_parallel_size == 4
+    staged = resolve("m", pipeline_parallel_size=2, max_model_len=64)
+    assert staged.extra == {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with pytest.raises(ValueError, match="tensor_parallel_size must be set to 2"):
+        resolve("m", 2, tensor_parallel_size=4, max_model_len=64)
+    with pytest.raises(ValueError, match="worker_extension_cls is the service's own"):
+        resolve("m", max_model_len=64, worker_extension_cls="x.Y")
+
+
+def test_t49_d20_compile_is_no_unknown_compilation_config() -> None:
+    assert resolve("m", compile=False, max_model_len=64).enforce_eager
+    assert "compilation_config" not in resolve("m", compile=True, max_model_len=64).extra
+    own = resolve("m", compile=True, max_model_len=64, compilation_config={"level": 0}, enforce_eager=True)
+    assert own.enforce_eager
+    assert own.extra == {"compilation_config": {"level": 0}}
+
+
+def test_an_unsaid_context_length_is_the_models(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "max_position_embeddings": 77}))
+    assert resolve(str(tmp_path)).max_model_len == 77
+
+
+def test_a_float32_head_is_vllms_head_dtype() -> None:
+    plain = settings(extra={"hf_overrides": {"rope_theta": 1.0}})
+    assert "hf_overrides" not in engine_arguments(settings())
+    both = engine_arguments(dataclasses.replace(plain, fp32_head=True))["hf_overrides"]
+    assert both == {"rope_theta": 1.0, "head_dtype": "float32"}
+    assert plain.extra == {"hf_overrides": {"rope_theta": 1.0}}
+
+
+def test_t20_devices_are_dealt_out() -> None:
+    pair = settings(tensor_parallel_size=2)
+    assert [s.device_indices for s in of_replicas(pair, 2, 4, shared=True)] == [(0, 1), (2, 3)]
+    assert [s.device_indices for s in of_replicas(pair, 2, 8, shared=False)] == [(0, 1), (0, 1)]
+    own = dataclasses.replace(pair, device_indices=(7, 6, 5, 4))
+    assert [s.device_indices for s in of_replicas(own, 2, 0, shared=True)] == [(7, 6), (5, 4)]
+    on_cpu = of_replicas(pair, 2, 0, shared=True)
+    assert all(s.on_cpu and len(s.cpu_cores) == 2 for s in on_cpu)
+    with pytest.raises(ValueError, match="2 replicas of 2 devices each need 4 devices, not 3"):
+        of_replicas(pair, 2, 3, shared=True)
+    with pytest.raises(ValueError, match="1 replicas of 2 devices each need 2 devices, not 4"):
+        of_replicas(own, 1, 0, shared=True)
+
+
+def test_t12_arguments_that_vllm_has_no_more_are_refused() -> None:
+    service = AsyncVLLM(settings())
+    with pytest.raises(ValueError, match="guided_options_request: set SamplingParams"):
+        service.generate("a", guided_options_request=object())
+    with pytest.raises(ValueError, match="prompt_adapter_request: vLLM has no prompt adapters any more"):
+        service.generate("a", prompt_adapter_request=object())
+    with pytest.raises(TypeError, match="generate has no argument 'max_tokens'"):
+        service.generate("a", max_tokens=3)
+
+
+def test_d18_an_update_runs_alone_and_nobody_is_lost() -> None:
+    async def scene() -> list[str]:
+        gate, events = UpdateGate(), []
+
+        async def request(name: str, steps: int) -> None:
+            async with gate.request():
+                events.append(f"{name} in")
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                events.append(f"{name} out")
+
+        async def update() -> None:
+            async with gate.update(10):
+                events.append("update in")
+                await asyncio.sleep(0.01)
+                events.append("update out")
+
+        early = [asyncio.create_task(request(f"early{i}", 5)) for i in range(2)]
+        await asyncio.sleep(0)
+        updating = asyncio.create_task(update())
+        await asyncio.sleep(0)
+        late = [asyncio.create_task(request(f"late{i}", 1)) for i in range(2)]
+        await asyncio.gather(*early, updating, *late)
+        return events
+
+    events = asyncio.run(scene())
+    start, end = events.index("update in"), events.index("update out")
+    assert end == start + 1
+    assert set(events[:start]) == {f"early{i} {way}" for i in range(2) for way in ("in", "out")}
+    assert len(events) == 10
+
+
+def test_d18_an_update_that_cannot_begin_leaves_the_gate_open() -> None:
+    async def scene() -> None:
+        gate = UpdateGate()
+        async with gate.request():
+            with pytest.raises(TimeoutError, match="1 requests did not end within 0 s, so no weights were updated"):
+                async with gate.update(0.01):
+                    raise AssertionError("the request was still inside")
+        async with gate.request():  # and goes on
+            pass
+        async with gate.update(1):
+            with pytest.raises(RuntimeError, match="a weight update is under way already"):
+                async with gate.update(1):
+                    pass
+
+    asyncio.run(scene())
+
+
+def ended(result: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+    return future
+
+
+def test_t26_d25_one_failing_prompt_does_not_lose_the_others() -> None:
+    futures = [ended("a"), ended(TimeoutError("late")), ended("c"), ended(ValueError("bad"))]
+    results = [answer_or_error(future, place) for place, future in enumerate(futures)]
+    with pytest.raises(PromptErrors, match="2 of 4 prompts failed") as caught:
+        answers(results, single=False, return_exceptions=False)
+    assert caught.value.outputs == ["a", None, "c", None]
+    assert [error.__notes__ for error in caught.value.exceptions] == [["prompt 1"], ["prompt 3"]]
+    timeouts, others = caught.value.split(TimeoutError)
+    assert isinstance(timeouts, PromptErrors)
+    assert timeouts.outputs == ["a", None, "c", None]
+    assert others is not None
+    assert answers(results, single=False, return_exceptions=True) == results
+    with pytest.raises(TimeoutError, match="late"):
+        answers(results[1:2], single=True, return_exceptions=False)
+    assert answers(results[:1], single=True, return_exceptions=False) == "a"
+
+
+def test_a_cancelled_prompt_says_why() -> None:
+    future: Future[Any] = Future()
+    future.cancel()
+    assert "the service was shut down before" in str(answer_or_error(future, 0))
+
+
+def test_t20_d25_waits_for_engines_end() -> None:
+    never: Future[Any] = Future()
+    assert results_of([ended([1]), ended([2])], 1, "x") == [[1], [2]]
+    with pytest.raises(TimeoutError, match="reading: no answer from engine 1 within 0 s"):
+        results_of([ended(1), never], 0.01, "reading")
+    with pytest.raises(KeyError):
+        results_of([never, ended(KeyError("x"))], 60, "reading")  # at once, not after a minute
+    with pytest.raises(TimeoutError) as caught:
+        wait_until_started([never], 0.01)
+    assert "TORCHRL_VLLM_TIMEOUT_SECONDS allows more time" in caught.value.__notes__[0]
