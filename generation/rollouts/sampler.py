@@ -83,16 +83,17 @@ class FnCallRolloutSampler:
             still_open = [i for i in calls if calls[i]]
             if not still_open or turn + 1 == self._max_turns:
                 break
-            replies = asyncio.run(self._replies(llm.get_tokenizer(), [calls[i] for i in still_open]))
+            asked = [(calls[i], getattr(prompts[i], "metrics", {})) for i in still_open]
+            replies = asyncio.run(self._replies(llm.get_tokenizer(), asked))
             for i, texts in zip(still_open, replies, strict=True):
                 chats[i].append({"role": "assistant", "content": results[i].outputs[0].text})
                 chats[i] += [{"role": "tool", "content": text} for text in texts]
         return results
 
-    async def _replies(self, tokenizer: Any, calls: list[list[ToolCall]]) -> list[list[str]]:
-        """Every conversation's calls at once; errors are replies, too."""
+    async def _replies(self, tokenizer: Any, asked: list[tuple[list[ToolCall], dict[str, float]]]) -> list[list[str]]:
+        """Every conversation's calls at once; errors are replies, too, and counted in its metrics."""
         runner = ToolRunner(self._limits, tokenizer)
-        return list(await asyncio.gather(*(runner.run(self._tools, each, {}) for each in calls)))
+        return list(await asyncio.gather(*(runner.run(self._tools, calls, metrics) for calls, metrics in asked)))
 
 
 def make_sampler(found: Any, kwargs: Mapping[str, Any] | None = None) -> Sampler:
@@ -136,6 +137,8 @@ async def sample_batch(
     llm = SamplerLLM(engine, tokenizer, settings, asyncio.get_running_loop(), batch, timeout)
     try:
         returned = await call_user(lambda: _call(sampler, llm, batch), timeout)
+    except TimeoutError as error:
+        raise llm.fatal or TimeoutError(f"the sampler: {error}") from error
     except Exception as error:
         raise llm.fatal or new_way(error) from error
     finally:
@@ -182,7 +185,9 @@ def _trajectory(result: Any, index: int, prompt: PromptText, history: History, v
             f"the sampler's result {index} was not sampled as training asks: {wrong}; clone the sampling_params "
             "that it is given and change only max_tokens, stop and the like"
         )
-    return trajectory(answer, prompt.place, version, length)
+    done = trajectory(answer, prompt.place, version, length)
+    done.metrics |= prompt.metrics
+    return done
 
 
 def _found(result: Any, index: int, history: History) -> tuple[Any, int | None]:

@@ -25,6 +25,7 @@ class PromptText(str):
         prompt_index, sample_index: which trajectory begins with it; each prompt occurs once for every sample.
         messages: what it was rendered from, or None.
         row: the dataset's row.
+        metrics: figures of this trajectory, by name, to be filled in by the sampler.
     """
 
     token_ids: list[int]
@@ -32,6 +33,7 @@ class PromptText(str):
     sample_index: int
     messages: Messages | None
     row: Mapping[str, Any]
+    metrics: dict[str, float]
 
     def __new__(
         cls,
@@ -44,7 +46,7 @@ class PromptText(str):
     ) -> "PromptText":
         self = super().__new__(cls, text)
         self.token_ids, self.messages, self.row = list(token_ids), messages, row or {}
-        self.prompt_index, self.sample_index = prompt_index, sample_index
+        self.prompt_index, self.sample_index, self.metrics = prompt_index, sample_index, {}
         return self
 
     @property

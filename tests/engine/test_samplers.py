@@ -186,6 +186,8 @@ def test_v04_v14_functions_are_called_between_chats(leader: Leader, tokenizer: A
     assert "Error: the tool call is not valid JSON" in replies[2]
     assert replies[3] == ""
     assert [t.turns for t in found] == [2, 2, 2, 1]
+    assert [t.metrics.get("tools/calls", 0) for t in found] == [1, 1, 1, 0]
+    assert [t.metrics.get("tools/errors", 0) for t in found] == [0, 1, 1, 0]
     assert [t.error for t in found] == [""] * 4
 
 
@@ -323,7 +325,7 @@ def test_what_a_sampler_raises_ends_the_rollout_and_a_late_one_is_given_up(leade
         except RuntimeError as error:
             ended.append(str(error))
 
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match="the sampler: took longer than 0.2 s"):
         sample(leader, tokenizer, late, timeout=0.2)
     deadline = time.monotonic() + SECONDS
     while not ended and time.monotonic() < deadline:
