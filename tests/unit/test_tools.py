@@ -254,6 +254,7 @@ class Shop:
 
     async def buy(self, item: str) -> str:
         """Buy one."""
+        await asyncio.sleep(0.05 if item == "pear" else 0)
         self.items.append(item)
         return f"{self.customer} has {', '.join(self.items)}"
 
