@@ -47,6 +47,7 @@ class Call:
     """One request for generation.
 
     Attributes:
+        open_ended: the client leaves the answer's length to the context.
         refused: why it cannot be answered, found out after vLLM took it over.
         generations: what was sampled, by the choice's index in the response.
     """
@@ -54,6 +55,7 @@ class Call:
     sampling: SamplingSettings | None
     conversation: Conversation | None = None
     exact: ExactIds | None = None
+    open_ended: bool = False
     refused: Refused | None = None
     choices: int = 0
     generations: dict[int, Generation] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from .asgi import (
 )
 from .call import CURRENT, Call, ExactIds, Refused
 from .conversations import Conversation, Conversations, TooManyConversations
-from .requests import Body, fill_sampling, find_exact, parse_body, take_prefix
+from .requests import Body, fill_sampling, find_exact, parse_body, readable_messages, take_prefix
 from .responses import Response, send_error
 from .served_engine import check_ready
 from .settings import ServerSettings
@@ -83,14 +83,33 @@ class Gate:
         call = Call(self._settings.sampling if conversation is None else conversation.sampling, conversation)
         if generates:
             check_ready(self._worker, call)
-        raw = await read_body(receive, LARGEST)
-        body = parse_body(raw)
-        if body is None or scope["path"] == "/detokenize":
-            await self._app(with_length(scope, raw), replay(raw, receive), send)
-        elif generates:
-            await self._generate(scope, receive, send, call, body)
-        else:
-            await self._tokenize(scope, receive, send, body)
+        body = parse_body(await read_body(receive, LARGEST))
+        response = Response(send, call, readable_messages(body) if scope["path"] == CHAT else None)
+        raw = await self._prepared(scope, call, body)
+        if scope["path"] == TOKENIZE and call.exact is not None:
+            await self._tokenize(send, call.exact, body)
+            return
+        token = CURRENT.set(call if generates else None)
+        error = None
+        try:
+            await self._app(with_length(scope, raw), replay(raw, receive), response.send)
+        except Exception as raised:  # after an answer has been made of it
+            error = raised
+        finally:
+            CURRENT.reset(token)
+        await response.finish(error)
+
+    async def _prepared(self, scope: Scope, call: Call, body: Body) -> bytes:
+        """The body for vLLM; what only we understand is taken out of it, and what it must not decide is put in."""
+        if scope["path"] in (CHAT, COMPLETIONS):
+            call.open_ended = body.get("max_tokens") is None and body.get("max_completion_tokens") is None
+            if call.sampling is not None:
+                fill_sampling(body, call.sampling)
+            if isinstance(body.get("n"), int) and body["n"] > self._settings.max_choices:
+                raise Refused(400, f"n is {body['n']}, but must be at most {self._settings.max_choices}")
+        if scope["path"] in (CHAT, TOKENIZE):
+            call.exact = await self._exact(body, call)
+        return json.dumps(body).encode()
 
     def _conversation(self, scope: Scope) -> Conversation | None:
         """The one that the header names, which opens it, or that the bearer token is the key of."""
@@ -99,23 +118,6 @@ class Gate:
                 self._conversations.open(key, sampling=self._settings.sampling)
             return self._conversations.get(key)
         return self._conversations.get(_token(scope))
-
-    async def _generate(self, scope: Scope, receive: Receive, send: Send, call: Call, body: Body) -> None:
-        if call.sampling is not None:
-            fill_sampling(body, call.sampling)
-        if "n" in body and not (
-            body["n"] is None or (type(body["n"]) is int and body["n"] <= self._settings.max_choices)
-        ):
-            raise Refused(400, f"n must be a number of answers, at most {self._settings.max_choices}")
-        call.exact = await self._exact(body, call)
-        messages = body.get("messages") if scope["path"] == CHAT else None
-        raw = json.dumps(body).encode()
-        response = Response(send, call, messages if isinstance(messages, list) else None)
-        token = CURRENT.set(call)
-        try:
-            await self._app(with_length(scope, raw), replay(raw, receive), response.send)
-        finally:
-            CURRENT.reset(token)
 
     async def _exact(self, body: Body, call: Call) -> ExactIds | None:
         wanted = body.get("required_prefix_token_ids")
@@ -133,13 +135,8 @@ class Gate:
         tokens: list[int] = answer["tokens"]
         return tokens
 
-    async def _tokenize(self, scope: Scope, receive: Receive, send: Send, body: Body) -> None:
-        """As vLLM's, and with exact ids where the request has any."""
-        exact = await self._exact(body, Call(None))
-        if exact is None:
-            raw = json.dumps(body).encode()
-            await self._app(with_length(scope, raw), replay(raw, receive), send)
-            return
+    async def _tokenize(self, send: Send, exact: ExactIds, body: Body) -> None:
+        """As vLLM's, with exact ids."""
         status, answer = await ask(self._app, TOKENIZE, body)
         if status == 200:
             ids = exact.prompt(self._tokenizer, answer["tokens"], self._settings.eos_token_ids)

@@ -16,11 +16,11 @@ CARRIED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """What answers carry beside their text, and what a client may send back with them."""
 
 
-def parse_body(raw: bytes) -> Body | None:
-    """The JSON object that a request holds; None where it is something else that vLLM will refuse.
+def parse_body(raw: bytes) -> Body:
+    """The JSON object that a request holds.
 
     Raises:
-        Refused: it is nested beyond reason, or holds halves of surrogate pairs, which no tokenizer takes.
+        Refused: it is something else, nested beyond reason, or holds halves of surrogate pairs, which are no text.
     """
     try:
         body = json.loads(raw)
@@ -29,9 +29,11 @@ def parse_body(raw: bytes) -> Body | None:
         raise Refused(400, "the request is nested too deeply") from error
     except UnicodeEncodeError as error:
         raise Refused(400, "the request holds half of a surrogate pair, which is no text") from error
-    except ValueError:
-        return None
-    return body if isinstance(body, dict) else None
+    except ValueError as error:
+        raise Refused(400, f"the request is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused(400, "the request must be a JSON object")
+    return body
 
 
 def fill_sampling(body: Body, trained: SamplingSettings) -> None:

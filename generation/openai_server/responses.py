@@ -7,6 +7,8 @@ from ..capture import Generation
 from .asgi import Message, Send, respond
 from .call import Call
 
+_STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
+
 LOWEST = -9999.0
 """Stands for a log-probability of minus infinity, which JSON does not have (vLLM's own choice)."""
 
@@ -45,24 +47,33 @@ class Response:
             *events, self._waiting = self._waiting.split(b"\n\n") if more else (*self._waiting.split(b"\n\n"), b"")
             body = b"\n\n".join(map(self._event, events)) + b"\n\n" * (more and bool(events))
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        elif not more:
-            await self._whole()
 
-    async def _whole(self) -> None:
-        status, answer = self._start["status"], self._waiting
-        refused = self._call.refused
+    async def finish(self, error: Exception | None) -> None:
+        """Send what has not been streamed. `error` is what the application raised after it had answered, if anything.
+
+        vLLM's own checks of a request stumble over some; what they raise before the engine is asked is a bad request.
+        """
+        if self._streams:
+            return
+        status, refused = self._start.get("status", 500), self._call.refused
         if refused is not None and status >= 400:
             await send_error(self._send, refused.status, str(refused))
+        elif isinstance(error, _STUMBLES) and self._call.choices == 0:
+            await send_error(self._send, 400, f"the request makes no sense to vLLM: {type(error).__name__}: {error}")
+        elif status == 400 and self._call.open_ended and b"max_tokens must be at least 1" in self._waiting:
+            await send_error(self._send, 400, "the prompt fills the context and leaves no room for an answer")
         elif status == 501:  # vLLM's word for what this model or this server does not offer
-            await send_error(self._send, 400, json.loads(answer)["error"]["message"])
-        elif status == 200:
-            await respond(self._send, status, self._completed(json.loads(answer)))
-        else:
+            await send_error(self._send, 400, json.loads(self._waiting)["error"]["message"])
+        elif status == 200 and self._waiting.startswith(b"{"):
+            await respond(self._send, status, self._completed(json.loads(self._waiting)))
+        elif self._start:
             await self._send(self._start)
-            await self._send({"type": "http.response.body", "body": answer})
+            await self._send({"type": "http.response.body", "body": self._waiting})
+        else:
+            await send_error(self._send, 500, "the request was not answered")
 
     def _completed(self, answer: dict[str, Any]) -> dict[str, Any]:
-        for choice in answer["choices"]:
+        for choice in answer.get("choices", []):
             generation = self._call.generations.get(choice["index"])
             if generation is None:
                 continue

@@ -1,0 +1,436 @@
+"""The OpenAI-compatible server on a real engine: the official client, exact ids, refusals, and malformed requests."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from bad_requests import Request, by_hand, from_schema
+from colocated import HfPolicy, start_engine, stop
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from transformers import AutoTokenizer
+
+from generation.openai_server import OpenAIServer, ServerSettings
+from generation.rollouts.client import Client, client_rollout, verifiers_client
+from generation.rollouts.llm import PolicyLLM, RolloutSettings
+from generation.sampling import SamplingSettings
+from generation.trajectory import Trajectory
+from sharding.manager import Leader
+
+SAMPLING = SamplingSettings(max_tokens=16, temperature=0.8, top_p=0.95, stop_token_ids=[2])
+QUESTION = [{"role": "user", "content": "2+2?"}]
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def leader(tiny_qwen2: Path) -> Iterator[Leader]:
+    leader = start_engine(tiny_qwen2, max_model_len=512)
+    leader.engine.state.adopt_checkpoint(0)
+    yield leader
+    stop(leader)
+
+
+def serving(leader: Leader, **settings: Any) -> Iterator[OpenAIServer]:
+    server = leader.thread.run(OpenAIServer.start(leader.engine, ServerSettings(**settings)), 60, "starting a server")
+    yield server
+    leader.thread.run(server.stop(), 20, "stopping a server")
+
+
+@pytest.fixture(scope="module")
+def server(leader: Leader) -> Iterator[OpenAIServer]:
+    """As the trainer starts it: requests are sampled as the policy is trained."""
+    yield from serving(leader, sampling=SAMPLING, eos_token_ids=(2,))
+
+
+@pytest.fixture(scope="module")
+def free(leader: Leader) -> Iterator[OpenAIServer]:
+    """As `hotbunk serve` starts it, with a key; templates decide about ids."""
+    yield from serving(leader, api_key="secret", keep_exact_ids=False)
+
+
+def client(server: OpenAIServer, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.base_url, api_key=key, max_retries=0, timeout=60)
+
+
+def root(server: OpenAIServer) -> str:
+    return server.base_url.removesuffix("/v1")
+
+
+def taken(server: OpenAIServer, leader: Leader, key: str) -> list[Trajectory]:
+    async def take() -> list[Trajectory]:
+        return server.take(key)
+
+    return leader.thread.run(take(), 10, "taking a trajectory")
+
+
+def opened(server: OpenAIServer, leader: Leader, **options: Any) -> str:
+    async def open_() -> str:
+        return server.open(**options)
+
+    return leader.thread.run(open_(), 10, "opening a trajectory")
+
+
+def streamed(api: openai.OpenAI, request: dict[str, Any]) -> Any:
+    """The message that a stream adds up to, by the client library's own accumulation."""
+    state = ChatCompletionStreamState()
+    for chunk in api.chat.completions.create(**request, stream=True):
+        state.handle_chunk(chunk)
+    return state.current_completion_snapshot.choices[0].message
+
+
+def carried(answer: Any) -> tuple[list[int], list[int], list[float]]:
+    """The ids and log-probabilities beside an answer."""
+    extra = answer.model_extra
+    return extra["prompt_token_ids"], extra["generation_token_ids"], extra["generation_log_probs"]
+
+
+def test_n14_what_is_served_and_where(server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
+    with httpx.Client(base_url=root(server)) as http:
+        assert http.get("/health").status_code == 200
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["policy"]
+        tokens = http.post("/tokenize", json={"messages": QUESTION}).json()["tokens"]
+        rendered = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+        assert tokens == tokenizer(rendered)["input_ids"]  # V33: as plain Transformers does
+        assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == rendered
+        assert set(http.get("/openapi.json").json()["paths"]) >= {"/v1/chat/completions", "/v1/completions"}
+        hidden = http.get("/metrics")
+        assert hidden.status_code == 404 and "there is no /metrics here" in hidden.json()["error"]["message"]
+    assert server.base_url.startswith("http://127.0.0.1:")
+    assert server.base_url != free.base_url
+    port = int(root(server).rpartition(":")[2])
+    with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1 port {port}: .*; port 0 takes a free one"):
+        asyncio.run(OpenAIServer.start(None, ServerSettings(port=port)))  # type: ignore[arg-type]
+    heard = {
+        c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"
+    }
+    assert heard == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", ["messages as they came", "role and content only"])
+def test_n13_n14_an_unmodified_client_is_captured_exactly(
+    server: OpenAIServer, leader: Leader, tiny_qwen2: Path, stream: bool, echo: str
+) -> None:
+    """Four turns of the official client under a key: every prompt begins with all ids before it, whatever was sampled,
+    and the one trajectory has the log-probabilities that plain Transformers computes.
+    """
+    key = opened(server, leader, seed=7, policy_version=0)
+    messages: list[Any] = list(QUESTION)
+    ids: list[int] = []
+    sampled = 0
+    for turn in range(4):
+        request = {"model": "policy", "messages": messages, "max_tokens": 12 if turn else 16, "tools": [ADD]}
+        if stream:
+            answer = streamed(client(server, key), request)
+        else:
+            answer = client(server, key).chat.completions.create(**request).choices[0].message
+        said = answer.model_dump(exclude_none=True)
+        if echo == "role and content only":
+            said = {"role": "assistant", "content": said.get("content", "")}
+        messages = [*messages, said, {"role": "tool", "content": f"é{turn}", "tool_call_id": "1"}]
+        if not stream:
+            prompt, generated, logprobs = carried(answer)
+            assert prompt[: len(ids)] == ids
+            assert len(generated) == len(logprobs)
+            ids = prompt + generated
+            sampled += len(generated)
+    (t,) = taken(server, leader, key)
+    assert (t.turns, t.weight_version, t.metrics["server/retemplated"]) == (4, 0, 0.0)
+    assert stream or (t.prompt_ids + t.response_ids == ids and sum(t.loss_mask) == sampled)
+    own = HfPolicy(tiny_qwen2).logprobs(t.prompt_ids + t.response_ids, SAMPLING.temperature)[len(t.prompt_ids) - 1 :]
+    pairs = [(a, b) for a, b, mask in zip(own, t.logprobs, t.loss_mask, strict=True) if mask]
+    assert min(b - a for a, b in pairs) > -1e-4  # top_p takes a little away from the others
+    assert max(b - a for a, b in pairs) < 0.06
+
+
+def test_n14_conversations_at_once_do_not_mix(server: OpenAIServer, leader: Leader) -> None:
+    """Twelve conversations of two turns each; the same seeds give the same answers again."""
+
+    async def talk(key: str, word: str) -> None:
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key="x", max_retries=0) as api:
+            messages: list[Any] = [{"role": "user", "content": word}]
+            for _ in range(2):
+                answer = await api.chat.completions.create(
+                    model="policy", messages=messages, extra_headers={"x-hotbunk-trajectory": key}
+                )
+                said = {"role": "assistant", "content": answer.choices[0].message.content or ""}
+                messages += [said, {"role": "user", "content": word}]
+
+    async def everybody(keys: list[str]) -> None:
+        await asyncio.gather(*(talk(key, f"word {i % 6}") for i, key in enumerate(keys)))
+
+    keys = [opened(server, leader, seed=i % 6) for i in range(12)]
+    asyncio.run(everybody(keys))
+    both = [taken(server, leader, key) for key in keys]
+    assert [len(each) for each in both] == [1] * 12
+    assert all(each[0].turns == 2 for each in both)
+    assert [each[0].response_ids for each in both[:6]] == [each[0].response_ids for each in both[6:]]
+    assert len({tuple(each[0].response_ids) for each in both}) == 6
+    asyncio.run(everybody(["a key of one's own"]))  # the header opens a trajectory by itself
+    assert taken(server, leader, "a key of one's own")[0].turns == 2
+
+
+def test_n14_streams_and_completions_carry_what_was_sampled(server: OpenAIServer, leader: Leader) -> None:
+    chunks = list(client(server).chat.completions.create(model="policy", messages=QUESTION, stream=True, seed=3))
+    prompt, generated, logprobs = carried(next(c for c in chunks if c.choices[0].finish_reason).choices[0].delta)
+    whole = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=3).choices[0].message
+    assert carried(whole) == (prompt, generated, logprobs)
+    assert (whole.content or "") == "".join(c.choices[0].delta.content or "" for c in chunks)
+    answer = client(server).completions.create(model="policy", prompt=[[20, 21], [22]], n=2, max_tokens=5)
+    assert [carried(choice)[0] for choice in answer.choices] == [[20, 21], [20, 21], [22], [22]]
+    assert all(len(carried(choice)[1]) == len(carried(choice)[2]) <= 5 for choice in answer.choices)
+
+
+def test_n14_tool_calls_are_captured_and_recognised(free: OpenAIServer, leader: Leader) -> None:
+    """Forced calls, streamed and not; the template writes a call in another way than it was sampled."""
+    choice = {"type": "function", "function": {"name": "add"}}
+    for stream in (False, True):
+        key = opened(free, leader)
+        messages: list[Any] = list(QUESTION)
+        for _ in range(2):
+            request = {"model": "policy", "messages": messages, "tools": [ADD], "tool_choice": choice}
+            if stream:
+                answer = streamed(client(free, key), request)
+            else:
+                answer = client(free, key).chat.completions.create(**request).choices[0].message
+            (call,) = answer.tool_calls or []
+            assert call.function.name == "add"
+            said = {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": "add", "arguments": call.function.arguments},
+            }
+            messages += [{"role": "assistant", "content": None, "tool_calls": [said]}]
+            messages += [{"role": "tool", "tool_call_id": call.id, "content": "5"}]
+        trajectories = taken(free, leader, key)
+        assert sum(t.turns for t in trajectories) == 2
+
+
+def test_n13_required_prefix_over_http(server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
+    first = tokenizer(tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True))["input_ids"]
+    prefix = [*first, *tokenizer("it's")["input_ids"], tokenizer.bos_token_id, 2]  # an id that text never becomes
+    messages = [*QUESTION, {"role": "assistant", "content": "it's"}, {"role": "user", "content": "sure?"}]
+    asked = {"model": "policy", "messages": messages, "required_prefix_token_ids": prefix}
+    with httpx.Client(base_url=root(server)) as http:
+        tokens = http.post("/tokenize", json=asked).json()
+        assert tokens["tokens"][: len(prefix)] == prefix and tokens["count"] == len(tokens["tokens"])
+        tail = tokenizer.decode(tokens["tokens"][len(prefix) :])
+        assert tail == "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+        answer = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+        assert answer["prompt_token_ids"] == tokens["tokens"]
+        plain = http.post("/tokenize", json=asked | {"required_prefix_token_ids": []}).json()["tokens"]
+        assert plain[: len(prefix)] != prefix  # an empty prefix switches it off
+        foreign = asked | {"messages": [{"role": "user", "content": "3+3?"}, *messages[1:]]}
+        for path in ("/tokenize", "/v1/chat/completions"):
+            refused = http.post(path, json=foreign)
+            assert refused.status_code == 400
+            assert "do not belong to the prefix ids: they say" in refused.json()["error"]["message"]
+    with httpx.Client(base_url=root(free), headers={"authorization": "Bearer secret"}) as http:
+        refused = http.post("/v1/chat/completions", json=asked)
+        assert (refused.status_code, "does not keep exact ids" in refused.text) == (400, True)
+        carrying = [*QUESTION, {"role": "assistant", "content": "it's", "prompt_token_ids": first}, *QUESTION]
+        body = {"model": "policy", "messages": carrying, "max_tokens": 1}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "sentence"),
+    [
+        ({"temperature": 0.5}, 400, "temperature is 0.5, but the policy is trained on samples drawn with 0.8"),
+        ({"top_p": 1.0}, 400, "top_p is 1.0, but"),
+        ({"extra_body": {"top_k": 5}}, 400, "top_k is 5, but"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty is 0.5, but"),
+        ({"logit_bias": {"20": 1}}, 400, "logit_bias is {20: 1.0}, but"),
+        ({"response_format": {"type": "json_object"}}, 400, "structured_outputs is "),
+        ({"tools": [ADD], "tool_choice": "required"}, 400, "a forced tool_choice come to the same"),
+        ({"max_tokens": 17}, 400, "max_tokens is 17, but answers are trained up to 16 tokens"),
+        ({"extra_body": {"use_beam_search": True}}, 400, "use_beam_search is set"),
+        ({"n": 1000}, 400, "n is 1000, but must be at most 128"),
+        ({"model": "gpt-5"}, 404, "gpt-5"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 504}]},
+            400,
+            "the prompt fills the context and leaves no room",
+        ),
+        ({"messages": [{"role": "user", "content": "x" * 900}]}, 400, "512"),
+    ],
+)
+def test_n14_what_is_not_trained_is_refused(
+    server: OpenAIServer, changes: dict[str, Any], status: int, sentence: str
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.APIStatusError) as caught:
+            client(server).chat.completions.create(
+                **({"model": "policy", "messages": QUESTION, "stream": stream} | changes)
+            )
+        assert caught.value.status_code == status
+        assert sentence in str(caught.value)
+
+
+def test_n14_keys(free: OpenAIServer, leader: Leader) -> None:
+    own = opened(free, leader)
+    for key, served in (("secret", True), ("wrong", False), (own, True)):
+        if served:
+            assert client(free, key).models.list().data
+        else:
+            with pytest.raises(openai.AuthenticationError, match="API key is missing, or is not this server's"):
+                client(free, key).models.list()
+    assert httpx.get(f"{root(free)}/health").status_code == 200
+    assert taken(free, leader, own) == []
+    with pytest.raises(openai.AuthenticationError):
+        client(free, own).models.list()
+    with pytest.raises(KeyError):
+        taken(free, leader, own)
+
+
+def test_n14_an_engine_that_sleeps_or_is_being_updated_is_503(server: OpenAIServer, leader: Leader) -> None:
+    engine, thread = leader.engine, leader.thread
+
+    def refusal(**changes: Any) -> str:
+        with pytest.raises(openai.InternalServerError) as caught:
+            client(server).chat.completions.create(**({"model": "policy", "messages": QUESTION} | changes))
+        assert caught.value.status_code == 503
+        return str(caught.value)
+
+    engine.state.begin_sync()
+    assert "being updated" in refusal()
+    engine.state.finish_sync(1)
+    key = opened(server, leader, policy_version=0)
+    with pytest.raises(openai.InternalServerError, match="holds weights of version 1, the policy is at version 0"):
+        client(server, key).chat.completions.create(model="policy", messages=QUESTION)
+    assert taken(server, leader, key) == []
+    engine.state.version = 0
+    thread.run(engine.sleep_async(level=1), 30, "sleeping")
+    assert "asleep" in refusal() and "asleep" in refusal(stream=True)
+    assert httpx.get(f"{root(server)}/health").status_code == 200
+    thread.run(engine.wake_up_async(), 30, "waking")
+    assert client(server).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
+
+
+def episode(leader: Leader, folder: Path, run: Client, timeout_s: float = 60.0) -> list[Trajectory]:
+    """One episode of level 6."""
+    function = client_rollout(run, timeout_s=timeout_s)
+    settings = RolloutSettings(2, SAMPLING, policy_version=0, seed=1, step=2)
+    llm = PolicyLLM(leader.engine, AutoTokenizer.from_pretrained(folder), settings, 3, 1, [5])
+
+    async def go() -> list[Trajectory]:
+        try:
+            return await function(llm, {"question": "2+2?", "prompt": QUESTION, "answer": "4"}, SAMPLING)
+        finally:
+            await function.aclose()
+
+    return leader.thread.run(go(), 90, "an episode")
+
+
+async def ask_twice(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as api:
+        messages: list[Any] = [{"role": "user", "content": row["question"]}]
+        answer = (await api.chat.completions.create(model=model, messages=messages)).choices[0].message
+        messages += [answer, {"role": "user", "content": "sure?"}]
+        await api.chat.completions.create(model=model, messages=messages)
+    return 0.5
+
+
+def ask_once(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
+    """A blocking client: it has a thread of its own."""
+    openai.OpenAI(base_url=base_url, api_key=api_key).completions.create(model=model, prompt=row["question"])
+
+
+def test_level_6_any_client_is_a_rollout(leader: Leader, tiny_qwen2: Path) -> None:
+    (t,) = episode(leader, tiny_qwen2, ask_twice)
+    assert (t.prompt_index, t.sample_index, t.turns, t.reward, t.weight_version) == (3, 1, 2, 0.5, 0)
+    assert episode(leader, tiny_qwen2, ask_twice)[0].response_ids == t.response_ids  # the seed decides
+    (t,) = episode(leader, tiny_qwen2, ask_once)
+    assert (t.turns, t.reward) == (1, 0.0)
+
+
+def test_level_6_a_clients_failure_is_its_own(leader: Leader, tiny_qwen2: Path) -> None:
+    async def nothing(*_: Any) -> None:
+        return None
+
+    async def explodes(*_: Any) -> None:
+        raise ZeroDivisionError("mine")
+
+    async def sleeps(*_: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def no_number(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> Any:
+        await asyncio.to_thread(ask_once, base_url, api_key, model, row)
+        return "good"
+
+    for run, error, sentence in (
+        (nothing, ValueError, "must use base_url and api_key"),
+        (explodes, ZeroDivisionError, "mine"),
+        (sleeps, TimeoutError, "did not finish within 0.3 s"),
+        (no_number, ValueError, "'good', which is no reward"),
+    ):
+        with pytest.raises(error, match=sentence):
+            episode(leader, tiny_qwen2, run, timeout_s=0.3 if run is sleeps else 60)
+
+
+class FakeEnvironment:
+    """What an environment of the verifiers library looks like from outside."""
+
+    rubric = None
+
+    async def rollout(
+        self, input: dict[str, Any], client: Any, model: str, sampling_args: Any = None
+    ) -> dict[str, Any]:
+        answer = await client.chat.completions.create(model=model, messages=input["prompt"], **sampling_args)
+        return {"completion": [answer.choices[0].message], "reward": 0.25}
+
+
+def test_v29_an_environment_of_another_library(leader: Leader, tiny_qwen2: Path) -> None:
+    (t,) = episode(leader, tiny_qwen2, verifiers_client(FakeEnvironment()))
+    assert (t.turns, t.reward) == (1, 0.25)
+
+
+def test_v29_rewards_may_come_from_the_rubric(leader: Leader, tiny_qwen2: Path) -> None:
+    class Scored(FakeEnvironment):
+        async def rollout(self, *args: Any) -> dict[str, Any]:
+            return (await super().rollout(*args)) | {"reward": None}
+
+        class rubric:
+            @staticmethod
+            async def score_rollout(state: dict[str, Any]) -> None:
+                state["reward"] = 0.75
+
+    assert episode(leader, tiny_qwen2, verifiers_client(Scored()))[0].reward == 0.75
+
+
+def test_n14_malformed_requests_are_4xx_and_the_engine_lives(server: OpenAIServer, free: OpenAIServer) -> None:
+    """From the schema to one server, by hand to both: one forgives nothing, the other hands everything on to vLLM."""
+    before = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
+    schema = httpx.get(f"{root(server)}/openapi.json").json()
+    made, written = list(from_schema(schema)), list(by_hand())
+    assert len(made) > 150 and len(written) > 150
+    answers = send_all(free, [*made, *written], {"authorization": "Bearer secret"}) + send_all(server, written, {})
+    wrong = [(r, a.status_code, a.text[:200]) for r, a in answers if not 400 <= a.status_code < 500]
+    assert wrong == []
+    assert all(a.json()["error"]["message"] for r, a in answers if r.method == "POST")
+    after = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
+    assert carried(after) == carried(before)
+
+
+def send_all(
+    server: OpenAIServer, requests: list[Request], headers: dict[str, str]
+) -> list[tuple[Request, httpx.Response]]:
+    with httpx.Client(base_url=root(server), timeout=60) as http:
+        return [(r, http.request(r.method, r.path, content=r.body, headers=r.headers | headers)) for r in requests]
