@@ -1,4 +1,4 @@
-"""The command line: `hotbunk train|sft|generate …`, also `python -m trainer …`. No torch until a command needs it."""
+"""The command line: `hotbunk train|sft|generate|serve …`, also `python -m trainer …`; no torch until it is needed."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ from trainer.config_checks import check_config
 from trainer.errors import UserError
 from trainer.rewards import RewardPool
 
-_MODULES = {"train": "trainer.loop", "sft": "trainer.sft", "generate": "trainer.generate"}
+_MODULES = {"train": "trainer.loop", "sft": "trainer.sft", "generate": "trainer.generate", "serve": "trainer.serve"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +34,8 @@ def _dispatch(argv: list[str]) -> int:
     if argv and argv[0] in ("train", "sft"):
         argv, overrides = split_overrides(argv)
     arguments = _parser().parse_args(argv)
-    if arguments.command == "generate":
-        return import_module(_MODULES["generate"]).main(arguments) or 0
+    if arguments.command in ("generate", "serve"):
+        return import_module(_MODULES[arguments.command]).main(arguments) or 0
     if arguments.resume is not None:
         overrides.append(f"checkpoint.resume={json.dumps(arguments.resume)}")
     return _train(arguments, overrides)
@@ -156,7 +156,19 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--system", help="system message")
     generate.add_argument("--max-tokens", type=int, default=512, help="longest answer in tokens (default: 512)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    _add_serve(commands.add_parser("serve", help="answer OpenAI clients with a model", allow_abbrev=False))
     return parser
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("model", help="folder of a run or of a model, or a hub name")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    serve.add_argument("--api-key", default=os.environ.get("HOTBUNK_API_KEY"), help="default: $HOTBUNK_API_KEY")
+    serve.add_argument("--name", help="what clients call the model (default: as given)")
+    serve.add_argument("--concurrent", type=int, default=8, help="answers at a time (default: 8)")
+    serve.add_argument("--tool-parser", default="hermes", help="form of tool calls, by vLLM's name (default: hermes)")
+    serve.add_argument("--reasoning-parser", help="form of thoughts, by vLLM's name")
 
 
 def _reporting(action: Callable[[], int]) -> int:
