@@ -4,6 +4,7 @@ configurations (N1), and what a backend is (N4).
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +242,14 @@ def test_n06_on_cpu_the_cache_holds_the_longest_sequences_and_no_more(tiny_qwen2
     assert 3 <= sequences < 4
     with pytest.raises(ValueError, match="'nobody/nothing': there is no such model here"):
         engine_settings({**CONFIG, "vllm_cfg": engine})
+
+
+def test_n07_a_samples_stop_strings_stand_beside_the_configurations() -> None:
+    engine = CONFIG["vllm_cfg"] | {"skip_tokenizer_init": False}
+    config = VllmConfig({**CONFIG, "stop_strings": ["a"], "vllm_cfg": engine})
+    worker = VllmAsyncGenerationWorker.from_config(config)
+    assert worker._sampling(["b"], greedy=False) == replace(sampling_settings(config), stop=["a", "b"])
+    assert worker._sampling([], greedy=True) == replace(sampling_settings(config), temperature=0.0)
 
 
 def test_n12_without_a_checkpoint_there_is_nothing_to_generate_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ def test_n03_right_padded(ids: list[list[int]], lengths: list[int], pad: int) ->
     [
         ([[1, 2, 0]], [4], "length 4 at index 0 exceeds the tensor's width 3"),
         ([[1, 2, 0]], [-1], "length -1 at index 0 is negative"),
+        ([[1, 2], [0, 0]], [2, -3], "length -3 at index 1 is negative"),
         ([[0, 0, 1, 2]], [2], "after the length 2 at index 0: positions [2, 3]"),
         ([[1, 0, 0], [1, 5, 6]], [1, 1], "after the length 1 at index 1: positions [1, 2]"),
         ([[1, 2]], [1, 2], "input_ids has 1 rows, input_lengths has 2 entries"),
