@@ -32,6 +32,7 @@ class Answer:
         prompt_text: the prompt, decoded.
         off_policy: what of its sampling parameters differs from training's, as a sentence; empty: nothing.
         parent: the answer that its prompt goes on from.
+        continued: whether another prompt goes on from this one.
     """
 
     prompt_ids: list[int]
@@ -47,6 +48,7 @@ class Answer:
     off_policy: str = ""
     error: str = ""
     parent: "Answer | None" = None
+    continued: bool = False
 
     @property
     def ids(self) -> list[int]:
@@ -145,10 +147,12 @@ class History:
         self._texts: dict[int, dict[str, list[Answer]]] = {}
         self._ids: dict[int, dict[tuple[int, ...], list[Answer]]] = {}
         self._chats: dict[str, list[Answer]] = {}
+        self._positions: dict[int, list[Answer]] = {}
 
     def add(self, answer: Answer, messages: Messages | None = None) -> None:
         """Keep an answer; `messages` are what its prompt was rendered from."""
         self.answers.append(answer)
+        self._positions.setdefault(answer.position, []).append(answer)
         if answer.text:
             _put(self._texts, answer.prompt_text + answer.text, answer)
         if answer.token_ids:
@@ -157,11 +161,20 @@ class History:
             self._chats.setdefault(_key(messages), []).append(answer)
 
     def before_text(self, prompt: str, position: int) -> Answer | None:
-        """The answer that a prompt of text goes on from: the one with the longest text that it begins with."""
+        """The answer that a prompt of text goes on from: the longest whose text it begins with.
+
+        It is most often the last one at the same position, which is looked at first.
+        """
+        for answer in reversed(self._positions.get(position, [])):
+            if answer.text and not answer.continued and prompt.startswith(answer.prompt_text + answer.text):
+                return answer
         return _longest(self._texts, prompt, position)
 
-    def before_ids(self, prompt: Sequence[int], position: int) -> Answer | None:
+    def before_ids(self, prompt: list[int], position: int) -> Answer | None:
         """The same for a prompt of ids."""
+        for answer in reversed(self._positions.get(position, [])):
+            if answer.token_ids and not answer.continued and prompt[: len(answer.ids)] == answer.ids:
+                return answer
         return _longest(self._ids, tuple(prompt), position)
 
     def before_chat(self, messages: Messages, position: int) -> tuple[Answer, Messages] | None:
@@ -229,8 +242,13 @@ def _longest(index: dict[int, dict[Key, list[Answer]]], prompt: Key, position: i
 
 
 def _nearest(answers: list[Answer], position: int) -> Answer:
-    """Samples of one prompt can be equal: then the one at the same position of its call."""
-    return next((a for a in reversed(answers) if a.position == position), answers[-1])
+    """Samples of one prompt can be equal: each is gone on from once, and that at the same position of its call first.
+
+    Positions change where a sampler leaves out what is done, so they alone would not tell samples apart.
+    """
+    waiting = [answer for answer in answers if not answer.continued]
+    same_position = [answer for answer in waiting or answers if answer.position == position]
+    return (same_position or waiting or answers[-1:])[0]
 
 
 def trajectory(answer: Answer, place: tuple[int, int], version: int, length: int | None = None) -> Trajectory:

@@ -164,21 +164,29 @@ def trajectories(returned: Any, batch: Sequence[PromptText], history: History, v
         index = min(len(returned), len(batch))
         what = f"nothing for prompt {index}" if len(returned) < len(batch) else f"result {index} has no prompt"
         raise ValueError(f"the sampler returned {len(returned)} results for {len(batch)} prompts: {what}")
-    return [_trajectory(returned[i], i, prompt, history, version) for i, prompt in enumerate(batch)]
+    asked = {prompt.place: prompt for prompt in batch}
+    return [_trajectory(returned[i], i, prompt, history, version, asked) for i, prompt in enumerate(batch)]
 
 
-def _trajectory(result: Any, index: int, prompt: PromptText, history: History, version: int) -> Trajectory:
+def _trajectory(
+    result: Any,
+    index: int,
+    prompt: PromptText,
+    history: History,
+    version: int,
+    asked: Mapping[tuple[int, int], PromptText],
+) -> Trajectory:
     if result is None:
         raise ValueError(f"the sampler returned None for prompt {index}")
     try:
         answer, length = _found(result, index, history)
     except ValueError as error:
         raise ValueError(f"the sampler's result {index} {error}") from error
-    if answer.chain[0].place != prompt.place and answer.chain[0].place[0] >= 0:
-        other = answer.chain[0].place
+    answered = asked.get(answer.chain[0].place, prompt)
+    if answered.token_ids != prompt.token_ids:  # samples of one prompt, or of equal ones, may change places
         raise ValueError(
-            f"the sampler's result {index} answers prompt {other[0]} (sample {other[1]}), not prompt "
-            f"{prompt.prompt_index} (sample {prompt.sample_index}): keep the order of the prompts"
+            f"the sampler's result {index} answers prompt {answered.prompt_index}, not prompt {prompt.prompt_index}: "
+            "keep the order of the prompts"
         )
     if wrong := next((a.off_policy for a in answer.chain if a.off_policy), ""):
         raise ValueError(

@@ -66,6 +66,10 @@ class Request:
     parent: Answer | None = None
     messages: Messages | None = None
 
+    def __post_init__(self) -> None:
+        if self.parent is not None:
+            self.parent.continued = True
+
 
 class Prompts:
     """Turns a call's prompts into requests: finds the answers that they go on from, and encodes what is new."""

@@ -104,7 +104,7 @@ def test_v02_what_a_sampler_returns_is_checked_index_by_index() -> None:
         ([outputs[0], alien, outputs[2]], "result 1 is an output that this engine has not given"),
         ([outputs[0], outputs[1], 4], "result 2 is 4, but should be a RequestOutput or a list of token ids"),
         ([outputs[0], [4, 4], outputs[2]], "result 1 holds 2 ids that the policy has not sampled"),
-        ([outputs[1], outputs[0], outputs[2]], r"result 0 answers prompt 1 \(sample 0\), not prompt 0 \(sample 0\)"),
+        ([outputs[1], outputs[0], outputs[2]], "result 0 answers prompt 1, not prompt 0: keep the order"),
         ([outputs[0], changed, outputs[2]], "result 1 has other token_ids than were sampled"),
         ([outputs[0], two, outputs[2]], "result 1 has 2 answers: return one"),
     ]:
@@ -228,6 +228,30 @@ def test_v09_prompts_come_in_all_forms() -> None:
     assert templated.token_ids == ids
     with pytest.raises(ValueError, match="needs messages"):
         prompts.chat_requests([], None, {})
+
+
+@pytest.mark.parametrize("form", ["text", "ids", "chat"])
+def test_v18_equal_samples_are_told_apart_where_positions_change(form: str) -> None:
+    """Two prompts, two samples each, all with the same answer; the first prompt is done, and left out."""
+    tokenizer = small_tokenizer()
+    settings = RolloutSettings(2, SamplingSettings(8), 0, 0, 0)
+    history, messages = History(), [[{"role": "user", "content": name}] for name in "ab"]
+    batch = prompt_batch([[10, 11], [12, 13]], [0, 1], tokenizer, 2, messages)
+    for position, prompt in enumerate(batch):
+        answer = Answer(
+            prompt.token_ids, [7], [0.0], "x", position=position, place=prompt.place, prompt_text=str(prompt)
+        )
+        history.add(answer, prompt.messages)
+    prompts = Prompts(tokenizer, settings, batch, history)
+    if form == "chat":
+        said = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "on"}]
+        requests = prompts.chat_requests([[*messages[1], *said]] * 2, None, {})
+    elif form == "ids":
+        requests = prompts.requests([[12, 13, 7, 9]] * 2)
+    else:
+        requests = prompts.requests([str(batch[2]) + "xy"] * 2)
+    assert [request.parent for request in requests] == history.answers[2:]
+    assert [request.place for request in requests] == [(1, 0), (1, 1)]
 
 
 def test_off_policy_names_what_differs_and_nothing_else() -> None:
