@@ -1,4 +1,4 @@
-"""Generation on vLLM: engines with an explicit life cycle, sampling that hides nothing, rollouts.
+"""Generation on vLLM: engines with an explicit life cycle, rollouts from one answer to agents, servers and services.
 
 Nothing here imports the trainer or the weight path. The names below are loaded on first use, so that importing the
 package (a reward worker does, the command line does) costs nothing.
@@ -8,13 +8,38 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "AsyncVLLM": "async_vllm",
+    "BatchedDataDict": "batch",
+    "ChatHistory": "chat_history",
+    "Conversation": "rollouts.conversation",
     "EngineLifecycle": "engine_state",
     "EngineSettings": "settings",
     "EngineStateError": "engine_state",
     "EngineThread": "event_loop",
+    "FnCallRolloutSampler": "rollouts.sampler",
+    "GenerationConfig": "interface",
+    "GenerationDatumSpec": "interface",
+    "GenerationInterface": "interface",
+    "GenerationOutputSpec": "interface",
+    "LoadBalancer": "load_balancer",
+    "OneShotRolloutSampler": "rollouts.sampler",
+    "OpenAIServer": "openai_server",
+    "PolicyLLM": "rollouts.llm",
+    "RolloutFunction": "rollouts.llm",
+    "RolloutSampler": "rollouts.sampler",
     "SamplingSettings": "sampling",
+    "ServerSettings": "openai_server",
     "Trajectory": "trajectory",
+    "VLLMModule": "chatlearn",
     "VllmAsyncGenerationWorker": "worker_async",
+    "VllmConfig": "vllm_config",
+    "VllmGeneration": "vllm_generation",
+    "VllmGenerationWorker": "worker",
+    "broadcast_across_tp": "broadcast",
+    "configure_generation_config": "vllm_config",
+    "make_async_vllm_engine": "async_vllm",
+    "replace_prefix_tokens": "prefix_tokens",
+    "verify_right_padding": "batch",
 }
 __all__ = sorted(_HOMES)
 
