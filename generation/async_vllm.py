@@ -171,7 +171,6 @@ class AsyncVLLM(WeightUpdates):
             prompts: a text, token ids, a prompt dictionary of vLLM's, or a list or tuple of these.
             sampling_params: for all prompts, or one for each.
             prompt_token_ids: instead of `prompts`.
-            use_tqdm: show a progress bar.
             timeout_seconds: of each prompt; where it expires, the engine drops the request. None or 0: no limit.
             actor_index: the engine to use, instead of the load balancer's choice.
             return_exceptions: put errors in their prompts' places instead of raising.
@@ -181,8 +180,7 @@ class AsyncVLLM(WeightUpdates):
 
         Raises:
             ValueError: before anything is submitted, for prompts or parameters of no known form.
-            PromptErrors: some prompts of a list failed; it holds the others' outputs.
-            TimeoutError: and other errors of one prompt that was not in a list.
+            PromptErrors: some prompts of a list failed; it holds the others' outputs. One by itself raises its own.
         """
         _refuse(gone)
         listed, single = prompt_dictionaries(prompts, prompt_token_ids)

@@ -99,10 +99,9 @@ class LoadBalancer:
             engines: an `AsyncVLLM`, or a list of objects as `Engine` describes them.
             strategy: one strategy or several in order; by default "prefix-aware", then "requests".
             prefix_length: tokens (of a text: words) that decide where a prompt goes.
-            overload_threshold: an engine with more than this many times the mean of all engines' requests is
-                overloaded,
-            overload_floor: unless it has fewer than this many requests: without a floor, the first request in flight
-                would make its engine overloaded, and prefixes would never meet their cache at low load.
+            overload_threshold: an engine with more than this many times the engines' mean requests is overloaded,
+            overload_floor: unless it has fewer than this many: without a floor, the first request in flight would
+                overload its engine, and prefixes would never meet their cache at low load.
             seed: of the generator that breaks ties.
 
         Raises:
@@ -117,10 +116,8 @@ class LoadBalancer:
         self.strategies = _checked_strategies(strategy)
         self.strategy = self.strategies[0]
         if prefix_length < 1 or overload_threshold <= 0 or overload_floor < 0:
-            raise ValueError(
-                "prefix_length must be at least 1, overload_threshold above 0 and overload_floor not negative, "
-                f"not {prefix_length}, {overload_threshold} and {overload_floor}"
-            )
+            needed = "prefix_length must be at least 1, overload_threshold above 0, overload_floor not negative"
+            raise ValueError(f"{needed}: not {prefix_length}, {overload_threshold} and {overload_floor}")
         self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
         self.overload_floor = overload_floor
         self._random = random.Random(seed)

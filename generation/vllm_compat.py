@@ -132,6 +132,8 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_arguments(settings)
+        if settings.fp32_head:
+            check_head_dtype()
         known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
         if unknown := sorted(set(arguments) - known):
             import vllm
@@ -249,3 +251,12 @@ def check_version(version: str | None = None) -> None:
     found = re.match(r"(\d+)\.(\d+)", str(version))
     if found and "dev" not in str(version) and (int(found[1]), int(found[2])) < OLDEST:
         raise ImportError(f"vLLM {version} is installed, but {wanted} is needed: pip install 'vllm>=0.26'")
+
+
+def check_head_dtype() -> None:
+    """Raise ValueError where this vLLM would compute logits in the model's dtype whatever it is asked for."""
+    import vllm
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    if not hasattr(LogitsProcessor, "_apply_head"):
+        raise ValueError(f"fp32_head: vLLM {vllm.__version__} has no float32 head for generation; 0.32 has one")

@@ -20,12 +20,12 @@ from generation.async_vllm import AsyncVLLM, make_async_vllm_engine
 from generation.engine_state import EngineStateError
 from generation.service_results import PromptErrors
 from generation.service_settings import as_settings
-from generation.vllm_compat import engine_arguments
+from generation.vllm_compat import check_head_dtype, engine_arguments
 from sharding.collective import CollectiveSender
 from sharding.sending import SyncSettings
 from sharding.source import FsdpWeightSource
 from sharding.storage import StorageWriter
-from trainer.logprobs import target_logprobs
+from trainer.policy.fsdp import PolicyModule
 
 SMALL = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20, "dtype": "float32"}
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
@@ -363,16 +363,26 @@ def test_a_float32_head_reaches_the_engine(tiny_qwen2_untied: Path) -> None:
         output = service.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0, logprobs=20))
         told = {token: at.logprob for token, at in output.outputs[0].logprobs[0].items()}
     policy = HfPolicy(tiny_qwen2_untied, dtype=torch.bfloat16)
+    ids = torch.tensor([[*prompt, token] for token in told])
+    last = torch.zeros(len(told), len(prompt), dtype=torch.bool)
+    last[:, -1] = True
     with torch.no_grad():
-        hidden = policy.model.base_model(torch.tensor([prompt])).last_hidden_state[0, -1:].expand(len(told), -1)
-        weight, tokens = policy.model.get_output_embeddings().weight, torch.tensor(list(told))
         own, rounded = (
-            target_logprobs(hidden, weight, None, tokens, fp32_head=wide)[0].tolist() for wide in (True, False)
+            PolicyModule(policy.model, fp32_head)(ids, last, 1.0)[0][:, -1].tolist() for fp32_head in (True, False)
         )
     assert on_a_grid(rounded)
     assert not on_a_grid(own)
     assert not on_a_grid(list(told.values()))
     assert math.isclose(max(own), max(told.values()), abs_tol=0.05)
+
+
+def test_a_float32_head_is_refused_where_vllm_would_ignore_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    check_head_dtype()
+    monkeypatch.delattr(LogitsProcessor, "_apply_head")
+    with pytest.raises(ValueError, match=r"fp32_head: vLLM .* has no float32 head"):
+        check_head_dtype()
 
 
 def on_a_grid(logprobs: list[float], step: float = 2.0**-12) -> bool:

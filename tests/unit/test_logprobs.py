@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.config import TrainConfig
+from trainer.engines import engine_settings
 from trainer.logprobs import target_logprobs
 
 
@@ -120,3 +122,12 @@ def test_a_float32_head_does_not_round_logits(with_bias: bool) -> None:
         ):
             assert own.dtype is torch.bfloat16
             torch.testing.assert_close(own, other, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_float32_head_is_one_key_for_policy_and_engines(asked: bool) -> None:
+    """On one side alone it would move the two apart, where it is there to bring them together."""
+    recipe = {"model": {"path": "m"}, "data": {"path": "d"}}
+    config = TrainConfig.model_validate(recipe | {"policy": {"fp32_head": asked}})
+    assert config.policy.fp32_head is asked
+    assert engine_settings(config, on_cuda=False).fp32_head is asked

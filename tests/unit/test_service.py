@@ -47,9 +47,9 @@ def test_t01_t02_importing_needs_neither_vllm_nor_ray() -> None:
         "import sys\n"
         "sys.modules['vllm'] = sys.modules['ray'] = None\n"  # importing either raises ImportError
         "import generation.async_vllm, generation.load_balancer\n"
-        "from generation.service_replicas import make_replicas\n"
+        "from generation.service_replicas import gpu_count\n"
         "try:\n"
-        "    make_replicas('ray', [], None, 'x', None)\n"
+        "    gpu_count('ray')\n"
         "except ImportError as error:\n"
         "    print(error)\n"
     )
@@ -241,6 +241,28 @@ def test_t20_devices_are_dealt_out() -> None:
         of_replicas(pair, 2, 3, shared=True)
     with pytest.raises(ValueError, match="1 replicas of 2 devices each need 2 devices, not 4"):
         of_replicas(own, 1, 0, shared=True)
+
+
+def test_t33_ranks_of_the_workers() -> None:
+    """Two engines of two workers: a world of five, their first workers at ranks 1 and 3 (the trainer's is 0)."""
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.calls: list[tuple[Any, ...]] = []
+
+        def submit(self, *call: Any) -> "Future[Any]":
+            self.calls.append(call)
+            return ended(None)
+
+    service = AsyncVLLM(settings(tensor_parallel_size=2), 2)
+    replicas = [Recorder(), Recorder()]
+    service.actors += replicas  # type: ignore[arg-type]
+    service._thread = SimpleNamespace()  # type: ignore[assignment]
+    futures = service.init_weight_update_group("127.0.0.1", "4711")
+    assert [future.result(0) for future in futures] == [None, None]
+    assert [r.calls for r in replicas] == [
+        [("join_weights_group", rank - 1, "127.0.0.1", 4711, 5, 300.0)] for rank in (1, 3)
+    ]
 
 
 def test_t12_arguments_that_vllm_has_no_more_are_refused() -> None:
