@@ -6,7 +6,7 @@ the two came from tools or the user, and is masked.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -152,10 +152,9 @@ class History:
     def add(self, answer: Answer, messages: Messages | None = None) -> None:
         """Keep an answer; `messages` are what its prompt was rendered from."""
         self.answers.append(answer)
-        self._positions.setdefault(answer.position, []).append(answer)
-        if answer.text:
-            _put(self._texts, answer.prompt_text + answer.text, answer)
         if answer.token_ids:
+            self._positions.setdefault(answer.position, []).append(answer)
+            _put(self._texts, answer.prompt_text + answer.text, answer)
             _put(self._ids, tuple(answer.ids), answer)
         if messages is not None:
             self._chats.setdefault(_key(messages), []).append(answer)
@@ -163,19 +162,21 @@ class History:
     def before_text(self, prompt: str, position: int) -> Answer | None:
         """The answer that a prompt of text goes on from: the longest whose text it begins with.
 
-        It is most often the last one at the same position, which is looked at first.
+        It is most often the last one at the same position, which is looked at first. An answer can have no text, as
+        when it is EOS alone; then something must follow, or the prompt is the same one asked again.
         """
         for answer in reversed(self._positions.get(position, [])):
-            if answer.text and not answer.continued and prompt.startswith(answer.prompt_text + answer.text):
+            so_far = answer.prompt_text + answer.text
+            if not answer.continued and prompt.startswith(so_far) and (answer.text or len(prompt) > len(so_far)):
                 return answer
-        return _longest(self._texts, prompt, position)
+        return _longest(self._texts, prompt, position, lambda answer, length: bool(answer.text) or length < len(prompt))
 
     def before_ids(self, prompt: list[int], position: int) -> Answer | None:
         """The same for a prompt of ids."""
         for answer in reversed(self._positions.get(position, [])):
-            if answer.token_ids and not answer.continued and prompt[: len(answer.ids)] == answer.ids:
+            if not answer.continued and prompt[: len(answer.ids)] == answer.ids:
                 return answer
-        return _longest(self._ids, tuple(prompt), position)
+        return _longest(self._ids, tuple(prompt), position, lambda answer, length: True)
 
     def before_chat(self, messages: Messages, position: int) -> tuple[Answer, Messages] | None:
         """The answer that a conversation goes on from, and the messages after it."""
@@ -234,9 +235,12 @@ def _put(index: dict[int, dict[Key, list[Answer]]], key: Key, answer: Answer) ->
     index.setdefault(len(key), {}).setdefault(key, []).append(answer)
 
 
-def _longest(index: dict[int, dict[Key, list[Answer]]], prompt: Key, position: int) -> Answer | None:
+def _longest(
+    index: dict[int, dict[Key, list[Answer]]], prompt: Key, position: int, usable: Callable[[Answer, int], bool]
+) -> Answer | None:
     for length in sorted((n for n in list(index) if n <= len(prompt)), reverse=True):
-        if same := index[length].get(prompt[:length]):
+        same = [answer for answer in index[length].get(prompt[:length], []) if usable(answer, length)]
+        if same:
             return _nearest(same, position)
     return None
 

@@ -210,6 +210,16 @@ def test_v08_v09_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
     assert tokenizer.decode(chat.token_ids[len(answer.ids) :]) == "<user>more<assistant>"
 
 
+def test_v08_an_answer_without_text_is_gone_on_from_and_not_taken_for_a_question_asked_again() -> None:
+    """EOS alone has no text; in the words of a sampler nothing was said, but it was sampled."""
+    prompts, start, answer = prompts_after("", [2])
+    asked_again, followed = prompts.requests([f"{start}", f"{start}<results>"])
+    assert asked_again.parent is None
+    assert asked_again.token_ids == start.token_ids
+    assert followed.parent is answer
+    assert followed.token_ids[: len(answer.ids)] == answer.ids
+
+
 def test_v09_prompts_come_in_all_forms() -> None:
     prompts, start, _ = prompts_after("x", [7])
     ids = start.token_ids
