@@ -61,3 +61,26 @@ def test_p5_a_version_is_gained_by_a_complete_sync_only_and_lost_by_everything_e
     state.close()
     with pytest.raises(EngineStateError, match="closed"):
         state.begin_sync()
+
+
+def test_p5_the_usable_version_is_that_of_whole_weights_in_an_engine_that_is_awake() -> None:
+    state = EngineLifecycle()
+    with pytest.raises(EngineStateError, match="weights of no version"):
+        state.usable_version()
+    state.adopt_checkpoint(4)
+    assert state.usable_version() == state.latest == 4
+    state.begin_sync()
+    with pytest.raises(EngineStateError, match="being updated"):
+        state.usable_version()
+    state.fail_sync()
+    assert (state.version, state.latest) == (None, 4)  # what a next version would follow
+    with pytest.raises(EngineStateError, match="weights of no version"):
+        state.usable_version()
+    state.begin_sync()
+    state.finish_sync(5)
+    state.sleep(keeps_weights=True)
+    with pytest.raises(EngineStateError, match="asleep"):
+        state.usable_version()
+    state.wake_weights()
+    state.wake_kv_cache()
+    assert state.usable_version() == state.latest == 5
