@@ -181,8 +181,8 @@ def _check_rollout(config: TrainConfig) -> Iterator[str]:
         yield f"rollout.tools is set, but rollout.{own[0]} calls its tools itself: drop one of the two"
     if rollout.kwargs and not named:
         yield "rollout.kwargs is set, but nothing takes them: they are for environment, custom, sampler or client"
-    if rollout.tool_parser == "inline" and rollout.environment is not None:
-        yield "rollout.tool_parser is inline, which takes rollout.tools only: an environment's calls are messages"
+    if rollout.tool_parser == "inline" and named:
+        yield f"rollout.tool_parser is inline, which goes with rollout.tools only: rollout.{named[0]} takes messages"
     if "{error}" not in rollout.tool_error:
         yield f"rollout.tool_error is {rollout.tool_error!r}, but must say {{error}} where the error goes"
 

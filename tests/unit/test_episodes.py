@@ -111,7 +111,7 @@ def test_v05_what_cannot_be_used_is_named(code: Path, rollout: dict[str, Any], r
         ({"custom": "a:b", "sampler": "c:d"}, "rollout.custom and rollout.sampler are both set"),
         ({"tools": ["a:b"], "client": "c:d"}, "rollout.client calls its tools itself"),
         ({"kwargs": {"a": 1}}, "nothing takes them"),
-        ({"environment": "a:b", "tool_parser": "inline"}, "an environment's calls are messages"),
+        ({"environment": "a:b", "tool_parser": "inline"}, "goes with rollout.tools only: rollout.environment"),
         ({"tool_error": "oops"}, "must say {error}"),
     ],
 )
