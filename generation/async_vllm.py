@@ -58,8 +58,7 @@ class AsyncVLLM(WeightUpdates):
             backend: "local" runs replicas as processes of this machine, "ray" as actors on a cluster that is there.
 
         Raises:
-            ImportError: vLLM is not installed.
-            ValueError: arguments that contradict each other.
+            ImportError, ValueError: vLLM is not installed; arguments contradict each other.
         """
         super().__init__()
         require_vllm()
@@ -84,15 +83,18 @@ class AsyncVLLM(WeightUpdates):
 
     @classmethod
     def launch(cls, engine_args: Any, num_replicas: int = 1, **options: Any) -> Self:
-        """A started service with a load balancer. `options` are those of the constructor."""
+        """A started service with a load balancer; `options` are those of the constructor."""
         service = cls(engine_args, num_replicas, **options)
         service.start()
         service.create_load_balancer()
         return service
 
     @classmethod
-    def from_pretrained(cls, model_name: str, **options: Any) -> "AsyncVLLM":
+    def from_pretrained(
+        cls, model_name: str, num_devices: int | None = None, num_replicas: int = 1, **options: Any
+    ) -> "AsyncVLLM":
         """A started service for a model; `options` are those of `make_async_vllm_engine`."""
+        options |= {"num_devices": num_devices, "num_replicas": num_replicas}
         return make_async_vllm_engine(model_name=model_name, **options)
 
     def __enter__(self) -> Self:
@@ -237,8 +239,8 @@ class AsyncVLLM(WeightUpdates):
             return self._load_balancer.select_actor(prompt)
         if len(self.actors) == 1:
             return 0
-        remedy = "Create a LoadBalancer using AsyncVLLM.create_load_balancer before calling generate."
-        raise RuntimeError("LoadBalancer is not created. " + remedy)
+        where = "using AsyncVLLM.create_load_balancer before calling generate."
+        raise RuntimeError(f"LoadBalancer is not created. Create a LoadBalancer {where}")
 
     def create_load_balancer(self, strategy: str | Sequence[str] | None = None, **options: Any) -> LoadBalancer:
         """Make, keep and return the balancer that `generate` asks; `options` are those of `LoadBalancer`."""

@@ -225,8 +225,10 @@ def test_t05_t31_t34_d13_d14_d17_weights_by_broadcast(service: AsyncVLLM, model:
         wrong = {("model.bogus" if name == "model.norm.weight" else name): what for name, what in expected.items()}
         service.check_model_metadata(wrong)
 
-    prompt, params = list(range(30, 60)), SamplingParams(max_tokens=4, temperature=0.0, logprobs=0)
-    service.generate([prompt] * 2, params)  # its prefix is in the cache
+    prompt, params = list(range(30, 230)), SamplingParams(max_tokens=4, temperature=0.0, logprobs=0)
+    for index in (0, 1, 0, 1):
+        output = service.generate(prompt, params, actor_index=index)
+    assert output.num_cached_tokens > 0
     for version in (1, 2):
         policy.randomise(version)
         report = service.update_weights(reversed(list(policy.model.named_parameters())))
