@@ -103,7 +103,8 @@ def environment_rollout(cls: type, kwargs: dict[str, Any], agent: Agent) -> Roll
         reset(**row)        first; told what it asks for of the row. What it returns, a string or a list of messages,
                             is added to the last message of the prompt, or takes the prompt's place
         turn_reward()       optional: a number after each answer, its calls included; they are summed
-        get_reward(t)       optional: a number, or several by name, at the end; the trajectory is an optional argument
+        get_reward(t)       optional: a number, or several by name, at the end; the argument, which it need not take,
+                            is the trajectory, whose `text` is the last answer
         close()             optional: always called
     """
     methods = environment_tools(cls)

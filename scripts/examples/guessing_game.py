@@ -25,6 +25,6 @@ class GuessingGame:
         return "yes" if self.secret > than else "no"
 
     def get_reward(self, trajectory) -> float:
-        """The trajectory's text ends with the policy's answer."""
+        """The trajectory's text is the policy's last answer."""
         right = trajectory.text.strip() == str(self.secret)
         return float(right) - self.cost * self.questions
