@@ -11,6 +11,7 @@ The client's code runs on a thread of its own: it may block, and the engine does
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -32,6 +33,7 @@ class ClientRollout:
         self._client, self._settings, self._timeout_s = client, settings, timeout_s
         self._server: OpenAIServer | None = None
         self._thread: EngineThread | None = None
+        self._pool: ThreadPoolExecutor | None = None
         self._starting = asyncio.Lock()
 
     async def __call__(self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
@@ -67,6 +69,7 @@ class ClientRollout:
                 settings = replace(self._settings, sampling=own, eos_token_ids=tuple(sorted(ends)))
                 self._server = await OpenAIServer.start(llm.engine, settings)
                 self._thread = EngineThread("clients")
+                self._pool = ThreadPoolExecutor(llm.engine.settings.max_num_seqs + llm.settings.group_size, "client")
         return self._server, self._thread
 
     async def _run(self, base_url: str, key: str, row: dict[str, Any]) -> float | None:
@@ -74,15 +77,16 @@ class ClientRollout:
         if inspect.iscoroutinefunction(self._client) or inspect.iscoroutinefunction(type(self._client).__call__):
             answer = self._client(*arguments)
         else:
-            answer = await asyncio.to_thread(self._client, *arguments)
+            answer = await asyncio.get_running_loop().run_in_executor(self._pool, self._client, *arguments)
         return await answer if inspect.isawaitable(answer) else answer
 
     async def aclose(self) -> None:
-        """Stop the server and the clients' thread."""
+        """Stop the server and the clients' threads."""
         server, self._server = self._server, None
         thread, self._thread = self._thread, None
-        if thread is not None:
+        if thread is not None and self._pool is not None:
             await asyncio.to_thread(thread.close)
+            self._pool.shutdown(wait=False, cancel_futures=True)  # what still blocks ends with its connection
         if server is not None:
             await server.stop()
 

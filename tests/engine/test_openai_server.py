@@ -9,32 +9,36 @@ import httpx
 import openai
 import psutil
 import pytest
-from bad_requests import Request, by_hand, from_schema
+from bad_requests import by_hand, from_schema
 from colocated import HfPolicy, start_engine, stop
-from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai_clients import (
+    ADD,
+    QUESTION,
+    REFUSED,
+    SAMPLING,
+    FakeEnvironment,
+    ScoredEnvironment,
+    ask_once,
+    ask_twice,
+    carried,
+    client,
+    episode,
+    explodes,
+    no_number,
+    nothing,
+    opened,
+    root,
+    send_all,
+    serving,
+    sleeps,
+    streamed,
+    taken,
+)
 from transformers import AutoTokenizer
 
 from generation.openai_server import OpenAIServer, ServerSettings
-from generation.rollouts.client import Client, client_rollout, verifiers_client
-from generation.rollouts.llm import PolicyLLM, RolloutSettings
-from generation.sampling import SamplingSettings
-from generation.trajectory import Trajectory
+from generation.rollouts.client import verifiers_client
 from sharding.manager import Leader
-
-SAMPLING = SamplingSettings(max_tokens=16, temperature=0.8, top_p=0.95, stop_token_ids=[2])
-QUESTION = [{"role": "user", "content": "2+2?"}]
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +47,6 @@ def leader(tiny_qwen2: Path) -> Iterator[Leader]:
     leader.engine.state.adopt_checkpoint(0)
     yield leader
     stop(leader)
-
-
-def serving(leader: Leader, **settings: Any) -> Iterator[OpenAIServer]:
-    server = leader.thread.run(OpenAIServer.start(leader.engine, ServerSettings(**settings)), 60, "starting a server")
-    yield server
-    leader.thread.run(server.stop(), 20, "stopping a server")
 
 
 @pytest.fixture(scope="module")
@@ -63,43 +61,9 @@ def free(leader: Leader) -> Iterator[OpenAIServer]:
     yield from serving(leader, api_key="secret", keep_exact_ids=False)
 
 
-def client(server: OpenAIServer, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.base_url, api_key=key, max_retries=0, timeout=60)
-
-
-def root(server: OpenAIServer) -> str:
-    return server.base_url.removesuffix("/v1")
-
-
-def taken(server: OpenAIServer, leader: Leader, key: str) -> list[Trajectory]:
-    async def take() -> list[Trajectory]:
-        return server.take(key)
-
-    return leader.thread.run(take(), 10, "taking a trajectory")
-
-
-def opened(server: OpenAIServer, leader: Leader, **options: Any) -> str:
-    async def open_() -> str:
-        return server.open(**options)
-
-    return leader.thread.run(open_(), 10, "opening a trajectory")
-
-
-def streamed(api: openai.OpenAI, request: dict[str, Any]) -> Any:
-    """The message that a stream adds up to, by the client library's own accumulation."""
-    state = ChatCompletionStreamState()
-    for chunk in api.chat.completions.create(**request, stream=True):
-        state.handle_chunk(chunk)
-    return state.current_completion_snapshot.choices[0].message
-
-
-def carried(answer: Any) -> tuple[list[int], list[int], list[float]]:
-    """The ids and log-probabilities beside an answer."""
-    extra = answer.model_extra
-    return extra["prompt_token_ids"], extra["generation_token_ids"], extra["generation_log_probs"]
-
-
-def test_n14_what_is_served_and_where(server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
+def test_n14_what_is_served_and_where(
+    leader: Leader, server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
     with httpx.Client(base_url=root(server)) as http:
         assert http.get("/health").status_code == 200
@@ -116,6 +80,8 @@ def test_n14_what_is_served_and_where(server: OpenAIServer, free: OpenAIServer, 
     port = int(root(server).rpartition(":")[2])
     with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1 port {port}: .*; port 0 takes a free one"):
         asyncio.run(OpenAIServer.start(None, ServerSettings(port=port)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="server does not start with these settings: .*no such parser"):
+        next(serving(leader, tool_parser="no such parser"))
     heard = {
         c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"
     }
@@ -157,6 +123,20 @@ def test_n13_n14_an_unmodified_client_is_captured_exactly(
     pairs = [(a, b) for a, b, mask in zip(own, t.logprobs, t.loss_mask, strict=True) if mask]
     assert min(b - a for a, b in pairs) > -1e-4  # top_p takes a little away from the others
     assert max(b - a for a, b in pairs) < 0.06
+
+
+def test_n13_tools_that_change_begin_another_trajectory(server: OpenAIServer, leader: Leader) -> None:
+    """The ids so far do not know the tools, so going on from them would hide these from the policy."""
+    key = opened(server, leader)
+    said = client(server, key).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
+    messages: list[Any] = [*QUESTION, said.model_dump(exclude_none=True), *QUESTION]
+    answer = client(server, key).chat.completions.create(model="policy", messages=messages, tools=[ADD])
+    tokens = httpx.post(f"{root(server)}/tokenize", json={"messages": messages, "tools": [ADD]})
+    assert tokens.status_code == 400  # who asks for certain ids is told
+    assert "do not belong to the prefix ids" in tokens.text
+    first, second = taken(server, leader, key)
+    assert second.prompt_ids == carried(answer.choices[0].message)[0]
+    assert (first.turns, second.turns, first.metrics["server/retemplated"]) == (1, 1, 1.0)
 
 
 def test_n14_conversations_at_once_do_not_mix(server: OpenAIServer, leader: Leader) -> None:
@@ -252,25 +232,7 @@ def test_n13_required_prefix_over_http(server: OpenAIServer, free: OpenAIServer,
 
 @pytest.mark.parametrize(
     ("changes", "status", "sentence"),
-    [
-        ({"temperature": 0.5}, 400, "temperature is 0.5, but the policy is trained on samples drawn with 0.8"),
-        ({"top_p": 1.0}, 400, "top_p is 1.0, but"),
-        ({"extra_body": {"top_k": 5}}, 400, "top_k is 5, but"),
-        ({"frequency_penalty": 0.5}, 400, "frequency_penalty is 0.5, but"),
-        ({"logit_bias": {"20": 1}}, 400, "logit_bias is {20: 1.0}, but"),
-        ({"response_format": {"type": "json_object"}}, 400, "structured_outputs is "),
-        ({"tools": [ADD], "tool_choice": "required"}, 400, "a forced tool_choice come to the same"),
-        ({"max_tokens": 17}, 400, "max_tokens is 17, but answers are trained up to 16 tokens"),
-        ({"extra_body": {"use_beam_search": True}}, 400, "use_beam_search is set"),
-        ({"n": 1000}, 400, "n is 1000, but must be at most 128"),
-        ({"model": "gpt-5"}, 404, "gpt-5"),
-        (
-            {"messages": [{"role": "user", "content": "x" * 504}]},
-            400,
-            "the prompt fills the context and leaves no room",
-        ),
-        ({"messages": [{"role": "user", "content": "x" * 900}]}, 400, "512"),
-    ],
+    REFUSED,
 )
 def test_n14_what_is_not_trained_is_refused(
     server: OpenAIServer, changes: dict[str, Any], status: int, sentence: str
@@ -324,33 +286,28 @@ def test_n14_an_engine_that_sleeps_or_is_being_updated_is_503(server: OpenAIServ
     assert client(server).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
 
 
-def episode(leader: Leader, folder: Path, run: Client, timeout_s: float = 60.0) -> list[Trajectory]:
-    """One episode of level 6."""
-    function = client_rollout(run, timeout_s=timeout_s)
-    settings = RolloutSettings(2, SAMPLING, policy_version=0, seed=1, step=2)
-    llm = PolicyLLM(leader.engine, AutoTokenizer.from_pretrained(folder), settings, 3, 1, [5])
-
-    async def go() -> list[Trajectory]:
-        try:
-            return await function(llm, {"question": "2+2?", "prompt": QUESTION, "answer": "4"}, SAMPLING)
-        finally:
-            await function.aclose()
-
-    return leader.thread.run(go(), 90, "an episode")
-
-
-async def ask_twice(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as api:
-        messages: list[Any] = [{"role": "user", "content": row["question"]}]
-        answer = (await api.chat.completions.create(model=model, messages=messages)).choices[0].message
-        messages += [answer, {"role": "user", "content": "sure?"}]
-        await api.chat.completions.create(model=model, messages=messages)
-    return 0.5
+def test_n14_an_answer_that_sleep_cuts_off_is_an_error_and_not_captured(free: OpenAIServer, leader: Leader) -> None:
+    key = opened(free, leader)
+    endless = {"ignore_eos": True, "min_tokens": 400}
+    chunks = client(free, key).chat.completions.create(
+        model="policy", messages=QUESTION, stream=True, extra_body=endless
+    )
+    next(chunks)
+    leader.thread.run(leader.engine.sleep_async(level=1), 30, "sleeping")
+    with pytest.raises(openai.APIError, match="put to sleep before the answer was finished"):
+        list(chunks)
+    leader.thread.run(leader.engine.wake_up_async(), 30, "waking")
+    assert taken(free, leader, key) == []
 
 
-def ask_once(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
-    """A blocking client: it has a thread of its own."""
-    openai.OpenAI(base_url=base_url, api_key=api_key).completions.create(model=model, prompt=row["question"])
+def test_n14_a_stopped_server_leaves_no_socket(leader: Leader) -> None:
+    servers = serving(leader)
+    server = next(servers)
+    with httpx.Client(base_url=root(server)) as http:  # a connection that is kept alive does not keep it from ending
+        assert http.get("/health").status_code == 200
+        assert next(servers, None) is None
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{root(server)}/health")
 
 
 def test_level_6_any_client_is_a_rollout(leader: Leader, tiny_qwen2: Path) -> None:
@@ -362,19 +319,6 @@ def test_level_6_any_client_is_a_rollout(leader: Leader, tiny_qwen2: Path) -> No
 
 
 def test_level_6_a_clients_failure_is_its_own(leader: Leader, tiny_qwen2: Path) -> None:
-    async def nothing(*_: Any) -> None:
-        return None
-
-    async def explodes(*_: Any) -> None:
-        raise ZeroDivisionError("mine")
-
-    async def sleeps(*_: Any) -> None:
-        await asyncio.sleep(60)
-
-    async def no_number(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> Any:
-        await asyncio.to_thread(ask_once, base_url, api_key, model, row)
-        return "good"
-
     for run, error, sentence in (
         (nothing, ValueError, "must use base_url and api_key"),
         (explodes, ZeroDivisionError, "mine"),
@@ -385,34 +329,11 @@ def test_level_6_a_clients_failure_is_its_own(leader: Leader, tiny_qwen2: Path) 
             episode(leader, tiny_qwen2, run, timeout_s=0.3 if run is sleeps else 60)
 
 
-class FakeEnvironment:
-    """What an environment of the verifiers library looks like from outside."""
-
-    rubric = None
-
-    async def rollout(
-        self, input: dict[str, Any], client: Any, model: str, sampling_args: Any = None
-    ) -> dict[str, Any]:
-        answer = await client.chat.completions.create(model=model, messages=input["prompt"], **sampling_args)
-        return {"completion": [answer.choices[0].message], "reward": 0.25}
-
-
-def test_v29_an_environment_of_another_library(leader: Leader, tiny_qwen2: Path) -> None:
-    (t,) = episode(leader, tiny_qwen2, verifiers_client(FakeEnvironment()))
+@pytest.mark.parametrize("environment", [FakeEnvironment(), ScoredEnvironment()])
+def test_v29_an_environment_of_another_library(leader: Leader, tiny_qwen2: Path, environment: Any) -> None:
+    """Rewards come from the state, or from the rubric."""
+    (t,) = episode(leader, tiny_qwen2, verifiers_client(environment))
     assert (t.turns, t.reward) == (1, 0.25)
-
-
-def test_v29_rewards_may_come_from_the_rubric(leader: Leader, tiny_qwen2: Path) -> None:
-    class Scored(FakeEnvironment):
-        async def rollout(self, *args: Any) -> dict[str, Any]:
-            return (await super().rollout(*args)) | {"reward": None}
-
-        class rubric:
-            @staticmethod
-            async def score_rollout(state: dict[str, Any]) -> None:
-                state["reward"] = 0.75
-
-    assert episode(leader, tiny_qwen2, verifiers_client(Scored()))[0].reward == 0.75
 
 
 def test_n14_malformed_requests_are_4xx_and_the_engine_lives(server: OpenAIServer, free: OpenAIServer) -> None:
@@ -427,10 +348,3 @@ def test_n14_malformed_requests_are_4xx_and_the_engine_lives(server: OpenAIServe
     assert all(a.json()["error"]["message"] for r, a in answers if r.method == "POST")
     after = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
     assert carried(after) == carried(before)
-
-
-def send_all(
-    server: OpenAIServer, requests: list[Request], headers: dict[str, str]
-) -> list[tuple[Request, httpx.Response]]:
-    with httpx.Client(base_url=root(server), timeout=60) as http:
-        return [(r, http.request(r.method, r.path, content=r.body, headers=r.headers | headers)) for r in requests]

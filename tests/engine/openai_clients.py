@@ -1,0 +1,175 @@
+"""Servers on a test engine, and the official client's requests to them."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from bad_requests import Request
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from transformers import AutoTokenizer
+
+from generation.openai_server import OpenAIServer, ServerSettings
+from generation.rollouts.client import Client, client_rollout
+from generation.rollouts.llm import PolicyLLM, RolloutSettings
+from generation.sampling import SamplingSettings
+from generation.trajectory import Trajectory
+from sharding.manager import Leader
+
+SAMPLING = SamplingSettings(max_tokens=16, temperature=0.8, top_p=0.95, stop_token_ids=[2])
+QUESTION = [{"role": "user", "content": "2+2?"}]
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+# What a request asks for, the status that answers it, and the sentence.
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"temperature": 0.5}, 400, "temperature is 0.5, but the policy is trained on samples drawn with 0.8"),
+    ({"top_p": 1.0}, 400, "top_p is 1.0, but"),
+    ({"extra_body": {"top_k": 5}}, 400, "top_k is 5, but"),
+    ({"frequency_penalty": 0.5}, 400, "frequency_penalty is 0.5, but"),
+    ({"logit_bias": {"20": 1}}, 400, "logit_bias is {20: 1.0}, but"),
+    ({"response_format": {"type": "json_object"}}, 400, "structured_outputs is "),
+    ({"tools": [ADD], "tool_choice": "required"}, 400, "a forced tool_choice come to the same"),
+    ({"max_tokens": 17}, 400, "max_tokens is 17, but answers are trained up to 16 tokens"),
+    ({"extra_body": {"use_beam_search": True}}, 400, "use_beam_search is set"),
+    ({"n": 1000}, 400, "n is 1000, but must be at most 128"),
+    ({"model": "gpt-5"}, 404, "gpt-5"),
+    (
+        {"messages": [{"role": "user", "content": "x" * 504}]},
+        400,
+        "the prompt fills the context and leaves no room",
+    ),
+    ({"messages": [{"role": "user", "content": "x" * 900}]}, 400, "512"),
+]
+
+
+def serving(leader: Leader, **settings: Any) -> Iterator[OpenAIServer]:
+    server = leader.thread.run(OpenAIServer.start(leader.engine, ServerSettings(**settings)), 60, "starting a server")
+    yield server
+    leader.thread.run(server.stop(), 20, "stopping a server")
+
+
+def client(server: OpenAIServer, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.base_url, api_key=key, max_retries=0, timeout=60)
+
+
+def root(server: OpenAIServer) -> str:
+    return server.base_url.removesuffix("/v1")
+
+
+def taken(server: OpenAIServer, leader: Leader, key: str) -> list[Trajectory]:
+    async def take() -> list[Trajectory]:
+        return server.take(key)
+
+    return leader.thread.run(take(), 10, "taking a trajectory")
+
+
+def opened(server: OpenAIServer, leader: Leader, **options: Any) -> str:
+    async def open_() -> str:
+        return server.open(**options)
+
+    return leader.thread.run(open_(), 10, "opening a trajectory")
+
+
+def streamed(api: openai.OpenAI, request: dict[str, Any]) -> Any:
+    """The message that a stream adds up to, by the client library's own accumulation."""
+    state = ChatCompletionStreamState()
+    for chunk in api.chat.completions.create(**request, stream=True):
+        state.handle_chunk(chunk)
+    return state.current_completion_snapshot.choices[0].message
+
+
+def carried(answer: Any) -> tuple[list[int], list[int], list[float]]:
+    """The ids and log-probabilities beside an answer."""
+    extra = answer.model_extra
+    return extra["prompt_token_ids"], extra["generation_token_ids"], extra["generation_log_probs"]
+
+
+def episode(leader: Leader, folder: Path, run: Client, timeout_s: float = 60.0) -> list[Trajectory]:
+    """One episode of level 6."""
+    function = client_rollout(run, timeout_s=timeout_s)
+    settings = RolloutSettings(2, SAMPLING, policy_version=0, seed=1, step=2)
+    llm = PolicyLLM(leader.engine, AutoTokenizer.from_pretrained(folder), settings, 3, 1, [5])
+
+    async def go() -> list[Trajectory]:
+        try:
+            return await function(llm, {"question": "2+2?", "prompt": QUESTION, "answer": "4"}, SAMPLING)
+        finally:
+            await function.aclose()
+
+    return leader.thread.run(go(), 90, "an episode")
+
+
+async def ask_twice(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as api:
+        messages: list[Any] = [{"role": "user", "content": row["question"]}]
+        answer = (await api.chat.completions.create(model=model, messages=messages)).choices[0].message
+        messages += [answer, {"role": "user", "content": "sure?"}]
+        await api.chat.completions.create(model=model, messages=messages)
+    return 0.5
+
+
+def ask_once(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
+    """A blocking client: it has a thread of its own."""
+    openai.OpenAI(base_url=base_url, api_key=api_key).completions.create(model=model, prompt=row["question"])
+
+
+async def nothing(*_: Any) -> None:
+    return None
+
+
+async def explodes(*_: Any) -> None:
+    raise ZeroDivisionError("mine")
+
+
+async def sleeps(*_: Any) -> None:
+    await asyncio.sleep(60)
+
+
+async def no_number(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> Any:
+    await asyncio.to_thread(ask_once, base_url, api_key, model, row)
+    return "good"
+
+
+class FakeEnvironment:
+    """What an environment of the verifiers library looks like from outside."""
+
+    rubric: Any = None
+
+    async def rollout(
+        self, input: dict[str, Any], client: Any, model: str, sampling_args: Any = None
+    ) -> dict[str, Any]:
+        answer = await client.chat.completions.create(model=model, messages=input["prompt"], **sampling_args)
+        return {"completion": [answer.choices[0].message], "reward": 0.25}
+
+
+class ScoredEnvironment(FakeEnvironment):
+    """One that leaves the reward to its rubric."""
+
+    class rubric:
+        @staticmethod
+        async def score_rollout(state: dict[str, Any]) -> None:
+            state["reward"] = 0.25
+
+    async def rollout(self, *args: Any) -> dict[str, Any]:
+        return (await super().rollout(*args)) | {"reward": None}
+
+
+def send_all(
+    server: OpenAIServer, requests: list[Request], headers: dict[str, str]
+) -> list[tuple[Request, httpx.Response]]:
+    with httpx.Client(base_url=root(server), timeout=60) as http:
+        return [(r, http.request(r.method, r.path, content=r.body, headers=r.headers | headers)) for r in requests]
