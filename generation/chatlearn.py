@@ -174,7 +174,7 @@ class VLLMModule:
         own, self._own = self._own, None
         if own is not None:
             thread, engine = own
-            engine.shutdown()
+            engine.close()
             thread.close()
             self.llm = None
 
@@ -253,7 +253,7 @@ def start_engine(settings: ChatLearnSettings) -> tuple[EngineThread, VllmAsyncGe
     try:
         thread.run(engine.start(), START_SECONDS, f"starting the engine for {settings.engine['model']}")
     except BaseException:
-        engine.shutdown()
+        engine.close()
         thread.close()
         raise
     engine.state.adopt_checkpoint(0)

@@ -185,4 +185,4 @@ class ServiceEngine:
 
     async def shutdown(self) -> None:
         """Stop the engine's processes; safe to call twice."""
-        await asyncio.to_thread(self._worker.shutdown)  # it stops a task of this loop, too
+        await asyncio.to_thread(self._worker.close)  # it stops a task of this loop, too

@@ -130,9 +130,9 @@ class VllmGenerationWorker:
         """Stop the server, the engine's processes and the loop; safe to call twice."""
         try:
             if self.engine.server is not None:
-                self._wait(self.engine.shutdown_async(), "stopping the engine and its server")
+                self._wait(self.engine.shutdown(), "stopping the engine and its server")
         finally:
-            self.engine.shutdown()
+            self.engine.close()
             self.thread.close()
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:

@@ -332,16 +332,16 @@ class VllmAsyncGenerationWorker:
         """Memory the workers hold now, summed: resident bytes on CPU, bytes in use on the device on CUDA."""
         return sum(await self.call_workers("hotbunk_memory_bytes"))
 
-    async def shutdown_async(self) -> bool:
-        """Stop the server, if there is one, and the engine's processes."""
+    async def shutdown(self) -> bool:
+        """Stop the server, if there is one, and the engine's processes. True: what fails raises."""
         server, self.server = self.server, None
         if server is not None:
             await server.stop()
-        self.shutdown()
+        self.close()
         return True
 
-    def shutdown(self) -> None:
-        """Stop the engine's processes; safe to call twice and in any state."""
+    def close(self) -> None:
+        """Stop the engine's processes, from whatever thread; safe to call twice and in any state."""
         engine, self._engine = self._engine, None
         self.state.close()
         if engine is not None:

@@ -28,7 +28,7 @@ def start_engine(folder: Path | str, plain: bool = True, **settings: object) -> 
 
 
 def stop(leader: Leader) -> None:
-    leader.engine.shutdown()
+    leader.engine.close()
     leader.thread.close()
 
 

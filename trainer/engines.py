@@ -65,7 +65,7 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
     try:
         thread.run(engine.start(), config.engine.start_timeout_s, f"starting the engine for {config.model.path}")
     except BaseException:
-        engine.shutdown()
+        engine.close()
         thread.close()
         raise
     return Leader(engine, thread)
@@ -74,7 +74,7 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
 def stop_engine(leader: Leader | None) -> None:
     """Stop the engine's processes and its thread."""
     if leader is not None:
-        leader.engine.shutdown()
+        leader.engine.close()
         leader.thread.close()
 
 

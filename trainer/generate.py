@@ -115,7 +115,7 @@ def converse(settings: EngineSettings, chat: Chat, sampling: SamplingSettings) -
         print(f"hotbunk: {error}", file=sys.stderr)
         return 2
     finally:
-        engine.shutdown()
+        engine.close()
 
 
 def _typed(chat: Chat) -> Iterator[list[int]]:

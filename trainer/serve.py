@@ -59,4 +59,4 @@ def serve(settings: EngineSettings, server_settings: ServerSettings) -> int:
         print(f"hotbunk: {error}", file=sys.stderr)
         return 2
     finally:
-        engine.shutdown()
+        engine.close()

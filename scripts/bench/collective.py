@@ -143,7 +143,7 @@ def main(options: argparse.Namespace) -> int:
         bench.run()
         present(bench)
     finally:
-        bench.leader.engine.shutdown()
+        bench.leader.engine.close()
     destroy_process_group()
     return 0
 

@@ -117,7 +117,7 @@ def main(options: argparse.Namespace) -> int:
         ]
         rounds = leader.thread.run(compare(leader.engine, prompts, options), 3600, "the benchmark")
     finally:
-        leader.engine.shutdown()
+        leader.engine.close()
     present(options, rounds)
     return 0
 

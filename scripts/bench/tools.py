@@ -105,7 +105,7 @@ def main(options: argparse.Namespace) -> int:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         rows = leader.thread.run(compare(leader.engine, tokenizer, options), 3600, "the benchmark")
     finally:
-        leader.engine.shutdown()
+        leader.engine.close()
     lines = [*rows, [median(list(column)) for column in zip(*rows, strict=True)]]
     names = [*map(str, range(1, len(rows) + 1)), "median"]
     cells = [[f"{v:.2f}" for v in line[:3]] + [f"{line[3]:.0f}"] for line in lines]

@@ -220,7 +220,7 @@ def main(options: argparse.Namespace) -> int:
         if is_main():
             present(bench)
     finally:
-        bench.leader.engine.shutdown()
+        bench.leader.engine.close()
     destroy_process_group()
     return 0
 

@@ -178,13 +178,13 @@ def test_n12_an_asynchronous_worker_by_itself_on_the_yaml_of_seed_002(model: Pat
             await collect(worker.generate_async(padded([[1]], stop_strings=[["x"]])))
         with pytest.raises(ValueError, match="texts need the tokenizer"):
             await collect(worker.generate_text_async(BatchedDataDict({"prompts": ["x"]})))
-        assert await worker.shutdown_async() is True
-        assert await worker.shutdown_async() is True
+        assert await worker.shutdown() is True
+        assert await worker.shutdown() is True
 
     try:
         thread.run(live(), 250, "a test")
     finally:
-        worker.shutdown()
+        worker.close()
         thread.close()
 
 
