@@ -54,6 +54,8 @@ class ClientRollout:
             raise TimeoutError(f"the client did not finish within {self._timeout_s:g} s") from error
         finally:
             trajectories = server.take(key)
+            if llm.engine.engine.errored:  # the client has only seen some request fail
+                llm.fatal = llm.engine.engine.dead_error
         if not trajectories:
             raise ValueError("the client ended without an answer of the policy: it must use base_url and api_key")
         for trajectory in trajectories:
