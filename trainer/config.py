@@ -421,7 +421,8 @@ def _nearest(key: str) -> str:
     for name in keys:
         leaves.setdefault(name.rpartition(".")[2], []).append(name)
     leaf = key.rpartition(".")[2]
-    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
+    initials = "".join(word[:1] for word in leaf.split("_"))  # learning_rate is lr
+    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7) or [initials] * (initials in leaves)
     candidates = leaves[close[0]] if close else keys
     best = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if close else 0.6)
     return f"; did you mean {best[0]}?" if best else "; see --help for all of them"
