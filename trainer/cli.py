@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from trainer.config import TrainConfig, known_keys, load_config, to_yaml
+from trainer.config import RolloutConfig, TrainConfig, known_keys, load_config, to_yaml
 from trainer.config_checks import check_config
 from trainer.errors import UserError
 from trainer.rewards import RewardPool
@@ -46,6 +46,7 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check_config(config, arguments.command)
     if arguments.check:
         RewardPool(config.reward)
+        check_rollout(config)
         return 0
     if arguments.dry_run:
         check_inputs(config, arguments.command)
@@ -55,6 +56,16 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     lifetime.start_guardian()  # before anything that starts processes or takes long
     return lifetime.run(lambda: _reporting(lambda: import_module(_MODULES[arguments.command]).main(config) or 0))
+
+
+def check_rollout(config: TrainConfig) -> None:
+    """Load what the recipe's rollout section names, if it names anything. Raises UserError."""
+    if config.rollout == RolloutConfig():
+        return
+    from trainer.data import load_tokenizer
+    from trainer.episodes import EpisodePlan
+
+    EpisodePlan(config, load_tokenizer(config.model))
 
 
 def check_inputs(config: TrainConfig, command: str) -> None:

@@ -140,6 +140,9 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "reward asks for too much": (nothing, reward("{0}/rewards.py:greedy"), "asks for 'teacher'"),
     "reward gets too much": (nothing, reward("{0}/rewards.py:good", depth="3"), "takes no argument 'depth'"),
     "invalid regex": (nothing, reward("format_regex", pattern="(["), "pattern '([' is not a regular expression"),
+    "tool missing": (nothing, ["--rollout.tools", "[{0}/rewards.py:god]"], "has no 'god'; did you mean good?"),
+    "no rollout": (nothing, ["--rollout.custom", "{0}/rewards.py:good"], "is no rollout: write `async def rollout"),
+    "two ways to roll out": (nothing, ["--rollout.custom=a:b", "--rollout.sampler=c:d"], "are both set"),
     "resume from nothing": (nothing, ["--resume", "{0}/model"], "is no complete checkpoint"),
 }
 
@@ -160,6 +163,13 @@ def test_bad_input_ends_in_one_sentence(
     assert captured.err.count("\n") == 1, captured.err
     assert captured.err.startswith("hotbunk: ")
     assert expected.replace("{0}", str(folder)) in captured.err
+
+
+def test_rollouts_are_looked_at_before_there_are_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """train.sh asks with --check: one sentence, and no traceback of each rank."""
+    assert main(["train", str(folder / "recipe.yaml"), "--check", "--rollout.tools", "[no.module:f]"]) == 2
+    assert "'no.module:f' cannot be loaded" in capsys.readouterr().err
+    assert main(["train", str(folder / "recipe.yaml"), "--check"]) == 0
 
 
 def test_nothing_is_said_about_good_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
