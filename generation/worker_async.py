@@ -8,15 +8,15 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from .batch import BatchedDataDict
 from .engine_state import EngineLifecycle, EngineStateError
 from .event_loop import as_ready
-from .interface import GenerationDatumSpec, GenerationOutputSpec
-from .padded import Row, rows_of, sequence_output, stop_strings_of, text_output, texts_of
+from .interface.batch import BatchedDataDict
+from .interface.padded import Row, rows_of, sequence_output, stop_strings_of, text_output, texts_of
+from .interface.specs import GenerationDatumSpec, GenerationOutputSpec
+from .interface.vllm_config import VllmConfig, engine_settings, pad_token_id, sampling_settings
 from .sampling import Completion, SamplingSettings, sample_seed, vllm_sampling_params
 from .settings import EngineSettings
 from .vllm_compat import engine_tokenizer, request_errors, start_async_llm, stop_async_llm, unfinished_requests
-from .vllm_config import VllmConfig, engine_settings, pad_token_id, sampling_settings
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

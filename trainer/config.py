@@ -152,7 +152,7 @@ class EngineConfig(Section):
     logits_processors: list[str | dict[str, str]] = Field(
         default=[],
         description="pkg.mod:Name or file.py:Name: classes or factories that change logits before sampling, in the "
-        "engine only (generation.logits_processors)",
+        "engine only (generation.logits_processors.factories)",
     )
     extra: dict[str, Any] = Field(default={}, description="further fields of vLLM's AsyncEngineArgs, by name")
 

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from generation.event_loop import EngineThread
-from generation.logits_processors import engine_arguments, uses_v2
+from generation.logits_processors.factories import engine_arguments, uses_v2
 from generation.sampling import SamplingSettings
 from generation.settings import EngineSettings
 from generation.worker_async import VllmAsyncGenerationWorker

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..importing import importable, load
-from ..logits_processors import new_way
+from ..logits_processors.factories import new_way
 from ..trajectory import Trajectory
 from .history import History, trajectory
 from .llm import RolloutSettings

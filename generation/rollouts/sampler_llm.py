@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..logits_processors import check_request
+from ..logits_processors.factories import check_request
 from ..sampling import response_budget, sample_seed, vllm_sampling_params
 from ..vllm_compat import request_errors
 from .history import History, answers_of

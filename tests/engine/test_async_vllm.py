@@ -16,10 +16,10 @@ from colocated import HfPolicy
 from conftest import TinyModel
 from vllm import AsyncEngineArgs, SamplingParams
 
-from generation.async_vllm import AsyncVLLM, make_async_vllm_engine
 from generation.engine_state import EngineStateError
-from generation.service_results import PromptErrors
-from generation.service_settings import as_settings
+from generation.service.async_vllm import AsyncVLLM, make_async_vllm_engine
+from generation.service.results import PromptErrors
+from generation.service.settings import as_settings
 from generation.vllm_compat import check_head_dtype, engine_arguments
 from sharding.collective import CollectiveSender
 from sharding.sending import SyncSettings

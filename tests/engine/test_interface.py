@@ -18,13 +18,13 @@ from colocated import HfPolicy
 from conftest import TinyModel
 from transformers import AutoTokenizer
 
-from generation.batch import BatchedDataDict, verify_right_padding
 from generation.engine_state import EngineStateError
 from generation.event_loop import EngineThread
-from generation.padded import rows_of
+from generation.interface.batch import BatchedDataDict, verify_right_padding
+from generation.interface.padded import rows_of
+from generation.interface.vllm_config import VllmConfig, VllmSpecificArgs
+from generation.interface.vllm_generation import VllmGeneration
 from generation.vllm_compat import unfinished_requests
-from generation.vllm_config import VllmConfig, VllmSpecificArgs
-from generation.vllm_generation import VllmGeneration
 from generation.worker_async import VllmAsyncGenerationWorker
 from sharding.channel import Listener
 from sharding.collective import CollectiveSender

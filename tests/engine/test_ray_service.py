@@ -12,10 +12,10 @@ from colocated import HfPolicy
 from conftest import TinyModel
 from vllm import SamplingParams
 
-from generation.async_vllm import AsyncVLLM
-from generation.service_engine import ServiceEngine
-from generation.service_results import PromptErrors
-from generation.service_settings import resolve
+from generation.service.async_vllm import AsyncVLLM
+from generation.service.engine import ServiceEngine
+from generation.service.results import PromptErrors
+from generation.service.settings import resolve
 
 pytestmark = pytest.mark.timeout(600)  # a cluster on a busy machine takes its time to start
 

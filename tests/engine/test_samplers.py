@@ -10,8 +10,8 @@ import torch
 from colocated import HfPolicy, start_engine, stop
 from conftest import TinyModel
 
-from generation.chatlearn import VLLMModule, get_model, print_rank_0
-from generation.logits_processors import engine_arguments
+from generation.chatlearn.module import VLLMModule, get_model, print_rank_0
+from generation.logits_processors.factories import engine_arguments
 from generation.rollout import RolloutSettings, rollout
 from generation.rollouts.sampler import FnCallRolloutSampler, OneShotRolloutSampler, make_sampler, sample_batch
 from generation.rollouts.sampler_llm import SamplerLLM

@@ -15,13 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from generation.batch import BatchedDataDict
 from generation.engine_state import EngineStateError
 from generation.event_loop import as_ready
-from generation.interface import GenerationInterface
-from generation.padded import padded_output, rows_of, sequence_output
-from generation.sampling import Completion
-from generation.vllm_config import (
+from generation.interface.batch import BatchedDataDict
+from generation.interface.padded import padded_output, rows_of, sequence_output
+from generation.interface.specs import GenerationInterface
+from generation.interface.vllm_config import (
     VllmConfig,
     check_config,
     configure_generation_config,
@@ -29,7 +28,8 @@ from generation.vllm_config import (
     pad_token_id,
     sampling_settings,
 )
-from generation.worker import collected
+from generation.interface.worker import collected
+from generation.sampling import Completion
 from generation.worker_async import VllmAsyncGenerationWorker
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from small_tokenizer import small_tokenizer
 
-from generation.chatlearn import VLLMModule, get_model
-from generation.chatlearn_data import PromptPipeline, check_tokenizer
-from generation.chatlearn_settings import KNOWN, read_settings
+from generation.chatlearn.data import PromptPipeline, check_tokenizer
+from generation.chatlearn.module import VLLMModule, get_model
+from generation.chatlearn.settings import KNOWN, read_settings
 from generation.vllm_compat import check_version
 
 SIZES = {"seq_length": 64, "max_new_tokens": 16}

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from generation import service_settings
-from generation.async_vllm import AsyncVLLM, make_async_vllm_engine
-from generation.prompt_forms import prompt_dictionaries
-from generation.service_engine import UpdateGate
-from generation.service_results import PromptErrors, answer_or_error, answers, results_of, wait_until_started
-from generation.service_settings import from_arguments, gpus_per_replica, of_replicas, resolve, start_timeout
+from generation.service import settings as service_settings
+from generation.service.async_vllm import AsyncVLLM, make_async_vllm_engine
+from generation.service.engine import UpdateGate
+from generation.service.prompt_forms import prompt_dictionaries
+from generation.service.results import PromptErrors, answer_or_error, answers, results_of, wait_until_started
+from generation.service.settings import from_arguments, gpus_per_replica, of_replicas, resolve, start_timeout
 from generation.settings import EngineSettings
 from generation.vllm_compat import engine_arguments
 
@@ -46,8 +46,8 @@ def test_t01_t02_importing_needs_neither_vllm_nor_ray() -> None:
     program = (
         "import sys\n"
         "sys.modules['vllm'] = sys.modules['ray'] = None\n"  # importing either raises ImportError
-        "import generation.async_vllm, generation.load_balancer\n"
-        "from generation.service_replicas import gpu_count\n"
+        "import generation.service.async_vllm, generation.service.load_balancer\n"
+        "from generation.service.replicas import gpu_count\n"
         "try:\n"
         "    gpu_count('ray')\n"
         "except ImportError as error:\n"

@@ -9,7 +9,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
-from .logits_processors import load_factories
+from .factories import load_factories
 
 
 class FactoryProcessor(LogitsProcessor):

@@ -26,7 +26,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from omegaconf import OmegaConf
 
-from .chatlearn_data import (
+from ..event_loop import EngineThread
+from ..rollouts.history import sampled_logprobs
+from ..rollouts.llm import RolloutSettings
+from ..rollouts.sampler_llm import SamplerLLM
+from ..rollouts.sampler_prompts import PromptText
+from ..sampling import SamplingSettings
+from ..settings import EngineSettings
+from ..worker_async import VllmAsyncGenerationWorker
+from ..yaml_files import read_yaml
+from .data import (
     STEP_REMEDY,
     ModuleTokenizer,
     PromptPipeline,
@@ -35,16 +44,7 @@ from .chatlearn_data import (
     columns,
     load_tokenizer,
 )
-from .chatlearn_settings import ChatLearnSettings, read_settings
-from .event_loop import EngineThread
-from .rollouts.history import sampled_logprobs
-from .rollouts.llm import RolloutSettings
-from .rollouts.sampler_llm import SamplerLLM
-from .rollouts.sampler_prompts import PromptText
-from .sampling import SamplingSettings
-from .settings import EngineSettings
-from .worker_async import VllmAsyncGenerationWorker
-from .yaml_files import read_yaml
+from .settings import ChatLearnSettings, read_settings
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

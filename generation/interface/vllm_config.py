@@ -9,9 +9,9 @@ from typing import Any, NotRequired, TypedDict
 
 import psutil
 
-from .interface import GenerationConfig
-from .sampling import SamplingSettings
-from .settings import EngineSettings
+from ..sampling import SamplingSettings
+from ..settings import EngineSettings
+from .specs import GenerationConfig
 
 CPU_KV_CACHE_BYTES = 4 << 30
 """Largest KV cache on CPU where the configuration gives no size; pages that no request has used yet cost nothing."""

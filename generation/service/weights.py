@@ -10,10 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .service_replicas import Replica, local_address
-from .service_results import results_of
-from .service_settings import gpus_per_replica
-from .settings import EngineSettings
+from ..settings import EngineSettings
+from .replicas import Replica, local_address
+from .results import results_of
+from .settings import gpus_per_replica
 
 if TYPE_CHECKING:
     import torch

@@ -13,13 +13,13 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from .event_loop import EngineThread
+from ..event_loop import EngineThread
 from .load_balancer import LoadBalancer
 from .prompt_forms import prompt_dictionaries, sampling_for_each
-from .service_replicas import Replica, gpu_count, make_replicas
-from .service_results import answer_or_error, answers, results_of, wait_for_answers, wait_until_started
-from .service_settings import as_settings, of_replicas, require_vllm, resolve, start_timeout
-from .service_weights import WeightUpdates
+from .replicas import Replica, gpu_count, make_replicas
+from .results import answer_or_error, answers, results_of, wait_for_answers, wait_until_started
+from .settings import as_settings, of_replicas, require_vllm, resolve, start_timeout
+from .weights import WeightUpdates
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

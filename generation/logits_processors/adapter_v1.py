@@ -10,7 +10,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from .logits_processors import load_factories
+from .factories import load_factories
 
 
 class FactoryProcessor(AdapterLogitsProcessor):

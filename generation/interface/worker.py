@@ -4,15 +4,15 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Self, TypeVar
 
+from ..engine_state import Memory
+from ..event_loop import EngineThread
+from ..sampling import Completion
+from ..service.load_balancer import EngineLoad
+from ..worker_async import VllmAsyncGenerationWorker
 from .batch import BatchedDataDict
-from .engine_state import Memory
-from .event_loop import EngineThread
-from .interface import GenerationDatumSpec, GenerationOutputSpec
-from .load_balancer import EngineLoad
 from .padded import Row, padded_output, rows_of, stop_strings_of, text_output, texts_of
-from .sampling import Completion
+from .specs import GenerationDatumSpec, GenerationOutputSpec
 from .vllm_config import VllmConfig
-from .worker_async import VllmAsyncGenerationWorker
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ from typing import Any, Self
 
 import torch
 
+from ..event_loop import as_ready
+from ..sampling import Completion
+from ..service.load_balancer import LoadBalancer
 from .batch import BatchedDataDict
-from .event_loop import as_ready
-from .interface import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
-from .load_balancer import LoadBalancer
 from .padded import padded_output, rows_of, sequence_output, stop_strings_of, text_output, texts_of
-from .sampling import Completion
+from .specs import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from .vllm_config import VllmConfig, check_config, colocated, pad_token_id, replicas
 from .worker import VllmGenerationWorker, collected
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from .settings import EngineSettings
+from ..settings import EngineSettings
 
 TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
 """Environment variable: seconds that all engines of a service together may take to start; 300 without it."""

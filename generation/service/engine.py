@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from .settings import EngineSettings
-from .vllm_compat import cache_usage_logger, start_async_llm, unfinished_requests
-from .worker_async import VllmAsyncGenerationWorker
+from ..settings import EngineSettings
+from ..vllm_compat import cache_usage_logger, start_async_llm, unfinished_requests
+from ..worker_async import VllmAsyncGenerationWorker
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

@@ -8,10 +8,10 @@ import logging
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from .event_loop import EngineThread
+from ..event_loop import EngineThread
+from ..settings import EngineSettings
+from .engine import ServiceEngine
 from .load_balancer import EngineLoad
-from .service_engine import ServiceEngine
-from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, as_completed, wait
 from typing import TYPE_CHECKING, Any, Self
 
-from .service_settings import TIMEOUT_VARIABLE
+from .settings import TIMEOUT_VARIABLE
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from ..sampling import Completion
 from .batch import BatchedDataDict, verify_right_padding
-from .interface import GenerationDatumSpec, GenerationOutputSpec
-from .sampling import Completion
+from .specs import GenerationDatumSpec, GenerationOutputSpec
 
 
 @dataclass(frozen=True)

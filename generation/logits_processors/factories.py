@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from .importing import importable, load
+from ..importing import importable, load
 
 FACTORIES = "hotbunk_logits_factories"
 """Where the factories' names travel to the workers: this entry of vLLM's `additional_config`."""
 
-_V1 = "generation.logits_adapter_v1:FactoryProcessor"
-_V2 = "generation.logits_adapter_v2:FactoryProcessor"
+_V1 = "generation.logits_processors.adapter_v1:FactoryProcessor"
+_V2 = "generation.logits_processors.adapter_v2:FactoryProcessor"
 _V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
 _NEW_WAY = (
     "logits_processors cannot be given with a request: vLLM builds them into the engine; name a class or factory in "

@@ -1,0 +1,1 @@
+"""ChatLearn's vLLM backend: `VLLMModule`, its data and its hyper-parameters."""

@@ -1,0 +1,1 @@
+"""NeMo RL's generation interface: padded batches in, ids and log-probabilities out."""
