@@ -14,7 +14,7 @@ from .interface.batch import BatchedDataDict
 from .interface.padded import Row, rows_of, sequence_output, stop_strings_of, text_output, texts_of
 from .interface.specs import GenerationDatumSpec, GenerationOutputSpec
 from .interface.vllm_config import VllmConfig, engine_settings, pad_token_id, sampling_settings
-from .sampling import Completion, SamplingSettings, sample_seed, vllm_sampling_params
+from .sampling import Completion, SamplingSettings, response_budget, sample_seed, vllm_sampling_params
 from .settings import EngineSettings
 from .vllm_compat import engine_tokenizer, request_errors, start_async_llm, stop_async_llm, unfinished_requests
 
@@ -102,10 +102,10 @@ class VllmAsyncGenerationWorker:
             EngineStateError: unless awake with the weights of `policy_version`.
             ValueError: the prompt leaves no room for a response, or vLLM refuses the request.
         """
-        room = self.settings.max_model_len - len(prompt_ids)
-        if room < 1:
+        budget = response_budget(len(prompt_ids), sampling.max_tokens, self.settings.max_model_len)
+        if budget == 0:
             raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self.settings.max_model_len}")
-        params = vllm_sampling_params(sampling, seed, min(sampling.max_tokens, room))
+        params = vllm_sampling_params(sampling, seed, budget)
         prompt = {"prompt_token_ids": prompt_ids}
         return Completion.from_vllm((await self.request(prompt, params, policy_version=policy_version)).outputs[0])
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..capture import Generation
 from ..engine_state import EngineStateError
-from ..sampling import SamplingSettings, vllm_sampling_params
+from ..sampling import SamplingSettings, response_budget, vllm_sampling_params
 from ..worker_async import VllmAsyncGenerationWorker
 from .call import CURRENT, Call, Refused
 
@@ -65,11 +65,13 @@ class ServedEngine:
     def _params(self, call: Call, params: "SamplingParams", prompt_length: int) -> "SamplingParams":
         """The request's parameters, cut to the room there is, with the log-probability of each sampled token."""
         length = self._worker.settings.max_model_len
-        if prompt_length >= length:
+        limits = params.max_tokens, call.sampling and call.sampling.max_tokens
+        wanted = min((limit for limit in limits if limit is not None), default=length)
+        budget = response_budget(prompt_length, wanted, length)
+        if budget == 0:
             raise call.refuse(400, f"a prompt of {prompt_length} tokens leaves no room in a context length of {length}")
         params = params.clone()
-        limits = [length - prompt_length, params.max_tokens, call.sampling and call.sampling.max_tokens]
-        params.max_tokens = min(limit for limit in limits if limit is not None)
+        params.max_tokens = budget
         if params.logprobs is None:
             params.logprobs = 0
         if call.sampling is not None:
