@@ -7,6 +7,7 @@ trainer's own process must not notice (it would otherwise lose torch.compile, or
 
 import dataclasses
 import inspect
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -190,6 +191,19 @@ def cache_usage_logger(report: Callable[[float], None]) -> type:
     return CacheUsageLogger
 
 
+@contextmanager
+def _root_logging_kept() -> Iterator[None]:
+    """Part of vLLM's server sets the root logger to ERROR, for the whole process; here it stays what it was."""
+    root = logging.getLogger()
+    level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler, own in handlers:
+            handler.setLevel(own)
+
+
 async def build_openai_app(
     engine: Any, model_name: str, model: str, tool_parser: str | None, reasoning_parser: str | None
 ) -> Any:
@@ -198,6 +212,13 @@ async def build_openai_app(
     Raises:
         ValueError: vLLM has no parser of that name.
     """
+    with _root_logging_kept():
+        return await _build_openai_app(engine, model_name, model, tool_parser, reasoning_parser)
+
+
+async def _build_openai_app(
+    engine: Any, model_name: str, model: str, tool_parser: str | None, reasoning_parser: str | None
+) -> Any:
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app

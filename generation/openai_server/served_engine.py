@@ -65,8 +65,8 @@ class ServedEngine:
     def _params(self, call: Call, params: "SamplingParams", prompt_length: int) -> "SamplingParams":
         """The request's parameters, cut to the room there is, with the log-probability of each sampled token."""
         length = self._worker.settings.max_model_len
-        limits = params.max_tokens, call.sampling and call.sampling.max_tokens
-        wanted = min((limit for limit in limits if limit is not None), default=length)
+        trained = length if call.sampling is None else call.sampling.max_tokens
+        wanted = min(trained, length if params.max_tokens is None else params.max_tokens)
         budget = response_budget(prompt_length, wanted, length)
         if budget == 0:
             raise call.refuse(400, f"a prompt of {prompt_length} tokens leaves no room in a context length of {length}")

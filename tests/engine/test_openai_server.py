@@ -1,6 +1,7 @@
 """The OpenAI-compatible server on a real engine: the official client, exact ids, refusals, and malformed requests."""
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def free(leader: Leader) -> Iterator[OpenAIServer]:
 def test_n14_what_is_served_and_where(
     leader: Leader, server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path
 ) -> None:
+    assert logging.getLogger("generation").isEnabledFor(logging.WARNING)  # vLLM's server would silence this process
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
     with httpx.Client(base_url=root(server)) as http:
         assert http.get("/health").status_code == 200
