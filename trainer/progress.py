@@ -224,7 +224,7 @@ def _accuracy(before: float | None, after: float) -> Text:
     if before is not None:
         text.append(f"{before:.1%}").append("  →  ", "dim")
     text.append(f"{after:.1%}", "bold green" if before is None or after > before else "bold red")
-    return text.append("  greedy, on held-out prompts", "dim")
+    return text.append("  on held-out prompts", "dim")
 
 
 def _answer(row: dict[str, Any]) -> RenderableType:
