@@ -123,6 +123,13 @@ def micro_batches(
     return batches + [_pad([filler], [], pad_id, device) for _ in range(count - len(groups))]
 
 
+def scored_batch(token_ids: list[int], device: torch.device) -> MicroBatch:
+    """One sequence of which every token but the first is scored, and nothing learned."""
+    ids = torch.tensor([token_ids], device=device)
+    ones = torch.ones(1, len(token_ids) - 1, device=device)
+    return MicroBatch(ids, ones, torch.zeros_like(ones), torch.zeros(1, device=device))
+
+
 def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.device | str) -> MicroBatch:
     """Right-pad to the longest, and to two positions, so that there is a target column in any case."""
     width = max(2, *(len(sample.input_ids) for sample in samples))

@@ -168,6 +168,7 @@ def test_t29_shutdown_before_the_launch_does_nothing() -> None:
     service = AsyncVLLM(settings())
     service.shutdown()
     service.shutdown()
+    assert not service.launched and service.actors == []
 
 
 def test_constructor_arguments_are_checked() -> None:

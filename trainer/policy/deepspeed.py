@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from trainer.batching import MicroBatch
+from trainer.batching import MicroBatch, scored_batch
 from trainer.config import ModelConfig, PolicyConfig
 from trainer.distributed import all_reduce_sum, world_size
 from trainer.optimizer import decay_groups, learning_rate_factor
@@ -155,10 +155,7 @@ class DeepSpeedPolicy:
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
-        ids = torch.tensor([token_ids], device=self.device)
-        ones = torch.ones(1, len(token_ids) - 1, device=self.device)
-        batch = MicroBatch(ids, ones, torch.zeros_like(ones), torch.zeros(1, device=self.device))
-        return self.logprobs([batch], temperature=1.0)[0][0].tolist()
+        return self.logprobs([scored_batch(token_ids, self.device)], temperature=1.0)[0][0].tolist()
 
     def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
         """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).

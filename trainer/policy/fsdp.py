@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from trainer.batching import MicroBatch
+from trainer.batching import MicroBatch, scored_batch
 from trainer.config import ModelConfig, PolicyConfig
 from trainer.distributed import all_reduce_sum, world_size
 from trainer.logprobs import target_logprobs
@@ -133,10 +133,7 @@ class FsdpPolicy:
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
-        ids = torch.tensor([token_ids], device=self.device)
-        ones = torch.ones(1, len(token_ids) - 1, device=self.device)
-        batch = MicroBatch(ids, ones, torch.zeros_like(ones), torch.zeros(1, device=self.device))
-        return self.logprobs([batch], temperature=1.0)[0][0].tolist()
+        return self.logprobs([scored_batch(token_ids, self.device)], temperature=1.0)[0][0].tolist()
 
     def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
         """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).
