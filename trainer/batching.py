@@ -44,7 +44,8 @@ class MicroBatch:
         input_ids: [B, T] int64, T >= 2.
         loss_mask: [B, T-1] float32.
         engine_logprobs: [B, T-1] float32, nats.
-        advantages: [B] float32.
+        advantages: [B, T-1] float32; what masked positions hold does not count.
+        lengths: for each sequence its tokens without padding, 1 to T.
         rows: for each sequence its position in the list of samples; empty in a zero-weight micro-batch.
         old_logprobs: [B, T-1] float32 of the policy the step began with, once computed.
         ref_logprobs: [B, T-1] float32 of the reference policy, once computed.
@@ -54,6 +55,7 @@ class MicroBatch:
     loss_mask: Tensor
     engine_logprobs: Tensor
     advantages: Tensor
+    lengths: list[int]
     rows: list[int] = field(default_factory=list)
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
@@ -127,7 +129,7 @@ def scored_batch(token_ids: list[int], device: torch.device) -> MicroBatch:
     """One sequence of which every token but the first is scored, and nothing learned."""
     ids = torch.tensor([token_ids], device=device)
     ones = torch.ones(1, len(token_ids) - 1, device=device)
-    return MicroBatch(ids, ones, torch.zeros_like(ones), torch.zeros(1, device=device))
+    return MicroBatch(ids, ones, torch.zeros_like(ones), torch.zeros_like(ones), [len(token_ids)])
 
 
 def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.device | str) -> MicroBatch:
@@ -137,10 +139,12 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.devi
     ids = [sample.input_ids + [pad_id] * n for sample, n in zip(samples, missing, strict=True)]
     mask = [sample.loss_mask[1:] + [0] * n for sample, n in zip(samples, missing, strict=True)]
     logprobs = [sample.engine_logprobs[1:] + [0.0] * n for sample, n in zip(samples, missing, strict=True)]
+    advantages = [[sample.advantage] * (width - 1) for sample in samples]
     return MicroBatch(
         input_ids=torch.tensor(ids, dtype=torch.int64).to(device),
         loss_mask=torch.tensor(mask, dtype=torch.float32).to(device),
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32).to(device),
-        advantages=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32).to(device),
+        advantages=torch.tensor(advantages, dtype=torch.float32).to(device),
+        lengths=[len(sample.input_ids) for sample in samples],
         rows=rows,
     )

@@ -21,7 +21,7 @@ from trainer.algorithms.kl import k3
 from trainer.algorithms.losses import clipped_policy_gradient
 from trainer.batching import MicroBatch, Sample, assign_to_ranks, micro_batches
 from trainer.config import AlgorithmConfig, TrainConfig
-from trainer.policy.base import Policy, UpdateStats
+from trainer.policy.base import Outputs, Policy, UpdateStats
 
 Metrics = dict[str, float]
 
@@ -80,11 +80,11 @@ class Learner:
         several = len(minibatches) * self._config.algorithm.num_iterations > 1
         for batches, _ in minibatches:
             if several:
-                for batch, old in zip(batches, self._policy.logprobs(batches, temperature), strict=True):
-                    batch.old_logprobs = old
+                for batch, old in zip(batches, self._policy.score(batches, temperature), strict=True):
+                    batch.old_logprobs = old.logprobs
             if self._reference is not None:
-                for batch, ref in zip(batches, self._reference.logprobs(batches, temperature), strict=True):
-                    batch.ref_logprobs = ref
+                for batch, ref in zip(batches, self._reference.score(batches, temperature), strict=True):
+                    batch.ref_logprobs = ref.logprobs
 
     def _gap_metrics(self, gaps: list[tuple[Tensor, Tensor]]) -> Metrics:
         """Trainer against engine on every token of the step, all ranks."""
@@ -108,14 +108,18 @@ class GrpoLoss:
         self.gaps: list[tuple[Tensor, Tensor]] = []
         self._config, self._denominator = config, denominator
 
-    def __call__(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         """See `trainer.policy.base.LossFn`. Shapes [B, T-1]."""
-        config, mask = self._config, batch.loss_mask
+        config, mask, logprobs = self._config, batch.loss_mask, outputs.logprobs
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         trained = mask.bool()
         self.gaps.append((old[trained], batch.engine_logprobs[trained]))
         loss, clipped = clipped_policy_gradient(logprobs, old, batch.advantages, config.clip_low, config.clip_high)
-        sums = {"tokens": mask.sum(), "clipped": (clipped * mask).sum(), "entropy": (entropy.detach() * mask).sum()}
+        sums = {
+            "tokens": mask.sum(),
+            "clipped": (clipped * mask).sum(),
+            "entropy": (outputs.entropy.detach() * mask).sum(),
+        }
         if config.tis_cap is not None:
             importance = truncated_importance_weights(old, batch.engine_logprobs, config.tis_cap)
             loss = loss * importance

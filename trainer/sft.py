@@ -23,7 +23,7 @@ from trainer.data import epoch_order, load_rows, load_tokenizer
 from trainer.distributed import agreed, destroy_process_group, init_process_group, is_main, rank, store, world_size
 from trainer.episodes import EpisodePlan
 from trainer.errors import UserError
-from trainer.policy import LossFn, Policy, UpdateStats, make_policy
+from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
 from trainer.tracking import NullTracker, make_tracker
 from trainer.watchdog import Watchdog
 
@@ -96,8 +96,8 @@ def train_step(policy: Policy, samples: list[Sample], token_budget: int, pad_id:
 def cross_entropy(tokens: int) -> LossFn:
     """Mean negative log-probability over the step's `tokens` trainable tokens."""
 
-    def loss_fn(batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return -(logprobs * token_mean_weights(batch.loss_mask, tokens)).sum(), {}
+    def loss_fn(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
+        return -(outputs.logprobs * token_mean_weights(batch.loss_mask, tokens)).sum(), {}
 
     return loss_fn
 

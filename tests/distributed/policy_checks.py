@@ -19,7 +19,7 @@ from trainer.algorithms import aggregation
 from trainer.batching import MicroBatch, Sample, assign_to_ranks, micro_batches
 from trainer.config import ModelConfig, PolicyConfig
 from trainer.distributed import agree, all_reduce_sum, destroy_process_group, init_process_group, rank, world_size
-from trainer.policy import FsdpPolicy
+from trainer.policy import FsdpPolicy, Outputs
 from trainer.policy.fsdp import TrainingDiverged
 
 logging.disable_progress_bar()
@@ -117,8 +117,8 @@ def plain_gradients(folder: Path, samples: list[Sample], name: str) -> dict[str,
 def make_loss(batches: list[MicroBatch], name: str = "token_mean", factor: float = 1.0) -> Callable[..., Any]:
     counts = all_reduce_sum({"count": float(sum(aggregation.count(b.loss_mask, name) for b in batches))})
 
-    def loss_fn(batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        per_token = -batch.advantages[:, None] * logprobs - 0.1 * entropy
+    def loss_fn(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
+        per_token = -batch.advantages * outputs.logprobs - 0.1 * outputs.entropy
         loss = (per_token * aggregation.weights(batch.loss_mask, name, counts["count"])).sum()
         return loss * factor, {"tokens": batch.loss_mask.sum()}
 
@@ -174,12 +174,12 @@ def check_loading(folder: Path, kind: str, tied: bool) -> None:
     samples = make_samples()
     batches = micro_batches(samples, 60, 0, CPU)
     with torch.no_grad():
-        for batch, logprobs in zip(batches, policy.logprobs(batches, TEMPERATURE), strict=True):
+        for batch, outputs in zip(batches, policy.score(batches, TEMPERATURE), strict=True):
             for row, index in enumerate(batch.rows):
                 mask = torch.tensor(samples[index].loss_mask[1:])
                 wanted = plain_logprobs(plain, samples[index])[0] * mask
-                torch.testing.assert_close(logprobs[row, : len(mask)], wanted, atol=2e-5, rtol=1e-5)
-                assert not logprobs[row, len(mask) :].any()
+                torch.testing.assert_close(outputs.logprobs[row, : len(mask)], wanted, atol=2e-5, rtol=1e-5)
+                assert not outputs.logprobs[row, len(mask) :].any()
     assert all(not p.to_local().is_meta for _, p in policy.named_parameters()), "parameters must be sharded again"
 
 
@@ -254,8 +254,8 @@ def check_export(folder: Path, kind: str, tied: bool, dtype: str) -> None:
     for name, parameter in plain.named_parameters():
         assert torch.equal(parameter, weights(policy)[name].to(parameter.dtype)), name
     again = make_policy(target, dtype=dtype, trainable=False)
-    for one, other in zip(policy.logprobs(batches, 1.0), again.logprobs(batches, 1.0), strict=True):
-        torch.testing.assert_close(one, other, atol=0, rtol=0)
+    for one, other in zip(policy.score(batches, 1.0), again.score(batches, 1.0), strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, atol=0, rtol=0)
 
 
 def check_state_dict(folder: Path) -> None:

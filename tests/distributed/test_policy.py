@@ -111,7 +111,7 @@ def test_a_reference_has_no_optimizer_and_no_gradients(one_rank: None, models: P
     policy = checks.make_policy(checks.model_folder(models), trainable=False, dtype="bfloat16")
     assert not hasattr(policy, "optimizer") and policy.state_dict()["optimizer"] == {}
     assert {(p.dtype, p.requires_grad) for _, p in policy.named_parameters()} == {(torch.bfloat16, False)}
-    assert torch.isfinite(policy.logprobs(checks.own_batches(checks.make_samples(), 60), 1.0)[0]).all()
+    assert torch.isfinite(policy.score(checks.own_batches(checks.make_samples(), 60), 1.0)[0].logprobs).all()
 
 
 def test_checkpoint_views_of_fused_experts(models: Path) -> None:

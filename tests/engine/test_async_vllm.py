@@ -25,7 +25,7 @@ from sharding.collective import CollectiveSender
 from sharding.sending import SyncSettings
 from sharding.source import FsdpWeightSource
 from sharding.storage import StorageWriter
-from trainer.policy.fsdp import PolicyModule
+from trainer.policy.module import PolicyModule
 
 SMALL = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20, "dtype": "float32"}
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)

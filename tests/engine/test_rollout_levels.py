@@ -135,7 +135,10 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def test_v01_the_default_is_one_generation_with_the_same_seed(
     leader: Leader, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Bit for bit what vLLM gives; naming the default or a function that does the same changes nothing."""
+    """Token by token what vLLM gives; naming the default or a function that does the same changes nothing.
+
+    Log-probabilities agree to rounding only: which requests share a forward pass is a matter of when they arrive.
+    """
     prompts, sampling = [chat_prompt(tokenizer), [20, 21]], SamplingSettings(30, stop_token_ids=[2])
 
     async def own(llm: PolicyLLM, row: dict[str, Any], settings: SamplingSettings) -> Trajectory:
@@ -144,9 +147,9 @@ def test_v01_the_default_is_one_generation_with_the_same_seed(
         return chat.trajectory()
 
     plain, same = (run(leader, tokenizer, f, prompts, sampling, group=3) for f in (one_shot, custom_rollout(own, {})))
-    assert [(t.response_ids, t.logprobs, t.finish_reason) for t in plain] == [
-        (t.response_ids, t.logprobs, t.finish_reason) for t in same
-    ]
+    assert [(t.response_ids, t.finish_reason) for t in plain] == [(t.response_ids, t.finish_reason) for t in same]
+    for one, other in zip(plain, same, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
     for done in plain:
         params = vllm_sampling_params(sampling, sample_seed(1, 3, done.prompt_index, done.sample_index))
         request = leader.engine.request({"prompt_token_ids": done.prompt_ids}, params, policy_version=0)

@@ -59,7 +59,8 @@ def test_tensors_hold_what_the_samples_say(lengths: list[int], budget: int, extr
                 inside = column + 1 < n
                 assert float(batch.loss_mask[r, column]) == (s.loss_mask[column + 1] if inside else 0)
                 assert float(batch.engine_logprobs[r, column]) == (s.engine_logprobs[column + 1] if inside else 0.0)
-            assert float(batch.advantages[r]) == s.advantage
+            assert torch.equal(batch.advantages[r], torch.full((width - 1,), s.advantage))
+            assert batch.lengths[r] == len(s.input_ids)
     assert sorted(seen) == list(range(len(samples)))
 
 

@@ -17,6 +17,7 @@ from trainer.data import Prompt
 from trainer.episodes import EpisodePlan
 from trainer.errors import UserError
 from trainer.learner import GrpoLoss, rollout_metrics, to_sample
+from trainer.policy.base import Outputs
 from trainer.rollouts import RolloutError, Rollouts, check_failures
 
 TOKENIZER = merging_tokenizer()
@@ -177,7 +178,7 @@ def test_v15_tool_tokens_have_no_part_in_loss_kl_or_gradient() -> None:
         noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(seed))
         logprobs = torch.where(masked, -5 + noise, batch.engine_logprobs + 0.1).requires_grad_()
         batch.ref_logprobs = torch.where(masked, noise, batch.engine_logprobs)
-        loss, sums = GrpoLoss(AlgorithmConfig(kl_coef=0.1), 2.0)(batch, logprobs, torch.zeros_like(logprobs))
+        loss, sums = GrpoLoss(AlgorithmConfig(kl_coef=0.1), 2.0)(batch, Outputs(logprobs, torch.zeros_like(logprobs)))
         loss.backward()
         assert logprobs.grad is not None
         assert torch.all(logprobs.grad[masked] == 0) and torch.all(logprobs.grad[~masked] != 0)

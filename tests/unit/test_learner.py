@@ -6,7 +6,7 @@ import torch
 from generation.trajectory import Trajectory
 from trainer.config import AlgorithmConfig, TrainConfig
 from trainer.learner import GrpoLoss, Learner, make_groups, rollout_metrics, split, to_sample
-from trainer.policy.base import UpdateStats
+from trainer.policy.base import Outputs, UpdateStats
 
 PAD = 0
 
@@ -31,16 +31,16 @@ class RecordingPolicy:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def logprobs(self, batches, temperature):
-        self.calls.append(f"logprobs@{temperature}")
-        return [batch.engine_logprobs for batch in batches]
+    def score(self, batches, temperature):
+        self.calls.append(f"score@{temperature}")
+        return [Outputs(batch.engine_logprobs, torch.zeros_like(batch.engine_logprobs)) for batch in batches]
 
     def update(self, batches, loss_fn, temperature):
         self.calls.append(f"update@{temperature}")
         totals: dict[str, float] = {}
         loss = 0.0
         for batch in batches:
-            value, sums = loss_fn(batch, batch.engine_logprobs.clone(), torch.ones_like(batch.loss_mask))
+            value, sums = loss_fn(batch, Outputs(batch.engine_logprobs.clone(), torch.ones_like(batch.loss_mask)))
             loss += value.item()
             totals = {key: totals.get(key, 0.0) + tensor.item() for key, tensor in sums.items()}
         return UpdateStats(loss, 1.0, 1e-3, False, totals)
@@ -82,8 +82,8 @@ def test_groups_without_signal_can_be_dropped_and_leave_the_count() -> None:
     ("updates", "iterations", "expected"),
     [
         (1, 1, ["update@0.7"]),
-        (2, 1, ["logprobs@0.7"] * 2 + ["update@0.7"] * 2),
-        (1, 3, ["logprobs@0.7"] + ["update@0.7"] * 3),
+        (2, 1, ["score@0.7"] * 2 + ["update@0.7"] * 2),
+        (1, 3, ["score@0.7"] + ["update@0.7"] * 3),
     ],
 )
 def test_old_logprobs_are_computed_only_when_the_policy_changes_within_the_step(
@@ -115,16 +115,16 @@ def test_the_loss_equals_a_loop_over_tokens() -> None:
     shape = (3, 5)
     mask = (torch.rand(shape) > 0.3).float()
     engine, old, ref, new = (torch.randn(shape) * 0.3 - 1 for _ in range(4))
-    advantages = torch.tensor([1.0, -2.0, 0.5])
-    batch = MicroBatch(torch.zeros(3, 6, dtype=torch.int64), mask, engine, advantages, [0, 1, 2], old, ref)
-    loss, sums = GrpoLoss(algorithm, 17.0)(batch, new, torch.ones(shape))
+    advantages = torch.tensor([1.0, -2.0, 0.5])[:, None].expand(3, 5)
+    batch = MicroBatch(torch.zeros(3, 6, dtype=torch.int64), mask, engine, advantages, [6, 6, 6], [0, 1, 2], old, ref)
+    loss, sums = GrpoLoss(algorithm, 17.0)(batch, Outputs(new, torch.ones(shape)))
     expected = 0.0
     for i in range(3):
         for t in range(5):
             if mask[i, t]:
                 ratio = (new[i, t] - old[i, t]).exp().item()
                 clipped = min(max(ratio, 0.9), 1.2)
-                policy = -min(ratio * advantages[i].item(), clipped * advantages[i].item())
+                policy = -min(ratio * advantages[i, 0].item(), clipped * advantages[i, 0].item())
                 weight = min((old[i, t] - engine[i, t]).exp().item(), 1.5)
                 d = (ref[i, t] - new[i, t]).item()
                 expected += (policy * weight + 0.3 * (torch.tensor(d).exp().item() - d - 1)) / 17.0

@@ -3,10 +3,10 @@
 import torch
 
 from trainer.config import ModelConfig, PolicyConfig
-from trainer.policy.base import LossFn, Policy, UpdateStats
+from trainer.policy.base import LossFn, Outputs, Policy, UpdateStats
 from trainer.policy.fsdp import FsdpPolicy
 
-__all__ = ["FsdpPolicy", "LossFn", "Policy", "UpdateStats", "make_policy"]
+__all__ = ["FsdpPolicy", "LossFn", "Outputs", "Policy", "UpdateStats", "make_policy"]
 
 
 def make_policy(model: ModelConfig, policy: PolicyConfig, device: torch.device, total_updates: int) -> Policy:

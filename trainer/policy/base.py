@@ -11,9 +11,25 @@ from transformers import PreTrainedModel
 
 from trainer.batching import MicroBatch
 
-LossFn = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(batch, logprobs [B, T-1], entropy [B, T-1]) -> the batch's summed loss, already divided by the whole step's count,
-and figures to be summed over micro-batches and ranks. Logprobs and entropy are 0 where the batch's loss mask is 0."""
+
+@dataclass
+class Outputs:
+    """What a model says of a micro-batch's targets, each [B, T-1] float32 and 0 where the loss mask is 0.
+
+    Attributes:
+        logprobs: of the targets, nats, at the sampling temperature.
+        entropy: of the distribution that the target was drawn from, nats.
+        values: expected return of the state in which the target was sampled; where a value head shares the trunk.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None = None
+
+
+LossFn = Callable[[MicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
+"""The batch's summed loss, already divided by the whole step's count, and figures to be summed over micro-batches and
+ranks."""
 
 
 @dataclass
@@ -52,8 +68,8 @@ class Policy(Protocol):
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`."""
 
-    def logprobs(self, batches: list[MicroBatch], temperature: float) -> list[Tensor]:
-        """Log-probabilities of the trainable targets, [B, T-1] float32 a batch, 0 elsewhere; no gradient."""
+    def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
+        """The outputs for each batch, without gradients."""
 
     def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
         """One optimizer step on the sum of all batches' losses over all ranks."""

@@ -23,9 +23,10 @@ from trainer.config import ModelConfig, PolicyConfig
 from trainer.distributed import all_reduce_sum, world_size
 from trainer.optimizer import decay_groups, learning_rate_factor
 from trainer.policy import loading, saving
-from trainer.policy.base import LossFn, UpdateStats
+from trainer.policy.base import LossFn, Outputs, UpdateStats
 from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
-from trainer.policy.fsdp import PolicyModule, TrainingDiverged
+from trainer.policy.fsdp import TrainingDiverged
+from trainer.policy.module import PolicyModule
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -148,14 +149,14 @@ class DeepSpeedPolicy:
         yield from parameter_names(self.model).items()
 
     @torch.no_grad()
-    def logprobs(self, batches: list[MicroBatch], temperature: float) -> list[Tensor]:
-        """Log-probabilities of the trainable targets, [B, T-1] float32 a batch, 0 where the loss mask is 0."""
+    def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
+        """The outputs for each batch, without gradients."""
         self.engine.eval()
-        return [self.engine(batch.input_ids, batch.loss_mask.bool(), temperature)[0] for batch in batches]
+        return [Outputs(*self.engine(batch.input_ids, batch.loss_mask.bool(), temperature)) for batch in batches]
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
-        return self.logprobs([scored_batch(token_ids, self.device)], temperature=1.0)[0][0].tolist()
+        return self.score([scored_batch(token_ids, self.device)], temperature=1.0)[0].logprobs[0].tolist()
 
     def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
         """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).
@@ -166,8 +167,8 @@ class DeepSpeedPolicy:
         totals: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
         for number, batch in enumerate(batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(batches))
-            logprobs, entropy = self.engine(batch.input_ids, batch.loss_mask.bool(), temperature)
-            loss, sums = loss_fn(batch, logprobs, entropy)
+            outputs = Outputs(*self.engine(batch.input_ids, batch.loss_mask.bool(), temperature))
+            loss, sums = loss_fn(batch, outputs)
             # DeepSpeed averages over ranks what is already divided by the whole step's count (P14).
             self.engine.backward(loss * world_size(), scale_wrt_gas=False)
             for key, value in [("loss", loss), *sums.items()]:

@@ -8,53 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import PreTrainedModel
 
 from trainer.batching import MicroBatch, scored_batch
 from trainer.config import ModelConfig, PolicyConfig
 from trainer.distributed import all_reduce_sum, world_size
-from trainer.logprobs import target_logprobs
 from trainer.optimizer import learning_rate_factor, make_adamw
 from trainer.policy import loading, saving
-from trainer.policy.base import LossFn, UpdateStats
+from trainer.policy.base import LossFn, Outputs, UpdateStats
 from trainer.policy.checkpoint_names import parameter_names
+from trainer.policy.module import PolicyModule
 
 
 class TrainingDiverged(RuntimeError):
     """Too many updates in a row had a loss or gradient that was not finite."""
-
-
-class PolicyModule(nn.Module):
-    """A causal language model whose forward gives log-probabilities instead of logits.
-
-    It is the module FSDP wraps at the root, so that the output head's weight, used here directly, is gathered when it
-    is needed.
-    """
-
-    def __init__(self, model: PreTrainedModel, fp32_head: bool = False) -> None:
-        super().__init__()
-        self.model, self.fp32_head = model, fp32_head
-
-    def forward(self, input_ids: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropy of the targets `input_ids[:, 1:]` where `mask` is true, 0 elsewhere.
-
-        The last position predicts nothing, so the model does not see it. The output head, by far the largest matrix,
-        runs only on positions whose target counts.
-
-        Args:
-            input_ids: [B, T], right-padded.
-            mask: [B, T-1] bool.
-
-        Returns:
-            two tensors [B, T-1] float32, nats.
-        """
-        hidden = self.model.base_model(input_ids=input_ids[:, :-1], use_cache=False).last_hidden_state
-        head = self.model.get_output_embeddings()
-        values = target_logprobs(
-            hidden[mask], head.weight, head.bias, input_ids[:, 1:][mask], temperature, fp32_head=self.fp32_head
-        )
-        logprobs, entropy = (torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value) for value in values)
-        return logprobs, entropy
 
 
 class FsdpPolicy:
@@ -124,16 +90,16 @@ class FsdpPolicy:
         yield from parameter_names(self.model).items()
 
     @torch.no_grad()
-    def logprobs(self, batches: list[MicroBatch], temperature: float) -> list[Tensor]:
-        """Log-probabilities of the trainable targets, [B, T-1] float32 a batch, 0 where the loss mask is 0."""
+    def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
+        """The outputs for each batch, without gradients."""
         self.module.eval()
-        values = [self.module(batch.input_ids, batch.loss_mask.bool(), temperature)[0] for batch in batches]
+        outputs = [Outputs(*self.module(batch.input_ids, batch.loss_mask.bool(), temperature)) for batch in batches]
         self._reshard()
-        return values
+        return outputs
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
-        return self.logprobs([scored_batch(token_ids, self.device)], temperature=1.0)[0][0].tolist()
+        return self.score([scored_batch(token_ids, self.device)], temperature=1.0)[0].logprobs[0].tolist()
 
     def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
         """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).
@@ -143,8 +109,8 @@ class FsdpPolicy:
         self.module.train()
         totals: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
         for batch in batches:
-            logprobs, entropy = self.module(batch.input_ids, batch.loss_mask.bool(), temperature)
-            loss, sums = loss_fn(batch, logprobs, entropy)
+            outputs = Outputs(*self.module(batch.input_ids, batch.loss_mask.bool(), temperature))
+            loss, sums = loss_fn(batch, outputs)
             loss.backward()
             for key, value in [("loss", loss), *sums.items()]:
                 totals[key] = totals.get(key, 0.0) + value.detach().double()
