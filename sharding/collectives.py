@@ -34,27 +34,30 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def all_gather_bytes(payload: bytes) -> list[bytes]:
-    """Every rank's payload, in rank order, on every rank. Lengths may differ and may be 0. Every rank must call it."""
+def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Every rank's payload, in rank order, on every rank. Lengths may differ and may be 0. Every rank must call it.
+
+    `group` is another group of all ranks, for a thread whose exchanges must not mix with the main thread's.
+    """
     if world_size() == 1:
         return [payload]
-    lengths = _gather(torch.tensor([len(payload)], dtype=torch.int64))
+    lengths = _gather(torch.tensor([len(payload)], dtype=torch.int64), group)
     counts = [int(length) for length in lengths]
     if not any(counts):  # known to all ranks alike, so none is left waiting in the second gather
         return [b""] * len(counts)
     padded = torch.zeros(max(counts), dtype=torch.uint8)
     if payload:
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return [row[:count].numpy().tobytes() for row, count in zip(_gather(padded), counts, strict=True)]
+    return [row[:count].numpy().tobytes() for row, count in zip(_gather(padded, group), counts, strict=True)]
 
 
-def _gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(world_size())]
-    dist.all_gather(parts, tensor)
+    dist.all_gather(parts, tensor, group=group)
     return parts
 
 
-def agree(error: BaseException | None, phase: str) -> None:
+def agree(error: BaseException | None, phase: str, group: dist.ProcessGroup | None = None) -> None:
     """Every rank says whether `phase` went well for it; if any did not, all raise `RemoteError` naming each culprit.
 
     A rank that failed passes its exception, which becomes the cause of the `RemoteError` there. A rank that died is
@@ -62,7 +65,7 @@ def agree(error: BaseException | None, phase: str) -> None:
     """
     payload = b"" if error is None else f"{type(error).__name__}: {error}"[:_MESSAGE_LIMIT].encode()
     try:
-        answers = all_gather_bytes(payload)
+        answers = all_gather_bytes(payload, group)
     except RuntimeError as broken:
         own = f"; its own error was {type(error).__name__}: {error}" if error is not None else ""
         message = f"rank {rank()} lost contact with another rank at the end of phase {phase}: {broken}{own}"
@@ -73,14 +76,14 @@ def agree(error: BaseException | None, phase: str) -> None:
 
 
 @contextmanager
-def agreed(phase: str) -> Iterator[None]:
+def agreed(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run the block, then `agree` on how it went. An interruption passes straight through."""
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    agree(error, phase)
+    agree(error, phase, group)
 
 
 def all_reduce_sum(values: dict[str, float]) -> dict[str, float]:

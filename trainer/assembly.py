@@ -79,7 +79,7 @@ class RunState:
             self.eval_before = reward
 
 
-def resume(config: TrainConfig, policy: Policy, fingerprint: str) -> RunState:
+def resume(config: TrainConfig, parts: checkpoint.Parts, fingerprint: str) -> RunState:
     """Load the checkpoint the run continues from, if there is one. Collective.
 
     Raises:
@@ -92,7 +92,7 @@ def resume(config: TrainConfig, policy: Policy, fingerprint: str) -> RunState:
     path = checkpoint.latest_complete(folder) if config.checkpoint.resume == "auto" else Path(config.checkpoint.resume)
     if path is None:
         return RunState(fingerprint)
-    state = RunState(**checkpoint.load(path, policy)["state"])
+    state = RunState(**checkpoint.load(path, parts)["state"])
     if state.fingerprint != fingerprint:
         raise UserError(
             f"{path} was trained on other data than {config.data.path}; "

@@ -1,7 +1,7 @@
 """Checkpoints that are complete or invisible (invariant 10, P20).
 
     checkpoints/step_40/
-        __0_0.distcp, ..., .metadata     the policy's sharded tensors, by torch.distributed.checkpoint
+        __0_0.distcp, ..., .metadata     the parts' sharded tensors, by torch.distributed.checkpoint
         rank_0.json, ...                 each rank's random states
         extra.json                       the loop's own: step, data fingerprint, counters
         COMPLETE                         written last
@@ -11,13 +11,16 @@ killed at whatever moment, the newest folder with a marker can be resumed from. 
 Several machines need a folder they share.
 """
 
+import copy
 import json
 import os
 import random
 import re
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy
 import torch
@@ -25,58 +28,100 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from trainer.distributed import agreed, is_main, rank, world_size
 from trainer.errors import UserError
 
 _MARKER = "COMPLETE"
 
+Parts = Mapping[str, Stateful]
+"""What a checkpoint keeps, by name: the policy, and whatever else learns."""
 
-def save(folder: Path, step: int, policy: Stateful, extra: dict[str, Any]) -> Path:
-    """Write `folder`/step_N and return it. Collective. `extra` is JSON; the step and the number of ranks are added.
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run between two steps: all that a checkpoint keeps of it on this rank.
+
+    Attributes:
+        tensors: the `state_dict` of each part, by the part's name.
+        random_states: this rank's.
+        extra: JSON, the same on all ranks.
+    """
+
+    step: int
+    tensors: dict[str, Any]
+    random_states: dict[str, Any]
+    extra: dict[str, Any]
+
+    @classmethod
+    def take(cls, step: int, parts: Parts, extra: dict[str, Any]) -> Self:
+        """The run as it is now; its tensors are the live ones until `on_host`. Collective."""
+        tensors = {name: part.state_dict() for name, part in parts.items()}
+        return cls(step, tensors, _random_states(), extra | {"step": step, "world_size": world_size()})
+
+    def on_host(self) -> Self:
+        """With copies of the tensors in host memory, so that training can go on."""
+        return replace(self, tensors=_host_copy(self.tensors))
+
+
+def save(folder: Path, step: int, parts: Parts, extra: dict[str, Any]) -> Path:
+    """Write `folder`/step_N and return it. Collective. `extra` is JSON; the step and the number of ranks are added."""
+    return write(folder, Snapshot.take(step, parts, extra))
+
+
+def write(folder: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
+    """Write a snapshot to `folder`/step_N and return that. Collective, over `group` (None: the default one).
 
     An error on any rank (a full disk) is raised on all, and leaves the earlier checkpoints as they are.
     """
-    final, temporary = folder / f"step_{step}", folder / f"step_{step}.tmp"
-    with agreed("checkpoint (folder)"):
+    final = folder / f"step_{snapshot.step}"
+    temporary = folder / f"step_{snapshot.step}.tmp"
+    with agreed("checkpoint (folder)", group):
         if is_main():
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-    with agreed("checkpoint (write)"):
+    with agreed("checkpoint (write)", group):
         if not temporary.is_dir():
             raise UserError(
                 f"{folder} is not shared between the machines of this run; set run.output_dir to a folder that is"
             )
-        _write_shards(temporary, policy.state_dict())
-        _write(temporary / f"rank_{rank()}.json", json.dumps(_random_states()))
+        _write_shards(temporary, snapshot.tensors, group)
+        _write(temporary / f"rank_{rank()}.json", json.dumps(snapshot.random_states))
         if is_main():
-            _write(temporary / "extra.json", json.dumps(extra | {"step": step, "world_size": world_size()}))
-    with agreed("checkpoint (publish)"):
+            _write(temporary / "extra.json", json.dumps(snapshot.extra))
+    with agreed("checkpoint (publish)", group):
         if is_main():
             _publish(temporary, final)
     return final
 
 
-def load(path: Path, policy: Stateful) -> dict[str, Any]:
-    """Load a checkpoint into the policy, restore this rank's random states, return `extra`. Collective.
+def load(path: Path, parts: Parts) -> dict[str, Any]:
+    """Load a checkpoint into the parts, restore this rank's random states, return `extra`. Collective.
 
     Raises UserError when the checkpoint is incomplete or belongs to another model. Random states are restored only if
     there are as many ranks as when it was saved.
     """
-    if not _is_complete(path):
-        newest = latest_complete(path.parent)
-        remedy = f"the newest complete one there is {newest}" if newest else "there is no complete one beside it"
-        raise UserError(f"checkpoint {path} does not exist or was not finished; {remedy}")
-    state = policy.state_dict()
+    extra = read_extra(path)
+    state = {name: part.state_dict() for name, part in parts.items()}
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
     except CheckpointException as failed:
         raise UserError(f"checkpoint {path} does not fit this model: {_reason(failed)}") from failed
-    policy.load_state_dict(state)
-    extra: dict[str, Any] = json.loads((path / "extra.json").read_text())
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
     if extra["world_size"] == world_size():
         _restore_random_states(json.loads((path / f"rank_{rank()}.json").read_text()))
     return extra
+
+
+def read_extra(path: Path) -> dict[str, Any]:
+    """The `extra` that a checkpoint was saved with. Raises UserError when the checkpoint is incomplete."""
+    if not _is_complete(path):
+        newest = latest_complete(path.parent)
+        remedy = f"the newest complete one there is {newest}" if newest else "there is no complete one beside it"
+        raise UserError(f"checkpoint {path} does not exist or was not finished; {remedy}")
+    return json.loads((path / "extra.json").read_text())
 
 
 def latest_complete(folder: Path) -> Path | None:
@@ -112,10 +157,18 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _write_shards(folder: Path, state: dict[str, Any]) -> None:
+def _host_copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _host_copy(inner) for key, inner in value.items()}
+    if isinstance(value, DTensor):  # from_local would bring the copy back to the mesh's device
+        return DTensor(value.to_local().detach().to("cpu", copy=True), value._spec, requires_grad=False)
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _write_shards(folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     try:
         writer = dcp.FileSystemWriter(folder, sync_files=True)
-        dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as failed:  # a BaseException, which no handler of ordinary errors would see
         raise RuntimeError(_reason(failed)) from failed
 

@@ -48,6 +48,7 @@ class RLTrainer:
 
     Attributes:
         state: what the run carries from step to step besides the policy; checkpoints keep both.
+        parts: what else checkpoints keep, by name.
         last_answers: the rows of the latest evaluation, or of the latest step where there is none.
     """
 
@@ -87,7 +88,8 @@ class RLTrainer:
         )
         resources.callback(self.rollouts.close)
         self.learner = Learner(config, self.policy, reference, self.tokenizer.pad_token_id)
-        self.state = resume(config, self.policy, self.prompts.fingerprint)
+        self.parts = {"policy": self.policy}
+        self.state = resume(config, self.parts, self.prompts.fingerprint)
         self.tracker = make_run_tracker(config, self.state)
         resources.callback(self.tracker.close)
         self.meter = PhaseMeter(device, self.leader, watchdog, config.run.first_step_deadline_s)
@@ -182,7 +184,7 @@ class RLTrainer:
         """A complete checkpoint of the run as it is now."""
         folder = self.config.run.folder / "checkpoints"
         with self.meter.phase("checkpoint"):
-            checkpoint.save(folder, self.state.step, self.policy, {"state": asdict(self.state)})
+            checkpoint.save(folder, self.state.step, self.parts, {"state": asdict(self.state)})
             checkpoint.prune(folder, self.config.checkpoint.keep)
 
 

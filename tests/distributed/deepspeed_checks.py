@@ -107,14 +107,14 @@ def check_checkpoints_cross(folder: Path, stage: int) -> None:
     straight, first = checks.make_policy(source), checks.make_policy(source)
     losses = [step(straight) for _ in range(3)]
     assert step(first) == losses[0]
-    saved = checkpoint.save(folder / f"cross_{stage}", 1, first, {})
+    saved = checkpoint.save(folder / f"cross_{stage}", 1, {"policy": first}, {})
     second = zero_policy(source, stage)
-    checkpoint.load(saved, second)
+    checkpoint.load(saved, {"policy": second})
     assert second.version == 1
     assert step(second) == pytest.approx(losses[1], rel=1e-6)
-    saved = checkpoint.save(folder / f"cross_{stage}", 2, second, {})
+    saved = checkpoint.save(folder / f"cross_{stage}", 2, {"policy": second}, {})
     third = checks.make_policy(source)
-    checkpoint.load(saved, third)
+    checkpoint.load(saved, {"policy": third})
     assert step(third) == pytest.approx(losses[2], rel=1e-6)
     wanted = masters(straight)
     for name, weight in masters(third).items():

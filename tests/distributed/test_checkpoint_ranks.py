@@ -66,7 +66,7 @@ def saves(folder: str) -> None:
     distributed.init_process_group(60, device="cpu")
     policy = ShardedPolicy(seed=1)
     random.seed(distributed.rank())
-    path = checkpoint.save(Path(folder) / "checkpoints", 4, policy, {"counter": 7})
+    path = checkpoint.save(Path(folder) / "checkpoints", 4, {"policy": policy}, {"counter": 7})
     drawn = random.random()
     full = policy.full()
     if distributed.is_main():
@@ -74,7 +74,7 @@ def saves(folder: str) -> None:
     (Path(folder) / f"loss_{distributed.rank()}.json").write_text(json.dumps(policy.learn()))
 
     other = ShardedPolicy(seed=2)
-    assert checkpoint.load(path, other)["counter"] == 7
+    assert checkpoint.load(path, {"policy": other})["counter"] == 7
     assert random.random() == drawn  # each rank its own
     assert all(torch.equal(value, full[name]) for name, value in other.full().items())
     distributed.destroy_process_group()
@@ -87,7 +87,7 @@ def loads(folder: str) -> None:
     before = random.getstate()
     path = checkpoint.latest_complete(Path(folder) / "checkpoints")
     assert path is not None
-    extra = checkpoint.load(path, policy)
+    extra = checkpoint.load(path, {"policy": policy})
     assert extra["step"] == 4 and extra["world_size"] != distributed.world_size()
     assert random.getstate() == before  # states of other ranks are nobody's
     expected = torch.load(Path(folder) / "expected.pt")
@@ -105,15 +105,15 @@ def test_p20_a_rank_that_cannot_write_spoils_it_for_all_and_leaves_the_last_one(
 def one_cannot_write(folder: str) -> None:
     distributed.init_process_group(60, device="cpu")
     policy, place = ShardedPolicy(seed=1), Path(folder)
-    checkpoint.save(place, 1, policy, {})
+    checkpoint.save(place, 1, {"policy": policy}, {})
 
-    def no_states() -> dict[str, object]:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     if distributed.rank() == 1:
-        checkpoint._random_states = no_states
+        checkpoint._write = full
     with pytest.raises(RemoteError, match=r"phase checkpoint \(write\) failed on rank 1: OSError: .*No space left"):
-        checkpoint.save(place, 2, policy, {})
+        checkpoint.save(place, 2, {"policy": policy}, {})
     assert checkpoint.latest_complete(place) == place / "step_1"
     dist.barrier()
     checkpoint.remove_unfinished(place)

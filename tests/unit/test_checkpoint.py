@@ -67,14 +67,14 @@ def constant(value: float) -> WeightsOnly:
 def test_p20_what_is_loaded_is_what_was_saved_random_states_included(tmp_path: Path) -> None:
     policy = TinyPolicy()
     saved = {key: value.clone() for key, value in policy.model.state_dict().items()}
-    path = checkpoint.save(tmp_path, 3, policy, {"fingerprint": "abc", "counters": {"skipped": 2}})
+    path = checkpoint.save(tmp_path, 3, {"policy": policy}, {"fingerprint": "abc", "counters": {"skipped": 2}})
     drawn = (random.random(), numpy.random.rand(), torch.rand(3).tolist(), random.gauss(0, 1))
     inputs = torch.arange(8.0).view(2, 4)
     policy.learn(inputs)
 
     other = TinyPolicy()
     assert path == tmp_path / "step_3" == checkpoint.latest_complete(tmp_path)
-    extra = checkpoint.load(path, other)
+    extra = checkpoint.load(path, {"policy": other})
     assert extra == {"fingerprint": "abc", "counters": {"skipped": 2}, "step": 3, "world_size": 1}
     assert (random.random(), numpy.random.rand(), torch.rand(3).tolist(), random.gauss(0, 1)) == drawn
     assert all(torch.equal(value, saved[key]) for key, value in other.model.state_dict().items())
@@ -145,7 +145,7 @@ def save_and_die(folder: Path, last: int) -> bool:
     child = os.fork()
     if child == 0:
         DyingFiles(last).install()
-        checkpoint.save(folder, 3, constant(3.0), {})
+        checkpoint.save(folder, 3, {"policy": constant(3.0)}, {})
         checkpoint.prune(folder, keep=2)
         assert checkpoint.latest_complete(folder) == folder / "step_3"
         os._exit(0)
@@ -162,7 +162,7 @@ def test_p20_killed_at_every_write_the_newest_complete_one_loads(
     )  # counted all the same; a killed process loses no page of the cache
     folder, backup = tmp_path / "checkpoints", tmp_path / "backup"
     for step in (1, 2):
-        checkpoint.save(backup, step, constant(step), {})
+        checkpoint.save(backup, step, {"policy": constant(step)}, {})
     policy, seen, killed = WeightsOnly(), [], True
     while killed:
         if not seen or seen[-1] == 3:
@@ -170,7 +170,7 @@ def test_p20_killed_at_every_write_the_newest_complete_one_loads(
             shutil.copytree(backup, folder)
         killed = save_and_die(folder, last=len(seen) + 1)
         for complete in folder.glob("step_?/COMPLETE"):  # also one whose deletion was cut short
-            step = checkpoint.load(complete.parent, policy)["step"]
+            step = checkpoint.load(complete.parent, {"policy": policy})["step"]
             assert torch.equal(policy.model.weight, torch.full_like(policy.model.weight, step))
         newest = checkpoint.latest_complete(folder)
         assert newest is not None
@@ -183,8 +183,8 @@ def test_p20_killed_at_every_write_the_newest_complete_one_loads(
 
 
 def test_p20_unfinished_checkpoints_are_invisible_and_refused(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 9, constant(9.0), {})
-    checkpoint.save(tmp_path, 10, constant(10.0), {})
+    checkpoint.save(tmp_path, 9, {"policy": constant(9.0)}, {})
+    checkpoint.save(tmp_path, 10, {"policy": constant(10.0)}, {})
     (tmp_path / "step_10" / "COMPLETE").unlink()
     (tmp_path / "step_11.tmp").mkdir()
     (tmp_path / "step_11.tmp" / "COMPLETE").touch()
@@ -193,7 +193,7 @@ def test_p20_unfinished_checkpoints_are_invisible_and_refused(tmp_path: Path) ->
     assert checkpoint.latest_complete(tmp_path / "nowhere") is None
     for name in ("step_10", "step_11.tmp", "step_12"):
         with pytest.raises(UserError, match=rf"{name} does not exist or was not finished; the newest .*step_9$"):
-            checkpoint.load(tmp_path / name, TinyPolicy())
+            checkpoint.load(tmp_path / name, {"policy": TinyPolicy()})
     checkpoint.remove_unfinished(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_9"]
     checkpoint.remove_unfinished(tmp_path / "nowhere")
@@ -212,36 +212,36 @@ def test_p20_prune_counts_complete_ones_by_number_and_spares_the_newest(
 
 
 def test_p20_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 1, constant(1.0), {"attempt": 1})
-    path = checkpoint.save(tmp_path, 1, constant(5.0), {"attempt": 2})
+    checkpoint.save(tmp_path, 1, {"policy": constant(1.0)}, {"attempt": 1})
+    path = checkpoint.save(tmp_path, 1, {"policy": constant(5.0)}, {"attempt": 2})
     policy = WeightsOnly()
-    assert checkpoint.load(path, policy)["attempt"] == 2
+    assert checkpoint.load(path, {"policy": policy})["attempt"] == 2
     assert policy.model.weight[0, 0] == 5.0
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
 
 
 def test_p20_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, TinyPolicy(), {})
+    path = checkpoint.save(tmp_path, 1, {"policy": TinyPolicy()}, {})
     with pytest.raises(UserError, match="does not fit this model: .*[Ss]ize") as caught:
-        checkpoint.load(path, TinyPolicy(vocabulary=256))
+        checkpoint.load(path, {"policy": TinyPolicy(vocabulary=256)})
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_full_disk_is_an_ordinary_error_and_spares_earlier_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint.save(tmp_path, 1, TinyPolicy(), {})
+    checkpoint.save(tmp_path, 1, {"policy": TinyPolicy()}, {})
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RuntimeError, match="checkpoint.*No space left on device"):
-        checkpoint.save(tmp_path, 2, TinyPolicy(), {})
+        checkpoint.save(tmp_path, 2, {"policy": TinyPolicy()}, {})
     assert checkpoint.latest_complete(tmp_path) == tmp_path / "step_1"
 
 
 def test_the_small_files_are_plain_json(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, TinyPolicy(), {"a": 0.1})
+    path = checkpoint.save(tmp_path, 1, {"policy": TinyPolicy()}, {"a": 0.1})
     assert json.loads((path / "extra.json").read_text())["a"] == 0.1
     assert set(json.loads((path / "rank_0.json").read_text())) == {"python", "numpy", "torch"}
