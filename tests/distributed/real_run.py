@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import shared_memory
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +64,7 @@ class Run:
         self.folder = recipe.parent / "runs" / name
         self.mark = uuid.uuid4().hex
         self.log = recipe.parent / f"{name}-{self.mark[:6]}.log"
-        self._before = set(Path("/dev/shm").iterdir())
+        self._before = shared_memory.files()
         self._private: set[Path] = set()
         environment = os.environ | {
             "NPROC_PER_NODE": str(ranks),
@@ -139,7 +140,7 @@ class Run:
     def left_behind(self) -> list[str]:
         """What is still there of a run that has ended: processes, shared memory, private folders."""
         self._note_private_folders()
-        files = set(Path("/dev/shm").iterdir()) - self._before | {f for f in self._private if f.exists()}
+        files = shared_memory.left_since(self._before) | {f for f in self._private if f.exists()}
         return [str(process) for process in self.processes()] + [str(file) for file in files]
 
     def _note_private_folders(self) -> None:
