@@ -20,6 +20,7 @@ class Trajectory:
         turns: how many times the policy answered.
         answer_start: where its last answer begins in `response_ids`; reward functions see the text from there on.
         text: the whole response, decoded, special tokens left out.
+        vote: what the last answer comes down to where answers are put to the vote; None: nothing.
         reward: what the environment or the rollout function gave; the trainer adds the reward functions' sum.
         turn_rewards: of each answer, in order, where the environment rewards turns; they are part of `reward`.
         metrics: figures of this trajectory. Names that begin with "tools/" are summed over a step.
@@ -37,6 +38,7 @@ class Trajectory:
     turns: int = 1
     answer_start: int = 0
     text: str = ""
+    vote: str | None = None
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     turn_rewards: list[float] = field(default_factory=list)

@@ -70,7 +70,7 @@ def check_rollout(config: TrainConfig) -> None:
 
 def check_inputs(config: TrainConfig, command: str) -> None:
     """Load what the run would load before its model: reward functions, tokenizer, prompts. Raises UserError."""
-    from trainer.data import load_eval_prompts, load_prompts, load_tokenizer
+    from trainer.data import load_held_out, load_prompts, load_tokenizer
     from trainer.episodes import EpisodePlan
 
     if command == "sft":
@@ -82,8 +82,8 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     tokenizer = load_tokenizer(config.model)
     data = EpisodePlan(config, tokenizer).data
     load_prompts(data, tokenizer)
-    if config.eval.every:
-        load_eval_prompts(data, tokenizer)
+    for dataset in config.held_out.values() if config.eval.every else ():
+        load_held_out(dataset, data, tokenizer)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

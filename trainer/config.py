@@ -26,6 +26,7 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -116,8 +117,23 @@ class SamplingConfig(Section):
     stop: list[str] = Field(default=[], description="strings that end an answer")
 
 
+class HeldOutConfig(Section):
+    """One dataset to evaluate on. A key that is null is what `data` or `eval` says for all of them."""
+
+    path: str = Field(description="as data.path")
+    subset: str | None = Field(default=None, description="configuration of a hub dataset")
+    split: str = Field(default="train", description="as data.split")
+    size: Count | None = Field(default=None, description="use only the first this many prompts; null: all")
+    prompt_key: str | None = Field(default=None, description="null: data.prompt_key")
+    answer_key: str | None = Field(default=None, description="null: data.answer_key")
+    samples: Count | None = Field(default=None, description="null: eval.samples")
+    temperature: NotNegative | None = Field(default=None, description="null: eval.temperature")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(default=None, description="null: eval.top_p")
+    max_tokens: Count | None = Field(default=None, description="null: eval.max_tokens")
+
+
 class EvalConfig(Section):
-    """Evaluation on held-out prompts, with its own sampling."""
+    """Evaluation on held-out prompts, with its own sampling; `hotbunk eval` uses it, too."""
 
     every: int = Field(default=0, ge=0, description="evaluate after every this many steps and after the last; 0: never")
     before: bool = Field(default=True, description="also evaluate before the first step (where every > 0)")
@@ -125,6 +141,16 @@ class EvalConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="nucleus sampling; 1: off")
     max_tokens: Count | None = Field(default=None, description="longest answer in tokens; null: sampling.max_tokens")
     samples: Count = Field(default=1, description="answers for each prompt; their rewards are averaged")
+    k: list[Count] = Field(
+        default=[], description="estimate pass@k and majority@k for these k, none above samples; empty: neither"
+    )
+    right_from: float = Field(
+        default=1.0, description="an answer is right where the first reward function gives at least this"
+    )
+    datasets: dict[Name, HeldOutConfig] = Field(
+        default={},
+        description="several held-out datasets by name, in place of data.eval_path; eval/NAME/… tells of each",
+    )
 
 
 class EngineConfig(Section):
@@ -351,6 +377,16 @@ class TrainConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     sft: SftConfig = SftConfig()
 
+    @property
+    def held_out(self) -> dict[str, HeldOutConfig]:
+        """What there is to evaluate on, by name; what data.eval_path or eval_split stands for has none."""
+        data = self.data
+        if data.eval_path is None and data.eval_split is None:
+            return self.eval.datasets
+        subset = data.subset if data.eval_path in (None, data.path) else None
+        path, split = data.eval_path or data.path, data.eval_split or "train"
+        return {"": HeldOutConfig(path=path, subset=subset, split=split, size=data.eval_size)} | self.eval.datasets
+
 
 def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
     """Read a recipe, apply overrides (`section.key=value`, value in YAML), and check types and ranges.
@@ -382,13 +418,12 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key with its dotted path, sections first, then what they contain; N stands for a position in a list."""
+    """Every key with its dotted path, sections first, then what they contain; N is a place in a list, NAME any name."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
-        if get_origin(field.annotation) is list:
-            inner, path = get_args(field.annotation)[0], f"{prefix}{name}.N."
-        else:
-            inner, path = field.annotation, f"{prefix}{name}."
+        inner, path = field.annotation, f"{prefix}{name}."
+        if (origin := get_origin(inner)) in (list, dict):
+            inner, path = get_args(inner)[-1], path + ("N." if origin is list else "NAME.")
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from known_keys(inner, path)
 
@@ -415,7 +450,7 @@ def _sentence(error: ErrorDetails) -> str:
 
 def _nearest(key: str) -> str:
     """The known key closest to an unknown one: by its name in any section, else by the whole path."""
-    key = re.sub(r"\.\d+\.", ".N.", key)
+    key = re.sub(r"\.\d+\.", ".N.", re.sub(r"^(eval\.datasets)\.[^.]+\.", r"\1.NAME.", key))
     keys = [name for name, _ in known_keys()]
     leaves: dict[str, list[str]] = {}
     for name in keys:

@@ -42,6 +42,7 @@ def check_config(
     else:
         problems += _check_batch(config, ranks)
         problems += _check_sampling(config)
+        problems += _check_evaluation(config)
         problems += _check_lengths(config)
         problems += _check_rollout(config)
         problems += _check_resume(config)
@@ -89,7 +90,9 @@ def without_expandable_segments(setting: str) -> str | None:
 
 
 def _check_paths(config: TrainConfig) -> Iterator[str]:
-    for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
+    named = [("data.path", config.data.path), ("data.eval_path", config.data.eval_path)]
+    named += [(f"eval.datasets.{name}.path", dataset.path) for name, dataset in config.eval.datasets.items()]
+    for key, path in named:
         if path is not None and not Path(path).exists():
             looks_local = Path(path).suffix in (".jsonl", ".json", ".parquet") or not _HUB_NAME.fullmatch(path)
             if looks_local:
@@ -136,8 +139,8 @@ def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
         yield f"{name} = {samples} leaves some of {ranks} ranks without an answer in each of {updates} updates"
     if not config.reward.functions and not _rollout_code(config):
         yield "reward.functions is empty: name at least one, such as [{name: exact_match}]"
-    if config.eval.every and not (config.data.eval_path or config.data.eval_split):
-        yield "eval.every is set, but there is nothing to evaluate on: set data.eval_path or data.eval_split"
+    if config.eval.every and not config.held_out:
+        yield "eval.every is set, but there is nothing to evaluate on: set data.eval_path or eval.datasets"
 
 
 def _check_sampling(config: TrainConfig) -> Iterator[str]:
@@ -157,9 +160,21 @@ def _check_sampling(config: TrainConfig) -> Iterator[str]:
         yield "sampling.temperature is 0, but greedy answers to one prompt are all the same: training needs it above 0"
 
 
+def _check_evaluation(config: TrainConfig) -> Iterator[str]:
+    if "" in config.held_out and config.eval.datasets:
+        yield "data.eval_path or eval_split and eval.datasets are both set: name all datasets in eval.datasets"
+    for name, dataset in config.held_out.items():
+        samples = dataset.samples or config.eval.samples
+        if above := [k for k in config.eval.k if k > samples]:
+            key = f"eval.datasets.{name}.samples" if dataset.samples else "eval.samples"
+            yield f"eval.k asks for k = {above[0]}, but {key} = {samples}: raise it, or lower k"
+
+
 def _check_lengths(config: TrainConfig) -> Iterator[str]:
     limit = config.engine.max_model_len
-    for key, tokens in (("sampling", config.sampling.max_tokens), ("eval", config.eval.max_tokens)):
+    longest = [("sampling", config.sampling.max_tokens), ("eval", config.eval.max_tokens)]
+    longest += [(f"eval.datasets.{name}", dataset.max_tokens) for name, dataset in config.eval.datasets.items()]
+    for key, tokens in longest:
         total = config.data.max_prompt_tokens + (tokens or 0)
         if total > limit:
             yield (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.config import DataConfig, ModelConfig
+from trainer.config import DataConfig, HeldOutConfig, ModelConfig
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> Prompt:
         return self._prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._prompts)
 
     def batch(self, step: int, size: int, seed: int) -> list[Prompt]:
         """The prompts of a step (counted from 0): positions step*size … of one permutation for each epoch, end to end.
@@ -101,15 +104,27 @@ def load_prompts(
     return _prepare(rows, config.path, config, tokenizer, max_prompt_tokens or config.max_prompt_tokens)
 
 
-def load_eval_prompts(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptDataset | None:
-    """The held-out prompts, the first data.eval_size of them; None when the configuration names none."""
-    if config.eval_path is None and config.eval_split is None:
-        return None
-    path = config.eval_path or config.path
-    rows = load_rows(path, config.subset if path == config.path else None, config.eval_split or "train")
-    if config.eval_size is not None:
-        rows = rows.select(range(min(config.eval_size, len(rows))))
-    return _prepare(rows, path, config, tokenizer, config.max_prompt_tokens)
+def load_held_out(dataset: HeldOutConfig, config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptDataset:
+    """The prompts of a dataset to evaluate on, under the columns' names that `config` has for the training data.
+
+    Raises UserError as `load_prompts`.
+    """
+    rows = load_rows(dataset.path, dataset.subset, dataset.split)
+    if dataset.size is not None:
+        rows = rows.select(range(min(dataset.size, len(rows))))
+    if dataset.prompt_key not in (None, config.prompt_key):
+        rows = _renamed(rows, dataset, config.prompt_key)
+    config = config.model_copy(update={"answer_key": dataset.answer_key or config.answer_key})
+    return _prepare(rows, dataset.path, config, tokenizer, config.max_prompt_tokens)
+
+
+def _renamed(rows: "Dataset", dataset: HeldOutConfig, prompt_key: str) -> "Dataset":
+    """The dataset with its own prompts in the column `prompt_key`, where rollouts look for them."""
+    if dataset.prompt_key not in rows.column_names:
+        there = f"{dataset.path} has only the columns {', '.join(rows.column_names)}"
+        raise UserError(f"prompt_key = {dataset.prompt_key!r} of eval.datasets is no column: {there}")
+    others = [name for name in rows.column_names if name != prompt_key]
+    return rows.select_columns(others).rename_column(dataset.prompt_key, prompt_key)
 
 
 def load_rows(path: str, subset: str | None, split: str) -> "Dataset":

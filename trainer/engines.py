@@ -12,7 +12,7 @@ from generation.settings import EngineSettings
 from generation.worker_async import VllmAsyncGenerationWorker
 from sharding.collectives import rank
 from sharding.manager import Leader
-from trainer.config import EngineConfig, TrainConfig
+from trainer.config import EngineConfig, HeldOutConfig, TrainConfig
 from trainer.errors import UserError
 
 
@@ -92,12 +92,13 @@ def training_sampling(config: TrainConfig, stop_token_ids: list[int]) -> Samplin
     )
 
 
-def evaluation_sampling(config: TrainConfig, stop_token_ids: list[int]) -> SamplingSettings:
-    """How answers are drawn in evaluation: its own temperature, top_p and length, the training's stop strings."""
+def evaluation_sampling(config: TrainConfig, dataset: HeldOutConfig, stop_token_ids: list[int]) -> SamplingSettings:
+    """How answers to a held-out dataset are drawn: its own settings, else evaluation's; the training's stop strings."""
+    shared = config.eval
     return SamplingSettings(
-        max_tokens=config.eval.max_tokens or config.sampling.max_tokens,
-        temperature=config.eval.temperature,
-        top_p=config.eval.top_p,
+        max_tokens=dataset.max_tokens or shared.max_tokens or config.sampling.max_tokens,
+        temperature=shared.temperature if dataset.temperature is None else dataset.temperature,
+        top_p=dataset.top_p or shared.top_p,
         stop=list(config.sampling.stop),
         stop_token_ids=stop_token_ids,
     )

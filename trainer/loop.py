@@ -17,16 +17,17 @@ from sharding.collectives import agreed, all_reduce_sum, rank, world_size
 from trainer import checkpoint, lifetime
 from trainer.assembly import build_policies, build_sharding, make_run_tracker, rank_device, resume
 from trainer.config import TrainConfig
-from trainer.data import Prompt, load_eval_prompts, load_prompts, load_tokenizer
+from trainer.data import Prompt, load_prompts, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
-from trainer.engines import end_token_ids, evaluation_sampling, start_engine, stop_engine, training_sampling
+from trainer.engines import end_token_ids, start_engine, stop_engine, training_sampling
 from trainer.episodes import EpisodePlan
+from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept
 from trainer.finish import export_and_report
 from trainer.learner import Learner, Metrics, rollout_metrics
 from trainer.phases import PhaseMeter
 from trainer.progress import Progress
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import Rollouts
+from trainer.rollouts import Rollouts, answer_row
 from trainer.watchdog import Watchdog
 
 
@@ -64,8 +65,8 @@ class RLTrainer:
         self.screen.note(
             f"{len(self.prompts)} prompts from {config.data.path}, {self.prompts.dropped} too long and left out"
         )
-        self.eval_prompts = load_eval_prompts(data, self.tokenizer) if config.eval.every else None
         self.end_ids = end_token_ids(config.model.path, self.tokenizer)
+        self.held_outs = load_held_outs(config, data, self.tokenizer, self.end_ids) if config.eval.every else []
         self.rewards = RewardPool(config.reward)
         # The engine before the policy: vLLM measures free memory while it starts, and nobody may free any meanwhile
         # (P1).
@@ -99,7 +100,7 @@ class RLTrainer:
         """Every step to the last, with evaluations and checkpoints where they are due; then the exports."""
         config, state = self.config, self.state
         deadline = config.run.first_step_deadline_s
-        if self.eval_prompts is not None and config.eval.before and state.step == 0:
+        if self.held_outs and config.eval.before and state.step == 0:
             with self.watchdog.phase("first evaluation", deadline):
                 self.log(0, self.evaluate() | self.meter.take())
         while state.step < config.run.steps:
@@ -122,13 +123,13 @@ class RLTrainer:
             metrics = rollout_metrics(trajectories) | self.learner.learn(trajectories)
         metrics |= {"time/step": time.perf_counter() - began}
         self.state.count_step(metrics)
-        if self.eval_prompts is not None and (step % config.eval.every == 0 or step == config.run.steps):
+        if self.held_outs and (step % config.eval.every == 0 or step == config.run.steps):
             metrics |= self.evaluate()
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             self.save()
         rows = [answer_row(t, prompts[t.prompt_index], self.tokenizer) for t in trajectories]
         self.tracker.completions(step, rows)
-        self.last_answers = self.last_answers if self.eval_prompts is not None else rows
+        self.last_answers = self.last_answers if self.held_outs else rows
         self.log(step, metrics | self.meter.take())
 
     @contextmanager
@@ -148,26 +149,29 @@ class RLTrainer:
         """All engines' answers to all prompts, scored; the run ends here when reward functions fail too often."""
         seed, template = self.config.run.seed, self.config.data.chat_template_kwargs
         settings = RolloutSettings(samples, sampling, self.policy.version, seed, step, template)
+        voting = phase == "eval" and bool(self.config.eval.k)
         with self.meter.phase(phase):
-            trajectories = self.rollouts.run(prompts, settings, self.config.run.first_step_deadline_s)
+            trajectories = self.rollouts.run(prompts, settings, self.config.run.first_step_deadline_s, voting)
         self.rewards.check_error_rate(all_reduce_sum(self.rewards.take_counts()))
         return trajectories
 
     def evaluate(self) -> Metrics:
-        """Answers to the held-out prompts with evaluation's own sampling settings, in a shift of their own."""
-        config = self.config
-        assert self.eval_prompts is not None
-        prompts = [self.eval_prompts[index] for index in range(len(self.eval_prompts))]
-        with self.generation_shift():
-            sampling = evaluation_sampling(config, self.end_ids)
-            trajectories = self.sample(prompts, -1 - self.state.step, config.eval.samples, sampling, "eval")
-        self.last_answers = [answer_row(t, prompts[t.prompt_index], self.tokenizer) for t in trajectories]
-        figures = rollout_metrics(trajectories)
+        """Answers to the held-out prompts with evaluation's own sampling settings, in a shift of their own.
+
+        What training and other datasets are given does not depend on what is drawn here.
+        """
+        answers: dict[str, list[Trajectory]] = {}
+        self.last_answers = []
+        with random_states_kept(), self.generation_shift():
+            for held_out in self.held_outs:
+                prompts, step = list(held_out.prompts), -1 - self.state.step
+                trajectories = self.sample(prompts, step, held_out.samples, held_out.sampling, "eval")
+                answers[held_out.name] = trajectories
+                self.last_answers += [answer_row(t, prompts[t.prompt_index], self.tokenizer) for t in trajectories]
         # The recipe's first reward function is the one that tells right from wrong.
-        first = f"reward/{self.rewards.labels[0]}" if self.rewards.labels else "reward/mean"
-        accuracy = figures.get(first, figures["reward/mean"])
-        self.state.count_evaluation(figures["reward/mean"])
-        return {"eval/accuracy": accuracy, "eval/reward": figures["reward/mean"], "eval/length": figures["length/mean"]}
+        metrics = evaluation_metrics(answers, next(iter(self.rewards.labels), None), self.config.eval)
+        self.state.count_evaluation(metrics["eval/reward"])
+        return metrics
 
     def log(self, step: int, metrics: Metrics) -> None:
         """One row of figures: on disk, in Weights & Biases, on the screen."""
@@ -186,20 +190,3 @@ class RLTrainer:
         with self.meter.phase("checkpoint"):
             checkpoint.save(folder, self.state.step, self.parts, {"state": asdict(self.state)})
             checkpoint.prune(folder, self.config.checkpoint.keep)
-
-
-def answer_row(trajectory: Trajectory, prompt: Prompt, tokenizer: Any) -> dict[str, Any]:
-    """What completions.jsonl keeps of a trajectory."""
-    return {
-        "prompt_id": prompt.id,
-        "sample": trajectory.sample_index,
-        "prompt": tokenizer.decode(list(prompt.token_ids)),
-        "text": trajectory.text,
-        "answer": prompt.row.get("answer"),
-        "reward": trajectory.reward,
-        "parts": trajectory.reward_parts,
-        "finish_reason": trajectory.finish_reason,
-        "tokens": len(trajectory.response_ids),
-        "weight_version": trajectory.weight_version,
-        "error": trajectory.error,
-    }

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -42,8 +43,13 @@ class Rollouts:
         self._plan, self._engines, self._max_error_rate = plan, engines, max_error_rate
         self._rounds = 0
 
-    def run(self, prompts: list[Prompt], settings: RolloutSettings, timeout: float) -> list[Trajectory]:
+    def run(
+        self, prompts: list[Prompt], settings: RolloutSettings, timeout: float, voting: bool = False
+    ) -> list[Trajectory]:
         """Sample and score groups for all prompts; the same list on all ranks, ordered by prompt and sample.
+
+        Args:
+            voting: fill in what each answer comes down to, for a majority vote.
 
         Raises:
             RemoteError: on all ranks, when an engine failed on one.
@@ -53,7 +59,7 @@ class Rollouts:
         own: list[Trajectory] = []
         with agreed("rollout"):
             if self._leader is not None:
-                work = self._sample(self._leader, prompts, settings, timeout)
+                work = self._sample(self._leader, prompts, settings, timeout, voting)
                 try:
                     own = self._leader.thread.run(work, timeout, "the rollout")
                 except ExceptionGroup as group:
@@ -69,13 +75,13 @@ class Rollouts:
             self._leader.thread.run(self._plan.aclose(), _CLOSE_SECONDS, "ending the rollouts")
 
     async def _sample(
-        self, leader: Leader, prompts: list[Prompt], settings: RolloutSettings, timeout: float
+        self, leader: Leader, prompts: list[Prompt], settings: RolloutSettings, timeout: float, voting: bool
     ) -> list[Trajectory]:
         ids, rows = [prompt.token_ids for prompt in prompts], [prompt.row for prompt in prompts]
         messages, claim = self._plan.messages(prompts), self._claims(len(prompts))
 
         async def score(trajectory: Trajectory) -> None:
-            await self._score(trajectory, prompts[trajectory.prompt_index])
+            await self._score(trajectory, prompts[trajectory.prompt_index], voting)
 
         if self._plan.function is not None:
             episodes = Episodes(self._plan.function, self._tokenizer, rows, messages)
@@ -102,18 +108,21 @@ class Rollouts:
 
         return claim
 
-    async def _score(self, trajectory: Trajectory, prompt: Prompt) -> None:
+    async def _score(self, trajectory: Trajectory, prompt: Prompt, voting: bool = False) -> None:
         """Add the reward functions' sum to what the episode itself gave. They judge the last answer."""
         if trajectory.error:
             return
         start = time.perf_counter()
         trajectory.text = self._text(trajectory.response_ids)
+        last = trajectory.response_ids[trajectory.answer_start :]
+        completion = self._text(last) if trajectory.answer_start else trajectory.text
+        if voting:
+            trajectory.vote = await self._rewards.extract(completion)
         if not self._rewards.labels:
             return
-        last = trajectory.response_ids[trajectory.answer_start :]
         result = await self._rewards.score(
             prompt=self._tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False),
-            completion=self._text(last) if trajectory.answer_start else trajectory.text,
+            completion=completion,
             row=prompt.row,
             finish_reason=trajectory.finish_reason,
             trajectory=trajectory,
@@ -126,6 +135,23 @@ class Rollouts:
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def answer_row(trajectory: Trajectory, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What completions.jsonl keeps of a trajectory."""
+    return {
+        "prompt_id": prompt.id,
+        "sample": trajectory.sample_index,
+        "prompt": tokenizer.decode(list(prompt.token_ids)),
+        "text": trajectory.text,
+        "answer": prompt.row.get("answer"),
+        "reward": trajectory.reward,
+        "parts": trajectory.reward_parts,
+        "finish_reason": trajectory.finish_reason,
+        "tokens": len(trajectory.response_ids),
+        "weight_version": trajectory.weight_version,
+        "error": trajectory.error,
+    }
 
 
 def check_failures(trajectories: list[Trajectory], max_error_rate: float) -> None:

@@ -108,13 +108,18 @@ def answers(run: Run) -> list[str]:
     return [row["text"] for row in rows if row["train/step"] == 1]
 
 
-def test_p24_two_runs_side_by_side_both_finish(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_p24_two_runs_side_by_side_both_finish_and_evaluation_changes_nothing(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     recipe = write_recipe(tmp_path, tiny_model(), run={"steps": 2})
-    runs = [Run(recipe, name=name, ranks=1) for name in ("left", "right")]
+    often = ["--eval.every=1", "--eval.samples=3", "--eval.temperature=1", "--eval.k=[1, 3]"]
+    runs = [Run(recipe, name="left", ranks=1), Run(recipe, *often, name="right", ranks=1)]
     assert [run.wait() for run in runs] == [0, 0], runs[0].output() + runs[1].output()
     for run in runs:
         run.assert_gone()
-    assert differences(runs[0].comparable_rows(), runs[1].comparable_rows()) == []
+    assert [row["eval/pass@1"] <= row["eval/pass@3"] for row in runs[1].rows()] == [True] * 3
+    found = differences(runs[0].comparable_rows(), [row for row in runs[1].comparable_rows() if row["train/step"]])
+    assert [line for line in found if " eval/" not in line and " sync/verified:" not in line] == []
 
 
 ENDINGS = {

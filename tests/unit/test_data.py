@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizer import small_tokenizer
 
-from trainer.config import DataConfig
-from trainer.data import Prompt, PromptDataset, epoch_order, load_eval_prompts, load_prompts
+from trainer.config import DataConfig, TrainConfig
+from trainer.data import Prompt, PromptDataset, epoch_order, load_held_out, load_prompts
 from trainer.errors import UserError
 
 
@@ -32,6 +33,12 @@ def numbered(count: int, salt: str = "") -> PromptDataset:
 def texts(dataset: PromptDataset) -> list[str]:
     tokenizer = small_tokenizer()
     return [tokenizer.decode(list(dataset[index].token_ids)) for index in range(len(dataset))]
+
+
+def held_out(data: DataConfig, **named: dict[str, Any]) -> dict[str, PromptDataset]:
+    """What a recipe with this data section evaluates on, and with these entries of eval.datasets."""
+    config = TrainConfig.model_validate({"model": {"path": "m"}, "data": data, "eval": {"datasets": named}})
+    return {name: load_held_out(dataset, data, small_tokenizer()) for name, dataset in config.held_out.items()}
 
 
 @pytest.mark.parametrize(("length", "size"), [(10, 4), (7, 7), (5, 12), (1, 3)])
@@ -143,21 +150,29 @@ def test_parquet_and_folders_and_slices(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"prompt": ["d"], "answer": [4]}).to_parquet(str(folder / "test-0.parquet"))
     config = DataConfig(path=str(folder), eval_split="test", apply_chat_template=False)
     assert texts(load_prompts(config, small_tokenizer())) == ["a", "b", "c"]
-    held_out = load_eval_prompts(config, small_tokenizer())
-    assert held_out is not None
-    assert texts(held_out) == ["d"]
+    assert {name: texts(dataset) for name, dataset in held_out(config).items()} == {"": ["d"]}
     file = DataConfig(path=str(folder / "train-0.parquet"), split="train[1:]", apply_chat_template=False)
     assert texts(load_prompts(file, small_tokenizer())) == ["b", "c"]
 
 
 def test_held_out_prompts_are_the_first_ones_and_may_be_absent(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", {"prompt": "t", "answer": 0})
-    held_out = write(tmp_path / "eval.jsonl", *({"prompt": f"e{index}", "answer": 0} for index in range(5)))
-    assert load_eval_prompts(DataConfig(path=path), small_tokenizer()) is None
-    config = DataConfig(path=path, eval_path=held_out, eval_size=2, apply_chat_template=False)
-    dataset = load_eval_prompts(config, small_tokenizer())
-    assert dataset is not None
-    assert texts(dataset) == ["e0", "e1"]
+    other = write(tmp_path / "eval.jsonl", *({"prompt": f"e{index}", "answer": 0} for index in range(5)))
+    assert held_out(DataConfig(path=path)) == {}
+    config = DataConfig(path=path, eval_path=other, eval_size=2, apply_chat_template=False)
+    assert texts(held_out(config)[""]) == ["e0", "e1"]
+
+
+def test_datasets_to_evaluate_on_may_have_columns_of_their_own(tmp_path: Path) -> None:
+    config = DataConfig(path=write(tmp_path / "train.jsonl", {"prompt": "t", "answer": 0}), apply_chat_template=False)
+    rows = ({"problem": f"p{index}", "prompt": "no", "solution": index, "answer": "no"} for index in range(3))
+    path = write(tmp_path / "maths.jsonl", *rows)
+    maths = {"path": path, "size": 2, "prompt_key": "problem", "answer_key": "solution"}
+    datasets = held_out(config, maths=maths, same={"path": config.path})
+    assert texts(datasets["maths"]) == ["p0", "p1"] and texts(datasets["same"]) == ["t"]
+    assert [(p.row["prompt"], p.row["answer"]) for p in datasets["maths"]] == [("p0", 0), ("p1", 1)]
+    with pytest.raises(UserError, match=r"prompt_key = 'question' of eval.datasets is no column: .* problem, prompt"):
+        held_out(config, maths=maths | {"prompt_key": "question"})
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Rewards a recipe can name without an import string. Each gives 1.0 or 0.0.
 
-They are ordinary reward functions: the completion first, then by keyword what they ask for.
+They are ordinary reward functions: the completion first, then by keyword what they ask for. What majority votes are
+about is in EXTRACTORS.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -60,6 +62,14 @@ BUILTINS = {
 }
 
 
+def _expression(completion: str) -> str | None:
+    """The completion's final expression, as sympy writes it: x + 1 and 1 + x are one vote, 1/2 and 0.5 are two."""
+    from math_verify import parse
+
+    found = parse(completion, parsing_timeout=None)
+    return str(found[0]) if found else None
+
+
 def _text(answer: Any) -> str:
     if answer is None:
         raise ValueError("the row has no answer (data.answer_key names its column)")
@@ -69,3 +79,11 @@ def _text(answer: Any) -> str:
 def _last_number(text: str) -> float | None:
     numbers = _NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+EXTRACTORS: dict[str, Callable[[str], Any]] = {
+    "exact_match": str.strip,
+    "numeric_match": _last_number,
+    "math_verify": _expression,
+}
+"""What each of them compares with the answer; None where there is nothing."""

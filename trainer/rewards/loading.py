@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.importing import load_object
-from trainer.rewards.functions import BUILTINS
+from trainer.rewards.functions import BUILTINS, EXTRACTORS
 
 OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory")
 """What every reward function may ask for by keyword, besides the completion and its own settings."""
@@ -21,12 +21,18 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 @dataclass(frozen=True)
 class BoundReward:
-    """A reward function with its settings, which is told only what it asks for."""
+    """A reward function with its settings, which is told only what it asks for.
+
+    Attributes:
+        extract: gives what a completion comes down to, for majority votes, or None: the built-in function's own, or
+            what a function or class of the user's has under this name; without one, the text.
+    """
 
     label: str
     function: Callable[..., Any]
     keywords: frozenset[str]
     kwargs: dict[str, Any]
+    extract: Callable[[str], Any] = str.strip
 
     def __call__(self, completion: str, offered: dict[str, Any]) -> Any:
         """Call the function; `offered` holds a value for each name in OFFERED."""
@@ -58,7 +64,8 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
         function, kwargs = _construct(name, function, kwargs), {}
     if not callable(function):
         raise UserError(f"reward {name!r} is {type(function).__name__}, not a function")
-    return BoundReward(label, function, _keywords(name, function, kwargs), kwargs)
+    extract = EXTRACTORS.get(name, getattr(function, "extract", str.strip))
+    return BoundReward(label, function, _keywords(name, function, kwargs), kwargs, extract)
 
 
 def _find(name: str) -> Any:

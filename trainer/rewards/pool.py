@@ -43,6 +43,7 @@ class RewardPool:
         self._specs = [(function.name, function.kwargs) for function in config.functions]
         bound = bind_rewards(self._specs)
         self.labels = [reward.label for reward in bound]
+        self._text_votes = not bound or bound[0].extract is str.strip
         self._asked_for = frozenset[str]().union(*(reward.keywords for reward in bound))
         self._weights = [function.weight for function in config.functions]
         self._counts: Counter[str] = Counter()
@@ -91,6 +92,18 @@ class RewardPool:
         total = sum(weight * parts[label] for weight, label in zip(self._weights, self.labels, strict=True))
         return RewardResult(float(total), parts)
 
+    async def extract(self, completion: str) -> str | None:
+        """What the first function takes for the answer in a completion, to be voted on; None: nothing, or it failed.
+
+        Where that is the text, white space around it left out, no process is asked.
+        """
+        if self._text_votes:
+            return completion.strip()
+        extracted, error = await self._call(0, completion, None)
+        if error:
+            self._count({self.labels[0]: f"{error} while extracting the answer"})
+        return None if error else extracted
+
     def take_counts(self) -> dict[str, float]:
         """Calls and errors since the last time, under the same keys on every rank: they can be summed over ranks."""
         keys = ["reward/calls", *(f"reward/errors/{label}" for label in self.labels)]
@@ -119,8 +132,8 @@ class RewardPool:
             self._counts[f"reward/errors/{label}"] += 1
             self._first_errors.setdefault(label, error)
 
-    async def _call(self, index: int, completion: str, offered: dict[str, Any]) -> Reply:
-        """Let the next free worker call one function; a worker that did not answer is replaced."""
+    async def _call(self, index: int, completion: str, offered: dict[str, Any] | None) -> Reply:
+        """Let the next free worker call one function, or extract; a worker that did not answer is replaced."""
         if not self._workers:
             raise RuntimeError("this reward pool is not open: use it in a with statement")
         worker = await self._idle.get()

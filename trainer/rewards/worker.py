@@ -20,8 +20,8 @@ from typing import Any
 from trainer.rewards.loading import BoundReward, bind_rewards
 
 Specs = list[tuple[str, dict[str, Any]]]
-Reply = tuple[float, str]
-"""A value and, if there is none, a sentence that says why."""
+Reply = tuple[Any, str]
+"""A value (of a call: a number; of an extraction: a text or None) and, if there is none, a sentence that says why."""
 
 _START_SECONDS = 120.0
 _LONGEST_ERROR = 300
@@ -46,8 +46,8 @@ class Worker:
         """Whether an idle worker has ended: it says nothing unasked, so all there can be to read is the pipe's end."""
         return self._ready and self._connection.poll()
 
-    async def ask(self, index: int, completion: str, offered: dict[str, Any], seconds: float) -> Reply:
-        """Call function `index`. The deadline begins when the functions are loaded.
+    async def ask(self, index: int, completion: str, offered: dict[str, Any] | None, seconds: float) -> Reply:
+        """Call function `index`, or have it extract where nothing is offered. The deadline begins when it is loaded.
 
         Raises TimeoutError past the deadline, EOFError when the process ends and StartError when it cannot load the
         functions; then the worker is good for nothing.
@@ -107,7 +107,7 @@ def _serve(connection: Connection, specs: Specs, parent: int) -> None:
             index, completion, offered = connection.recv()
         except EOFError:
             return
-        _send(connection, _evaluate(rewards[index], completion, offered))
+        _send(connection, _reply(rewards[index], completion, offered))
 
 
 def _become_mortal_and_mute(parent: int) -> None:
@@ -121,9 +121,12 @@ def _become_mortal_and_mute(parent: int) -> None:
         os.dup2(devnull, descriptor)
 
 
-def _evaluate(reward: BoundReward, completion: str, offered: dict[str, Any]) -> Reply:
-    """Call one function; whatever it raises or returns, a float and a sentence go back and nothing else."""
+def _reply(reward: BoundReward, completion: str, offered: dict[str, Any] | None) -> Reply:
+    """Call one function; whatever it raises or returns, a plain value and a sentence go back and nothing else."""
     try:
+        if offered is None:
+            extracted = reward.extract(completion)
+            return None if extracted is None else str(extracted), ""
         value = reward(completion, offered)
         if not isinstance(value, numbers.Real):
             return 0.0, f"returned {type(value).__name__}, not a number"

@@ -1,0 +1,181 @@
+"""What held-out answers are worth: each dataset's figures, their mean, and nothing drawn that training would draw."""
+
+import asyncio
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from pydantic import ValidationError
+from small_tokenizer import small_tokenizer
+
+from generation.trajectory import Trajectory
+from trainer.config import EvalConfig, RewardConfig, TrainConfig
+from trainer.config_checks import _check_evaluation, _check_lengths
+from trainer.engines import evaluation_sampling
+from trainer.evaluation import dataset_figures, evaluation_metrics, random_states_kept
+from trainer.rewards import RewardPool
+
+
+def answer(prompt: int, vote: str | None, right: float, reward: float = 0.0, **fields: Any) -> Trajectory:
+    """Three sampled tokens of five; `right` is what the first reward function gave."""
+    tokens = {"response_ids": [7] * 5, "loss_mask": [1, 1, 0, 0, 1], "logprobs": [0.0] * 5}
+    parts = {"reward_parts": {"match": right, "form": 9.0}}
+    return Trajectory(prompt, 0, [1], vote=vote, reward=reward, **(tokens | parts | fields))
+
+
+ANSWERS = [
+    answer(0, "4", 1.0, 2.0),
+    answer(0, "4", 1.0, 2.0, finish_reason="length"),
+    answer(0, "5", 0.0),
+    answer(1, "x", 0.5, 1.0),  # not right: half a point
+    answer(1, None, 0.0, error="a tool died", reward=7.0),
+    answer(1, "y", 1.0, 2.0),
+]
+
+
+def test_figures_of_a_dataset_by_hand() -> None:
+    figures = dataset_figures(ANSWERS, "match", EvalConfig(k=[1, 2, 3]))
+    assert figures == pytest.approx(
+        {
+            "accuracy": (2 / 3 + 1.5 / 3) / 2,
+            "reward": (4 / 3 + 3 / 3) / 2,
+            "length": 3.0,
+            "truncated": 1 / 6,
+            "pass@1": (2 / 3 + 1 / 3) / 2,
+            "pass@2": (1 + 2 / 3) / 2,
+            "pass@3": 1.0,
+            "majority@1": (2 / 3 + 1 / 3) / 2,
+            "majority@2": ((1 + 1 / 2 + 1 / 2) / 3 + (0 + 1 / 2 + 1) / 3) / 2,
+            "majority@3": (1 + 1 / 2) / 2,
+        }
+    )
+
+
+def test_what_is_right_is_the_recipes_to_say() -> None:
+    assert dataset_figures(ANSWERS, "match", EvalConfig(k=[1], right_from=0.5))["pass@1"] == pytest.approx(2 / 3)
+    # Without reward functions it is the environment's reward that tells.
+    assert dataset_figures(ANSWERS, None, EvalConfig(k=[1]))["pass@1"] == pytest.approx(2 / 3)
+    assert dataset_figures(ANSWERS, None, EvalConfig())["accuracy"] == pytest.approx((4 / 3 + 3 / 3) / 2)
+
+
+def test_named_datasets_have_figures_of_their_own_and_weigh_the_same() -> None:
+    config = EvalConfig(k=[1])
+    alone = evaluation_metrics({"": ANSWERS}, "match", config)
+    assert alone == {f"eval/{key}": value for key, value in dataset_figures(ANSWERS, "match", config).items()}
+    both = evaluation_metrics({"all": ANSWERS, "first": ANSWERS[:3]}, "match", config)
+    assert both["eval/first/accuracy"] == pytest.approx(2 / 3)
+    assert both["eval/all/pass@1"] == alone["eval/pass@1"]
+    assert both["eval/accuracy"] == pytest.approx((both["eval/first/accuracy"] + both["eval/all/accuracy"]) / 2)
+
+
+def test_evaluation_leaves_the_global_generators_as_they_were() -> None:
+    def draw() -> list[float]:
+        return [random.random(), numpy.random.random(), torch.rand(()).item()]
+
+    random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
+    undisturbed = draw()
+    random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
+    with random_states_kept():
+        draw()
+    assert draw() == undisturbed
+    random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
+    with pytest.raises(KeyError), random_states_kept():
+        draw()
+        raise KeyError
+    assert draw() == undisturbed
+
+
+REWARDS = """
+def plain(completion): return 1.0
+class Careful:
+    def __call__(self, completion): return 1.0
+    def extract(self, completion): return completion.split("=")[1] if completion != "none" else None
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "votes"),
+    [
+        ("exact_match", {" a b\n": "a b"}),
+        ("numeric_match", {"so 1,000": "1000.0", "it is 1e3": "1000.0", "nothing": None}),
+        ("math_verify", {r"thus $\boxed{1+x}$": "x + 1", "$x+1$": "x + 1", "nothing": None}),
+        ("FILE:plain", {" as it stands ": "as it stands"}),
+        ("FILE:Careful", {"x=3": "3", "none": None, "no sign": None}),  # the last one raises
+    ],
+)
+def test_what_is_voted_on_is_what_the_first_function_compares(
+    tmp_path: Path, name: str, votes: dict[str, str | None]
+) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    functions = [{"name": name.replace("FILE", f"{tmp_path}/rewards.py")}, {"name": "exact_match"}]
+    config = RewardConfig.model_validate({"functions": functions, "workers": 1})
+
+    async def extract(pool: RewardPool) -> dict[str, str | None]:
+        return {text: await pool.extract(text) for text in votes}
+
+    with RewardPool(config) as pool:
+        assert asyncio.run(extract(pool)) == votes
+        errors = pool.take_counts()[f"reward/errors/{pool.labels[0]}"]
+    assert errors == (1 if "no sign" in votes else 0)
+
+
+def config(**sections: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | sections)
+
+
+def test_each_dataset_may_be_sampled_in_its_own_way() -> None:
+    datasets = {"a": {"path": "a"}, "b": {"path": "b", "temperature": 0.6, "top_p": 0.9, "max_tokens": 5}}
+    recipe = config(eval={"temperature": 0.2, "datasets": datasets}, sampling={"max_tokens": 9, "stop": ["."]})
+    both = [evaluation_sampling(recipe, dataset, [2]) for dataset in recipe.held_out.values()]
+    assert [(s.temperature, s.top_p, s.max_tokens) for s in both] == [(0.2, 1.0, 9), (0.6, 0.9, 5)]
+    assert all(s.stop == ["."] and s.stop_token_ids == [2] for s in both)
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"eval": {"k": [1, 4]}, "data": {"path": "d", "eval_path": "e"}}, "k = 4, but eval.samples = 1: raise it"),
+        (
+            {"eval": {"k": [4], "samples": 8, "datasets": {"a": {"path": "a"}, "b": {"path": "b", "samples": 2}}}},
+            "k = 4, but eval.datasets.b.samples = 2",
+        ),
+        (
+            {"data": {"path": "d", "eval_path": "e"}, "eval": {"datasets": {"a": {"path": "a"}}}},
+            "are both set: name all datasets in eval.datasets",
+        ),
+        (
+            {"eval": {"datasets": {"a": {"path": "a", "max_tokens": 2000}}}},
+            "data.max_prompt_tokens + eval.datasets.a.max_tokens = 3024 is more than",
+        ),
+    ],
+)
+def test_what_evaluation_cannot_do_is_said_before_it_starts(sections: dict[str, Any], sentence: str) -> None:
+    (problem,) = [*_check_evaluation(config(**sections)), *_check_lengths(config(**sections))]
+    assert sentence in problem
+
+
+def test_a_datasets_name_is_part_of_file_and_metric_names() -> None:
+    with pytest.raises(ValidationError, match="pattern"):
+        config(eval={"datasets": {"a/b": {"path": "a"}}})
+
+
+def test_votes_are_taken_where_asked_for_only() -> None:
+    from trainer.rollouts import Rollouts
+
+    class Scores:
+        labels = ()
+
+        async def extract(self, completion: str) -> str:
+            return completion.upper()
+
+    tokenizer = small_tokenizer()
+    ids = tokenizer("call a tool", add_special_tokens=False)["input_ids"]
+    rollouts = Rollouts(None, tokenizer, Scores(), None, SimpleNamespace())  # type: ignore[arg-type]
+    for voting in (False, True):
+        done = Trajectory(0, 0, [4], ids, [1] * len(ids), [0.0] * len(ids), answer_start=5)
+        asyncio.run(rollouts._score(done, SimpleNamespace(), voting))  # type: ignore[arg-type]
+        assert done.vote == ("A TOOL" if voting else None)

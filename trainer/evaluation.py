@@ -1,0 +1,120 @@
+"""Held-out prompts, and the figures of the answers to them: in training between two steps, or by `hotbunk eval`."""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+
+from generation.sampling import SamplingSettings
+from generation.trajectory import Trajectory
+from trainer.config import DataConfig, EvalConfig, TrainConfig
+from trainer.data import PromptDataset, load_held_out
+from trainer.engines import evaluation_sampling
+from trainer.estimators import majority_at_k, pass_at_k
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One dataset to evaluate on.
+
+    Attributes:
+        name: empty for the only one, which data.eval_path names.
+        samples: answers for each prompt.
+    """
+
+    name: str
+    prompts: PromptDataset
+    sampling: SamplingSettings
+    samples: int
+
+
+def load_held_outs(
+    config: TrainConfig, data: DataConfig, tokenizer: "PreTrainedTokenizerBase", end_ids: list[int]
+) -> list[HeldOut]:
+    """All datasets to evaluate on, in the recipe's order. Raises UserError naming the one that cannot be read.
+
+    Args:
+        data: the recipe's data section, or what rollouts made of it.
+    """
+    return [
+        HeldOut(
+            name,
+            load_held_out(dataset, data, tokenizer),
+            evaluation_sampling(config, dataset, end_ids),
+            dataset.samples or config.eval.samples,
+        )
+        for name, dataset in config.held_out.items()
+    ]
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Whatever the block draws from the global generators of Python, NumPy and torch, it is as if it had not.
+
+    Samples have seeds of their own; this is about tools, environments and rewards that use those generators.
+    """
+    python, numbers = random.getstate(), numpy.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+
+
+def evaluation_metrics(answers: Mapping[str, Sequence[Trajectory]], label: str | None, config: EvalConfig) -> Metrics:
+    """eval/NAME/… of every dataset that has a name, and eval/…, their mean, in which each dataset weighs the same.
+
+    Args:
+        answers: to each dataset's prompts, by its name.
+        label: of the recipe's first reward function, the one that tells right from wrong; None: the reward does.
+    """
+    figures = {name: dataset_figures(trajectories, label, config) for name, trajectories in answers.items()}
+    metrics = {f"eval/{name}/{key}": value for name, part in figures.items() if name for key, value in part.items()}
+    keys = next(iter(figures.values()))
+    return metrics | {f"eval/{key}": _mean([part[key] for part in figures.values()]) for key in keys}
+
+
+def dataset_figures(trajectories: Sequence[Trajectory], label: str | None, config: EvalConfig) -> Metrics:
+    """The figures of one dataset, means over answers and then over prompts.
+
+    accuracy is the mean of the first reward function; pass@k and majority@k take an answer for right from
+    `config.right_from` on. An episode that failed is a wrong answer of reward 0, and its vote an abstention.
+    """
+    groups: dict[int, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        groups[trajectory.prompt_index].append(trajectory)
+    prompts = list(groups.values())
+    figures = {
+        "accuracy": _mean([_mean([_score(t, label) for t in group]) for group in prompts]),
+        "reward": _mean([_mean([0.0 if t.error else t.reward for t in group]) for group in prompts]),
+        "length": _mean([float(sum(t.loss_mask)) for t in trajectories]),
+        "truncated": _mean([float(t.finish_reason == "length") for t in trajectories]),
+    }
+    for k in config.k:
+        verdicts = [[not t.error and _score(t, label) >= config.right_from for t in group] for group in prompts]
+        votes = [[t.vote for t in group] for group in prompts]
+        figures[f"pass@{k}"] = _mean([pass_at_k(len(right), sum(right), k) for right in verdicts])
+        figures[f"majority@{k}"] = _mean([majority_at_k(*pair, k) for pair in zip(votes, verdicts, strict=True)])
+    return figures
+
+
+def _score(trajectory: Trajectory, label: str | None) -> float:
+    if trajectory.error:
+        return 0.0
+    return trajectory.reward if label is None else trajectory.reward_parts.get(label, 0.0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
