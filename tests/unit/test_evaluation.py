@@ -112,7 +112,7 @@ def test_what_is_voted_on_is_what_the_first_function_compares(
 ) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     functions = [{"name": name.replace("FILE", f"{tmp_path}/rewards.py")}, {"name": "exact_match"}]
-    config = RewardConfig.model_validate({"functions": functions, "workers": 1})
+    config = RewardConfig.model_validate({"functions": functions, "workers": 1, "timeout_s": 60})
 
     async def extract(pool: RewardPool) -> dict[str, str | None]:
         return {text: await pool.extract(text) for text in votes}
