@@ -42,7 +42,7 @@ def write_recipe(folder: Path, model: Path, **overrides: dict[str, Any]) -> Path
         "algorithm": {"group_size": 4},
         "batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 256},
         # Random models are hardly ever right: rewarding length gives every group something to learn.
-        "reward": {"functions": [{"name": f"{ROOT}/tests/distributed/real_run.py:many_digits"}], "workers": 1},
+        "reward": {"functions": [{"name": f"{ROOT}/tests/distributed/digit_reward.py:many_digits"}], "workers": 1},
         "tracking": {"wandb": "disabled"},
     }
     for section, values in overrides.items():
@@ -50,11 +50,6 @@ def write_recipe(folder: Path, model: Path, **overrides: dict[str, Any]) -> Path
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     return path
-
-
-def many_digits(completion: str) -> float:
-    """A reward that differs within almost every group of an untrained model."""
-    return sum(ord(character) % 7 for character in completion) / 10
 
 
 class Run:
