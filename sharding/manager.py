@@ -42,7 +42,9 @@ class VersionedPolicy(Protocol):
     back.
     """
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Of its weights; another number whenever they are others."""
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`. Collective: all ranks call it."""

@@ -20,7 +20,7 @@ from trainer.distributed import init_process_group
 from trainer.policy import FsdpPolicy
 from trainer.policy.checkpoint_names import checkpoint_views
 from trainer.policy.deepspeed import DeepSpeedPolicy
-from trainer.policy.fsdp import TrainingDiverged
+from trainer.policy.updates import TrainingDiverged
 
 STAGES = (1, 2, 3)
 
@@ -89,7 +89,7 @@ def check_nan_on_one_rank(folder: Path, stage: int) -> None:
     assert policy.update(batches, bad, checks.TEMPERATURE).skipped
     assert all(torch.equal(w, before[name]) for name, w in masters(policy).items())
     assert not policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE).skipped
-    assert (policy.version, policy.skipped_in_a_row) == (1, 0)
+    assert (policy.version, policy.updates.skipped_in_a_row) == (1, 0)
     assert any(not torch.equal(w, before[name]) for name, w in masters(policy).items())
     policy.update(batches, bad, checks.TEMPERATURE)
     with pytest.raises(TrainingDiverged, match="2 updates in a row"):

@@ -20,7 +20,7 @@ from trainer.batching import MicroBatch, Sample, assign_to_ranks, micro_batches
 from trainer.config import ModelConfig, PolicyConfig
 from trainer.distributed import agree, all_reduce_sum, destroy_process_group, init_process_group, rank, world_size
 from trainer.policy import FsdpPolicy, Outputs
-from trainer.policy.fsdp import TrainingDiverged
+from trainer.policy.updates import TrainingDiverged
 
 logging.disable_progress_bar()
 
@@ -208,11 +208,11 @@ def check_nan_on_one_rank(folder: Path) -> None:
     before = weights(policy)
     for count in (1, 2):
         stats = policy.update(batches, bad, TEMPERATURE)
-        assert stats.skipped and policy.skipped_in_a_row == count and policy.version == 0
+        assert stats.skipped and policy.updates.skipped_in_a_row == count and policy.version == 0
     assert all(torch.equal(w, before[name]) for name, w in weights(policy).items())
     assert all(p.grad is None for _, p in policy.named_parameters())
     assert not policy.update(batches, make_loss(batches), TEMPERATURE).skipped
-    assert policy.skipped_in_a_row == 0 and policy.version == 1
+    assert policy.updates.skipped_in_a_row == 0 and policy.version == 1
     after = weights(policy)
     assert any(not torch.equal(w, before[name]) for name, w in after.items())
     for _ in range(2):

@@ -59,8 +59,10 @@ class Policy(Protocol):
 
     device: torch.device
     model: PreTrainedModel
-    version: int
-    """How many updates were applied; skipped ones do not count."""
+
+    @property
+    def version(self) -> int:
+        """How many updates were applied; skipped ones do not count."""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters under the names they have in the Transformers model, tied ones once; sharded, as they are."""

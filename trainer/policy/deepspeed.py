@@ -20,13 +20,13 @@ from transformers.initialization import no_init_weights
 
 from trainer.batching import MicroBatch, scored_batch
 from trainer.config import ModelConfig, PolicyConfig
-from trainer.distributed import all_reduce_sum, world_size
-from trainer.optimizer import decay_groups, learning_rate_factor
+from trainer.distributed import world_size
+from trainer.optimizer import decay_groups
 from trainer.policy import loading, saving
 from trainer.policy.base import LossFn, Outputs, UpdateStats
 from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
-from trainer.policy.fsdp import TrainingDiverged
 from trainer.policy.module import PolicyModule
+from trainer.policy.updates import Figures, Updates
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -47,9 +47,9 @@ class DeepSpeedPolicy:
         from deepspeed.utils import safe_set_full_fp32_param
 
         self._deepspeed = deepspeed
-        self.device, self.config, self.total_updates = device, policy, total_updates
+        self.device, self.config = device, policy
         self.zero_3 = policy.zero_stage == 3
-        self.version = self.skipped_in_a_row = 0
+        self.updates = Updates(policy, total_updates)
         self.compute_dtype = getattr(torch, policy.dtype)
         self.source = loading.resolve_folder(model.path)
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
@@ -68,6 +68,11 @@ class DeepSpeedPolicy:
         if self.compute_dtype != torch.float32:
             for parameter, whole in self._stored_weights(self.model):
                 safe_set_full_fp32_param(parameter, whole)  # DeepSpeed has made its masters of rounded weights
+
+    @property
+    def version(self) -> int:
+        """How many updates were applied."""
+        return self.updates.applied
 
     def _settings(self) -> dict[str, Any]:
         config = self.config
@@ -164,35 +169,24 @@ class DeepSpeedPolicy:
         Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
         """
         self.engine.train()
-        totals: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
+        figures = Figures(self.device)
         for number, batch in enumerate(batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(batches))
             outputs = Outputs(*self.engine(batch.input_ids, batch.loss_mask.bool(), temperature))
             loss, sums = loss_fn(batch, outputs)
             # DeepSpeed averages over ranks what is already divided by the whole step's count (P14).
             self.engine.backward(loss * world_size(), scale_wrt_gas=False)
-            for key, value in [("loss", loss), *sums.items()]:
-                totals[key] = totals.get(key, 0.0) + value.detach().double()
-        figures = all_reduce_sum(dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True)))
-        return self._step(figures.pop("loss"), figures)
+            figures.add(loss, sums)
+        return self._step(figures.over_ranks())
 
-    def _step(self, loss: float, sums: dict[str, float]) -> UpdateStats:
+    def _step(self, sums: dict[str, float]) -> UpdateStats:
         """Apply, or skip where DeepSpeed finds a gradient that is not finite, as it does on all ranks together."""
-        factor = learning_rate_factor(self.version, self.config.warmup_steps, self.total_updates, self.config.schedule)
-        rate = self.config.lr * factor
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.updates.learning_rate
         self.engine.step()
         skipped = bool(self.engine.optimizer.overflow)
         norm = float("nan") if skipped else float(self.engine.get_global_grad_norm())
-        self.version += not skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if self.skipped_in_a_row >= self.config.max_skipped_steps:
-            raise TrainingDiverged(
-                f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite (loss {loss}): "
-                "lower policy.lr or look at the last step's batch"
-            )
-        return UpdateStats(loss=loss, grad_norm=norm, learning_rate=rate, skipped=skipped, sums=sums)
+        return self.updates.count(skipped, norm, sums)
 
     def state_dict(self) -> dict[str, Any]:
         """Masters and moments as FSDP2 would hold them: float32, sharded by rows. Copies, one shard of each."""
@@ -204,8 +198,7 @@ class DeepSpeedPolicy:
             model[name] = self._rows(safe_get_full_fp32_param(parameter), shape)
             for key in MOMENTS:
                 moments[f"{name}.{key}"] = self._rows(safe_get_full_optimizer_state(parameter, key), shape)
-        counters = torch.tensor([self.version, self.skipped_in_a_row])
-        return {"model": model, "optimizer": moments, "counters": counters}
+        return {"model": model, "optimizer": moments, "counters": self.updates.counters()}
 
     def _rows(self, whole: Tensor, shape: torch.Size) -> DTensor:
         """This rank's rows of a tensor that every rank has."""
@@ -217,7 +210,7 @@ class DeepSpeedPolicy:
         """Take over what `state_dict` gave, or what FsdpPolicy's gave."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        self.version, self.skipped_in_a_row = state["counters"].tolist()
+        self.updates.restore(state["counters"])
         for values in self.engine.optimizer.optimizer.state.values():
             values["step"].fill_(self.version)
         for name, parameter in self.named_parameters():

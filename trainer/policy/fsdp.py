@@ -11,16 +11,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainer.batching import MicroBatch, scored_batch
 from trainer.config import ModelConfig, PolicyConfig
-from trainer.distributed import all_reduce_sum, world_size
-from trainer.optimizer import learning_rate_factor, make_adamw
+from trainer.distributed import world_size
+from trainer.optimizer import make_adamw
 from trainer.policy import loading, saving
 from trainer.policy.base import LossFn, Outputs, UpdateStats
 from trainer.policy.checkpoint_names import parameter_names
 from trainer.policy.module import PolicyModule
-
-
-class TrainingDiverged(RuntimeError):
-    """Too many updates in a row had a loss or gradient that was not finite."""
+from trainer.policy.updates import Figures, Updates
 
 
 class FsdpPolicy:
@@ -46,9 +43,7 @@ class FsdpPolicy:
             trainable: False for a frozen reference: no gradients, no optimizer, weights kept in the compute dtype.
         """
         self.device, self.config, self.trainable = device, policy, trainable
-        self.version = 0
-        self.skipped_in_a_row = 0
-        self.total_updates = total_updates
+        self.updates = Updates(policy, total_updates)
         self.compute_dtype = getattr(torch, policy.dtype)
         self.source = loading.resolve_folder(model.path)
         self.model = loading.build_meta_model(
@@ -67,6 +62,11 @@ class FsdpPolicy:
             self.optimizer = make_adamw(
                 list(self.model.parameters()), policy.lr, policy.betas, policy.eps, policy.weight_decay
             )
+
+    @property
+    def version(self) -> int:
+        """How many updates were applied."""
+        return self.updates.applied
 
     def _shard(self) -> PolicyModule:
         """One FSDP unit a decoder layer, and one for the rest: embeddings, final norm and output head."""
@@ -107,39 +107,29 @@ class FsdpPolicy:
         Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
         """
         self.module.train()
-        totals: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
+        figures = Figures(self.device)
         for batch in batches:
             outputs = Outputs(*self.module(batch.input_ids, batch.loss_mask.bool(), temperature))
             loss, sums = loss_fn(batch, outputs)
             loss.backward()
-            for key, value in [("loss", loss), *sums.items()]:
-                totals[key] = totals.get(key, 0.0) + value.detach().double()
+            figures.add(loss, sums)
         self._reshard()
         gradients = [p.grad.to_local() for p in self.model.parameters() if p.grad is not None]
-        totals["squared_norm"] = torch.nn.utils.get_total_norm(gradients).to(self.device).double() ** 2
-        figures = all_reduce_sum(dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True)))
-        return self._step(gradients, figures.pop("loss"), figures.pop("squared_norm") ** 0.5, figures)
+        squared_norm = torch.nn.utils.get_total_norm(gradients).double() ** 2
+        totals = figures.over_ranks(squared_norm=squared_norm)
+        return self._step(gradients, totals.pop("squared_norm") ** 0.5, totals)
 
-    def _step(self, gradients: list[Tensor], loss: float, norm: float, sums: dict[str, float]) -> UpdateStats:
+    def _step(self, gradients: list[Tensor], norm: float, sums: dict[str, float]) -> UpdateStats:
         """Clip and apply, or skip. Loss and norm are sums over ranks, so that all ranks decide the same."""
-        factor = learning_rate_factor(self.version, self.config.warmup_steps, self.total_updates, self.config.schedule)
-        rate = self.config.lr * factor
-        finite = abs(loss) < float("inf") and norm < float("inf")  # both comparisons are false for NaN
+        finite = abs(sums["loss"]) < float("inf") and norm < float("inf")  # both comparisons are false for NaN
         if finite:
             if norm > self.config.max_grad_norm:
                 torch._foreach_mul_(gradients, self.config.max_grad_norm / (norm + 1e-6))
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = self.updates.learning_rate
             self.optimizer.step()
-            self.version += 1
         self.optimizer.zero_grad(set_to_none=True)
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row >= self.config.max_skipped_steps:
-            raise TrainingDiverged(
-                f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
-                f"(loss {loss}, gradient norm {norm}): lower policy.lr or look at the last step's batch"
-            )
-        return UpdateStats(loss=loss, grad_norm=norm, learning_rate=rate, skipped=not finite, sums=sums)
+        return self.updates.count(not finite, norm, sums)
 
     def state_dict(self) -> dict[str, Any]:
         """Live sharded tensors: torch.distributed.checkpoint saves them, and loads into them in place.
@@ -155,7 +145,7 @@ class FsdpPolicy:
         return {
             "model": {name: parameter.detach() for name, parameter in parameters.items()},
             "optimizer": moments,
-            "counters": torch.tensor([self.version, self.skipped_in_a_row]),
+            "counters": self.updates.counters(),
         }
 
     @torch.no_grad()
@@ -168,7 +158,7 @@ class FsdpPolicy:
                 raise ValueError(f"the {section} state does not fit this model: only one of them has {different[:5]}")
             for name, tensor in own[section].items():
                 tensor.copy_(state[section][name])
-        self.version, self.skipped_in_a_row = state["counters"].tolist()
+        self.updates.restore(state["counters"])
         if self.trainable:
             for values in self.optimizer.state.values():
                 values["step"].fill_(self.version)
