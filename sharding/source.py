@@ -167,7 +167,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         return _partition(tensor)[: _whole_shape(tensor).numel()]
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+    return tensor.to_local() if _sharded_ranks(tensor) == 1 else tensor.full_tensor()
+
+
+def _sharded_ranks(tensor: DTensor) -> int:
+    """Over how many ranks a tensor is cut; replicas do not count."""
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(i) for i, p in enumerate(tensor.placements) if not isinstance(p, Replicate))
 
 
 def shard_group(tensor: Any) -> dist.ProcessGroup | None:

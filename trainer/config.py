@@ -229,6 +229,11 @@ class PolicyConfig(Section):
     )
     max_skipped_steps: Count = Field(default=3, description="end the run after this many non-finite updates in a row")
     reshard_after_forward: bool = Field(default=True, description="free gathered weights between forward and backward")
+    shard_size: Count | None = Field(
+        default=None,
+        description="fsdp only: neighbouring ranks the model is cut over, such as those of a machine, with a copy on "
+        "every such group (HSDP); null: all ranks",
+    )
 
 
 class AlgorithmConfig(Section):

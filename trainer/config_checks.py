@@ -36,7 +36,7 @@ def check_config(
         environ: WORLD_SIZE is read from it (1 if absent), and the allocator's settings.
     """
     ranks = int(environ.get("WORLD_SIZE", "1"))
-    problems = [*_check_paths(config), *_check_device(config, environ), *_check_backend(config)]
+    problems = [*_check_paths(config), *_check_device(config, environ), *_check_backend(config, ranks)]
     if command == "sft":
         problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
     else:
@@ -114,12 +114,16 @@ def _check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[s
             yield f"{variable} switches on expandable_segments, which sleep mode and CUDA IPC cannot use: {remedy}"
 
 
-def _check_backend(config: TrainConfig) -> Iterator[str]:
+def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
     policy = config.policy
     if policy.backend == "deepspeed" and find_spec("deepspeed") is None:
         yield "policy.backend is deepspeed, but DeepSpeed is not installed: pip install 'hotbunk[deepspeed]'"
     if policy.backend != "deepspeed" and policy.offload_optimizer:
         yield "policy.offload_optimizer works with policy.backend: deepspeed only"
+    if policy.shard_size is not None:
+        if policy.backend != "fsdp":
+            yield "policy.shard_size works with policy.backend: fsdp only"
+        yield from _check_divides("the number of ranks", ranks, "policy.shard_size", policy.shard_size)
 
 
 def _check_divides(key: str, value: int, what: str, divisor: int) -> Iterator[str]:

@@ -26,9 +26,8 @@ from trainer.policy import loading, saving
 from trainer.policy.base import LossFn, Outputs, UpdateStats
 from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
 from trainer.policy.module import PolicyModule
+from trainer.policy.sharded import MOMENTS
 from trainer.policy.updates import Figures, Updates
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class DeepSpeedPolicy:

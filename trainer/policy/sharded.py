@@ -1,0 +1,183 @@
+"""A model under FSDP2 with its optimizer: what the policy and the critic have in common."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from trainer.batching import MicroBatch
+from trainer.config import PolicyConfig
+from trainer.distributed import world_size
+from trainer.optimizer import make_adamw
+from trainer.policy import loading
+from trainer.policy.base import UpdateStats
+from trainer.policy.checkpoint_names import parameter_names
+from trainer.policy.updates import Figures, Updates
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Result = TypeVar("Result")
+
+
+class ShardedModel:
+    """Master weights sharded over the ranks, forward and backward in the compute dtype. Needs a process group.
+
+    Attributes:
+        model: the Transformers model; between calls its parameters are DTensors, sharded on dimension 0.
+        module: what is called: the model and what reads its hidden states.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: PreTrainedModel,
+        source: Path,
+        settings: PolicyConfig,
+        device: torch.device,
+        total_updates: int = 1,
+        trainable: bool = True,
+    ) -> None:
+        """Shard and load.
+
+        Args:
+            module: holds `model`, which has no data yet (`loading.build_meta_model`), and may hold a head.
+            source: the checkpoint to load.
+            total_updates: where the learning rate's schedule ends.
+            trainable: False for a frozen model: no gradients, no optimizer.
+        """
+        self.module, self.model, self.source = module, model, source
+        self.device, self.config, self.trainable = device, settings, trainable
+        self.compute_dtype = getattr(torch, settings.dtype)
+        self.updates = Updates(settings, total_updates)
+        module.requires_grad_(trainable)
+        self._shard()
+        loading.load_sharded(model, source, device)
+        if trainable:
+            self.optimizer = make_adamw(
+                list(module.parameters()), settings.lr, settings.betas, settings.eps, settings.weight_decay
+            )
+
+    @property
+    def version(self) -> int:
+        """How many updates were applied."""
+        return self.updates.applied
+
+    def _shard(self) -> None:
+        """One FSDP unit a decoder layer, and one for the rest: embeddings, final norm and output head."""
+        mesh = shard_mesh(self.device, self.config.shard_size)
+        precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+        for layer in self.model.base_model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=self.config.reshard_after_forward)
+        # The root's weights are needed again right after the forward pass, so they stay until the backward pass is
+        # over.
+        self._root = fully_shard(self.module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        for unit in self._units():
+            # The loss is divided by the whole step's count already (P14), so gradients are summed over ranks, not
+            # averaged. A divide factor alone would ask for a scaled reduction that gloo does not have.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        self._replicas = world_size() // mesh.size(-1)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Sharded parameters under the names they have in the Transformers model, tied ones once."""
+        yield from parameter_names(self.model).items()
+
+    @torch.no_grad()
+    def _without_gradients(self, batches: list[MicroBatch], forward: Callable[[MicroBatch], Result]) -> list[Result]:
+        """What `forward` says of each batch in evaluation mode."""
+        self.module.eval()
+        results = [forward(batch) for batch in batches]
+        self._reshard()
+        return results
+
+    def _update(
+        self, batches: list[MicroBatch], loss_of: Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+    ) -> UpdateStats:
+        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).
+
+        Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
+        """
+        self.module.train()
+        figures = Figures(self.device)
+        for number, batch in enumerate(batches, start=1):
+            # Between replicas gradients travel once an update, not once a micro-batch.
+            self._root.set_requires_all_reduce(number == len(batches))
+            loss, sums = loss_of(batch)
+            loss.backward()
+            figures.add(loss, sums)
+        self._reshard()
+        sharded = (p.grad for p in self.module.parameters())
+        gradients = [gradient.to_local() for gradient in sharded if isinstance(gradient, DTensor)]
+        # Every replica has the same gradients: each shard counts once.
+        squared_norm = torch.nn.utils.get_total_norm(gradients).double() ** 2 / self._replicas
+        totals = figures.over_ranks(squared_norm=squared_norm)
+        return self._step(gradients, totals.pop("squared_norm") ** 0.5, totals)
+
+    def _step(self, gradients: list[Tensor], norm: float, sums: dict[str, float]) -> UpdateStats:
+        """Clip and apply, or skip. Loss and norm are sums over ranks, so that all ranks decide the same."""
+        finite = abs(sums["loss"]) < float("inf") and norm < float("inf")  # both comparisons are false for NaN
+        if finite:
+            if norm > self.config.max_grad_norm:
+                torch._foreach_mul_(gradients, self.config.max_grad_norm / (norm + 1e-6))
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.updates.learning_rate
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.updates.count(not finite, norm, sums)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live sharded tensors: torch.distributed.checkpoint saves them, and loads into them in place.
+
+        The learning rate is a function of `version`, as is AdamW's own step count, so the number is all that is kept of
+        both.
+        """
+        parameters = dict(self.named_parameters())
+        moments: dict[str, Tensor] = {}
+        for name, parameter in parameters.items() if self.trainable else ():
+            state = self.optimizer.state[parameter]
+            moments |= {f"{name}.{key}": state[key] for key in MOMENTS}
+        return {
+            "model": {name: parameter.detach() for name, parameter in parameters.items()},
+            "optimizer": moments,
+            "counters": self.updates.counters(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy what `state_dict` gave, on the same or another policy of the same model and number of ranks."""
+        own = self.state_dict()
+        for section in ("model", "optimizer"):
+            if own[section].keys() != state[section].keys():
+                different = sorted(own[section].keys() ^ state[section].keys())
+                raise ValueError(f"the {section} state does not fit this model: only one of them has {different[:5]}")
+            for name, tensor in own[section].items():
+                tensor.copy_(state[section][name])
+        self.updates.restore(state["counters"])
+        if self.trainable:
+            for values in self.optimizer.state.values():
+                values["step"].fill_(self.version)
+
+    def _reshard(self) -> None:
+        """Free gathered weights that were kept, so that outside of calls every parameter is its sharded self."""
+        for unit in self._units():
+            unit.reshard()
+
+    def _units(self) -> Iterator[FSDPModule]:
+        return (unit for unit in self.module.modules() if isinstance(unit, FSDPModule))
+
+
+def shard_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
+    """The ranks in one row, each with a shard of its own; or, with `shard_size`, in rows of that many (HSDP).
+
+    The rows are replicas: neighbours, who share a machine, gather weights from one another, and only the sum of their
+    gradients goes between the machines. See Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), 3.2.2.
+    """
+    ranks = world_size()
+    if shard_size is None or shard_size == ranks:
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
