@@ -26,7 +26,7 @@ def rank_device(config: TrainConfig) -> torch.device:
 
 
 def build_policies(config: TrainConfig, device: torch.device) -> tuple[Policy, Policy | None]:
-    """The policy, and a frozen copy of where it started if the loss has a KL term; the copy is always on FSDP2."""
+    """The policy, and a frozen copy of where it started if there is a KL term; the copy is always on FSDP2."""
     updates = config.run.steps * config.batch.updates_per_step * config.algorithm.num_iterations
     policy = make_policy(config.model, config.policy, device, updates)
     if config.algorithm.kl_coef == 0:
@@ -53,6 +53,7 @@ class RunState:
     Attributes:
         fingerprint: of the training data; a position means nothing in other data.
         step: steps done.
+        prompts: taken from the training data so far; the next step goes on from there.
         seconds: spent in steps, all sessions of the run together.
         largest_gap: of all steps so far, nats.
         eval_before, eval_after: mean reward on held-out prompts, of the first and of the latest evaluation.
@@ -60,6 +61,7 @@ class RunState:
 
     fingerprint: str
     step: int = 0
+    prompts: int = 0
     seconds: float = 0.0
     largest_gap: float = 0.0
     syncs_verified: int = 0

@@ -17,13 +17,13 @@ class Sample:
         loss_mask: 1 where the policy sampled the token, 0 elsewhere, so 0 on the whole prompt. By position, never by
             id.
         engine_logprobs: nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0.
-        advantage: the same for every token of the sequence.
+        advantage: the same for every token of the sequence, where it is known beforehand.
     """
 
     input_ids: list[int]
     loss_mask: list[int]
     engine_logprobs: list[float]
-    advantage: float
+    advantage: float = 0.0
 
     def __post_init__(self) -> None:
         if not len(self.input_ids) == len(self.loss_mask) == len(self.engine_logprobs) > 0:
@@ -49,6 +49,9 @@ class MicroBatch:
         rows: for each sequence its position in the list of samples; empty in a zero-weight micro-batch.
         old_logprobs: [B, T-1] float32 of the policy the step began with, once computed.
         ref_logprobs: [B, T-1] float32 of the reference policy, once computed.
+        decisive: [B, T-1] bool, the tokens that the policy loss counts; None: all.
+        old_values: [B, T-1] float32 of the critic the step began with, once computed.
+        returns: [B, T-1] float32, what the critic is to learn.
     """
 
     input_ids: Tensor
@@ -59,6 +62,9 @@ class MicroBatch:
     rows: list[int] = field(default_factory=list)
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    decisive: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
 
 
 def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:

@@ -110,7 +110,8 @@ def describe_keys(width: int) -> str:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             lines += ["", *textwrap.wrap(f"{key}: {field.annotation.__doc__}", width)]
         else:
-            lines.append(f"  --{key}  {describe_type(field.annotation)}{_default(field)}")
+            line = f"  --{key}  {describe_type(field.annotation)}{_default(field)}"
+            lines += textwrap.wrap(line, width, subsequent_indent=" " * 8, break_on_hyphens=False)
             lines += textwrap.wrap(field.description or "", width, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines)
 

@@ -14,26 +14,14 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from generation.yaml_files import fill_defaults, read_yaml
+from trainer.algorithm_config import AlgorithmConfig
 from trainer.errors import UserError
-
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Seconds = Annotated[float, Field(gt=0)]
-Name = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]
-Dtype = Literal["float32", "bfloat16"]
-
-
-class Section(BaseModel):
-    """What all sections share: no unknown keys, no NaN, no change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
+from trainer.section import Count, Dtype, Name, NotNegative, Positive, Seconds, Section, Share
 
 
 class RunConfig(Section):
@@ -236,32 +224,6 @@ class PolicyConfig(Section):
     )
 
 
-class AlgorithmConfig(Section):
-    """GRPO: advantages relative to the group, clipped ratios."""
-
-    group_size: int = Field(default=8, description="answers for each prompt, at least 2")
-    normalize_std: bool = Field(default=True, description="divide a group's advantages by their standard deviation")
-    clip_low: Share = Field(
-        default=0.2, description="ratios below 1 - clip_low stop counting where the advantage is negative"
-    )
-    clip_high: NotNegative = Field(
-        default=0.28, description="ratios above 1 + clip_high stop counting where it is positive"
-    )
-    aggregation: Literal["token_mean", "sequence_mean"] = Field(
-        default="token_mean", description="every token of the step weighs the same, or every answer does"
-    )
-    kl_coef: NotNegative = Field(
-        default=0.0, description="weight of the k3 KL to the initial policy; 0 loads no reference"
-    )
-    tis_cap: Positive | None = Field(
-        default=2.0, description="cap of the importance weight trainer/engine of each token; null: no correction"
-    )
-    num_iterations: Count = Field(default=1, description="passes over each step's batch")
-    drop_zero_variance: bool = Field(
-        default=False, description="leave groups whose rewards are all equal out of the loss"
-    )
-
-
 class BatchConfig(Section):
     """How much is generated and trained on in a step."""
 
@@ -325,6 +287,11 @@ class RolloutConfig(Section):
     max_tool_tokens: Count = Field(default=1024, description="tokens of a reply; what is longer is cut")
     tool_error: str = Field(default="Error: {error}", description="how a failed call reads to the policy")
     max_error_rate: Share = Field(default=0.1, description="end the run when a larger share of a step's episodes fails")
+
+    @property
+    def code(self) -> list[str]:
+        """Which of the keys that name one's own rollout are set; such code may give rewards itself."""
+        return [key for key in ("environment", "custom", "sampler", "client") if getattr(self, key) is not None]
 
 
 class CheckpointConfig(Section):

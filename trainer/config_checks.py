@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.algorithm_checks import check_algorithm
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 
@@ -41,6 +42,7 @@ def check_config(
         problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
     else:
         problems += _check_batch(config, ranks)
+        problems += check_algorithm(config)
         problems += _check_sampling(config)
         problems += _check_evaluation(config)
         problems += _check_lengths(config)
@@ -134,14 +136,12 @@ def _check_divides(key: str, value: int, what: str, divisor: int) -> Iterator[st
 def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
     group, updates = config.algorithm.group_size, config.batch.updates_per_step
     samples = config.batch.prompts_per_step * group
-    if group < 2:
-        yield f"algorithm.group_size is {group}, but answers are compared within their group: it must be at least 2"
     name = "batch.prompts_per_step * algorithm.group_size"
     yield from _check_divides(name, samples, "the number of ranks", ranks)
     yield from _check_divides(name, samples, "batch.updates_per_step", updates)
     if samples < ranks * updates:
         yield f"{name} = {samples} leaves some of {ranks} ranks without an answer in each of {updates} updates"
-    if not config.reward.functions and not _rollout_code(config):
+    if not config.reward.functions and not config.rollout.code:
         yield "reward.functions is empty: name at least one, such as [{name: exact_match}]"
     if config.eval.every and not config.held_out:
         yield "eval.every is set, but there is nothing to evaluate on: set data.eval_path or eval.datasets"
@@ -187,13 +187,8 @@ def _check_lengths(config: TrainConfig) -> Iterator[str]:
             )
 
 
-def _rollout_code(config: TrainConfig) -> list[str]:
-    """Which of the keys that name one's own rollout are set; such code may give rewards itself."""
-    return [key for key in ("environment", "custom", "sampler", "client") if getattr(config.rollout, key) is not None]
-
-
 def _check_rollout(config: TrainConfig) -> Iterator[str]:
-    rollout, named = config.rollout, _rollout_code(config)
+    rollout, named = config.rollout, config.rollout.code
     if len(named) > 1:
         yield f"rollout.{named[0]} and rollout.{named[1]} are both set, but an episode runs by one of them: drop one"
     if rollout.tools and (own := [key for key in named if key != "environment"]):

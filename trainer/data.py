@@ -59,13 +59,14 @@ class PromptDataset:
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self._prompts)
 
-    def batch(self, step: int, size: int, seed: int) -> list[Prompt]:
-        """The prompts of a step (counted from 0): positions step*size … of one permutation for each epoch, end to end.
+    def take(self, position: int, count: int, seed: int) -> list[Prompt]:
+        """The `count` prompts from `position` on, in one permutation for each epoch, end to end.
 
-        Nothing is remembered from call to call, so a run that continues needs only its step. Batches may span epochs.
+        Nothing is remembered from call to call, so a run that continues needs only its position. What is taken may span
+        epochs.
         """
-        positions = (divmod(position, len(self)) for position in range(step * size, (step + 1) * size))
-        return [self._prompts[epoch_order(seed, epoch, len(self))[index]] for epoch, index in positions]
+        places = (divmod(place, len(self)) for place in range(position, position + count))
+        return [self._prompts[epoch_order(seed, epoch, len(self))[index]] for epoch, index in places]
 
 
 @lru_cache(maxsize=4)

@@ -23,7 +23,7 @@ from trainer.engines import end_token_ids, start_engine, stop_engine, training_s
 from trainer.episodes import EpisodePlan
 from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept
 from trainer.finish import export_and_report
-from trainer.learner import Learner, Metrics, rollout_metrics
+from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
 from trainer.phases import PhaseMeter
 from trainer.progress import Progress
 from trainer.rewards.pool import RewardPool
@@ -88,7 +88,7 @@ class RLTrainer:
             self.leader, self.tokenizer, self.rewards, store(), self.episodes, engines, config.rollout.max_error_rate
         )
         resources.callback(self.rollouts.close)
-        self.learner = Learner(config, self.policy, reference, self.tokenizer.pad_token_id)
+        self.learner = Learner(config, self.policy, reference, self.tokenizer.pad_token_id, self.rewards.weights)
         self.parts = {"policy": self.policy}
         self.state = resume(config, self.parts, self.prompts.fingerprint)
         self.tracker = make_run_tracker(config, self.state)
@@ -114,20 +114,17 @@ class RLTrainer:
     def train_step(self, step: int) -> None:
         """Prompts, rollouts, rewards, advantages, update; then one row of figures."""
         config, began = self.config, time.perf_counter()
-        prompts = self.prompts.batch(step - 1, config.batch.prompts_per_step, config.run.seed)
         with self.generation_shift():
-            trajectories = self.sample(
-                prompts, step, config.algorithm.group_size, training_sampling(config, self.end_ids)
-            )
+            sampled = self.sample_groups(step)
         with self.meter.phase("update"):
-            metrics = rollout_metrics(trajectories) | self.learner.learn(trajectories)
+            metrics = rollout_metrics(sampled.trajectories) | sampled.metrics() | self.learner.learn(sampled.kept())
         metrics |= {"time/step": time.perf_counter() - began}
         self.state.count_step(metrics)
         if self.held_outs and (step % config.eval.every == 0 or step == config.run.steps):
             metrics |= self.evaluate()
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             self.save()
-        rows = [answer_row(t, prompts[t.prompt_index], self.tokenizer) for t in trajectories]
+        rows = [answer_row(t, sampled.prompts[t.prompt_index], self.tokenizer) for t in sampled.trajectories]
         self.tracker.completions(step, rows)
         self.last_answers = self.last_answers if self.held_outs else rows
         self.log(step, metrics | self.meter.take())
@@ -143,11 +140,27 @@ class RLTrainer:
         self.meter.add_seconds(self.sharding.report.seconds)
         self.state.syncs_verified += bool(self.sharding.report.verified)
 
+    def sample_groups(self, step: int) -> StepSampling:
+        """The step's prompts, from where the last step stopped, and their answers; in rounds, where that is asked."""
+        config, sampled = self.config, StepSampling(self.config)
+        sampling = training_sampling(config, self.end_ids)
+        while sampled.missing:
+            prompts = self.prompts.take(self.state.prompts, sampled.missing, config.run.seed)
+            self.state.prompts += len(prompts)
+            sampled.add(prompts, self.sample(prompts, step, config.algorithm.group_size, sampling, sampled.seed(step)))
+        return sampled
+
     def sample(
-        self, prompts: list[Prompt], step: int, samples: int, sampling: SamplingSettings, phase: str = "rollout"
+        self,
+        prompts: list[Prompt],
+        step: int,
+        samples: int,
+        sampling: SamplingSettings,
+        seed: int,
+        phase: str = "rollout",
     ) -> list[Trajectory]:
         """All engines' answers to all prompts, scored; the run ends here when reward functions fail too often."""
-        seed, template = self.config.run.seed, self.config.data.chat_template_kwargs
+        template = self.config.data.chat_template_kwargs
         settings = RolloutSettings(samples, sampling, self.policy.version, seed, step, template)
         voting = phase == "eval" and bool(self.config.eval.k)
         with self.meter.phase(phase):
@@ -161,11 +174,11 @@ class RLTrainer:
         What training and other datasets are given does not depend on what is drawn here.
         """
         answers: dict[str, list[Trajectory]] = {}
-        self.last_answers = []
+        seed, self.last_answers = self.config.run.seed, []
         with random_states_kept(), self.generation_shift():
             for held_out in self.held_outs:
                 prompts, step = list(held_out.prompts), -1 - self.state.step
-                trajectories = self.sample(prompts, step, held_out.samples, held_out.sampling, "eval")
+                trajectories = self.sample(prompts, step, held_out.samples, held_out.sampling, seed, "eval")
                 answers[held_out.name] = trajectories
                 self.last_answers += [answer_row(t, prompts[t.prompt_index], self.tokenizer) for t in trajectories]
         # The recipe's first reward function is the one that tells right from wrong.

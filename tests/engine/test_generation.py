@@ -14,7 +14,7 @@ from generation.rollout import RolloutSettings, rollout
 from generation.sampling import SamplingSettings, sample_seed
 from generation.trajectory import Trajectory
 from sharding.manager import Leader
-from trainer.learner import to_sample
+from trainer.learning.minibatches import to_sample
 
 PAD = 0
 PROMPTS = [[14, 50, 77], [20, 21, 22, 23, 24], [99, 98]]
@@ -74,7 +74,7 @@ def test_p12_p13_p22_logprobs_are_the_trainers_whatever_the_models_own_settings(
         assert t.loss_mask == [1] * len(t.response_ids)
     padded = [t for t in trajectories if PAD in t.response_ids]
     assert padded
-    sample = to_sample(padded[0], 1.0)
+    sample = to_sample(padded[0])
     assert sample.loss_mask[len(padded[0].prompt_ids) + padded[0].response_ids.index(PAD)] == 1
     distinct = {tuple(t.response_ids) for t in trajectories}
     assert len(distinct) == len(trajectories)  # top_k 1 or temperature 0.1 would repeat itself

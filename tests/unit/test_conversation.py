@@ -19,7 +19,7 @@ from generation.rollouts.tool_calls import ToolCall
 from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, tools_by_name
 from generation.sampling import SamplingSettings, response_budget, sample_seed
 from generation.trajectory import Trajectory
-from trainer.learner import to_sample
+from trainer.learning.minibatches import to_sample
 
 TOKENIZER = merging_tokenizer()
 ANSWERS = st.lists(
@@ -99,7 +99,7 @@ def test_p22_pad_and_end_in_one_and_tools_that_say_them() -> None:
     (done,) = run(engine, tool_rollout(agent(tokenizer, ["x<|end|>y"], 2)), [[5, END]], tokenizer)
     assert done.loss_mask[:4] == [1, 1, 1, 1] and done.loss_mask[-1] == 1
     assert sum(done.loss_mask) == 5 and done.response_ids.count(END) > 3
-    sample = to_sample(done, 1.0)
+    sample = to_sample(done)
     assert sample.loss_mask == [0, 0, *done.loss_mask] and sample.engine_logprobs == [0.0, 0.0, *done.logprobs]
 
 

@@ -45,12 +45,12 @@ def held_out(data: DataConfig, **named: dict[str, Any]) -> dict[str, PromptDatas
 def test_p19_a_stop_at_any_step_changes_nothing(length: int, size: int) -> None:
     steps = 3 * length // size + 1
     dataset = numbered(length)
-    uninterrupted = [prompt.id for step in range(steps) for prompt in dataset.batch(step, size, seed=3)]
+    uninterrupted = [prompt.id for step in range(steps) for prompt in dataset.take(step * size, size, seed=3)]
     for stop in range(steps):
         epoch_order.cache_clear()
         resumed = numbered(length)  # another process would read the data anew
-        ids = [prompt.id for step in range(stop) for prompt in dataset.batch(step, size, seed=3)]
-        ids += [prompt.id for step in range(stop, steps) for prompt in resumed.batch(step, size, seed=3)]
+        ids = [prompt.id for step in range(stop) for prompt in dataset.take(step * size, size, seed=3)]
+        ids += [prompt.id for step in range(stop, steps) for prompt in resumed.take(step * size, size, seed=3)]
         assert ids == uninterrupted
 
 
@@ -58,7 +58,7 @@ def test_p19_a_stop_at_any_step_changes_nothing(length: int, size: int) -> None:
 def test_p19_each_epoch_shows_each_prompt_once(length: int, size: int, seed: int) -> None:
     dataset = numbered(length)
     steps = -(-3 * length // size)
-    ids = [prompt.id for step in range(steps) for prompt in dataset.batch(step, size, seed)]
+    ids = [prompt.id for step in range(steps) for prompt in dataset.take(step * size, size, seed)]
     for epoch in range(3):
         assert Counter(ids[epoch * length : (epoch + 1) * length]) == Counter(range(length))
 
@@ -130,7 +130,7 @@ def test_long_prompts_are_dropped_by_tokens_and_counted(tmp_path: Path) -> None:
     dataset = load_prompts(config, small_tokenizer())
     # Five characters of two bytes are ten tokens; eight of one byte are eight.
     assert (len(dataset), dataset.dropped, dataset[0].id) == (1, 2, 1)
-    assert [prompt.id for prompt in dataset.batch(0, 2, seed=0)] == [1, 1]
+    assert [prompt.id for prompt in dataset.take(0, 2, seed=0)] == [1, 1]
     assert load_prompts(config, small_tokenizer(), max_prompt_tokens=10).dropped == 1
 
 

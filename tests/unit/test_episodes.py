@@ -16,7 +16,9 @@ from trainer.config_checks import _check_batch, _check_rollout
 from trainer.data import Prompt
 from trainer.episodes import EpisodePlan
 from trainer.errors import UserError
-from trainer.learner import GrpoLoss, rollout_metrics, to_sample
+from trainer.learning.metrics import rollout_metrics
+from trainer.learning.minibatches import MiniBatch, to_sample
+from trainer.learning.policy_loss import PolicyLoss
 from trainer.policy.base import Outputs
 from trainer.rollouts import RolloutError, Rollouts, check_failures
 
@@ -171,14 +173,18 @@ def test_v15_tool_tokens_have_no_part_in_loss_kl_or_gradient() -> None:
     from trainer.config import AlgorithmConfig
 
     done = Trajectory(0, 0, [1, 2], [7, 8, 9, 10], [1, 0, 0, 1], [-1.0, 0.0, 0.0, -2.0])
-    (batch,) = micro_batches([to_sample(done, 0.7)], 100, 0, "cpu", count=1)
+    (batch,) = micro_batches([to_sample(done)], 100, 0, "cpu", count=1)
+    batch.advantages = torch.full_like(batch.loss_mask, 0.7)
+    step = MiniBatch([[done]], [batch], tokens=2, sequences=1)
     masked = batch.loss_mask == 0
     losses = []
     for seed in (0, 1):
         noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(seed))
         logprobs = torch.where(masked, -5 + noise, batch.engine_logprobs + 0.1).requires_grad_()
         batch.ref_logprobs = torch.where(masked, noise, batch.engine_logprobs)
-        loss, sums = GrpoLoss(AlgorithmConfig(kl_coef=0.1), 2.0)(batch, Outputs(logprobs, torch.zeros_like(logprobs)))
+        loss, sums = PolicyLoss(AlgorithmConfig(kl_coef=0.1), step, 4)(
+            batch, Outputs(logprobs, torch.zeros_like(logprobs))
+        )
         loss.backward()
         assert logprobs.grad is not None
         assert torch.all(logprobs.grad[masked] == 0) and torch.all(logprobs.grad[~masked] != 0)

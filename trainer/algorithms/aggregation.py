@@ -5,11 +5,9 @@ change the loss: summing `loss * weight` over everything, in any order, gives th
 PITFALLS P14).
 """
 
-from typing import Literal
-
 from torch import Tensor
 
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+from trainer.algorithms.names import Aggregation
 
 
 def count(mask: Tensor, aggregation: Aggregation) -> Tensor:

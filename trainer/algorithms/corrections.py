@@ -9,7 +9,8 @@ as in the papers; multiplied into the mask before it is counted, the remaining t
 import torch
 from torch import Tensor
 
-from trainer.algorithms.ratios import MAX_LOG_RATIO, Level, log_ratio
+from trainer.algorithms.names import Level
+from trainer.algorithms.ratios import MAX_LOG_RATIO, log_ratio
 
 
 def truncated_importance_weights(old_logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:

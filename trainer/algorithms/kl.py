@@ -6,14 +6,11 @@ k1's is 0 on average, so k1 does nothing there but add noise. With the importanc
 In the *reward* only values count, and k1 is the one whose expectation is exact; that is `penalty`.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from trainer.algorithms.names import Estimator
 from trainer.algorithms.ratios import MAX_LOG_RATIO
-
-Estimator = Literal["k1", "k2", "k3", "unbiased_k3"]
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

@@ -1,15 +1,13 @@
 """Importance ratios, of a token or of a whole sequence, and how far they may go."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
+
+from trainer.algorithms.names import Level
 
 # exp(20) is 5e8: ratios beyond it carry no information, and without a bound exp() overflows to inf at 89, which turns
 # a masked or clipped token into inf * 0 = nan.
 MAX_LOG_RATIO = 20.0
-
-Level = Literal["token", "geometric", "sequence"]
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Level = "token") -> Tensor:

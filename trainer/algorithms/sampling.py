@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-AtBound = Literal["fewer", "fill"]
+from trainer.algorithms.names import AtBound
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ class RewardPool:
         self.labels = [reward.label for reward in bound]
         self._text_votes = not bound or bound[0].extract is str.strip
         self._asked_for = frozenset[str]().union(*(reward.keywords for reward in bound))
-        self._weights = [function.weight for function in config.functions]
+        weights = [function.weight for function in config.functions]
+        self.weights = dict(zip(self.labels, weights, strict=True))
         self._counts: Counter[str] = Counter()
         self._first_errors: dict[str, str] = {}
         self._workers: list[Worker] = []
@@ -89,7 +90,7 @@ class RewardPool:
         if errors:
             message = "; ".join(f"{label} {error}" for label, error in errors.items())
             return RewardResult(self._config.error_reward, parts, message)
-        total = sum(weight * parts[label] for weight, label in zip(self._weights, self.labels, strict=True))
+        total = sum(weight * parts[label] for label, weight in self.weights.items())
         return RewardResult(float(total), parts)
 
     async def extract(self, completion: str) -> str | None:

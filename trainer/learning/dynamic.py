@@ -1,0 +1,72 @@
+"""A step's prompts and answers: one round of sampling, or as many as it takes to find groups with a signal."""
+
+import math
+
+from generation.sampling import sample_seed
+from generation.trajectory import Trajectory
+from trainer.algorithms.sampling import SamplingDecision, dynamic_sampling
+from trainer.config import TrainConfig
+from trainer.data import Prompt
+from trainer.learning.groups import informative, make_groups
+from trainer.learning.metrics import Metrics
+
+
+class StepSampling:
+    """What a step has sampled so far, and how many prompts are still missing. The same on all ranks.
+
+    Attributes:
+        prompts: of all rounds, in order.
+        trajectories: theirs; their `prompt_index` counts over all rounds.
+        missing: prompts to sample next; 0: train now.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config, self._rounds = config, 0
+        self._wanted = config.batch.prompts_per_step
+        self._selects = config.algorithm.sampling_rounds > 1 or config.algorithm.oversampling > 1
+        self.prompts: list[Prompt] = []
+        self.trajectories: list[Trajectory] = []
+        self._decision = SamplingDecision([], math.ceil(self._wanted * config.algorithm.oversampling), 0)
+
+    @property
+    def missing(self) -> int:
+        return self._decision.sample
+
+    def seed(self, step: int) -> int:
+        """The next round's, so that a prompt that is met again gets other answers: the run's own for the first."""
+        seed = self._config.run.seed
+        return sample_seed(seed, step, -1, self._rounds) if self._rounds else seed
+
+    def add(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> None:
+        """One round's."""
+        for trajectory in trajectories:
+            trajectory.prompt_index += len(self.prompts)
+        self._rounds += 1
+        self.prompts += prompts
+        self.trajectories += trajectories
+        self._decision = self._decide()
+
+    def kept(self) -> list[Trajectory]:
+        """Those to train on, once nothing is missing."""
+        keep = set(self._decision.keep)
+        return [t for t in self.trajectories if t.prompt_index in keep]
+
+    def metrics(self) -> Metrics:
+        """How many rounds it took, how many groups are short of what was wanted, and how many were not used."""
+        if not self._selects:
+            return {}
+        return {
+            "sampling/rounds": float(self._rounds),
+            "sampling/shortfall": float(self._decision.shortfall),
+            "sampling/dropped": float(len(self.prompts) - len(self._decision.keep)),
+        }
+
+    def _decide(self) -> SamplingDecision:
+        algorithm = self._config.algorithm
+        if not self._selects:
+            return SamplingDecision(list(range(len(self.prompts))), 0, 0)
+        with_signal = {group[0].prompt_index for group in make_groups(self.trajectories) if informative(group)}
+        flags = [index in with_signal for index in range(len(self.prompts))]
+        return dynamic_sampling(
+            flags, self._wanted, self._rounds, algorithm.sampling_rounds, algorithm.oversampling, algorithm.at_bound
+        )

@@ -1,0 +1,119 @@
+"""The loss of one optimizer step, put together from `trainer.algorithms` as the recipe says."""
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms import corrections, entropy, kl, losses
+from trainer.algorithms.aggregation import token_mean_weights, weights
+from trainer.algorithms.ratios import log_ratio
+from trainer.algorithms.values import clipped_value_loss
+from trainer.batching import MicroBatch
+from trainer.config import AlgorithmConfig
+from trainer.learning.minibatches import MiniBatch
+from trainer.policy.base import Outputs
+
+Sums = dict[str, Tensor]
+
+
+class PolicyLoss:
+    """Called for each micro-batch of an optimizer step; see `trainer.policy.base.LossFn`. All tensors are [B, T-1].
+
+    The surrogate of each token, times its correction, on decisive tokens only; plus KL, less the entropy bonus; and
+    what the values are off, where a value head shares the trunk.
+
+    Attributes:
+        gaps: (trainer's, engine's) log-probabilities of the trainable tokens seen.
+    """
+
+    def __init__(self, config: AlgorithmConfig, minibatch: MiniBatch, longest: int) -> None:
+        """`longest`: tokens of the longest possible answer, for the aggregation fixed_length."""
+        self.gaps: list[tuple[Tensor, Tensor]] = []
+        self._config, self._longest, self._critic = config, longest, CriticLoss(config, minibatch)
+        by_token = config.aggregation == "token_mean"
+        self._denominator = float(minibatch.tokens if by_token else minibatch.sequences)
+
+    def __call__(self, batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, Sums]:
+        config, mask, logprobs = self._config, batch.loss_mask, outputs.logprobs
+        # With a single update nothing has changed yet, so the forward pass itself tells what the policy was.
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        trained = mask.bool()
+        self.gaps.append((old[trained], batch.engine_logprobs[trained]))
+        loss, bounded = surrogate(config, logprobs, old, batch.advantages, mask)
+        sums = {
+            "tokens": mask.sum(),
+            "clipped": (bounded * mask).sum(),
+            "entropy": (outputs.entropy.detach() * mask).sum(),
+        }
+        weight, correction_sums = correction(config, batch, old, logprobs)
+        loss, sums = loss * weight, sums | correction_sums
+        if batch.decisive is not None:
+            loss = loss * batch.decisive
+            sums["decisive"] = (batch.decisive * mask).sum()
+        if batch.ref_logprobs is not None:
+            estimate = kl.divergence(config.kl_estimator, logprobs, old, batch.ref_logprobs, config.kl_clamp)
+            sums["kl"] = (estimate.detach() * mask).sum()
+            if config.kl_in == "loss":
+                loss = loss + config.kl_coef * estimate
+        if config.entropy_coef:
+            loss = loss + entropy.entropy_bonus(outputs.entropy, config.entropy_coef)
+        total = (loss * weights(mask, config.aggregation, self._denominator, self._longest)).sum()
+        if outputs.values is not None:
+            value_loss, value_sums = self._critic(batch, outputs.values)
+            total, sums = total + config.value_coef * value_loss, sums | value_sums
+        return total, sums
+
+
+def surrogate(
+    config: AlgorithmConfig, logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The policy loss of each token by the recipe's name for it, and which tokens its bounds took effect on."""
+    if config.loss == "reinforce":
+        return losses.reinforce(logprobs, advantages)
+    ratio = log_ratio(logprobs, old, mask, config.ratio_level)
+    if config.loss == "sapo":
+        assert config.sapo_temperatures is not None
+        return losses.sapo(ratio, advantages, *config.sapo_temperatures)
+    assert config.clip_low is not None and config.clip_high is not None
+    if config.loss == "cispo":
+        return losses.cispo(ratio, logprobs, advantages, config.clip_low, config.clip_high)
+    return losses.clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+
+
+def correction(config: AlgorithmConfig, batch: MicroBatch, old: Tensor, logprobs: Tensor) -> tuple[Tensor, Sums]:
+    """What the surrogate is multiplied by, since engine and trainer disagree: weights, 0 for what is left out."""
+    mask, engine = batch.loss_mask, batch.engine_logprobs
+    if config.tis_cap is None and config.keep_band is None and config.stale_threshold is None:
+        return torch.ones_like(mask), {}
+    kept = torch.ones_like(mask, dtype=torch.bool)
+    if config.keep_band is not None:
+        kept &= corrections.within(corrections.rollout_ratios(old, engine, mask, config.keep_level), *config.keep_band)
+    if config.stale_threshold is not None:
+        kept &= corrections.not_stale(logprobs, engine, batch.advantages, mask, config.stale_threshold)
+    if config.tis_cap is None:
+        ratios, cap = torch.ones_like(mask), 1.0
+    else:
+        ratios, cap = corrections.rollout_ratios(old, engine, mask, config.tis_level), config.tis_cap
+    return ratios.clamp(max=cap) * kept, corrections.correction_sums(ratios, cap, kept, mask)
+
+
+class CriticLoss:
+    """The value model's, over the mean of all trainable tokens; called for each micro-batch of an optimizer step."""
+
+    def __init__(self, config: AlgorithmConfig, minibatch: MiniBatch) -> None:
+        self._clip, self._tokens = config.value_clip, minibatch.tokens
+
+    def __call__(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor, Sums]:
+        """The loss and its figures; `values` [B, T-1] carry the gradient."""
+        assert batch.old_values is not None and batch.returns is not None
+        mask, goal = batch.loss_mask, batch.returns
+        loss, clipped = clipped_value_loss(values, batch.old_values, goal, self._clip)
+        sums = {
+            "value/tokens": mask.sum(),
+            "value/loss": (loss.detach() * mask).sum(),
+            "value/clipped": (clipped * mask).sum(),
+            "value/return": (goal * mask).sum(),
+            "value/return_squared": (goal.square() * mask).sum(),
+            "value/error": ((goal - batch.old_values) * mask).sum(),
+            "value/error_squared": ((goal - batch.old_values).square() * mask).sum(),
+        }
+        return (loss * token_mean_weights(mask, float(self._tokens))).sum(), sums
