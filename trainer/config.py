@@ -224,6 +224,21 @@ class PolicyConfig(Section):
     )
 
 
+class CriticConfig(Section):
+    """The value model of PPO; nothing else loads it. Keys that are not here it takes from `policy`."""
+
+    shared: bool = Field(
+        default=False,
+        description="a value head on the policy's own trunk, learned with its loss, in place of a model of its own",
+    )
+    path: str | None = Field(
+        default=None,
+        description="model or reward model (one label) that a model of its own starts from; null: model.path",
+    )
+    lr: Positive = Field(default=1e-5, description="peak learning rate of a model of its own")
+    warmup_steps: int = Field(default=0, ge=0, description="its optimizer steps of linear warm-up")
+
+
 class BatchConfig(Section):
     """How much is generated and trained on in a step."""
 
@@ -342,6 +357,7 @@ class TrainConfig(Section):
     sync: SyncConfig = SyncConfig()
     policy: PolicyConfig = PolicyConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     batch: BatchConfig = BatchConfig()
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -4,7 +4,6 @@ Each group of ranks is launched once; `policy_checks` has the checks, a test her
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from tests.distributed import policy_checks as checks
 from tests.distributed.launch import run_ranks
 from trainer.config import ModelConfig, PolicyConfig
-from trainer.distributed import destroy_process_group, init_process_group
 from trainer.errors import UserError
 from trainer.policy import FsdpPolicy
 from trainer.policy.checkpoint_names import checkpoint_views
@@ -22,19 +20,6 @@ from trainer.policy.loading import build_meta_model
 from trainer.policy.saving import save_pretrained
 
 BY_KIND = pytest.mark.parametrize(("kind", "tied"), checks.KINDS)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checks.make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    """A process group of one, without torchrun."""
-    init_process_group(60, "cpu")
-    yield
-    destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ class FsdpPolicy(ShardedModel):
         device: torch.device,
         total_updates: int = 1,
         trainable: bool = True,
+        value_head: bool = False,
     ) -> None:
         """Build, shard and load the model.
 
@@ -29,6 +30,7 @@ class FsdpPolicy(ShardedModel):
             device: "cpu", or the CUDA device of this rank.
             total_updates: where the learning rate's schedule ends.
             trainable: False for a frozen reference: no gradients, no optimizer, weights kept in the compute dtype.
+            value_head: outputs have values, too, of a head on the last hidden state: a critic that shares the trunk.
         """
         source = loading.resolve_folder(model.path)
         built = loading.build_meta_model(
@@ -40,7 +42,7 @@ class FsdpPolicy(ShardedModel):
         )
         if trainable and policy.activation_checkpointing:
             built.gradient_checkpointing_enable({"use_reentrant": False})
-        module = PolicyModule(built, policy.fp32_head)
+        module = PolicyModule(built, policy.fp32_head, value_head)
         super().__init__(module, built, source, policy, device, total_updates, trainable)
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:

@@ -7,6 +7,7 @@ files the rows it owns, and no others.
 import json
 import math
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,24 @@ def resolve_folder(path: str) -> Path:
 
 
 def build_meta_model(
-    folder: Path, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool, device: torch.device
+    folder: Path,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    device: torch.device,
+    kind: Any = AutoModelForCausalLM,
+    **settings: Any,
 ) -> PreTrainedModel:
-    """The model without its weights: parameters on meta, computed buffers (rotary frequencies) real on `device`."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    """The model without its weights: parameters on meta, computed buffers (rotary frequencies) real on `device`.
+
+    `kind` is the automatic class that knows the model's own; `settings` replace what config.json says.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **settings)
     for key in LOGIT_CHANGES:
         if getattr(config, key, None) not in (None, 1.0):
             raise UserError(f"{folder} sets {key}, which the trainer's output head does not apply: use another model")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = kind.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
     with torch.no_grad():
@@ -59,7 +69,14 @@ def build_meta_model(
     return model
 
 
-def load_sharded(model: PreTrainedModel, folder: Path, device: torch.device) -> None:
+StartValue = Callable[[str, torch.Size], Tensor | None]
+"""(name, shape) -> the whole value that a parameter begins with, the same on all ranks; None: what the checkpoint has.
+"""
+
+
+def load_sharded(
+    model: PreTrainedModel, folder: Path, device: torch.device, start: StartValue = lambda name, shape: None
+) -> None:
     """Fill the sharded model's parameters and saved buffers from `folder`; tied parameters stay one.
 
     Each rank reads its own rows. Raises UserError naming what the checkpoint lacks or has in another shape.
@@ -70,7 +87,7 @@ def load_sharded(model: PreTrainedModel, folder: Path, device: torch.device) -> 
     # A tied parameter comes up under each of its names; the same object for all of them keeps it tied.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in loaded:
-            loaded[id(parameter)] = _load_parameter(model, name, parameter, files, device)
+            loaded[id(parameter)] = _load_parameter(model, name, parameter, files, device, start)
         state[name] = loaded[id(parameter)]
     for name in model.state_dict().keys() - state.keys():
         buffer = model.get_buffer(name)
@@ -82,17 +99,26 @@ def load_sharded(model: PreTrainedModel, folder: Path, device: torch.device) -> 
 
 
 def _load_parameter(
-    model: PreTrainedModel, name: str, parameter: nn.Parameter, files: "SafetensorsFolder", device: torch.device
+    model: PreTrainedModel,
+    name: str,
+    parameter: nn.Parameter,
+    files: "SafetensorsFolder",
+    device: torch.device,
+    start: StartValue,
 ) -> nn.Parameter:
     """This rank's rows of one parameter, as a sharded tensor like `parameter`, with data."""
     if not isinstance(parameter, DTensor):
         raise TypeError(f"{name} is not sharded: load_sharded comes after fully_shard")
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     begin = offset[0] * math.prod(parameter.shape[1:])
-    views = checkpoint_views(model, name, parameter.shape)
-    local = files.read(views, begin, begin + math.prod(shape), parameter.dtype, device).view(shape)
+    end = begin + math.prod(shape)
+    if (whole := start(name, parameter.shape)) is not None:
+        local = whole.reshape(-1)[begin:end].to(device, parameter.dtype, copy=True)
+    else:
+        views = checkpoint_views(model, name, parameter.shape)
+        local = files.read(views, begin, end, parameter.dtype, device)
     sharded = DTensor.from_local(
-        local,
+        local.view(shape),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

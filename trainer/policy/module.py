@@ -1,4 +1,4 @@
-"""What is trained: a causal language model that answers with log-probabilities."""
+"""What is trained: a causal language model that answers with log-probabilities, a trunk that answers with values."""
 
 import torch
 from torch import Tensor, nn
@@ -12,29 +12,73 @@ class PolicyModule(nn.Module):
 
     It is the module FSDP wraps at the root, so that the output head's weight, used here directly, is gathered when it
     is needed.
+
+    Attributes:
+        value_head: [1, H], from zeros; None: values are another model's, or nobody's. No part of `model`, so that
+            neither the engine nor an export ever sees it.
     """
 
-    def __init__(self, model: PreTrainedModel, fp32_head: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, fp32_head: bool = False, value_head: bool = False) -> None:
         super().__init__()
         self.model, self.fp32_head = model, fp32_head
+        self.value_head = zero_head(model.config.get_text_config().hidden_size) if value_head else None
 
-    def forward(self, input_ids: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, input_ids: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, ...]:
         """Log-probabilities and entropy of the targets `input_ids[:, 1:]` where `mask` is true, 0 elsewhere.
 
-        The last position predicts nothing, so the model does not see it. The output head, by far the largest matrix,
-        runs only on positions whose target counts.
+        The output head, by far the largest matrix, runs only on positions whose target counts.
 
         Args:
             input_ids: [B, T], right-padded.
             mask: [B, T-1] bool.
 
         Returns:
-            two tensors [B, T-1] float32, nats.
+            two tensors [B, T-1] float32, nats; with a value head a third, the values.
         """
-        hidden = self.model.base_model(input_ids=input_ids[:, :-1], use_cache=False).last_hidden_state
+        hidden = target_states(self.model.base_model, input_ids, mask)
         head = self.model.get_output_embeddings()
-        values = target_logprobs(
-            hidden[mask], head.weight, head.bias, input_ids[:, 1:][mask], temperature, fp32_head=self.fp32_head
+        found: tuple[Tensor, ...] = target_logprobs(
+            hidden, head.weight, head.bias, input_ids[:, 1:][mask], temperature, fp32_head=self.fp32_head
         )
-        logprobs, entropy = (torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value) for value in values)
-        return logprobs, entropy
+        if self.value_head is not None:
+            found = (*found, values_of(hidden, self.value_head))
+        return tuple(spread(mask, each) for each in found)
+
+
+class ValueModule(nn.Module):
+    """A trunk and a head that tell what return is expected of the state in which a target is sampled: a critic."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """`model`: a Transformers model for sequence classification with one label, as reward models are."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        """Values [B, T-1] float32 where `mask` is true, 0 elsewhere; arguments as `PolicyModule`'s."""
+        return spread(mask, values_of(target_states(self.model.base_model, input_ids, mask), self.model.score))
+
+
+def target_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
+    """Hidden states from which the targets `input_ids[:, 1:]` where `mask` is true are predicted, row by row: [K, H].
+
+    A last token predicts nothing, so the trunk does not see it.
+    """
+    hidden: Tensor = trunk(input_ids=input_ids[:, :-1], use_cache=False).last_hidden_state
+    return hidden[mask]
+
+
+def zero_head(hidden_size: int) -> nn.Linear:
+    """A value head, [1, H], that expects nothing of any state."""
+    head = nn.Linear(hidden_size, 1, bias=False)
+    nn.init.zeros_(head.weight)
+    return head
+
+
+def values_of(hidden: Tensor, head: nn.Linear) -> Tensor:
+    """[K] float32 from hidden states [K, H]: returns are too fine for bfloat16, in which 0.996 is followed by 1."""
+    return nn.functional.linear(hidden.float(), head.weight.float()).squeeze(1)
+
+
+def spread(mask: Tensor, values: Tensor) -> Tensor:
+    """The K values back where `mask` is true, in its shape; 0 elsewhere."""
+    return torch.zeros_like(mask, dtype=values.dtype).masked_scatter(mask, values)

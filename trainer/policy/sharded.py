@@ -41,6 +41,7 @@ class ShardedModel:
         device: torch.device,
         total_updates: int = 1,
         trainable: bool = True,
+        start: loading.StartValue = lambda name, shape: None,
     ) -> None:
         """Shard and load.
 
@@ -49,17 +50,19 @@ class ShardedModel:
             source: the checkpoint to load.
             total_updates: where the learning rate's schedule ends.
             trainable: False for a frozen model: no gradients, no optimizer.
+            start: see `loading.load_sharded`.
         """
         self.module, self.model, self.source = module, model, source
-        self.device, self.config, self.trainable = device, settings, trainable
+        self.device, self.config = device, settings
         self.compute_dtype = getattr(torch, settings.dtype)
         self.updates = Updates(settings, total_updates)
-        module.requires_grad_(trainable)
+        if not trainable:
+            module.requires_grad_(False)
         self._shard()
-        loading.load_sharded(model, source, device)
+        loading.load_sharded(model, source, device, start)
         if trainable:
             self.optimizer = make_adamw(
-                list(module.parameters()), settings.lr, settings.betas, settings.eps, settings.weight_decay
+                list(self.trained().values()), settings.lr, settings.betas, settings.eps, settings.weight_decay
             )
 
     @property
@@ -86,6 +89,11 @@ class ShardedModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Sharded parameters under the names they have in the Transformers model, tied ones once."""
         yield from parameter_names(self.model).items()
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Those that learn, by name: of the model's, and a head's beside it."""
+        heads = {name: p for name, p in self.module.named_parameters() if not name.startswith("model.")}
+        return {name: p for name, p in (dict(self.named_parameters()) | heads).items() if p.requires_grad}
 
     @torch.no_grad()
     def _without_gradients(self, batches: list[MicroBatch], forward: Callable[[MicroBatch], Result]) -> list[Result]:
@@ -131,14 +139,14 @@ class ShardedModel:
         return self.updates.count(not finite, norm, sums)
 
     def state_dict(self) -> dict[str, Any]:
-        """Live sharded tensors: torch.distributed.checkpoint saves them, and loads into them in place.
+        """Live sharded tensors of what learns: torch.distributed.checkpoint saves them, and loads into them in place.
 
         The learning rate is a function of `version`, as is AdamW's own step count, so the number is all that is kept of
         both.
         """
-        parameters = dict(self.named_parameters())
+        parameters = self.trained()
         moments: dict[str, Tensor] = {}
-        for name, parameter in parameters.items() if self.trainable else ():
+        for name, parameter in parameters.items():
             state = self.optimizer.state[parameter]
             moments |= {f"{name}.{key}": state[key] for key in MOMENTS}
         return {
@@ -158,9 +166,8 @@ class ShardedModel:
             for name, tensor in own[section].items():
                 tensor.copy_(state[section][name])
         self.updates.restore(state["counters"])
-        if self.trainable:
-            for values in self.optimizer.state.values():
-                values["step"].fill_(self.version)
+        for parameter in self.trained().values():
+            self.optimizer.state[parameter]["step"].fill_(self.version)
 
     def _reshard(self) -> None:
         """Free gathered weights that were kept, so that outside of calls every parameter is its sharded self."""

@@ -1,0 +1,45 @@
+"""Critic and the value head on the policy's trunk against a plain trunk and a linear head, on one rank.
+
+On more of them: test_policy.py and test_hsdp.py.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import critic_checks
+from tests.distributed import policy_checks as checks
+from trainer.config import TrainConfig
+from trainer.errors import UserError
+from trainer.policy.critic import make_critic
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_a_reward_model_goes_on_as_a_critic(one_rank: None, models: Path, kind: str) -> None:
+    critic_checks.make_reward_model(models, kind)
+    critic_checks.check_values_and_gradients(models, kind)
+
+
+def test_a_head_on_the_shared_trunk(one_rank: None, models: Path) -> None:
+    critic_checks.check_head_on_shared_trunk(models)
+
+
+def test_p20_a_restored_critic_goes_on_bit_for_bit(one_rank: None, models: Path) -> None:
+    critic_checks.check_state(models)
+
+
+def test_a_recipe_s_critic_has_its_own_rate(one_rank: None, models: Path) -> None:
+    values = {"model": {"path": str(checks.model_folder(models))}, "data": {"path": "none"}}
+    policy = {"lr": 1e-6, "warmup_steps": 0, "dtype": "float32"}
+    config = TrainConfig.model_validate(values | {"policy": policy, "critic": {"lr": 1e-3, "warmup_steps": 1}})
+    critic = make_critic(config, checks.CPU, 10)
+    batches = checks.own_batches(checks.make_samples(), 60)
+    rates = [critic.update(batches, critic_checks.squared_error(batches)).learning_rate for _ in range(2)]
+    assert rates == [0.5e-3, 1e-3]
+
+
+def test_what_cannot_be_a_critic_is_one_sentence(one_rank: None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(UserError, match="cannot be a critic"):
+        critic_checks.make_critic(tmp_path)

@@ -1,0 +1,72 @@
+"""The value model of PPO with a trunk of its own; one that shares the policy's is a head in `PolicyModule`."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from trainer.batching import MicroBatch
+from trainer.config import ModelConfig, PolicyConfig, TrainConfig
+from trainer.errors import UserError
+from trainer.policy import loading
+from trainer.policy.base import UpdateStats
+from trainer.policy.module import ValueModule
+from trainer.policy.sharded import ShardedModel
+
+HEAD = "score.weight"
+ValueLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(batch, values [B, T-1]) -> what `trainer.policy.base.LossFn` returns."""
+
+
+class Critic(ShardedModel):
+    """Expected return of the state in which each token was sampled, under FSDP2 and with an optimizer of its own.
+
+    It is a sequence classifier with one label in Transformers' terms, so that it can start from the policy's
+    checkpoint, with a head of zeros, or from a reward model, with the head that this has.
+    """
+
+    def __init__(
+        self, model: ModelConfig, settings: PolicyConfig, device: torch.device, total_updates: int = 1
+    ) -> None:
+        """Build, shard and load the model; arguments as `FsdpPolicy`'s. Raises UserError for a type without a head."""
+        source = loading.resolve_folder(model.path)
+        try:
+            built = loading.build_meta_model(
+                source,
+                torch.float32,
+                model.attn_implementation,
+                model.trust_remote_code,
+                device,
+                AutoModelForSequenceClassification,
+                num_labels=1,
+            )
+        except ValueError as error:
+            raise UserError(f"{model.path} cannot be a critic: Transformers has no classifier of its type") from error
+        if settings.activation_checkpointing:
+            built.gradient_checkpointing_enable({"use_reentrant": False})
+        fresh = HEAD not in loading.SafetensorsFolder(source).names
+
+        def start(name: str, shape: torch.Size) -> Tensor | None:
+            return torch.zeros(shape) if fresh and name == HEAD else None
+
+        super().__init__(ValueModule(built), built, source, settings, device, total_updates, start=start)
+
+    def score(self, batches: list[MicroBatch]) -> list[Tensor]:
+        """Values [B, T-1] float32 for each batch, 0 where its loss mask is; without gradients. Collective."""
+        return self._without_gradients(batches, self._values)
+
+    def update(self, batches: list[MicroBatch], loss_fn: ValueLoss) -> UpdateStats:
+        """One optimizer step on the sum of all losses, or none, as `Policy.update`. Collective."""
+        return self._update(batches, lambda batch: loss_fn(batch, self._values(batch)))
+
+    def _values(self, batch: MicroBatch) -> Tensor:
+        values: Tensor = self.module(batch.input_ids, batch.loss_mask.bool())
+        return values
+
+
+def make_critic(config: TrainConfig, device: torch.device, total_updates: int) -> Critic:
+    """The critic that the recipe describes."""
+    model = config.model.model_copy(update={"path": config.critic.path or config.model.path})
+    own = {"lr": config.critic.lr, "warmup_steps": config.critic.warmup_steps}
+    return Critic(model, config.policy.model_copy(update=own), device, total_updates)

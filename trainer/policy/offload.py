@@ -1,0 +1,75 @@
+"""Device memory that is given back for a while, its contents waiting in the host's memory (PITFALLS P1, P6)."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+TensorSource = Callable[[], Iterable[Tensor]]
+
+
+class Offload:
+    """A set of tensors that can be moved out of the way and back, with all that refers to them as it is.
+
+    Not the tensors are replaced but their storages emptied and filled again, as FSDP does with gathered weights: the
+    optimizer's state, sharded parameters and views of flat buffers need not know. The host's buffers are allocated
+    once, page-locked where the tensors are on CUDA, so that a hundred shifts cost no more host memory than one. On a
+    CPU both places are the same memory, and nothing is gained.
+    """
+
+    def __init__(self, tensors: TensorSource, constant: bool = False) -> None:
+        """Nothing moves yet.
+
+        Args:
+            tensors: asked anew at every release, which may be views of one another.
+            constant: their values never change once released, so that later releases need not copy.
+        """
+        self._tensors, self._constant = tensors, constant
+        self._buffers: list[Tensor] = []
+        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
+
+    def release(self) -> int:
+        """Free the tensors' memory; returns its size in bytes, 0 if it is free already.
+
+        Between this and `restore` nobody may touch the tensors.
+        """
+        if self._away:
+            return 0
+        storages = _storages(self._tensors())
+        if not self._constant or not self._buffers:
+            self._copy_out(storages)
+        self._away = list(zip(storages, self._buffers, strict=True))
+        for storage in storages:
+            storage.resize_(0)
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def restore(self) -> None:
+        """Allocate the memory again and fill it; nothing to do where nothing was released."""
+        for storage, buffer in self._away:
+            storage.resize_(buffer.nbytes)
+            _bytes_of(storage).copy_(buffer, non_blocking=True)  # later work on the stream sees it
+        self._away = []
+
+    def _copy_out(self, storages: list[torch.UntypedStorage]) -> None:
+        if [buffer.nbytes for buffer in self._buffers] != [storage.nbytes() for storage in storages]:
+            self._buffers = [
+                torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                for storage in storages
+            ]
+        for storage, buffer in zip(storages, self._buffers, strict=True):
+            buffer.copy_(_bytes_of(storage), non_blocking=True)
+        for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
+            torch.cuda.synchronize(device)  # before their memory is freed
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """The storages behind tensors, each once; of sharded tensors this rank's part."""
+    locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in locals_)
+    return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """All of a storage as uint8 [nbytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
