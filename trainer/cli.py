@@ -1,4 +1,4 @@
-"""The command line: `hotbunk train|sft|generate|serve …`, also `python -m trainer …`; no torch until it is needed."""
+"""The command line: `hotbunk train|sft|eval|generate|… …`, also `python -m trainer …`; no torch until it is needed."""
 
 import argparse
 import json
@@ -19,7 +19,13 @@ from trainer.config_checks import check_config
 from trainer.errors import UserError
 from trainer.rewards import RewardPool
 
-_MODULES = {"train": "trainer.loop", "sft": "trainer.sft", "generate": "trainer.generate", "serve": "trainer.serve"}
+_TRAINING = {"train": "trainer.loop", "sft": "trainer.sft"}
+_OTHERS = {
+    "eval": "trainer.evaluate",
+    "generate": "trainer.generate",
+    "serve": "trainer.serve",
+}
+_WITH_OVERRIDES = ("train", "sft", "eval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,18 +37,17 @@ def _dispatch(argv: list[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # pkg.mod:Name finds the user's code whichever way this was started
     overrides: list[str] = []
-    if argv and argv[0] in ("train", "sft"):
+    if argv and argv[0] in _WITH_OVERRIDES:
         argv, overrides = split_overrides(argv)
-    arguments = _parser().parse_args(argv)
-    if arguments.command in ("generate", "serve"):
-        return import_module(_MODULES[arguments.command]).main(arguments) or 0
-    if arguments.resume is not None:
-        overrides.append(f"checkpoint.resume={json.dumps(arguments.resume)}")
-    return _train(arguments, overrides)
+    arguments = _parser().parse_args(argv, argparse.Namespace(overrides=overrides))
+    if arguments.command in _OTHERS:
+        return import_module(_OTHERS[arguments.command]).main(arguments) or 0
+    return _train(arguments)
 
 
-def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    config = load_config(arguments.recipe, overrides)
+def _train(arguments: argparse.Namespace) -> int:
+    resume = [] if arguments.resume is None else [f"checkpoint.resume={json.dumps(arguments.resume)}"]
+    config = load_config(arguments.recipe, [*arguments.overrides, *resume])
     check_config(config, arguments.command)
     if arguments.check:
         RewardPool(config.reward)
@@ -55,7 +60,7 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from trainer import lifetime
 
     lifetime.start_guardian()  # before anything that starts processes or takes long
-    return lifetime.run(lambda: _reporting(lambda: import_module(_MODULES[arguments.command]).main(config) or 0))
+    return lifetime.run(lambda: _reporting(lambda: import_module(_TRAINING[arguments.command]).main(config) or 0))
 
 
 def check_rollout(config: TrainConfig) -> None:
@@ -162,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dry-run", action="store_true", help="check, print the resolved recipe and stop")
         command.add_argument("--check", action="store_true", help="check what needs no tokenizer and no data, and stop")
         command.add_argument("--resume", metavar="auto|none|PATH", help="short for --checkpoint.resume")
+    _add_eval(commands.add_parser("eval", help="measure a model on held-out prompts", allow_abbrev=False))
     generate = commands.add_parser("generate", help="answer a prompt, or chat, with a model", allow_abbrev=False)
     generate.add_argument("model", help="folder of a run or of a model, or a hub name")
     generate.add_argument("--prompt", help="answer this and stop; without it, chat on the terminal")
@@ -170,6 +176,18 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     _add_serve(commands.add_parser("serve", help="answer OpenAI clients with a model", allow_abbrev=False))
     return parser
+
+
+def _add_eval(evaluate: argparse.ArgumentParser) -> None:
+    evaluate.description = (
+        "Sample answers to the recipe's held-out prompts (data.eval_path or eval.datasets; without them data.path), "
+        "score them with its rewards, and write eval.json and completions.jsonl. Keys of the recipe are overridden by "
+        "--section.key value, such as --eval.samples 16 --eval.temperature 0.8 --eval.k '[1, 4, 16]'; "
+        "hotbunk train --help lists them."
+    )
+    evaluate.add_argument("model", help="folder of a run or of a model, or a hub name")
+    evaluate.add_argument("recipe", nargs="?", type=Path, help="YAML file; without it, the run's own")
+    evaluate.add_argument("--output", type=Path, help="folder (default: MODEL/eval for a run, else runs/eval/MODEL)")
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:

@@ -27,30 +27,39 @@ _STRETCHING_ROPES = (
 )  # of the others, max_position_embeddings already tells the whole length
 
 
-def check_config(
-    config: TrainConfig, command: Literal["train", "sft"], environ: Mapping[str, str] = os.environ
-) -> None:
-    """Raise UserError with one sentence for everything that is wrong.
+Command = Literal["train", "sft", "eval"]
+
+
+def check_config(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError with one sentence for everything that is wrong. Arguments as `find_problems`."""
+    if problems := find_problems(config, command, environ):
+        raise UserError("\n".join(problems))
+
+
+def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """One sentence for everything that is wrong.
 
     Args:
-        command: sft neither samples nor has rewards, so less can be wrong.
+        command: sft neither samples nor has rewards and eval does not train, so less can be wrong.
         environ: WORLD_SIZE is read from it (1 if absent), and the allocator's settings.
     """
     ranks = int(environ.get("WORLD_SIZE", "1"))
-    problems = [*_check_paths(config), *_check_device(config, environ), *_check_backend(config, ranks)]
+    problems = [*_check_paths(config), *_check_device(config, environ)]
+    if command != "eval":
+        problems += _check_backend(config, ranks)
     if command == "sft":
         problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
     else:
-        problems += _check_batch(config, ranks)
-        problems += check_algorithm(config)
-        problems += _check_sampling(config)
+        problems += _check_rewards(config)
         problems += _check_evaluation(config)
         problems += _check_lengths(config)
         problems += _check_rollout(config)
+    if command == "train":
+        problems += _check_batch(config, ranks)
+        problems += check_algorithm(config)
+        problems += _check_sampling(config)
         problems += _check_resume(config)
-    problems += _check_model(config, ranks, command)
-    if problems:
-        raise UserError("\n".join(problems))
+    return [*problems, *_check_model(config, ranks, command)]
 
 
 def resolve_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
@@ -141,10 +150,13 @@ def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
     yield from _check_divides(name, samples, "batch.updates_per_step", updates)
     if samples < ranks * updates:
         yield f"{name} = {samples} leaves some of {ranks} ranks without an answer in each of {updates} updates"
-    if not config.reward.functions and not config.rollout.code:
-        yield "reward.functions is empty: name at least one, such as [{name: exact_match}]"
     if config.eval.every and not config.held_out:
         yield "eval.every is set, but there is nothing to evaluate on: set data.eval_path or eval.datasets"
+
+
+def _check_rewards(config: TrainConfig) -> Iterator[str]:
+    if not config.reward.functions and not config.rollout.code:
+        yield "reward.functions is empty: name at least one, such as [{name: exact_match}]"
 
 
 def _check_sampling(config: TrainConfig) -> Iterator[str]:
@@ -207,7 +219,7 @@ def _check_resume(config: TrainConfig) -> Iterator[str]:
         yield f"checkpoint.resume: {resume} is no complete checkpoint (a step_N folder that holds {COMPLETE_MARKER})"
 
 
-def _check_model(config: TrainConfig, ranks: int, command: str) -> Iterator[str]:
+def _check_model(config: TrainConfig, ranks: int, command: Command) -> Iterator[str]:
     try:
         model = model_config(config.model.path)
     except UserError as error:
@@ -222,7 +234,8 @@ def _check_model(config: TrainConfig, ranks: int, command: str) -> Iterator[str]
     if limit is not None and config.engine.max_model_len > limit:
         yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
     size = config.engine.tensor_parallel_size
-    yield from _check_divides("the number of ranks", ranks, "engine.tensor_parallel_size", size)
+    if command == "train":
+        yield from _check_divides("the number of ranks", ranks, "engine.tensor_parallel_size", size)
     if heads := model.get("num_attention_heads"):
         yield from _check_divides("num_attention_heads of the model", heads, "engine.tensor_parallel_size", size)
 

@@ -92,12 +92,9 @@ def dataset_figures(trajectories: Sequence[Trajectory], label: str | None, confi
     accuracy is the mean of the first reward function; pass@k and majority@k take an answer for right from
     `config.right_from` on. An episode that failed is a wrong answer of reward 0, and its vote an abstention.
     """
-    groups: dict[int, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        groups[trajectory.prompt_index].append(trajectory)
-    prompts = list(groups.values())
+    prompts = _by_prompt(trajectories)
     figures = {
-        "accuracy": _mean([_mean([_score(t, label) for t in group]) for group in prompts]),
+        "accuracy": _mean(accuracies(trajectories, label)),
         "reward": _mean([_mean([0.0 if t.error else t.reward for t in group]) for group in prompts]),
         "length": _mean([float(sum(t.loss_mask)) for t in trajectories]),
         "truncated": _mean([float(t.finish_reason == "length") for t in trajectories]),
@@ -108,6 +105,27 @@ def dataset_figures(trajectories: Sequence[Trajectory], label: str | None, confi
         figures[f"pass@{k}"] = _mean([pass_at_k(len(right), sum(right), k) for right in verdicts])
         figures[f"majority@{k}"] = _mean([majority_at_k(*pair, k) for pair in zip(votes, verdicts, strict=True)])
     return figures
+
+
+def accuracies(trajectories: Sequence[Trajectory], label: str | None) -> list[float]:
+    """Each prompt's accuracy, the mean over its answers."""
+    return [_mean([_score(t, label) for t in group]) for group in _by_prompt(trajectories)]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of their mean, were they drawn independently, as prompts are and answers to one prompt are not; 0 for one value.
+
+    Clustered by prompt in this way: Miller 2024 (arXiv:2411.00640), section 2.2.
+    """
+    mean, count = _mean(values), len(values)
+    return (sum((value - mean) ** 2 for value in values) / max(count - 1, 1) / count) ** 0.5
+
+
+def _by_prompt(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    groups: dict[int, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        groups[trajectory.prompt_index].append(trajectory)
+    return list(groups.values())
 
 
 def _score(trajectory: Trajectory, label: str | None) -> float:

@@ -41,11 +41,17 @@ def main(arguments: argparse.Namespace) -> int:
     lifetime.run(lambda: converse(settings, chat, sampling))
 
 
-def engine_settings(name: str) -> EngineSettings:
-    """An engine for one conversation with the model (of the run) in folder `name`, in the dtype it was saved in."""
+def model_folder(name: str) -> Path:
+    """What `name` stands for: the model that the run in this folder has written, or a model's folder or hub name."""
     folder = Path(name) / "model" if (Path(name) / "config.yaml").is_file() else Path(name)
     if folder != Path(name) and not folder.is_dir():
         raise UserError(f"{name} has no model yet: its run is not finished, or checkpoint.export_hf is false")
+    return folder
+
+
+def engine_settings(name: str) -> EngineSettings:
+    """An engine for one conversation with the model (of the run) in folder `name`, in the dtype it was saved in."""
+    folder = model_folder(name)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} holds no *.safetensors with a model's weights")
     try:

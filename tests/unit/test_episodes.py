@@ -12,7 +12,7 @@ from small_tokenizer import small_tokenizer
 from generation.rollouts.llm import one_shot
 from generation.trajectory import Trajectory
 from trainer.config import TrainConfig
-from trainer.config_checks import _check_batch, _check_rollout
+from trainer.config_checks import _check_rewards, _check_rollout
 from trainer.data import Prompt
 from trainer.episodes import EpisodePlan
 from trainer.errors import UserError
@@ -125,8 +125,8 @@ def test_combinations_that_mean_nothing_are_refused(rollout: dict[str, Any], rea
 
 
 def test_ones_own_rollout_needs_no_reward_function() -> None:
-    assert [p for p in _check_batch(config(environment="a:b", functions=[]), 1) if "reward" in p] == []
-    assert [p for p in _check_batch(config(functions=[]), 1) if "reward.functions is empty" in p]
+    assert list(_check_rewards(config(environment="a:b", functions=[]))) == []
+    assert "reward.functions is empty" in next(_check_rewards(config(functions=[])))
 
 
 def test_v34_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_answer() -> None:
