@@ -1,0 +1,153 @@
+"""What tests of the learner share: steps of random trajectories, a policy small enough to check, ranks as threads."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from generation.trajectory import Trajectory
+from sharding.collectives import all_gather_bytes, all_reduce_sum
+from trainer.batching import MicroBatch
+from trainer.config import TrainConfig
+from trainer.policy.base import LossFn, Outputs, UpdateStats
+
+VOCABULARY = 11
+T = TypeVar("T")
+
+
+def make_config(**sections: dict[str, Any]) -> TrainConfig:
+    return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | sections)
+
+
+def random_trajectory(prompt: int, sample: int, generator: torch.Generator) -> Trajectory:
+    """One to three turns of one to four tokens, tool tokens between them; a reward, in parts and of turns."""
+
+    def integers(high: int, count: int = 1) -> list[int]:
+        return torch.randint(1, high, (count,), generator=generator).tolist()
+
+    mask: list[int] = []
+    turns = integers(4)[0]
+    for turn in range(turns):
+        mask += [0] * (turn > 0) * integers(3)[0] + [1] * integers(5)[0]
+    logprobs = (-2.4 + 0.2 * torch.randn(len(mask), generator=generator)) * torch.tensor(mask)
+    parts = {"a": integers(3)[0] - 1.0, "b": integers(4)[0] / 4}
+    given = [integers(5)[0] / 10 for _ in range(turns)]
+    return Trajectory(
+        prompt, sample, integers(VOCABULARY, 2), integers(VOCABULARY, len(mask)), mask, logprobs.tolist(),
+        finish_reason=("stop", "stop", "length")[integers(4)[0] - 1], turns=turns, turn_rewards=given,
+        reward=parts["a"] + 0.5 * parts["b"] + sum(given), reward_parts=parts,
+    )  # fmt: skip
+
+
+def random_step(prompts: int, samples: int, seed: int) -> list[Trajectory]:
+    """Groups of answers; some failed, so that groups differ in size, and one group is rewarded alike."""
+    generator = torch.Generator().manual_seed(seed)
+    step = [random_trajectory(p, s, generator) for p in range(prompts) for s in range(samples)]
+    for trajectory in step:
+        if trajectory.prompt_index == 0:
+            trajectory.reward, trajectory.turn_rewards = 1.0, []
+    step[-1].error = "failed"
+    return step
+
+
+class TablePolicy:
+    """Bigrams: the logits of a token are the row of the token before it. Plain gradient descent, summed over ranks.
+
+    The whole of it is one table [VOCABULARY, VOCABULARY] of float64, so gradients show to many digits.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int = 0, rate: float = 0.5) -> None:
+        self.table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed)).double() * 0.5
+        self.rate, self.version = rate, 0
+
+    def outputs(self, table: Tensor, batch: MicroBatch, temperature: float) -> Outputs:
+        logprobs = torch.log_softmax(table / temperature, dim=1)
+        entropy = -(logprobs.exp() * logprobs).sum(dim=1)
+        before, targets = batch.input_ids[:, :-1], batch.input_ids[:, 1:]
+        mask = batch.loss_mask
+        return Outputs(logprobs[before, targets] * mask, entropy[before] * mask)
+
+    def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
+        return [self.outputs(self.table, batch, temperature) for batch in batches]
+
+    def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
+        table = self.table.clone().requires_grad_()
+        totals: dict[str, float] = {"loss": 0.0}
+        for batch in batches:
+            loss, sums = loss_fn(batch, self.outputs(table, batch, temperature))
+            loss.backward()
+            totals = {k: totals.get(k, 0.0) + v.item() for k, v in {"loss": loss, **sums}.items()}
+        assert table.grad is not None
+        gradients = [torch.frombuffer(bytearray(g), dtype=torch.float64) for g in all_gather_bytes(_bytes(table.grad))]
+        gradient = torch.stack(gradients).sum(dim=0).view_as(table)
+        self.table = self.table - self.rate * gradient
+        self.version += 1
+        totals = all_reduce_sum(totals)
+        return UpdateStats(totals.pop("loss"), gradient.norm().item(), self.rate, False, totals)
+
+
+class TableCritic:
+    """A value for the token before; it learns as `TablePolicy` does."""
+
+    def __init__(self) -> None:
+        self.policy = TablePolicy(seed=5, rate=0.1)
+
+    def values(self, table: Tensor, batch: MicroBatch) -> Tensor:
+        return (table[:, 0][batch.input_ids[:, :-1]] * batch.loss_mask).float()
+
+    def score(self, batches: list[MicroBatch]) -> list[Tensor]:
+        return [self.values(self.policy.table, batch) for batch in batches]
+
+    def update(self, batches: list[MicroBatch], loss_fn: Callable[..., Any]) -> UpdateStats:
+        self.policy.outputs = lambda table, batch, _: self.values(table, batch)  # type: ignore[assignment, method-assign]
+        return self.policy.update(batches, loss_fn, 1.0)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+class _ThreadedRanks:
+    """Stands in for torch.distributed where `sharding.collectives` uses it."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._local = count, threading.local()
+        self._barrier = threading.Barrier(count, timeout=30)
+        self._slots: list[Tensor] = [torch.empty(0)] * count
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_rank(self) -> int:
+        return self._local.rank
+
+    def get_world_size(self) -> int:
+        return self._count
+
+    def all_gather(self, parts: list[Tensor], tensor: Tensor, group: None = None) -> None:
+        self._slots[self.get_rank()] = tensor
+        self._barrier.wait()
+        for part, slot in zip(parts, self._slots, strict=True):
+            part.copy_(slot)
+        self._barrier.wait()
+
+    def run(self, rank: int, function: Callable[[], T]) -> T:
+        self._local.rank = rank
+        try:
+            return function()
+        except BaseException:
+            self._barrier.abort()
+            raise
+
+
+def on_ranks(count: int, function: Callable[[], T]) -> list[T]:
+    """What `function` gives on each of several ranks, which exchange what they would over gloo."""
+    ranks = _ThreadedRanks(count)
+    with patch("sharding.collectives.dist", ranks), ThreadPoolExecutor(count) as pool:
+        return [f.result() for f in [pool.submit(ranks.run, rank, function) for rank in range(count)]]

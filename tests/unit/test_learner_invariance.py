@@ -1,0 +1,89 @@
+"""However a step is cut into micro-batches and dealt out to ranks, the learner learns the same: invariant 5, P14.
+
+The whole learner on threads in place of ranks, with a policy whose gradient shows in its weights: every loss with every
+aggregation, and with each way of assigning credit, correcting and shaping.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.unit.learning_steps import TablePolicy, make_config, on_ranks, random_step
+from trainer.learning import Learner, Metrics
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "clip": {},
+    "dual clip": {"dual_clip": 2.0},
+    "gspo": {"ratio_level": "geometric"},
+    "whole answers": {"ratio_level": "sequence"},
+    "cispo": {"loss": "cispo"},
+    "sapo": {"loss": "sapo"},
+    "reinforce": {"loss": "reinforce"},
+}
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
+IN_REWARD = {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}
+CHOICES: dict[str, dict[str, Any]] = {
+    "group": {"kl_coef": 0.1, "entropy_coef": 0.01, "num_iterations": 2},
+    "turns": {"credit": "turns", "discount": 0.9},
+    "leave one out": {"advantage": "leave_one_out", **IN_REWARD},
+    "max_rl": {"advantage": "max_rl", "length_strength": 0.5, "drop_zero_variance": True},
+    "reinforce_pp": {"advantage": "reinforce_pp", "kl_clamp": 0.2, **IN_REWARD},
+    "reinforce_pp turns": {"advantage": "reinforce_pp", "credit": "turns", "discount": 0.9},
+    "baseline": {"advantage": "reinforce_pp_baseline", "kl_coef": 0.1, "kl_estimator": "unbiased_k3"},
+    "decisive": {"high_entropy_share": 0.4},
+    "bands": {"keep_band": [0.8, 1.25], "keep_level": "geometric", "tis_level": "sequence", "tis_cap": 1.1},
+    "stale": {"stale_threshold": 0.05, "keep_band": [0.9, 1.2], "tis_cap": None},
+    "long answers": {"overlong_filter": True, "overlong_margin": 0.5},
+    "several rewards": {"combine_rewards": "normalize_then_sum", "overlong_margin": 0.5},
+}
+
+
+def combinations(choice: str) -> Iterator[tuple[str, str]]:
+    """Every loss, with every aggregation for the first of the choices and with one in turn for the others."""
+    if choice == "group":
+        yield from itertools.product(LOSSES, AGGREGATIONS)
+    else:
+        start = list(CHOICES).index(choice)
+        yield from zip(LOSSES, itertools.islice(itertools.cycle(AGGREGATIONS), start, None), strict=False)
+
+
+def learned(algorithm: dict[str, Any], updates: int, seed: int, ranks: int, budget: int) -> tuple[Tensor, Metrics]:
+    """The policy's weights after the step and the step's figures, on which all ranks agree."""
+    config = make_config(
+        algorithm=algorithm,
+        batch={"updates_per_step": updates, "tokens_per_micro_batch": budget},
+        sampling={"max_tokens": 6, "temperature": 0.8},
+    )
+
+    def rank() -> tuple[Tensor, Metrics]:
+        policy, reference = TablePolicy(), TablePolicy(seed=1) if config.algorithm.kl_coef else None
+        learner = Learner(config, policy, reference, 0, {"a": 1.0, "b": 0.5})  # type: ignore[arg-type]
+        metrics = learner.learn(random_step(4, 3, seed))
+        return policy.table, metrics
+
+    (table, metrics), *others = on_ranks(ranks, rank)
+    for other_table, other_metrics in others:
+        assert torch.equal(other_table, table) and other_metrics == metrics
+    return table, metrics
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@settings(max_examples=1, deadline=None, database=None, phases=[Phase.generate])
+@given(seed=st.integers(0, 10**6), updates=st.integers(1, 3), budget=st.integers(10, 60))
+def test_p14_the_learner_learns_the_same_however_a_step_is_split(
+    choice: str, seed: int, updates: int, budget: int
+) -> None:
+    for loss, aggregation in combinations(choice):
+        algorithm = {**CHOICES[choice], **LOSSES[loss], "aggregation": aggregation}
+        table, metrics = learned(algorithm, updates, seed, ranks=1, budget=10**6)
+        assert metrics["no_signal_steps"] == 0 and not torch.equal(table, TablePolicy().table), (loss, aggregation)
+        for ranks in (1, 2, 4):
+            other, figures = learned(algorithm, updates, seed, ranks, budget)
+            torch.testing.assert_close(other, table, rtol=1e-5, atol=1e-7, msg=f"{loss} {aggregation} {ranks} ranks")
+            assert figures == pytest.approx(metrics, rel=1e-4, abs=1e-6), (loss, aggregation, ranks)

@@ -1,0 +1,180 @@
+"""The loss put together from its parts, against a loop over tokens that knows nothing of them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.algorithm_config import AlgorithmConfig
+from trainer.batching import MicroBatch
+from trainer.learning.minibatches import MiniBatch
+from trainer.learning.policy_loss import CriticLoss, PolicyLoss
+from trainer.policy.base import Outputs
+
+LONGEST = 9
+
+
+def make_batch(seed: int = 0) -> tuple[MicroBatch, Outputs]:
+    """Four rows, the last without a trainable token; ratios of all sizes, and everything that a step can have."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(4, 6, generator=generator, dtype=torch.float64)
+
+    mask = (torch.rand(4, 6, generator=generator) > 0.3).double()
+    mask[3] = 0
+    new = noise(0.5) - 1
+    batch = MicroBatch(
+        torch.zeros(4, 7, dtype=torch.int64), mask, new + noise(0.3), noise(1.0), [7] * 4, [0, 1, 2, 3],
+        new + noise(0.4), new + noise(0.3), torch.rand(4, 6, generator=generator) > 0.5, noise(1.0), noise(1.0),
+    )  # fmt: skip
+    return batch, Outputs(new.requires_grad_(), noise(1.0).abs().requires_grad_(), noise(1.0).requires_grad_())
+
+
+def minibatch(batch: MicroBatch) -> MiniBatch:
+    return MiniBatch([], [batch], tokens=17, sequences=5)
+
+
+class Loop:
+    """The same loss, token by token in scalars."""
+
+    def __init__(self, config: AlgorithmConfig, batch: MicroBatch, outputs: Outputs) -> None:
+        self.config, self.batch, self.outputs = config, batch, outputs
+
+    def total(self) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for i, row in enumerate(self.batch.loss_mask):
+            for t in range(len(row)):
+                if row[t]:
+                    total = total + self.token(i, t) * self.weight(int(row.sum()))
+        return total
+
+    def weight(self, tokens: int) -> float:
+        return {
+            "token_mean": 1 / 17,
+            "sequence_mean": 1 / tokens / 5,
+            "sequence_sum": 1 / 5,
+            "fixed_length": 1 / 5 / LONGEST,
+        }[self.config.aggregation]
+
+    def token(self, i: int, t: int) -> Tensor:
+        config, batch = self.config, self.batch
+        assert batch.old_logprobs is not None and batch.ref_logprobs is not None and batch.decisive is not None
+        new, old, engine = self.outputs.logprobs[i, t], batch.old_logprobs[i, t], batch.engine_logprobs[i, t]
+        loss = self.surrogate(i, t) * self.correction(i, t, float(old - engine)) * float(batch.decisive[i, t])
+        d = batch.ref_logprobs[i, t] - new
+        estimates = {"k2": d**2 / 2, "k3": d.exp() - d - 1, "unbiased_k3": (new - old).exp() * (d.exp() - d - 1)}
+        if config.kl_in == "loss":
+            loss = loss + config.kl_coef * estimates[config.kl_estimator]
+        return loss - config.entropy_coef * self.outputs.entropy[i, t]
+
+    def surrogate(self, i: int, t: int) -> Tensor:
+        config, advantage = self.config, float(self.batch.advantages[i, t])
+        new, ratio = self.outputs.logprobs[i, t], self.ratio(i, t)
+        if config.loss == "reinforce":
+            return -advantage * new
+        if config.loss == "sapo":
+            assert config.sapo_temperatures is not None
+            temperature = config.sapo_temperatures[0 if advantage > 0 else 1]
+            return -4 / temperature / (1 + (-temperature * (ratio - 1)).exp()) * advantage
+        assert config.clip_low is not None and config.clip_high is not None
+        bounded = min(max(ratio.item(), 1 - config.clip_low), 1 + config.clip_high)
+        if config.loss == "cispo":
+            return -bounded * advantage * new
+        gain = (
+            ratio * advantage if ratio.item() * advantage <= bounded * advantage else torch.tensor(bounded * advantage)
+        )
+        if config.dual_clip is not None and advantage < 0 and gain.item() < config.dual_clip * advantage:
+            gain = torch.tensor(config.dual_clip * advantage)
+        return -gain
+
+    def ratio(self, i: int, t: int) -> Tensor:
+        assert self.batch.old_logprobs is not None
+        row = self.batch.loss_mask[i].bool()
+        logs = (self.outputs.logprobs[i] - self.batch.old_logprobs[i])[row]
+        level = self.config.ratio_level
+        own = self.outputs.logprobs[i, t] - self.batch.old_logprobs[i, t]
+        value = {"token": own, "geometric": logs.mean(), "sequence": logs.sum()}[level].detach()
+        return (value + own - own.detach()).exp()  # the value of the sequence, the gradient of the token
+
+    def correction(self, i: int, t: int, difference: float) -> float:
+        config, batch = self.config, self.batch
+        assert batch.old_logprobs is not None
+        row = batch.loss_mask[i].bool()
+        logs = (batch.old_logprobs[i] - batch.engine_logprobs[i])[row]
+        levels = {"token": difference, "geometric": float(logs.mean()), "sequence": float(logs.sum())}
+        weight = 1.0 if config.tis_cap is None else min(math.exp(levels[config.tis_level]), config.tis_cap)
+        if config.keep_band is not None:
+            weight *= config.keep_band[0] <= math.exp(levels[config.keep_level]) <= config.keep_band[1]
+        if config.stale_threshold is not None and batch.advantages[i, t] < 0:
+            moved = (batch.engine_logprobs[i] - self.outputs.logprobs[i])[row].mean().item()
+            weight *= moved <= config.stale_threshold
+        return weight
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"aggregation": "sequence_mean", "dual_clip": 1.5, "tis_cap": None},
+    {"aggregation": "fixed_length", "ratio_level": "geometric", "tis_level": "sequence", "tis_cap": 1.2},
+    {"aggregation": "sequence_sum", "ratio_level": "sequence", "keep_band": [0.7, 1.4]},
+    {"loss": "cispo", "clip_low": 0.3, "clip_high": 0.2, "keep_band": [0.9, 1.1], "keep_level": "geometric"},
+    {"loss": "sapo", "kl_coef": 0.3, "kl_estimator": "unbiased_k3"},
+    {"loss": "reinforce", "kl_coef": 0.3, "kl_estimator": "k1", "kl_in": "reward"},
+    {"kl_coef": 0.2, "kl_estimator": "k2", "entropy_coef": 0.1, "stale_threshold": 0.02},
+    {"kl_coef": 0.2, "entropy_coef": 0.1, "aggregation": "sequence_mean", "tis_level": "geometric"},
+]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_equal_a_loop_over_tokens(case: dict[str, Any], seed: int) -> None:
+    config = AlgorithmConfig(**case)
+    batch, outputs = make_batch(seed)
+    outputs.values = None
+    loss, sums = PolicyLoss(config, minibatch(batch), LONGEST)(batch, outputs)
+    expected = Loop(config, batch, outputs).total()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-9)
+    leaves = [outputs.logprobs, outputs.entropy]
+    for got, wanted in zip(
+        torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True),
+        torch.autograd.grad(expected, leaves, allow_unused=True, materialize_grads=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9)
+    assert sums["tokens"] == batch.loss_mask.sum()
+    assert sums["decisive"] == (batch.decisive & batch.loss_mask.bool()).sum()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("clip", [0.3, None])
+def test_values_are_learned_beside_the_policy_or_alone(clip: float | None) -> None:
+    """max((v - R)^2, (v clipped to its old value - R)^2) / 2 over all tokens, by a loop."""
+    config = AlgorithmConfig(advantage="gae", value_clip=clip, value_coef=0.7)
+    batch, outputs = make_batch()
+    assert outputs.values is not None and batch.returns is not None and batch.old_values is not None
+    expected = 0.0
+    for i, t in batch.loss_mask.nonzero().tolist():
+        value, old, goal = (x[i, t].item() for x in (outputs.values, batch.old_values, batch.returns))
+        moved = old + max(-clip, min(clip, value - old)) if clip else value
+        expected += max((value - goal) ** 2, (moved - goal) ** 2) / 2 / 17
+    alone, sums = CriticLoss(config, minibatch(batch))(batch, outputs.values)
+    assert alone.item() == pytest.approx(expected) and sums["value/tokens"] == batch.loss_mask.sum()
+    together, _ = PolicyLoss(config, minibatch(batch), LONGEST)(batch, outputs)
+    outputs.values = None
+    policy, _ = PolicyLoss(config, minibatch(batch), LONGEST)(batch, outputs)
+    assert (together - policy).item() == pytest.approx(0.7 * expected)
+
+
+def test_without_old_logprobs_the_forward_pass_is_the_policy_before() -> None:
+    batch, outputs = make_batch()
+    outputs.values, old = None, outputs.logprobs.detach()
+    loss, _ = PolicyLoss(AlgorithmConfig(), minibatch(batch), LONGEST)(batch, outputs)
+    assert loss.item() != 0
+    batch.old_logprobs = None
+    once = PolicyLoss(AlgorithmConfig(), minibatch(batch), LONGEST)
+    single, sums = once(batch, outputs)
+    batch.old_logprobs = old
+    again, _ = PolicyLoss(AlgorithmConfig(), minibatch(batch), LONGEST)(batch, outputs)
+    assert single.item() == again.item() and sums["clipped"] == 0
+    torch.testing.assert_close(once.gaps[0][0], old[batch.loss_mask.bool()])
