@@ -23,6 +23,7 @@ _TRAINING = {"train": "trainer.loop", "sft": "trainer.sft"}
 _OTHERS = {
     "eval": "trainer.evaluate",
     "generate": "trainer.generate",
+    "report": "trainer.report",
     "serve": "trainer.serve",
 }
 _WITH_OVERRIDES = ("train", "sft", "eval")
@@ -168,6 +169,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--check", action="store_true", help="check what needs no tokenizer and no data, and stop")
         command.add_argument("--resume", metavar="auto|none|PATH", help="short for --checkpoint.resume")
     _add_eval(commands.add_parser("eval", help="measure a model on held-out prompts", allow_abbrev=False))
+    report = commands.add_parser("report", help="what became of a run", allow_abbrev=False)
+    report.description = (
+        "Write report.md and curves.png to a run's folder, whether it is finished or not, and show them."
+    )
+    report.add_argument("run", type=Path, help="folder of a run")
     generate = commands.add_parser("generate", help="answer a prompt, or chat, with a model", allow_abbrev=False)
     generate.add_argument("model", help="folder of a run or of a model, or a hub name")
     generate.add_argument("--prompt", help="answer this and stop; without it, chat on the terminal")

@@ -1,12 +1,12 @@
 """The end of a run: the model in Hugging Face format, curves, summary, and the last screen."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sharding.collectives import agreed, is_main
 from trainer.plots import plot_curves
 from trainer.progress import Report
+from trainer.records import read_rows
 
 if TYPE_CHECKING:
     from trainer.loop import RLTrainer
@@ -43,7 +43,7 @@ def _summary(run: "RLTrainer") -> dict[str, Any]:
 
 
 def _report(run: "RLTrainer", folder: Path, model: Path | None, curves: Path) -> Report:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "metrics.jsonl")
     paths = {"curves": curves, "metrics": folder / "metrics.jsonl", "answers": folder / "completions.jsonl"}
     if model is not None:
         paths = {"model": model} | paths

@@ -1,11 +1,11 @@
 """curves.png: a run at a glance, drawn from metrics.jsonl."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from trainer.records import Rows, read_rows, series
 
 _INK, _BLUE, _ORANGE, _GREEN, _RED = "#3b4252", "#3b6fb6", "#e08a2b", "#3f9d6b", "#c8504b"
 _PHASES = {
@@ -19,12 +19,10 @@ _PHASES = {
     "checkpoint": "#9a9fab",
 }
 
-Rows = list[dict[str, Any]]
-
 
 def plot_curves(folder: Path) -> Path:
     """Draw `folder`/curves.png from `folder`/metrics.jsonl and return its path. What was not measured is left out."""
-    rows: Rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "metrics.jsonl")
     figure = Figure(figsize=(15, 8.6), dpi=110, layout="constrained", facecolor="white")
     panels = (_reward, _gap, _length, _entropy, _gradient, _seconds)
     for axes, draw in zip(figure.subplots(2, 3).flat, panels, strict=True):
@@ -37,8 +35,8 @@ def plot_curves(folder: Path) -> Path:
 
 def _reward(axes: Axes, rows: Rows) -> None:
     axes.set_title("reward")
-    steps, mean = _series(rows, "reward/mean")
-    by_step = dict(zip(*_series(rows, "reward/std"), strict=True))
+    steps, mean = series(rows, "reward/mean")
+    by_step = dict(zip(*series(rows, "reward/std"), strict=True))
     spread = [by_step.get(step, 0.0) for step in steps]
     low = [value - deviation for value, deviation in zip(mean, spread, strict=True)]
     high = [value + deviation for value, deviation in zip(mean, spread, strict=True)]
@@ -53,7 +51,7 @@ def _reward(axes: Axes, rows: Rows) -> None:
 def _gap(axes: Axes, rows: Rows) -> None:
     axes.set_title("log-probability gap, trainer to engine (nats)")
     for key, label, color in (("max", "max", _RED), ("p95", "95th percentile", _ORANGE), ("mean", "mean", _BLUE)):
-        if any(value > 0 for value in _series(rows, f"gap/{key}")[1]):
+        if any(value > 0 for value in series(rows, f"gap/{key}")[1]):
             axes.set_yscale("log")
         _line(axes, rows, f"gap/{key}", label, color)
 
@@ -80,21 +78,15 @@ def _gradient(axes: Axes, rows: Rows) -> None:
 def _seconds(axes: Axes, rows: Rows) -> None:
     axes.set_title("seconds per step")
     steps = [row["train/step"] for row in rows]
-    present = {phase: color for phase, color in _PHASES.items() if _series(rows, f"time/{phase}")[0]}
+    present = {phase: color for phase, color in _PHASES.items() if series(rows, f"time/{phase}")[0]}
     layers = [[row.get(f"time/{phase}") or 0.0 for row in rows] for phase in present]
     if layers:
         axes.stackplot(steps, layers, labels=list(present), colors=list(present.values()), linewidth=0, step="mid")
         axes.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
 
 
-def _series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
-    """Steps that have the metric, and its values there; not-a-number is null in the file."""
-    pairs = [(row["train/step"], row[key]) for row in rows if row.get(key) is not None]
-    return [step for step, _ in pairs], [value for _, value in pairs]
-
-
 def _line(axes: Axes, rows: Rows, key: str, label: str, color: str, marker: str | None = None) -> None:
-    steps, values = _series(rows, key)
+    steps, values = series(rows, key)
     if steps:
         # A single point has no line to be seen.
         shown = marker or ("o" if len(steps) == 1 else None)
@@ -103,7 +95,7 @@ def _line(axes: Axes, rows: Rows, key: str, label: str, color: str, marker: str 
 
 def _second_axis(axes: Axes, rows: Rows, key: str, label: str, color: str) -> None:
     """A metric of another unit, on the right; its line is in the panel's legend too."""
-    if not _series(rows, key)[0]:
+    if not series(rows, key)[0]:
         return
     right = axes.twinx()
     _line(right, rows, key, label, color)

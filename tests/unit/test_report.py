@@ -1,0 +1,89 @@
+"""`hotbunk report` on runs that ended well, were killed, or never began."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer.cli import main
+from trainer.records import read_rows
+from trainer.report import read_record, render
+
+ROWS = [
+    {"train/step": 0, "eval/accuracy": 0.25, "eval/maths/pass@4": 0.5, "time/eval": 2.0},
+    {"train/step": 1, "reward/mean": 0.5, "gap/max": 1e-5, "gap/mean": 1e-6, "time/step": 4.0, "time/rollout": 3.0},
+    {"train/step": 2, "reward/mean": 0.75, "gap/max": 3e-5, "gap/mean": 3e-6, "time/step": 6.0, "time/rollout": 5.0},
+    {
+        "train/step": 3, "reward/mean": 0.25, "gap/max": None, "skipped_steps": 2.0, "rollout/failed": 1.0,
+        "length/truncated": 0.25, "time/step": 60.0, "eval/accuracy": 0.125, "memory/engine_gib_awake": 1.5,
+    },
+]  # fmt: skip
+ANSWERS = [
+    {"train/step": 3, "prompt": f"p{n}?", "text": f"answer {n}", "reward": n / 10, "finish_reason": "stop"}
+    for n in (3, 1, 9, 5, 7, 9)
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ANSWERS))
+    recipe = {"run": {"name": "mine", "steps": 3, "seed": 0}, "model": {"path": "m"}, "policy": {"lr": 2e-5}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def lines(run: Path, start: str) -> list[str]:
+    return [line for line in render(read_record(run)).splitlines() if line.startswith(start)]
+
+
+def test_a_finished_run_is_told_of_in_full(run: Path) -> None:
+    text = render(read_record(run))
+    assert text.startswith("# mine\n\n3 steps in 1 min 10 s, the last of them at ")
+    assert lines(run, "| reward/mean") == ["| reward/mean | 0.5 | 0.75 (step 2) | 0.25 | ▅█▁ |"]
+    assert lines(run, "| eval/accuracy") == ["| eval/accuracy | 0.25 | 0.25 (step 0) | 0.125 | █▁ |"]
+    assert lines(run, "| eval/maths/pass@4")
+    assert lines(run, "| rollout") == ["| rollout | 8 s | 80.0% | 4 s | 5 s (step 2) |"]
+    assert lines(run, "| engine awake") == ["| engine awake | 1.50 |"]
+    assert "at most 3.0e-05 nats (step 2), 2.0e-06 in the mean" in text
+    assert "- 2 updates skipped" in text and "- 1 episodes that failed" in text
+    assert "reward functions" not in text  # none failed
+    assert "lr: 2.0e-05" in text and "seed: 0" not in text  # the default is not worth a line
+
+
+def test_best_and_worst_answers_are_shown_once(run: Path) -> None:
+    assert [line.split(",")[0] for line in lines(run, "Reward ")] == [f"Reward {r}" for r in (0.9, 0.7, 0.3, 0.1)]
+
+
+def test_an_answer_cannot_end_its_block(run: Path) -> None:
+    row = {"train/step": 1, "prompt": "", "text": "```\n# a heading\n````", "reward": 1.0}
+    (run / "completions.jsonl").write_text(json.dumps(row))
+    assert "`````text\n```\n# a heading\n````\n`````" in render(read_record(run))
+
+
+def test_a_killed_run_is_told_of_as_far_as_it_came(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(whole[: whole.rindex("{") + 40])
+    (run / "completions.jsonl").unlink()
+    assert [row["train/step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1, 2]
+    assert main(["report", str(run)]) == 0
+    assert "Not finished: 2 of 3 steps" in capsys.readouterr().out.replace("\n", " ")
+    assert "**Not finished:** 2 of 3 steps in 10 s" in (run / "report.md").read_text()
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("absent", "holds no metrics.jsonl, so it is no run's folder"), ("begun", "holds no step yet")],
+)
+def test_report_of_no_run_ends_in_one_sentence(
+    name: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "metrics.jsonl").write_text('{"train/st')
+    assert main(["report", str(tmp_path / name)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("hotbunk: ") and captured.err.count("\n") == 1 and sentence in captured.err
