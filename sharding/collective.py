@@ -256,7 +256,7 @@ class CollectiveSender:
         return Workers(self._channels, self._group, staging, self._session, timeout, lambda: _raise_if_failed(calls))
 
     def _update(self, peer: Workers | Nobody, staging: LocalStaging, report: SyncReport) -> None:
-        plain = announce(peer, self._parameters, staging, report.version)
+        plain = announce(peer, self._parameters, staging, report.version, self._settings.replay)
         push(self._source, self._plan, staging, peer, "bucket", self._stamps)
         peer.post("finish")
         peer.collect()

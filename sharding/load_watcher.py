@@ -7,12 +7,15 @@ has.
 """
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .recording import Origin, Recording, storage_key
 
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 
@@ -30,17 +33,13 @@ class Written:
     reference: Any = None  # a weak reference keeps the key from being used again for another storage
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """A number that stands for the tensor's memory as long as somebody holds a weak reference to it."""
-    return StorageWeakRef(tensor.untyped_storage()).cdata
-
-
 class LoadWatcher(TorchDispatchMode):
     """Between `with` and its end, notes what loaders do with the weights that `expect` announced.
 
     Attributes:
         read: names of weights that were copied somewhere.
         written: what was written, by storage.
+        recording: where copies and fills are noted down, if anywhere.
         comparing: copies are not made but compared with what is there; differences are in `different`.
     """
 
@@ -48,15 +47,24 @@ class LoadWatcher(TorchDispatchMode):
         super().__init__()
         self.read: set[str] = set()
         self.written: dict[int, Written] = {}
+        self.recording: Recording | None = None
         self.comparing = False
         self.different: set[str] = set()
-        self._ranges: list[_Range] = []  # of the weights being loaded, sorted
+        self._origins: dict[str, Origin] = {}  # of the weights being loaded
+        self._ranges: list[_Range] = []  # their addresses, sorted
         self._derived: dict[int, tuple[str, Any]] = {}  # storages computed from a weight, such as a cast of it
 
     def expect(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Announce weights about to be loaded; earlier ones whose memory they took over are forgotten."""
+        self._origins = {name: Origin.of(tensor) for name, tensor in tensors}
         fresh = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if t.numel())
         self._ranges = sorted([r for r in self._ranges if not _overlaps(r, fresh)] + fresh)
+
+    def note_replayed(self, name: str, targets: Iterable[torch.Tensor]) -> None:
+        """A weight was copied to these targets without its loader."""
+        self.read.add(name)
+        for target in targets:
+            self._note(target, name)
 
     def source_name(self, tensor: torch.Tensor) -> str | None:
         """The weight that a tensor is a view of, or was computed from."""
@@ -73,6 +81,8 @@ class LoadWatcher(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _FILLS:
             self._note(args[0], None)
+            if self.recording is not None and not self.comparing:
+                self.recording.note_fill(args[0], float(args[1]) if len(args) > 1 else 0.0)
         elif isinstance(result, torch.Tensor):
             self._inherit(args, result)
         return result
@@ -80,9 +90,11 @@ class LoadWatcher(TorchDispatchMode):
     def _copy(self, func: Any, target: torch.Tensor, source: torch.Tensor, name: str) -> torch.Tensor:
         if target.is_meta:  # vLLM counting elements, nothing is loaded yet
             return func(target, source)
-        self.read.add(name)
-        self._note(target, name)
         if not self.comparing:
+            self.read.add(name)
+            self._note(target, name)
+            if self.recording is not None:
+                self.recording.note_copy(name, self._origins[name], source, target)
             return func(target, source)
         if not _same_bits(target, source.to(target.dtype).expand_as(target)):
             self.different.add(name)

@@ -176,7 +176,7 @@ class ShardingManager:
 
     def _send(self, link: Link, version: int) -> None:
         assert self._staging is not None
-        self._plain = announce(link, self._plan.parameters(), self._staging, version)
+        self._plain = announce(link, self._plan.parameters(), self._staging, version, self._settings.replay)
         self._push(link, "bucket", self._plan)
         link.ask("finish")
         agree(link.error, "sending weights")
@@ -213,7 +213,8 @@ class ShardingManager:
             self._free_staging()
         with agreed("finishing the update"):
             if self._leader is not None and call is not None:
-                call.result(self._settings.timeout)
+                outcomes = call.result(self._settings.timeout)
+                self.report.ordinary = _together([outcome.get("ordinary") for outcome in outcomes])
                 self._leader.engine.state.finish_sync(version)
         self._lead("resetting the prefix cache", lambda engine: engine.reset_prefix_cache_async())
 
@@ -261,6 +262,12 @@ def _raise_if_dead(call: "Future[Any] | None") -> None:
     """Called while waiting for a worker: a call that ended early means that the engine, or its worker, is gone."""
     if call is not None and call.done() and (error := call.exception()) is not None:
         raise SyncError(f"the engine died during a weight update: {type(error).__name__}: {error}") from error
+
+
+def _together(ordinary: list[dict[str, str] | None]) -> dict[str, str] | None:
+    """What any worker of an engine cannot replay; None where they record nothing."""
+    known = [weights for weights in ordinary if weights is not None]
+    return {name: why for weights in known for name, why in weights.items()} if known else None
 
 
 def device_id(device: torch.device, rank_in_group: int) -> str:

@@ -11,8 +11,9 @@ import torch
 from . import channel as channels
 from .manifest import check_manifest
 from .plan import Manifest
+from .recording import NamedTensors, Recording
 from .transport import STAMP_BYTES, open_staging, stamped
-from .weight_loader import NamedTensors, WeightLoader
+from .weight_loader import WeightLoader
 
 
 class Carrier(Protocol):
@@ -47,23 +48,27 @@ class Outcome:
     Attributes:
         error: None when everything arrived and was accounted for; else what went wrong, and on which worker.
         nbytes: of the weights, without padding.
+        ordinary: weights that went through vLLM's loaders, and always will, and why; None: they all did.
     """
 
     error: str | None = None
     version: int = -1
     tensors: int = 0
     nbytes: int = 0
+    ordinary: dict[str, str] | None = None
     seconds: float = 0.0
 
 
 class Receiver:
     """Serves one update to one worker's model. See `Carrier.next` for the messages, of which every one is answered."""
 
-    def __init__(self, worker: Any, plain: bool, promised: Manifest | None = None) -> None:
+    def __init__(
+        self, worker: Any, plain: bool, promised: Manifest | None = None, recording: Recording | None = None
+    ) -> None:
         self.outcome = Outcome()
         self.weights: Manifest = {}
         self._worker, self._promised = worker, promised
-        self._loader = WeightLoader(worker.get_model(), worker.vllm_config, plain)
+        self._loader = WeightLoader(worker.get_model(), worker.vllm_config, plain, recording)
 
     def receive(self, carrier: Carrier) -> Outcome:
         """Until the sender ends the update or something fails here; never raises, and never leaves half a model."""
@@ -82,6 +87,11 @@ class Receiver:
         self.outcome.seconds = time.perf_counter() - start
         return self.outcome
 
+    @property
+    def recording(self) -> Recording | None:
+        """What later updates can replay."""
+        return self._loader.recording
+
     @torch.no_grad()
     def _serve(self, carrier: Carrier, message: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {}
@@ -93,6 +103,7 @@ class Receiver:
                 self._loader.load(self._views(carrier, message))
             case "finish":
                 self._loader.finish()
+                self.outcome.ordinary = self._loader.ordinary()
             case "compare":
                 views = self._views(carrier, message)  # taken off the carrier in any case
                 answer = {"different": self._loader.compare(views) if self._loader.plain else []}
@@ -106,7 +117,7 @@ class Receiver:
         self.weights = {name: [list(shape), dtype] for name, (shape, dtype) in message["weights"].items()}
         check_manifest(self.weights, self._promised, engine_dtype(self._worker))
         carrier.open(message["handle"])
-        self._loader.begin(self.weights)
+        self._loader.begin(self.weights, message.get("replay", True))
         self.outcome.version, self.outcome.tensors = message["version"], len(self.weights)
 
     def _views(self, carrier: Carrier, message: dict[str, Any]) -> NamedTensors:

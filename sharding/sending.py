@@ -21,22 +21,37 @@ SAMPLED_SHARE = 16
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How weights travel. `bucket_bytes` bounds either staging buffer, `timeout` (s) every wait for a worker."""
+    """How weights travel.
+
+    Attributes:
+        bucket_bytes: bounds either staging buffer.
+        timeout: of every wait for a worker, s.
+        replay: workers record what vLLM's loaders do in the first update, and repeat it from then on
+            (`sharding.recording`).
+    """
 
     verify: Literal["off", "sample", "full"] = "sample"
     bucket_bytes: int = 512 << 20
     timeout: float = 300.0
+    replay: bool = True
 
 
 @dataclass
 class SyncReport:
-    """One sync. `verified` is what was compared: "", "sample", "full" or "probe"."""
+    """One sync.
+
+    Attributes:
+        verified: what was compared: "", "sample", "full" or "probe".
+        ordinary: weights that the workers of this leader's engine cannot replay, and why; None where they record
+            nothing, or on a rank that leads none.
+    """
 
     version: int
     nbytes: int = 0
     messages: int = 0
     staging_bytes: int = 0
     verified: str = ""
+    ordinary: dict[str, str] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -71,9 +86,11 @@ class Nobody:
         return {}
 
 
-def announce(peer: Peer, parameters: list[SourceParameter], staging: Staging, version: int) -> bool:
+def announce(
+    peer: Peer, parameters: list[SourceParameter], staging: Staging, version: int, replay: bool = True
+) -> bool:
     """Say what will come; whether the receiver keeps weights as they are sent, so that they can be compared."""
-    peer.post("begin", weights=manifest_of(parameters), handle=staging.handle, version=version)
+    peer.post("begin", weights=manifest_of(parameters), handle=staging.handle, version=version, replay=replay)
     return bool(peer.collect().get("plain", False))
 
 

@@ -14,10 +14,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from .channel import SyncError
-from .load_watcher import LoadWatcher, storage_key
+from .load_watcher import LoadWatcher
 from .plan import Manifest
-
-NamedTensors = list[tuple[str, torch.Tensor]]
+from .recording import NamedTensors, Recording, storage_key
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 
@@ -44,10 +43,13 @@ class WeightLoader:
 
     Attributes:
         plain: in place (True) or layerwise.
+        recording: what the loaders did, of this update or of an earlier one; None where nothing is recorded.
     """
 
-    def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig, plain: bool) -> None:
-        self.plain = plain
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: VllmConfig, plain: bool, recording: Recording | None = None
+    ) -> None:
+        self.plain, self.recording = plain, recording
         self._model = model
         self._config = vllm_config
         self._watcher = LoadWatcher()
@@ -55,9 +57,16 @@ class WeightLoader:
         self._arrived: set[str] = set()
         self._reloading = False
 
-    def begin(self, weights: Manifest) -> None:
-        """Start an update that will bring exactly these weights."""
+    def begin(self, weights: Manifest, replay: bool = True) -> None:
+        """Start an update that will bring exactly these weights; `replay` records what the loaders do, or repeats it.
+
+        Weights that are re-processed after loading are not recorded.
+        """
         self._expected, self._arrived = weights, set()
+        if not (self.plain and replay):
+            self.recording = None
+        elif self.recording is None or not self.recording.fits(self._model, weights):
+            self.recording = self._watcher.recording = Recording.of(self._model, weights)
         if self.plain:
             return
         for module in self._model.modules():
@@ -81,7 +90,28 @@ class WeightLoader:
         self._check_announced(weights)
         if not self.plain:
             weights = _copy_of(weights)  # layerwise keeps references until a fused module is complete (1.7 c)
+        if self.recording is not None and self.recording.complete:
+            weights = self._replay(self.recording, weights)
         self._run_loaders(weights)
+        if self.recording is not None and not self.recording.complete:
+            self._try_out(self.recording, weights)
+
+    def _replay(self, recording: Recording, weights: NamedTensors) -> NamedTensors:
+        """Copy what can be copied without loaders; returns the rest."""
+        ready = [pair for pair in weights if recording.replayable(pair[0])]
+        recording.replay(ready)
+        for name, _ in ready:
+            self._watcher.note_replayed(name, recording.targets(name))
+        return [pair for pair in weights if not recording.replayable(pair[0])]
+
+    def _try_out(self, recording: Recording, weights: NamedTensors) -> None:
+        """Replay into zeroed parameters what has just been recorded, and have the loaders compare."""
+        ready = [pair for pair in weights if recording.replayable(pair[0])]
+        recording.clear_targets(name for name, _ in ready)
+        recording.replay(ready)
+        if different := set(self.compare(ready)):
+            recording.distrust(different, "replayed, it is not what its loader makes of it")
+            self._run_loaders([pair for pair in ready if pair[0] in different])
 
     def compare(self, weights: NamedTensors) -> list[str]:
         """Names of the weights that differ from what the model holds, found by its own loaders. Only where `plain`."""
@@ -104,6 +134,8 @@ class WeightLoader:
                 raise SyncError(f"{name} arrived as {form} and was announced as {self._expected[name]}")
 
     def _run_loaders(self, weights: NamedTensors) -> None:
+        if not weights:
+            return
         self._watcher.expect(weights)
         try:
             with self._vllm(), self._watcher:
@@ -122,6 +154,11 @@ class WeightLoader:
         Raises:
             SyncError: naming announced weights that nothing read, and parameters that were not written in full.
         """
+        if self.recording is not None and self.recording.complete:
+            with self._watcher:
+                self.recording.refill()
+        elif self.recording is not None:
+            self.recording.check(whole=self._config.parallel_config.tensor_parallel_size == 1)
         untouched = self._untouched_parameters() if self.plain else self._untouched_modules()
         self._finalize()
         complaints = []
@@ -139,6 +176,10 @@ class WeightLoader:
                 )
         if complaints:
             raise SyncError(f"{type(self._model).__name__} is not completely updated: " + "; ".join(complaints))
+
+    def ordinary(self) -> dict[str, str] | None:
+        """Weights that cannot be replayed, and why; None where nothing is recorded."""
+        return None if self.recording is None else self.recording.ordinary
 
     def abort(self) -> None:
         """Give up this update. No parameter stays on meta (1.7 f); the next complete update repairs their values."""

@@ -17,6 +17,7 @@ from .collective_worker import CollectiveCarrier, Membership, Place
 from .manifest import check_manifest, checkpoint_manifest
 from .plan import Manifest
 from .receiving import Carrier, Receiver, StagingCarrier, engine_dtype
+from .recording import Recording
 from .storage import StorageCarrier
 from .weight_loader import holds_plain_weights
 from .worker_memory import release_engine_memory, resident_bytes
@@ -41,6 +42,7 @@ class VllmInternalWorkerExtension:
     hotbunk_membership: Membership | None = None
     hotbunk_promised: Manifest | None = None
     hotbunk_weights: Manifest | None = None
+    hotbunk_recording: Recording | None = None
 
     def report_device_id(self) -> str:
         """The device this worker runs on: its UUID on CUDA, `cpu:<rank in the engine group>` on CPU."""
@@ -146,8 +148,9 @@ class VllmInternalWorkerExtension:
 
     def _hotbunk_receive(self, carrier: Carrier) -> Outcome:
         plain = holds_plain_weights(self.get_model(), _PLAIN_ON_CPU)  # type: ignore[attr-defined]
-        receiver = Receiver(self, plain, self.hotbunk_promised)
+        receiver = Receiver(self, plain, self.hotbunk_promised, self.hotbunk_recording)
         outcome = receiver.receive(carrier)
+        self.hotbunk_recording = receiver.recording
         if outcome.error is None:
             self.hotbunk_weights = receiver.weights
         return self._hotbunk_outcome(**asdict(outcome))

@@ -41,7 +41,7 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
         getattr(torch, config.engine.dtype or config.policy.dtype),
         lambda name, shape: checkpoint_views(policy.model, name, shape),
     )
-    settings = SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s)
+    settings = SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s, config.sync.replay)
     folder = lifetime.private_folder()
     return ShardingManager(source, policy.device, settings, folder, config.engine.tensor_parallel_size, leader)
 

@@ -180,6 +180,9 @@ class SyncConfig(Section):
     )
     bucket_mib: Count = Field(default=512, description="size of a staging buffer; two exist while weights travel")
     timeout_s: Seconds = Field(default=300, description="longest wait for any answer of a worker")
+    replay: bool = Field(
+        default=True, description="record what vLLM's loaders do with the first weights, and from then on repeat it"
+    )
 
     @field_validator("verify", mode="before")
     @classmethod

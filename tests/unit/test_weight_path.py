@@ -2,20 +2,21 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import shared_memory
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.channel import Listener, SyncError, connect
 from sharding.link import Link
-from sharding.load_watcher import LoadWatcher, storage_key
+from sharding.load_watcher import LoadWatcher
 from sharding.plan import ALIGNMENT, BucketPlan, Piece, SourceParameter
+from sharding.recording import storage_key
 from sharding.source import FsdpWeightSource
 from sharding.transport import BUFFERS, SharedMemoryStaging, make_staging, open_staging, stamp, stamped
 from sharding.worker_memory import release_pages
@@ -76,13 +77,13 @@ buffers[0][0] = 77
 
 
 def test_p4_another_process_sees_the_staging_memory_and_nothing_is_left_of_it() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory.files()
     staging = make_staging(1000, torch.device("cpu"))
     for number, buffer in enumerate(staging.buffers):
         buffer.zero_()
         buffer[:10] = number + 1
         stamp(buffer, 40 + number)
-    assert set(os.listdir("/dev/shm")) == before
+    assert not shared_memory.left_since(before)
     command = [sys.executable, "-c", READER, json.dumps(staging.handle)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert done.stdout.strip() == "[50, 61] [40, 41]"  # ten ones or twos, and the stamp's own byte

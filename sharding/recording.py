@@ -1,0 +1,204 @@
+"""Record and replay: what vLLM's loaders did with the weights of one update, done again without the loaders.
+
+A loader finds out, weight by weight and at every sync, where a weight belongs: it splits fused projections, takes a
+tensor-parallel rank's slice, pads vocabularies, and in the end copies a view of the weight into a view of a parameter.
+Those views do not change between syncs. So the first update goes through the loaders while a `LoadWatcher` notes every
+copy; later ones are one multi-tensor copy a bucket. Two other ways were weighed: a table of rules for each architecture
+(what peers' resharding does; it has to be kept up with vLLM, and errs silently), and asking the loaders for their
+plan (they have none).
+
+A weight whose loader computes something, rather than copying, is left to its loader for good.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .plan import Manifest
+
+NamedTensors = list[tuple[str, Tensor]]
+View = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Offset, shape and stride, in elements."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that stands for the tensor's memory as long as somebody holds a reference to it, weak or not."""
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A view of a weight that goes into a view of a parameter.
+
+    Attributes:
+        offset: of the view's first element from the weight's, in elements.
+        shape, stride: of the view, which has the target's shape.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    target: Tensor
+
+    def source(self, weight: Tensor) -> Tensor:
+        """The view of a weight that lies elsewhere now."""
+        return weight.as_strided(self.shape, self.stride, weight.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a weight lay when its loader got it; numbers only, so that nothing keeps staging memory alive."""
+
+    storage: int
+    offset: int
+    elements: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Origin":
+        """That of a weight."""
+        return cls(storage_key(weight), int(weight.storage_offset()), weight.numel())
+
+
+@dataclass
+class Recording:
+    """What the loaders did, by weight; complete after one update, and valid as long as the parameters' memory is.
+
+    Attributes:
+        weights: what the update brought; another update has to be recorded anew.
+        parameters: the memory that can be written, see `parameter_storages`.
+        elements: of each weight that was copied.
+        copies: weight -> its copies.
+        fills: views of parameters that a loader filled with one number, and the number: padding.
+        ordinary: weights that cannot be replayed, and why.
+        complete: an update went through, and what is recorded covers every parameter.
+    """
+
+    weights: Manifest
+    parameters: frozenset[int]
+    elements: dict[str, int] = field(default_factory=dict)
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    fills: list[tuple[Tensor, float]] = field(default_factory=list)
+    ordinary: dict[str, str] = field(default_factory=dict)
+    complete: bool = False
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, weights: Manifest) -> "Recording":
+        """An empty recording of these weights, for a model as it is now."""
+        return cls(weights, parameter_storages(model))
+
+    def note_copy(self, name: str, weight: "Origin", source: Tensor, target: Tensor) -> None:
+        """A loader copies `source`, a view of the weight unless it computed it, to `target`."""
+        if storage_key(source) != weight.storage:
+            self.ordinary[name] = "its loader computes with it"
+        elif storage_key(target) not in self.parameters:
+            self.ordinary[name] = "its loader copies it to something that is no parameter"
+        elif source.dtype != target.dtype:
+            self.ordinary[name] = f"its loader casts it to {target.dtype}"
+        else:
+            view = source.expand(target.shape)
+            offset = int(source.storage_offset()) - weight.offset
+            copy = Copy(offset, tuple(view.shape), view.stride(), target.detach())
+            self.copies.setdefault(name, []).append(copy)
+            self.elements[name] = weight.elements
+
+    def note_fill(self, target: Tensor, value: float) -> None:
+        """A loader fills `target`."""
+        if storage_key(target) in self.parameters:
+            self.fills.append((target.detach(), value))
+
+    def replayable(self, name: str) -> bool:
+        """Whether the loaders are not needed for this weight."""
+        return name in self.copies and name not in self.ordinary
+
+    def targets(self, name: str) -> list[Tensor]:
+        """The views of parameters that a weight is copied to."""
+        return [copy.target for copy in self.copies[name]]
+
+    def replay(self, weights: NamedTensors) -> None:
+        """Make the recorded copies of these weights, all of which are replayable, wherever they lie now."""
+        pairs = [(copy.target, copy.source(weight)) for name, weight in weights for copy in self.copies[name]]
+        if pairs:
+            targets, sources = map(list, zip(*pairs, strict=True))
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+
+    def refill(self) -> None:
+        """Fill the padding again; memory that was given back during sleep has forgotten it."""
+        for target, value in self.fills:
+            target.fill_(value)
+
+    def clear_targets(self, names: Iterable[str]) -> None:
+        """Zero what these weights are copied to: for a trial of the recording."""
+        for name in names:
+            for copy in self.copies[name]:
+                copy.target.zero_()
+
+    def distrust(self, names: Iterable[str], reason: str) -> None:
+        """Leave these weights to their loaders from now on."""
+        self.ordinary |= dict.fromkeys(names, reason)
+
+    def fits(self, model: torch.nn.Module, weights: Manifest) -> bool:
+        """Whether it can be replayed: with these weights, into the memory the model's parameters have now."""
+        return self.complete and self.weights == weights and self.parameters == parameter_storages(model)
+
+    def check(self, whole: bool) -> None:
+        """End the recording: what does not add up is left to the loaders.
+
+        Args:
+            whole: every element of every weight has to be read, too; a tensor-parallel rank reads only its part.
+        """
+        for name, copies in self.copies.items():
+            if whole and not _covers_once([(c.offset, c.shape, c.stride) for c in copies], self.elements[name]):
+                self.ordinary.setdefault(name, "its elements are not each read once")
+        self._check_targets()
+        self.complete = True
+
+    def _check_targets(self) -> None:
+        """Every element of a storage that something was copied to is written once, by copies and fills together."""
+        by_storage: dict[int, tuple[set[str], list[Tensor]]] = {}
+        views = [(name, copy.target) for name, copies in self.copies.items() for copy in copies]
+        for name, target in [*views, *(("", target) for target, _ in self.fills)]:
+            names, targets = by_storage.setdefault(storage_key(target), (set(), []))
+            names.add(name)
+            targets.append(target)
+        for names, targets in by_storage.values():
+            places = [(int(t.storage_offset()), tuple(t.shape), t.stride()) for t in targets]
+            elements = targets[0].untyped_storage().nbytes() // targets[0].element_size()
+            if not _covers_once(places, elements):
+                self.distrust(names - {""}, "its parameter's elements are not each written once")
+
+
+def parameter_storages(model: torch.nn.Module) -> frozenset[int]:
+    """The memory of all parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return frozenset(storage_key(tensor) for tensor in tensors if not tensor.is_meta and tensor.numel())
+
+
+def _covers_once(views: list[View], elements: int) -> bool:
+    """Whether the views hold each of so many elements exactly once.
+
+    Counted in cells as large as all offsets and contiguous runs allow: a cell is mostly a row or more.
+    """
+    runs = [_runs(view) for view in views if math.prod(view[1])]
+    cell = math.gcd(elements, *(n for offset, shape, stride in runs for n in (offset, shape[-1], *stride[:-1])))
+    count = torch.zeros(elements // max(cell, 1), dtype=torch.int32)
+    for offset, shape, stride in runs:
+        last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        if last >= elements or 0 in stride:
+            return False
+        steps = (*(s // cell for s in stride[:-1]), 1)
+        count.as_strided((*shape[:-1], shape[-1] // cell), steps, offset // cell).add_(1)
+    return bool((count == 1).all())
+
+
+def _runs(view: View) -> View:
+    """The same elements with the contiguous ones in the last dimension, whose stride is 1."""
+    offset, shape, stride = view
+    dimensions = sorted(((s, n) for n, s in zip(shape, stride, strict=True) if n > 1), reverse=True)
+    run = 1
+    while dimensions and dimensions[-1][0] == run:
+        run *= dimensions.pop()[1]
+    return offset, (*(n for _, n in dimensions), run), (*(s for s, _ in dimensions), 1)
