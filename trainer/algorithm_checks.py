@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from trainer.algorithm_config import LOSS_KEYS, AlgorithmConfig
 from trainer.config import TrainConfig
 
-_WITHOUT_GROUPS = ("reinforce_pp", "gae")
+_WITHOUT_GROUPS = ("reinforce_pp", "gae", "distill")
 _TURNS = ("group", "reinforce_pp", "reinforce_pp_baseline", "gae")
 _SEVERAL_REWARDS = ("group", "reinforce_pp_baseline")
 
@@ -17,6 +17,7 @@ def check_algorithm(config: TrainConfig) -> Iterator[str]:
     yield from _check_advantages(algorithm)
     yield from _check_rewards(algorithm)
     yield from _check_kl(algorithm)
+    yield from _check_other_models(config)
     yield from _check_correction(algorithm)
     if algorithm.at_bound == "fill" and algorithm.sampling_rounds == 1 and algorithm.oversampling == 1:
         yield "algorithm.at_bound is fill, but all groups are kept: set sampling_rounds or oversampling above 1"
@@ -68,6 +69,21 @@ def _check_rewards(algorithm: AlgorithmConfig) -> Iterator[str]:
     for key, off in (("credit", "outcome"), ("length_strength", 0), ("kl_in", "loss")):
         if getattr(algorithm, key) != off:
             yield f"algorithm.{key} and combine_rewards: normalize_then_sum both change what is compared: leave out one"
+
+
+def _check_other_models(config: TrainConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    distill = algorithm.advantage == "distill"
+    if config.critic.shared and algorithm.advantage != "gae":
+        yield f"critic.shared is set, but algorithm.advantage is {algorithm.advantage}: only gae has a critic"
+    if distill and algorithm.teacher is None:
+        yield "algorithm.teacher is missing: name the model to distill from"
+    if not distill and algorithm.teacher is not None:
+        yield f"algorithm.teacher is set, but algorithm.advantage is {algorithm.advantage}: only distill has a teacher"
+    if distill and algorithm.kl_coef > 0:
+        yield "algorithm.kl_coef is set, but the teacher takes the reference's place: set it to 0"
+    if distill and (algorithm.sampling_rounds > 1 or algorithm.oversampling > 1 or algorithm.drop_zero_variance):
+        yield "algorithm.advantage is distill, which no reward decides: train on all groups, whatever their rewards"
 
 
 def _check_kl(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -12,8 +12,20 @@ from trainer.algorithms.names import Aggregation, AtBound, Estimator, Level
 from trainer.section import Count, NotNegative, Positive, Section, Share
 
 Preset = Literal[
-    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo", "sapo"
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "ppo",
+    "sapo",
+    "distill",
 ]
+
+Advantage = Literal["group", "leave_one_out", "max_rl", "reinforce_pp", "reinforce_pp_baseline", "gae", "distill"]
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al. 2024 (arXiv:2402.03300), section 4.2 for the coefficient of KL; the bounds are PPO's.
@@ -78,6 +90,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # Gao et al. 2025 (arXiv:2511.20347), section 3.
     "sapo": {"loss": "sapo", "sapo_temperatures": (1.0, 1.05), "aggregation": "sequence_mean"},
+    # Lu et al. 2025, "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation).
+    "distill": {"advantage": "distill", "loss": "reinforce", "aggregation": "token_mean"},
 }
 
 LOSS_KEYS: dict[str, dict[str, Any]] = {
@@ -96,10 +110,14 @@ class AlgorithmConfig(Section):
     group_size: Count = Field(default=8, description="answers for each prompt; 1 only where nobody compares them")
     num_iterations: Count = Field(default=1, description="passes over each step's batch")
 
-    advantage: Literal["group", "leave_one_out", "max_rl", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
+    advantage: Advantage = Field(
         default="group",
         description="reward against the group's mean, against the others' mean, or by the mean (for success rates); "
-        "against the step's mean, or the group's mean and then the step's spread; by a critic (PPO)",
+        "against the step's mean, or the group's mean and then the step's spread; by a critic (PPO); without any "
+        "reward, how much likelier a teacher finds each token",
+    )
+    teacher: str | None = Field(
+        default=None, description="model of the same tokenizer to learn from (advantage: distill)"
     )
     normalize_std: bool = Field(
         default=True, description="divide a group's advantages by their standard deviation (advantage: group)"

@@ -5,16 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from sharding.manager import Leader, ShardingManager, SyncSettings
 from sharding.source import FsdpWeightSource
 from trainer import checkpoint, lifetime
-from trainer.config import TrainConfig, to_yaml
+from trainer.config import ModelConfig, TrainConfig, to_yaml
 from trainer.config_checks import resolve_device
+from trainer.data import load_tokenizer
 from trainer.distributed import is_main
 from trainer.errors import UserError
 from trainer.policy import FsdpPolicy, Policy, make_policy
 from trainer.policy.checkpoint_names import checkpoint_views
+from trainer.policy.critic import Critic, make_critic
 from trainer.tracking import NullTracker, make_tracker
 
 
@@ -25,13 +28,31 @@ def rank_device(config: TrainConfig) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def build_policies(config: TrainConfig, device: torch.device) -> tuple[Policy, Policy | None]:
-    """The policy, and a frozen copy of where it started if there is a KL term; the copy is always on FSDP2."""
-    updates = config.run.steps * config.batch.updates_per_step * config.algorithm.num_iterations
-    policy = make_policy(config.model, config.policy, device, updates)
-    if config.algorithm.kl_coef == 0:
-        return policy, None
-    return policy, FsdpPolicy(config.model, config.policy, device, trainable=False)
+def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError unless the teacher, if there is one, means the same by every token id."""
+    teacher = config.algorithm.teacher
+    if teacher is not None:
+        own = load_tokenizer(ModelConfig(path=teacher, trust_remote_code=config.model.trust_remote_code))
+        if own.get_vocab() != tokenizer.get_vocab():
+            raise UserError(f"algorithm.teacher: {teacher} has another tokenizer than {config.model.path}")
+
+
+def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Policy | None, Critic | None]:
+    """The policy; a frozen reference, where KL or a teacher is asked for; a critic with a trunk of its own.
+
+    The latter two are always on FSDP2. The reference is what the policy starts from, or the teacher.
+    """
+    algorithm = config.algorithm
+    updates = config.run.steps * config.batch.updates_per_step * algorithm.num_iterations
+    values = algorithm.advantage == "gae"
+    policy = make_policy(config.model, config.policy, device, updates, value_head=values and config.critic.shared)
+    reference = critic = None
+    if algorithm.kl_coef or algorithm.teacher:
+        model = config.model.model_copy(update={"path": algorithm.teacher} if algorithm.teacher else {})
+        reference = FsdpPolicy(model, config.policy, device, trainable=False)
+    if values and not config.critic.shared:
+        critic = make_critic(config, device, updates)
+    return policy, reference, critic
 
 
 def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager:

@@ -15,7 +15,7 @@ from generation.sampling import SamplingSettings
 from generation.trajectory import Trajectory
 from sharding.collectives import agreed, all_reduce_sum, rank, world_size
 from trainer import checkpoint, lifetime
-from trainer.assembly import build_policies, build_sharding, make_run_tracker, rank_device, resume
+from trainer.assembly import build_models, build_sharding, check_teacher, make_run_tracker, rank_device, resume
 from trainer.config import TrainConfig
 from trainer.data import Prompt, load_prompts, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
@@ -59,6 +59,7 @@ class RLTrainer:
         device = rank_device(config)
         self.screen = Progress(config.run.steps, enabled=rank() == 0)
         self.tokenizer = load_tokenizer(config.model)
+        check_teacher(config, self.tokenizer)
         self.episodes = EpisodePlan(config, self.tokenizer)
         data = self.episodes.data
         self.prompts = load_prompts(data, self.tokenizer)
@@ -78,7 +79,7 @@ class RLTrainer:
         resources.callback(stop_engine, self.leader)
         if self.leader is not None:
             resources.enter_context(self.rewards)
-        self.policy, reference = build_policies(config, device)
+        self.policy, reference, critic = build_models(config, device)
         self.sharding = build_sharding(config, self.policy, self.leader)
         resources.callback(self.sharding.close)
         self.sharding.connect()
@@ -88,8 +89,10 @@ class RLTrainer:
             self.leader, self.tokenizer, self.rewards, store(), self.episodes, engines, config.rollout.max_error_rate
         )
         resources.callback(self.rollouts.close)
-        self.learner = Learner(config, self.policy, reference, self.tokenizer.pad_token_id, self.rewards.weights)
-        self.parts = {"policy": self.policy}
+        self.learner = Learner(
+            config, self.policy, reference, self.tokenizer.pad_token_id, self.rewards.weights, critic
+        )
+        self.parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
         self.state = resume(config, self.parts, self.prompts.fingerprint)
         self.tracker = make_run_tracker(config, self.state)
         resources.callback(self.tracker.close)

@@ -54,63 +54,65 @@ def random_step(prompts: int, samples: int, seed: int) -> list[Trajectory]:
     return step
 
 
-class TablePolicy:
-    """Bigrams: the logits of a token are the row of the token before it. Plain gradient descent, summed over ranks.
+class _Table:
+    """What learns here: [VOCABULARY, VOCABULARY] float64, by gradient descent, its gradient summed over ranks."""
 
-    The whole of it is one table [VOCABULARY, VOCABULARY] of float64, so gradients show to many digits.
-    """
+    def __init__(self, seed: int, rate: float) -> None:
+        noise = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+        self.table, self.rate = 0.5 * noise.double(), rate
+
+    def descend(self, batches: list[MicroBatch], loss_of: Callable[[Tensor, MicroBatch], Any]) -> UpdateStats:
+        table = self.table.clone().requires_grad_()
+        totals: dict[str, float] = {"loss": 0.0}
+        for batch in batches:
+            loss, sums = loss_of(table, batch)
+            loss.backward()
+            totals = {k: totals.get(k, 0.0) + v.item() for k, v in {"loss": loss, **sums}.items()}
+        assert table.grad is not None
+        parts = all_gather_bytes(table.grad.numpy().tobytes())
+        gradient = torch.stack([torch.frombuffer(bytearray(part), dtype=torch.float64) for part in parts]).sum(dim=0)
+        self.table = self.table - self.rate * gradient.view_as(table)
+        totals = all_reduce_sum(totals)
+        return UpdateStats(totals.pop("loss"), gradient.norm().item(), self.rate, False, totals)
+
+
+class TablePolicy(_Table):
+    """Bigrams: the logits of a token are the row of the token before it; with `values`, their mean is its value."""
 
     device = torch.device("cpu")
 
-    def __init__(self, seed: int = 0, rate: float = 0.5) -> None:
-        self.table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed)).double() * 0.5
-        self.rate, self.version = rate, 0
+    def __init__(self, seed: int = 0, values: bool = False) -> None:
+        super().__init__(seed, rate=0.5)
+        self.values = values
 
     def outputs(self, table: Tensor, batch: MicroBatch, temperature: float) -> Outputs:
         logprobs = torch.log_softmax(table / temperature, dim=1)
         entropy = -(logprobs.exp() * logprobs).sum(dim=1)
-        before, targets = batch.input_ids[:, :-1], batch.input_ids[:, 1:]
-        mask = batch.loss_mask
-        return Outputs(logprobs[before, targets] * mask, entropy[before] * mask)
+        before, mask = batch.input_ids[:, :-1], batch.loss_mask
+        values = table.mean(dim=1)[before] * mask if self.values else None
+        return Outputs(logprobs[before, batch.input_ids[:, 1:]] * mask, entropy[before] * mask, values)
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         return [self.outputs(self.table, batch, temperature) for batch in batches]
 
     def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
-        table = self.table.clone().requires_grad_()
-        totals: dict[str, float] = {"loss": 0.0}
-        for batch in batches:
-            loss, sums = loss_fn(batch, self.outputs(table, batch, temperature))
-            loss.backward()
-            totals = {k: totals.get(k, 0.0) + v.item() for k, v in {"loss": loss, **sums}.items()}
-        assert table.grad is not None
-        gradients = [torch.frombuffer(bytearray(g), dtype=torch.float64) for g in all_gather_bytes(_bytes(table.grad))]
-        gradient = torch.stack(gradients).sum(dim=0).view_as(table)
-        self.table = self.table - self.rate * gradient
-        self.version += 1
-        totals = all_reduce_sum(totals)
-        return UpdateStats(totals.pop("loss"), gradient.norm().item(), self.rate, False, totals)
+        return self.descend(batches, lambda table, batch: loss_fn(batch, self.outputs(table, batch, temperature)))
 
 
-class TableCritic:
-    """A value for the token before; it learns as `TablePolicy` does."""
+class TableCritic(_Table):
+    """The value of a state is the first column of the row of the token before."""
 
     def __init__(self) -> None:
-        self.policy = TablePolicy(seed=5, rate=0.1)
+        super().__init__(seed=5, rate=0.1)
 
     def values(self, table: Tensor, batch: MicroBatch) -> Tensor:
-        return (table[:, 0][batch.input_ids[:, :-1]] * batch.loss_mask).float()
+        return table[:, 0][batch.input_ids[:, :-1]] * batch.loss_mask
 
     def score(self, batches: list[MicroBatch]) -> list[Tensor]:
-        return [self.values(self.policy.table, batch) for batch in batches]
+        return [self.values(self.table, batch) for batch in batches]
 
     def update(self, batches: list[MicroBatch], loss_fn: Callable[..., Any]) -> UpdateStats:
-        self.policy.outputs = lambda table, batch, _: self.values(table, batch)  # type: ignore[assignment, method-assign]
-        return self.policy.update(batches, loss_fn, 1.0)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().numpy().tobytes()
+        return self.descend(batches, lambda table, batch: loss_fn(batch, self.values(table, batch)))
 
 
 class _ThreadedRanks:

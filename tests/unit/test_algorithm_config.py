@@ -10,8 +10,13 @@ from trainer.algorithm_checks import check_algorithm
 from trainer.algorithm_config import PRESETS, AlgorithmConfig, Preset
 
 
-def problems(algorithm: dict[str, Any], **batch: int) -> list[str]:
-    return list(check_algorithm(make_config(algorithm=algorithm, batch=batch)))
+def problems(algorithm: dict[str, Any], **sections: dict[str, Any]) -> list[str]:
+    return list(check_algorithm(make_config(algorithm=algorithm, **sections)))
+
+
+def alone(preset: str) -> dict[str, Any]:
+    """A preset with what has no default."""
+    return {"preset": preset} | ({"teacher": "t"} if preset == "distill" else {})
 
 
 def test_nothing_is_wrong_with_the_defaults() -> None:
@@ -31,16 +36,16 @@ def test_every_preset_is_there() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_sets_its_keys_and_goes_together(preset: str) -> None:
-    config = AlgorithmConfig(preset=preset)  # type: ignore[arg-type]
+    config = AlgorithmConfig(**alone(preset))
     assert {key: getattr(config, key) for key in PRESETS[preset]} == PRESETS[preset]
-    assert problems({"preset": preset}) == []
+    assert problems(alone(preset)) == []
     assert AlgorithmConfig(**config.model_dump(mode="json")) == config  # as config.yaml keeps it
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("loss", ["clip", "cispo", "sapo", "reinforce"])
 def test_a_presets_bounds_hold_for_its_own_loss_only(preset: str, loss: str) -> None:
-    assert problems({"preset": preset, "loss": loss, "ratio_level": "token"}) == []
+    assert problems({**alone(preset), "loss": loss, "ratio_level": "token"}) == []
 
 
 def test_what_is_set_counts_more_than_the_preset() -> None:
@@ -75,6 +80,10 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
         ({"combine_rewards": "normalize_then_sum", "credit": "turns"}, "credit and combine_rewards"),
         ({"combine_rewards": "normalize_then_sum", "length_strength": 0.3}, "length_strength and combine_rewards"),
         ({"keep_band": [1.1, 2.0]}, r"keep_band is \[1.1, 2.0\], but must have 1"),
+        ({"advantage": "distill"}, "teacher is missing"),
+        ({"teacher": "t"}, "teacher is set, but algorithm.advantage is group: only distill"),
+        ({"preset": "distill", "teacher": "t", "kl_coef": 0.1}, "kl_coef is set, but the teacher takes"),
+        ({"preset": "distill", "teacher": "t", "drop_zero_variance": True}, "advantage is distill, which no reward"),
         ({"at_bound": "fill"}, "at_bound is fill, but all groups are kept"),
     ],
 )
@@ -84,8 +93,14 @@ def test_what_does_not_go_together_is_named(algorithm: dict[str, Any], sentence:
 
 
 def test_the_plain_policy_gradient_has_one_update() -> None:
-    (found,) = problems({"preset": "rloo"}, updates_per_step=4)
+    (found,) = problems({"preset": "rloo"}, batch={"updates_per_step": 4})
     assert "batch.updates_per_step * algorithm.num_iterations = 4" in found
+
+
+def test_a_shared_critic_is_of_use_to_gae_only() -> None:
+    (found,) = problems({}, critic={"shared": True})
+    assert found.startswith("critic.shared is set, but algorithm.advantage is group")
+    assert problems({"preset": "ppo"}, critic={"shared": True}) == []
 
 
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])

@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.learning_steps import TablePolicy, make_config, on_ranks, random_step
+from tests.unit.learning_steps import TableCritic, TablePolicy, make_config, on_ranks, random_step
 from trainer.learning import Learner, Metrics
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -35,6 +35,9 @@ CHOICES: dict[str, dict[str, Any]] = {
     "max_rl": {"advantage": "max_rl", "length_strength": 0.5, "drop_zero_variance": True},
     "reinforce_pp": {"advantage": "reinforce_pp", "kl_clamp": 0.2, **IN_REWARD},
     "reinforce_pp turns": {"advantage": "reinforce_pp", "credit": "turns", "discount": 0.9},
+    "gae": {"advantage": "gae", "trace": 0.9, "num_iterations": 2, **IN_REWARD},
+    "shared critic": {"advantage": "gae", "discount": 0.9, "value_coef": 0.3, "value_clip": 0.1, "credit": "turns"},
+    "distill": {"advantage": "distill"},
     "baseline": {"advantage": "reinforce_pp_baseline", "kl_coef": 0.1, "kl_estimator": "unbiased_k3"},
     "decisive": {"high_entropy_share": 0.4},
     "bands": {"keep_band": [0.8, 1.25], "keep_level": "geometric", "tis_level": "sequence", "tis_cap": 1.1},
@@ -53,8 +56,10 @@ def combinations(choice: str) -> Iterator[tuple[str, str]]:
         yield from zip(LOSSES, itertools.islice(itertools.cycle(AGGREGATIONS), start, None), strict=False)
 
 
-def learned(algorithm: dict[str, Any], updates: int, seed: int, ranks: int, budget: int) -> tuple[Tensor, Metrics]:
-    """The policy's weights after the step and the step's figures, on which all ranks agree."""
+def learned(
+    choice: str, algorithm: dict[str, Any], updates: int, seed: int, ranks: int, budget: int
+) -> tuple[Tensor, Metrics]:
+    """The weights of policy and critic after the step, and the step's figures, on which all ranks agree."""
     config = make_config(
         algorithm=algorithm,
         batch={"updates_per_step": updates, "tokens_per_micro_batch": budget},
@@ -62,10 +67,12 @@ def learned(algorithm: dict[str, Any], updates: int, seed: int, ranks: int, budg
     )
 
     def rank() -> tuple[Tensor, Metrics]:
-        policy, reference = TablePolicy(), TablePolicy(seed=1) if config.algorithm.kl_coef else None
-        learner = Learner(config, policy, reference, 0, {"a": 1.0, "b": 0.5})  # type: ignore[arg-type]
+        policy = TablePolicy(values=choice == "shared critic")
+        reference = TablePolicy(seed=1) if config.algorithm.kl_coef or choice == "distill" else None
+        critic = TableCritic() if choice == "gae" else None
+        learner = Learner(config, policy, reference, 0, {"a": 1.0, "b": 0.5}, critic)  # type: ignore[arg-type]
         metrics = learner.learn(random_step(4, 3, seed))
-        return policy.table, metrics
+        return torch.stack([policy.table, critic.table if critic else policy.table]), metrics
 
     (table, metrics), *others = on_ranks(ranks, rank)
     for other_table, other_metrics in others:
@@ -81,9 +88,9 @@ def test_p14_the_learner_learns_the_same_however_a_step_is_split(
 ) -> None:
     for loss, aggregation in combinations(choice):
         algorithm = {**CHOICES[choice], **LOSSES[loss], "aggregation": aggregation}
-        table, metrics = learned(algorithm, updates, seed, ranks=1, budget=10**6)
-        assert metrics["no_signal_steps"] == 0 and not torch.equal(table, TablePolicy().table), (loss, aggregation)
+        table, metrics = learned(choice, algorithm, updates, seed, ranks=1, budget=10**6)
+        assert metrics["no_signal_steps"] == 0 and not torch.equal(table[0], TablePolicy().table), (loss, aggregation)
         for ranks in (1, 2, 4):
-            other, figures = learned(algorithm, updates, seed, ranks, budget)
+            other, figures = learned(choice, algorithm, updates, seed, ranks, budget)
             torch.testing.assert_close(other, table, rtol=1e-5, atol=1e-7, msg=f"{loss} {aggregation} {ranks} ranks")
             assert figures == pytest.approx(metrics, rel=1e-4, abs=1e-6), (loss, aggregation, ranks)

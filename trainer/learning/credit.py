@@ -17,13 +17,16 @@ _WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")
 def assign_credit(minibatches: list[MiniBatch], config: TrainConfig, reward_weights: dict[str, float]) -> None:
     """Fill in the micro-batches' advantages and, for a critic, returns. Collective where models have a say.
 
-    Needs their `old_logprobs` and `ref_logprobs` where KL is in the reward, and `old_values` for a critic.
+    Needs their `old_logprobs` and `ref_logprobs` where KL is in the reward or the reference is a teacher, and
+    `old_values` where there is a critic.
 
     Args:
         reward_weights: of the reward functions, by label.
     """
     for minibatch in minibatches:
-        if config.algorithm.advantage in _BY_TOKEN:
+        if config.algorithm.advantage == "distill":
+            _credit_likeness(minibatch.batches)
+        elif config.algorithm.advantage in _BY_TOKEN:
             _credit_tokens(minibatch, config)
         else:
             _credit_groups(minibatch, config, reward_weights)
@@ -57,6 +60,17 @@ def _credit_tokens(minibatch: MiniBatch, config: TrainConfig) -> None:
             )
         else:
             batch.advantages = returns.returns_to_go(rewards, mask, algorithm.discount)
+
+
+def _credit_likeness(batches: list[MicroBatch]) -> None:
+    """How much likelier the teacher finds a token than the policy does: less each token's share of reverse KL.
+
+    On-policy distillation: Agarwal et al. 2023 (arXiv:2306.13649); as an advantage without a discount: Lu et al. 2025,
+    "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation).
+    """
+    for batch in batches:
+        assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+        batch.advantages = -kl.k1(batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
 
 
 def _credit_groups(minibatch: MiniBatch, config: TrainConfig, reward_weights: dict[str, float]) -> None:

@@ -9,10 +9,11 @@ from trainer.batching import MicroBatch
 from trainer.config import TrainConfig
 from trainer.learning.credit import assign_credit, has_signal
 from trainer.learning.groups import informative, longest_answer, make_groups
-from trainer.learning.metrics import Metrics, engine_gap, gather_columns, update_metrics
+from trainer.learning.metrics import Metrics, critic_metrics, engine_gap, gather_columns, update_metrics
 from trainer.learning.minibatches import MiniBatch, prepare, split
-from trainer.learning.policy_loss import PolicyLoss
+from trainer.learning.policy_loss import CriticLoss, PolicyLoss
 from trainer.policy.base import Outputs, Policy
+from trainer.policy.critic import Critic
 
 
 class Learner:
@@ -25,16 +26,23 @@ class Learner:
         reference: Policy | None,
         pad_id: int,
         reward_weights: dict[str, float] | None = None,
+        critic: Critic | None = None,
     ) -> None:
-        """`reward_weights` are those of the reward functions, by label."""
-        self._config, self._policy, self._reference, self._pad_id = config, policy, reference, pad_id
-        self._reward_weights = reward_weights or {}
+        """What is learned from, and who learns.
+
+        Args:
+            reference: what KL is measured to, or the teacher.
+            reward_weights: of the reward functions, by label.
+            critic: one with a trunk of its own.
+        """
+        self._config, self._policy, self._reference, self._critic = config, policy, reference, critic
+        self._pad_id, self._reward_weights = pad_id, reward_weights or {}
 
     def learn(self, trajectories: list[Trajectory]) -> Metrics:
         """All passes over the step's batch; returns its figures, the same on all ranks.
 
-        A step in which no token was better or worse than expected, and neither KL nor entropy pulls, has a gradient of
-        zero: it is left out, since Adam's momentum would move the weights all the same.
+        A step in which no token was better or worse than expected, and nothing else pulls, has a gradient of zero: the
+        policy leaves it out, since Adam's momentum would move the weights all the same. A critic learns from it.
         """
         config = self._config
         groups = make_groups(trajectories)
@@ -46,37 +54,51 @@ class Learner:
         ]
         self._score_before(minibatches)
         assign_credit(minibatches, config, self._reward_weights)
-        if not has_signal(minibatches) and not (minibatches and self._pulled()):
-            return {"no_signal_steps": 1.0, "skipped_steps": 0.0}
-        return {"no_signal_steps": 0.0} | self._update(minibatches)
+        signal = bool(minibatches) and (has_signal(minibatches) or self._pulled())
+        metrics = {"no_signal_steps": float(not signal), "skipped_steps": 0.0}
+        if signal:
+            metrics |= self._update_policy(minibatches)
+        if self._critic is not None and minibatches:
+            metrics |= self._update_critic(self._critic, minibatches)
+        return metrics
+
+    @property
+    def _shared_critic(self) -> bool:
+        """Whether the policy's outputs have values."""
+        return self._config.algorithm.advantage == "gae" and self._critic is None
 
     def _pulled(self) -> bool:
-        """Whether the loss has a gradient without any advantage."""
+        """Whether the policy's loss has a gradient without any advantage."""
         algorithm = self._config.algorithm
-        return algorithm.entropy_coef > 0 or (algorithm.kl_coef > 0 and algorithm.kl_in == "loss")
+        kl = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
+        return kl or algorithm.entropy_coef > 0 or self._shared_critic
 
     def _score_before(self, minibatches: list[MiniBatch]) -> None:
-        """What policy and reference say of the tokens before the step's first update, where it is needed."""
+        """What the models say of the tokens before the step's first update, where it is needed."""
         temperature = self._config.sampling.temperature
         for minibatch in minibatches:
             batches = minibatch.batches
             if self._needs_old(len(minibatches)):
                 outputs = self._policy.score(batches, temperature)
                 for batch, old in zip(batches, outputs, strict=True):
-                    batch.old_logprobs = old.logprobs
+                    batch.old_logprobs, batch.old_values = old.logprobs, old.values
                 if self._config.algorithm.high_entropy_share < 1:
                     mark_decisive(batches, outputs, self._config.algorithm.high_entropy_share)
             if self._reference is not None:
                 for batch, ref in zip(batches, self._reference.score(batches, temperature), strict=True):
                     batch.ref_logprobs = ref.logprobs
+            if self._critic is not None:
+                for batch, values in zip(batches, self._critic.score(batches), strict=True):
+                    batch.old_values = values
 
     def _needs_old(self, minibatches: int) -> bool:
         """With a single update the policy's own forward pass tells its log-probabilities: nothing has changed yet."""
         algorithm = self._config.algorithm
-        before_credit = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
-        return minibatches * algorithm.num_iterations > 1 or before_credit or algorithm.high_entropy_share < 1
+        in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
+        for_credit = in_reward or self._shared_critic or algorithm.advantage == "distill"
+        return minibatches * algorithm.num_iterations > 1 or for_credit or algorithm.high_entropy_share < 1
 
-    def _update(self, minibatches: list[MiniBatch]) -> Metrics:
+    def _update_policy(self, minibatches: list[MiniBatch]) -> Metrics:
         algorithm, longest = self._config.algorithm, longest_answer(self._config)
         updates = []
         gaps: list[tuple[Tensor, Tensor]] = []
@@ -87,6 +109,11 @@ class Learner:
                 if iteration == 0:
                     gaps += loss.gaps
         return update_metrics(updates) | engine_gap(gaps, algorithm)
+
+    def _update_critic(self, critic: Critic, minibatches: list[MiniBatch]) -> Metrics:
+        algorithm = self._config.algorithm
+        steps = [minibatch for _ in range(algorithm.num_iterations) for minibatch in minibatches]
+        return critic_metrics([critic.update(step.batches, CriticLoss(algorithm, step)) for step in steps])
 
 
 def mark_decisive(batches: list[MicroBatch], outputs: list[Outputs], share: float) -> None:
