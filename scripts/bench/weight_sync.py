@@ -9,7 +9,8 @@ One engine a rank is started with random weights (nothing is read from disk) and
     memcpy       the floor: a copy of the same bytes between two resident buffers in one process
     transport    staging filled by us and copied out by another process, two buffers in turn; neither trainer nor vLLM
     gather       the policy's shards, cast and gathered into staging; nobody reads them
-    load         what is in staging into the engine's model; nothing is gathered
+    loaders      what is in staging into the engine's model by vLLM's own loaders; nothing is gathered
+    replay       the same by repeating the copies that the loaders were seen to make
     sync         all of it as in training, for each setting of sync.verify; the engine stays awake
     after sleep  the same, but the engine has given its memory back before, as in training
 
@@ -84,24 +85,30 @@ class Bench:
             self.measure("transport", lambda: reader.push(self.plan))
         self.measure("gather", lambda: gather(self.source, self.plan, staging))
         staging.close()
-        self.sync("load", "off", Resident)
+        self.sync("loaders", "off", Resident, replay=False)
+        self.sync("replay", "off", Resident)
         for verify in ("off", "sample", "full"):
             self.sync(f"sync, verify {verify}", verify)
         self.sync("after sleep, verify off", "off", sleep=True)
 
     def sync(
-        self, name: str, verify: Any, kind: type[FsdpWeightSource] = FsdpWeightSource, sleep: bool = False
+        self,
+        name: str,
+        verify: Any,
+        kind: type[FsdpWeightSource] = FsdpWeightSource,
+        sleep: bool = False,
+        replay: bool = True,
     ) -> None:
         """Time syncs of a manager of their own; the first one, which maps the staging memory, does not count."""
         engine = self.leader.engine
         engine.settings = dataclasses.replace(engine.settings, sleep=sleep)
-        settings = SyncSettings(verify, self.options.bucket_mib << 20)
+        settings = SyncSettings(verify, self.options.bucket_mib << 20, replay=replay)
         folder = Path(tempfile.mkdtemp(dir=lifetime.private_folder()))
         manager = ShardingManager(self.make_source(kind), self.device, settings, folder, leader=self.leader)
         manager.connect()
         reports = []
         for _ in range(self.options.rounds + 1):
-            self.policy.version += 1
+            self.policy.updates.applied += 1
             manager.sleep()
             went_to_sleep = manager.report.seconds["sleep"]
             manager.wake(self.policy)
