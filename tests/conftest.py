@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +76,21 @@ def tiny_llama(tiny_model: TinyModel) -> Path:
 @pytest.fixture(scope="session")
 def tiny_moe(tiny_model: TinyModel) -> Path:
     return tiny_model(architecture="qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all of `policy_checks.KINDS`: tiny random models for tests of sharding."""
+    from tests.distributed.policy_checks import make_models
+
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A process group of one, without torchrun."""
+    from trainer.distributed import destroy_process_group, init_process_group
+
+    init_process_group(60, "cpu")
+    yield
+    destroy_process_group()
