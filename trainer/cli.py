@@ -23,10 +23,11 @@ _TRAINING = {"train": "trainer.loop", "sft": "trainer.sft"}
 _OTHERS = {
     "eval": "trainer.evaluate",
     "generate": "trainer.generate",
+    "plan": "trainer.plan",
     "report": "trainer.report",
     "serve": "trainer.serve",
 }
-_WITH_OVERRIDES = ("train", "sft", "eval")
+_WITH_OVERRIDES = ("train", "sft", "eval", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,6 +170,14 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--check", action="store_true", help="check what needs no tokenizer and no data, and stop")
         command.add_argument("--resume", metavar="auto|none|PATH", help="short for --checkpoint.resume")
     _add_eval(commands.add_parser("eval", help="measure a model on held-out prompts", allow_abbrev=False))
+    plan = commands.add_parser("plan", help="what a recipe needs and what stands against it", allow_abbrev=False)
+    plan.description = (
+        "Show ranks, engines, the arithmetic of a step and the memory of a device, worked out from the model's "
+        "config.json: no weights and no data are loaded. What would be refused is said last, and makes exit code 2."
+    )
+    plan.add_argument("recipe", type=Path, help="YAML file; keys are overridden by --section.key value")
+    plan.add_argument("--ranks", type=int, help="how many there would be (default: $WORLD_SIZE, or 1)")
+    plan.add_argument("--device-gib", type=float, help="memory of a device (default: of the one that is here)")
     report = commands.add_parser("report", help="what became of a run", allow_abbrev=False)
     report.description = (
         "Write report.md and curves.png to a run's folder, whether it is finished or not, and show them."

@@ -65,14 +65,14 @@ def engine_settings(name: str) -> EngineSettings:
         dtype=dtype,
         max_model_len=length,
         max_num_seqs=1,
-        kv_cache_bytes=(length + _SPARE) * _kv_elements(config) * (4 if dtype == "float32" else 2),
+        kv_cache_bytes=(length + _SPARE) * kv_elements(config) * (4 if dtype == "float32" else 2),
         sleep=False,
         device_indices=(0,) if gpu_visible() else (),
         cpu_threads=len(os.sched_getaffinity(0)),
     )
 
 
-def _kv_elements(config: dict[str, Any]) -> int:
+def kv_elements(config: dict[str, Any]) -> int:
     """Keys and values that one token leaves in the cache."""
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads

@@ -25,6 +25,13 @@ def device_used_gib(device: torch.device) -> float:
     return (total - free) / _GIB
 
 
+def device_total_gib(cuda: bool) -> float:
+    """What a CUDA device has, or else this machine, in GiB."""
+    if cuda:
+        return torch.cuda.mem_get_info()[1] / _GIB
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
+
+
 class MemoryMeter:
     """Peak memory of this process in each phase: `with meter.phase("update"): ...`, then `meter.metrics()`.
 

@@ -1,0 +1,45 @@
+"""What `hotbunk plan` says of two ranks is what two ranks then hold, to the byte."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.distributed.launch import run_ranks
+
+
+def measure(model: str, output: str) -> None:
+    """Build the policy and its weight source; rank 0 writes how many bytes they have."""
+    import torch
+
+    from sharding.plan import BucketPlan
+    from sharding.source import FsdpWeightSource
+    from sharding.transport import BUFFERS
+    from trainer.config import ModelConfig, PolicyConfig
+    from trainer.distributed import destroy_process_group, init_process_group, rank
+    from trainer.policy import FsdpPolicy
+
+    init_process_group(60, "cpu")
+    policy = FsdpPolicy(ModelConfig(path=model), PolicyConfig(dtype="float32"), torch.device("cpu"))
+    state = policy.state_dict()
+    sizes = {part: sum(tensor.to_local().nbytes for tensor in state[part].values()) for part in ("model", "optimizer")}
+    source = FsdpWeightSource(list(policy.named_parameters()), torch.bfloat16)
+    sizes["staging"] = BUFFERS * BucketPlan(source.parameters(), 1 << 20).capacity
+    if rank() == 0:
+        Path(output).write_text(json.dumps(sizes))
+    destroy_process_group()
+
+
+def test_planned_bytes_are_held_bytes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    from trainer.config import TrainConfig
+    from trainer.plan import model_sizes, staging_bytes, trainer_parts
+
+    model = tiny_model(architecture="qwen2", tied=False)
+    run_ranks(measure, 2, arguments=[str(model), str(tmp_path / "sizes.json")])
+    held = json.loads((tmp_path / "sizes.json").read_text())
+    sections = {"engine": {"dtype": "bfloat16"}, "sync": {"bucket_mib": 1}, "policy": {"dtype": "float32"}}
+    config = TrainConfig.model_validate({"model": {"path": str(model)}, "data": {"path": "d"}} | sections)
+    sizes = model_sizes(config, config.model.path)
+    parts = {part.name: part.generating for part in trainer_parts(config, sizes, 2)}
+    assert parts["policy: float32 weights"] == held["model"]
+    assert parts["policy: Adam's moments"] == held["optimizer"]
+    assert staging_bytes(config, sizes, 2) == held["staging"]

@@ -1,0 +1,160 @@
+"""`hotbunk plan`: its arithmetic by hand, its sizes against the model's and vLLM's own, what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from trainer.cli import main
+from trainer.config import TrainConfig
+from trainer.plan import Part, batch_lines, engine_parts, kv_token_bytes, model_sizes, trainer_parts
+
+GIB = 2**30
+
+
+def recipe(model: Path, **sections: Any) -> TrainConfig:
+    base = {
+        "run": {"device": "cpu", "steps": 10},
+        "model": {"path": str(model)},
+        "data": {"path": str(model / "config.json"), "max_prompt_tokens": 100},
+        "sampling": {"max_tokens": 100},
+        "policy": {"dtype": "float32"},
+        "batch": {"prompts_per_step": 12, "tokens_per_micro_batch": 1000, "updates_per_step": 3},
+        "algorithm": {"group_size": 4},
+        "reward": {"functions": [{"name": "exact_match"}]},
+    }
+    return TrainConfig.model_validate({key: base.get(key, {}) | sections.get(key, {}) for key in {**base, **sections}})
+
+
+def by_name(parts: list[Part]) -> dict[str, tuple[float, float]]:
+    return {part.name: (part.generating, part.training) for part in parts}
+
+
+def test_a_steps_arithmetic(tiny_qwen2: Path) -> None:
+    config = recipe(tiny_qwen2, engine={"tensor_parallel_size": 2}, algorithm={"num_iterations": 2})
+    assert dict(batch_lines(config, 4)) == {
+        "ranks": "4, on cpu",
+        "engines": "2 of 2 rank(s)",
+        "answers a step": "12 prompts x 4 = 48",
+        "answers an engine": "24, 256 at a time",
+        "tokens a step": "at most 9,600, prompts included",
+        "updates": "6 a step, 60 in 10 steps",
+        "answers an update and rank": "4, in at most 1 micro-batch(es)",
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_sizes_are_those_of_the_model(tiny_qwen2_untied: Path, ranks: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2_untied)
+    whole = sum(p.numel() for p in model.parameters())
+    shard = sum(torch.chunk(p, ranks)[0].numel() for p in model.parameters())
+    config = recipe(tiny_qwen2_untied, algorithm={"kl_coef": 0.1})
+    sizes = model_sizes(config, config.model.path)
+    parts = by_name(trainer_parts(config, sizes, ranks))
+    assert sizes.total == whole
+    assert parts["policy: float32 weights"] == (4 * shard, 4 * shard)
+    assert parts["policy: Adam's moments"] == (8 * shard, 8 * shard)
+    assert parts["policy: gradients"] == (0, 4 * shard)
+    assert parts["reference: weights"] == (4 * shard, 4 * shard)
+    assert sizes.rest + 2 * sizes.layer == whole
+
+
+def test_a_tied_head_counts_once_and_a_critic_has_one_output(tiny_qwen2: Path) -> None:
+    config = recipe(tiny_qwen2, algorithm={"preset": "ppo"})
+    sizes = model_sizes(config, config.model.path)
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    assert sizes.total == sum(p.numel() for p in model.parameters())
+    critic = sum(p.numel() for p in model.base_model.parameters()) + model.config.hidden_size
+    assert by_name(trainer_parts(config, sizes, 1))["critic: float32 weights"] == (4 * critic, 4 * critic)
+
+
+@pytest.mark.parametrize(
+    ("stage", "whole_weights", "whole_gradients"), [(1, True, True), (2, True, False), (3, False, False)]
+)
+def test_what_zero_cuts_depends_on_its_stage(
+    tiny_qwen2: Path, stage: int, whole_weights: bool, whole_gradients: bool
+) -> None:
+    config = recipe(tiny_qwen2, policy={"backend": "deepspeed", "zero_stage": stage, "dtype": "bfloat16"})
+    sizes = model_sizes(config, config.model.path)
+    parts = by_name(trainer_parts(config, sizes, 4))
+    whole, shard = sizes.total, sizes.shard(4)
+    assert parts["policy: weights to compute with"][0] == 2 * (whole if whole_weights else shard)
+    assert parts["policy: gradients"][1] == 4 * (whole if whole_gradients else shard)
+    away = recipe(tiny_qwen2, policy={"backend": "deepspeed", "zero_stage": stage, "offload_optimizer": True})
+    assert by_name(trainer_parts(away, sizes, 4))["policy: Adam's moments"] == (0, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_token_takes_as_much_as_vllm_says(tiny_qwen3: Path, ranks: int) -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    config = recipe(tiny_qwen3, engine={"tensor_parallel_size": ranks, "dtype": "bfloat16"})
+    sizes = model_sizes(config, config.model.path)
+    model = json.loads((tiny_qwen3 / "config.json").read_text())
+    page = FullAttentionSpec(
+        block_size=16,
+        num_kv_heads=model["num_key_value_heads"] // ranks,
+        head_size=model["head_dim"],
+        dtype=torch.bfloat16,
+    )
+    assert kv_token_bytes(config, sizes) == model["num_hidden_layers"] * page.page_size_bytes / 16
+
+
+def test_an_engine_that_sleeps_leaves_its_memory_to_training(tiny_qwen2: Path) -> None:
+    config = recipe(tiny_qwen2, engine={"kv_cache_gib": 0.5, "max_model_len": 200})
+    sizes = model_sizes(config, config.model.path)
+    parts = engine_parts(config, sizes, 1, 8.0)
+    assert by_name(parts)["engine: KV cache"] == (GIB / 2, 0)
+    token = kv_token_bytes(config, sizes)
+    assert parts[1].remark == f"{GIB // 2 // token:,} tokens: {GIB // 2 // token // 200} answers of 200"
+    config = recipe(tiny_qwen2, engine={"sleep": False, "gpu_memory_utilization": 0.5})
+    weights, cache = (
+        by_name(engine_parts(config, sizes, 1, 8.0))[f"engine: {part}"] for part in ("weights", "KV cache")
+    )
+    assert weights == (4 * sizes.total, 4 * sizes.total)
+    assert cache == (4 * GIB - weights[0], 4 * GIB - weights[0])
+
+
+@pytest.fixture
+def written(tiny_qwen2: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(recipe(tiny_qwen2).model_dump(mode="json")))
+    return path
+
+
+def test_a_plan_is_shown_without_loading_weights_or_data(
+    written: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("trainer.policy.loading.load_sharded", refuse)
+    monkeypatch.setattr("trainer.data.load_rows", refuse)
+    assert main(["plan", str(written), "--ranks", "4", "--device-gib", "80.5"]) == 0
+    shown = capsys.readouterr().out
+    assert "4, on cpu" in shown and "12 prompts x 4 = 48" in shown and "times 4 ranks, of 80.5 GiB" in shown
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence", "planned"),
+    [
+        (["--ranks", "5"], "must be divisible by the number of ranks (5)", True),
+        (["--sampling.top_p", "0.9"], "sampling.top_p is 0.9", True),
+        (["--model.path", "absent/model/x"], "model.path: there is no folder absent/model/x", False),
+        (["--ranks", "0"], "--ranks must be at least 1", False),
+        (["--ranks", "many"], "invalid int value", False),
+        (["--batch.prompt_per_step", "3"], "did you mean batch.prompts_per_step?", False),
+    ],
+)
+def test_what_would_be_refused_is_said_after_the_plan(
+    words: list[str], sentence: str, planned: bool, written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(written), *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("hotbunk: ") and captured.err.count("\n") == 1 and sentence in captured.err
+    assert ("answers a step" in captured.out) == planned
