@@ -121,12 +121,12 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
 
 def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int) -> list[Part]:
     """What the policy, and what else learns or is asked beside it, takes on a rank."""
-    policy = config.policy
-    width = getattr(torch, policy.dtype).itemsize
+    policy, teacher = config.policy, config.algorithm.teacher
     parts = _learning_parts("policy", policy, model, ranks)
-    if config.algorithm.kl_coef:
-        held = width * model.shard(_shards(policy, ranks))
-        parts.append(Part("reference: weights", held, held))
+    if config.algorithm.kl_coef or teacher:
+        frozen = model_sizes(config, teacher) if teacher else model
+        held = getattr(torch, policy.dtype).itemsize * frozen.shard(_shards(policy, ranks))
+        parts.append(Part("teacher: weights" if teacher else "reference: weights", held, held))
     if config.algorithm.advantage == "gae" and not config.critic.shared:
         critic = model_sizes(
             config, config.critic.path or config.model.path, AutoModelForSequenceClassification, num_labels=1

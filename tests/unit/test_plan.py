@@ -72,6 +72,13 @@ def test_a_tied_head_counts_once_and_a_critic_has_one_output(tiny_qwen2: Path) -
     assert by_name(trainer_parts(config, sizes, 1))["critic: float32 weights"] == (4 * critic, 4 * critic)
 
 
+def test_a_teacher_takes_the_references_place(tiny_qwen2: Path, tiny_qwen2_untied: Path) -> None:
+    config = recipe(tiny_qwen2, algorithm={"advantage": "distill", "teacher": str(tiny_qwen2_untied)})
+    parts = by_name(trainer_parts(config, model_sizes(config, config.model.path), 1))
+    teacher = AutoModelForCausalLM.from_pretrained(tiny_qwen2_untied)
+    assert parts["teacher: weights"][0] == 4 * sum(p.numel() for p in teacher.parameters())
+
+
 @pytest.mark.parametrize(
     ("stage", "whole_weights", "whole_gradients"), [(1, True, True), (2, True, False), (3, False, False)]
 )
