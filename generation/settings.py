@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks of adapters that vLLM makes room for; a smaller one leaves part of it empty."""
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -23,6 +26,7 @@ class EngineSettings:
             (VLLM.md).
         sleep: free the engine's memory while the trainer works.
         fp32_head: compute logits in float32 whatever `dtype` is.
+        lora_rank: answer with a LoRA adapter of at most this rank, once the trainer has sent one; 0: none.
         extra: further vLLM engine arguments, by vLLM's own names.
     """
 
@@ -44,6 +48,7 @@ class EngineSettings:
     cpu_cores: tuple[int, ...] = ()
     plain_cpu_weights: bool = False
     fp32_head: bool = False
+    lora_rank: int = 0
     worker_extension: str = "sharding.worker_extension.VllmInternalWorkerExtension"
     extra: dict[str, Any] = field(default_factory=dict)
 

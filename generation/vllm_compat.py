@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .settings import EngineSettings
+from .settings import LORA_RANKS, EngineSettings
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PLAIN_WEIGHTS_VARIABLE = "HOTBUNK_PLAIN_CPU_WEIGHTS"
@@ -113,6 +114,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # A prompt that is cut in two asks its seeded generator for an offset, which CPU generators do not have, and the
         # engine dies (0.32, gpu_model_runner); so prompts are never cut, and a step can hold the longest one.
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, settings.max_model_len)}
+    if settings.lora_rank:
+        room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
+        arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
     arguments |= settings.extra
     if settings.fp32_head:
         arguments["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | {"head_dtype": "float32"}
@@ -151,6 +155,18 @@ def stop_async_llm(engine: "AsyncLLM") -> None:
     if (handler := engine.output_handler) is not None:
         handler.get_loop().call_soon_threadsafe(handler.cancel)
     engine.shutdown()
+
+
+def adapter_request(number: int | None) -> "LoRARequest | None":
+    """What makes a request be answered with the adapter of this number, which the workers hold already; None: no
+    adapter. vLLM would look for one that they do not hold at the path, and says so where there is nothing. It keys its
+    prefix cache by name.
+    """
+    if number is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"policy-{number}", number, f"/sent by the trainer/{number}")
 
 
 def request_errors() -> tuple[type[Exception], ...]:

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -16,7 +16,14 @@ from .interface.specs import GenerationDatumSpec, GenerationOutputSpec
 from .interface.vllm_config import VllmConfig, engine_settings, pad_token_id, sampling_settings
 from .sampling import Completion, SamplingSettings, response_budget, sample_seed, vllm_sampling_params
 from .settings import EngineSettings
-from .vllm_compat import engine_tokenizer, request_errors, start_async_llm, stop_async_llm, unfinished_requests
+from .vllm_compat import (
+    adapter_request,
+    engine_tokenizer,
+    request_errors,
+    start_async_llm,
+    stop_async_llm,
+    unfinished_requests,
+)
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -41,6 +48,7 @@ class VllmAsyncGenerationWorker:
         sampling: how `generate_async` and `generate_text_async` draw; everything else is told with each call.
         pad_token_id: what rows of batches are padded with.
         device_ids: the device of each worker, known after `post_init_async`.
+        adapter: number of the LoRA adapter that requests are answered with; the one who sent it sets it.
         server: the OpenAI-compatible server that `post_init_async` started, if it was asked to.
     """
 
@@ -54,6 +62,7 @@ class VllmAsyncGenerationWorker:
         self.settings, self.sampling, self.pad_token_id = settings, sampling, pad_token_id
         self.state = EngineLifecycle()
         self.device_ids: list[str] = []
+        self.adapter: int | None = None
         self.server: OpenAIServer | None = None
         self._expose_http_server = expose_http_server
         self._engine: AsyncLLM | None = None
@@ -120,9 +129,16 @@ class VllmAsyncGenerationWorker:
         self.state.check_can_generate(policy_version)
         return await self._final_output(prompt, params)
 
+    def submit(
+        self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any
+    ) -> AsyncGenerator["RequestOutput", None]:
+        """vLLM's own `generate`, with the policy's adapter where there is one; every request goes through here."""
+        options["lora_request"] = options.get("lora_request") or adapter_request(self.adapter)
+        return self.engine.generate(prompt, params, request_id, **options)
+
     async def _final_output(self, prompt: dict[str, Any], params: "SamplingParams") -> "RequestOutput":
         final = None
-        async for output in self.engine.generate(prompt, params, f"hotbunk-{next(self._request_numbers)}"):
+        async for output in self.submit(prompt, params, f"hotbunk-{next(self._request_numbers)}"):
             final = output
         if final is None:
             raise RuntimeError("vLLM ended a request without an output")

@@ -26,7 +26,7 @@ from .channel import Listener, SyncError
 from .collectives import agree, agreed, all_gather_bytes, rank
 from .link import Link
 from .plan import BucketPlan, SourceParameter
-from .sending import SyncReport, SyncSettings, announce, different_weights, parameters_to_verify, push
+from .sending import AdapterFormat, SyncReport, SyncSettings, announce, different_weights, parameters_to_verify, push
 from .source import WeightSource
 from .transport import BUFFERS, Staging, make_staging
 
@@ -76,9 +76,10 @@ class ShardingManager:
         folder: Path,
         tensor_parallel_size: int = 1,
         leader: Leader | None = None,
+        adapter: AdapterFormat | None = None,
     ) -> None:
         self._source, self._device, self._settings = source, device, settings
-        self._group_size, self._leader = tensor_parallel_size, leader
+        self._group_size, self._leader, self._adapter = tensor_parallel_size, leader, adapter
         self._parameters = source.parameters()
         self._plan = BucketPlan(self._parameters, settings.bucket_bytes)
         self._device_id = device_id(device, rank() % tensor_parallel_size)
@@ -129,9 +130,10 @@ class ShardingManager:
                 self._probe(policy)
 
     def sleep(self) -> None:
-        """Engines asleep, their memory given back."""
+        """Engines asleep, their memory given back; a base that no sync brings is kept in the host's."""
+        level = 2 if self._adapter is None else 1
         with self._timed("sleep"):
-            self._lead("putting the engine to sleep", lambda engine: engine.sleep_async())
+            self._lead("putting the engine to sleep", lambda engine: engine.sleep_async(level))
 
     def close(self) -> None:
         """Release sockets and staging memory of this rank."""
@@ -176,7 +178,10 @@ class ShardingManager:
 
     def _send(self, link: Link, version: int) -> None:
         assert self._staging is not None
-        self._plain = announce(link, self._plan.parameters(), self._staging, version, self._settings.replay)
+        # The session is a number that no adapter had before, so nothing cached by number or name can be an old one's.
+        adapter = None if self._adapter is None else {"number": self._session, "config": self._adapter.config}
+        replay = self._settings.replay
+        self._plain = announce(link, self._plan.parameters(), self._staging, version, replay, adapter)
         self._push(link, "bucket", self._plan)
         link.ask("finish")
         agree(link.error, "sending weights")
@@ -216,6 +221,7 @@ class ShardingManager:
                 outcomes = call.result(self._settings.timeout)
                 self.report.ordinary = _together([outcome.get("ordinary") for outcome in outcomes])
                 self._leader.engine.state.finish_sync(version)
+                self._leader.engine.adapter = None if self._adapter is None else self._session
         self._lead("resetting the prefix cache", lambda engine: engine.reset_prefix_cache_async())
 
     def _fail(self, link: Link, call: "Future[Any] | None") -> None:
@@ -254,8 +260,12 @@ class ShardingManager:
             )
 
     def _probe_tokens(self, version: int) -> list[int]:
-        embedding = next((p for p in self._parameters if "embed" in p.name), self._parameters[0])
-        return random.Random(version).choices(range(embedding.pieces[0].shape[0]), k=PROBE_TOKENS)
+        if self._adapter is not None:
+            vocabulary = self._adapter.vocabulary
+        else:
+            embedding = next((p for p in self._parameters if "embed" in p.name), self._parameters[0])
+            vocabulary = embedding.pieces[0].shape[0]
+        return random.Random(version).choices(range(vocabulary), k=PROBE_TOKENS)
 
 
 def _raise_if_dead(call: "Future[Any] | None") -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from . import channel as channels
+from .adapter_loader import AdapterLoader
 from .manifest import check_manifest
 from .plan import Manifest
 from .recording import NamedTensors, Recording
@@ -41,6 +42,31 @@ class Carrier(Protocol):
         """This worker cannot go on; tell the sender and let go of the memory."""
 
 
+class Loader(Protocol):
+    """Who takes the weights of an update: a `WeightLoader`, or an `AdapterLoader` for an adapter beside them."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether weights are kept as they were sent, so that `compare` can be asked."""
+
+    @property
+    def recording(self) -> Recording | None:
+        """What later updates can replay."""
+
+    def begin(self, weights: Manifest, replay: bool = True) -> None:
+        """See `WeightLoader`, as for the others."""
+
+    def load(self, weights: NamedTensors) -> None: ...
+
+    def compare(self, weights: NamedTensors) -> list[str]: ...
+
+    def finish(self) -> None: ...
+
+    def ordinary(self) -> dict[str, str] | None: ...
+
+    def abort(self) -> None: ...
+
+
 @dataclass
 class Outcome:
     """How an update ended on this worker; the extension returns it as a dictionary.
@@ -68,7 +94,7 @@ class Receiver:
         self.outcome = Outcome()
         self.weights: Manifest = {}
         self._worker, self._promised = worker, promised
-        self._loader = WeightLoader(worker.get_model(), worker.vllm_config, plain, recording)
+        self._loader: Loader = WeightLoader(worker.get_model(), worker.vllm_config, plain, recording)
 
     def receive(self, carrier: Carrier) -> Outcome:
         """Until the sender ends the update or something fails here; never raises, and never leaves half a model."""
@@ -116,6 +142,8 @@ class Receiver:
     def _begin(self, carrier: Carrier, message: dict[str, Any]) -> None:
         self.weights = {name: [list(shape), dtype] for name, (shape, dtype) in message["weights"].items()}
         check_manifest(self.weights, self._promised, engine_dtype(self._worker))
+        if (adapter := message.get("adapter")) is not None:
+            self._loader = AdapterLoader(self._worker.model_runner, adapter["number"], adapter["config"])
         carrier.open(message["handle"])
         self._loader.begin(self.weights, message.get("replay", True))
         self.outcome.version, self.outcome.tensors = message["version"], len(self.weights)

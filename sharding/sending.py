@@ -36,6 +36,19 @@ class SyncSettings:
     replay: bool = True
 
 
+@dataclass(frozen=True)
+class AdapterFormat:
+    """Says that what is sent are no weights but the factors of a LoRA adapter, on a base that the engines have loaded.
+
+    Attributes:
+        config: what PEFT writes to adapter_config.json, as far as engines need it; plain types.
+        vocabulary: how many tokens the model knows.
+    """
+
+    config: dict[str, Any]
+    vocabulary: int
+
+
 @dataclass
 class SyncReport:
     """One sync.
@@ -87,10 +100,19 @@ class Nobody:
 
 
 def announce(
-    peer: Peer, parameters: list[SourceParameter], staging: Staging, version: int, replay: bool = True
+    peer: Peer,
+    parameters: list[SourceParameter],
+    staging: Staging,
+    version: int,
+    replay: bool = True,
+    adapter: dict[str, Any] | None = None,
 ) -> bool:
-    """Say what will come; whether the receiver keeps weights as they are sent, so that they can be compared."""
-    peer.post("begin", weights=manifest_of(parameters), handle=staging.handle, version=version, replay=replay)
+    """Say what will come; whether the receiver keeps weights as they are sent, so that they can be compared.
+
+    `adapter` is the `number` and `config` of a LoRA adapter, if that is what comes.
+    """
+    weights = manifest_of(parameters)
+    peer.post("begin", weights=weights, handle=staging.handle, version=version, replay=replay, adapter=adapter)
     return bool(peer.collect().get("plain", False))
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from .channel import SyncError
 from .plan import Manifest, Piece, SourceParameter
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 
 PieceLayout = Callable[[str, torch.Size], Sequence[tuple[str, int, tuple[int, ...]]]]
 """(parameter name, shape) -> [(checkpoint name, offset in elements, shape)]: contiguous runs that cover the parameter.
@@ -60,7 +60,7 @@ class FsdpWeightSource:
     def _describe(self, name: str, tensor: torch.Tensor) -> SourceParameter:
         dtype = str(self._dtype).removeprefix("torch.")
         size = self._dtype.itemsize
-        shape = _whole_shape(tensor)
+        shape = whole_shape(tensor)
         pieces = tuple(Piece(n, dtype, s, offset * size) for n, offset, s in self._layout(name, shape))
         if sum(math.prod(p.shape) for p in pieces) != shape.numel():
             raise ValueError(f"the checkpoint layout of {name} {tuple(shape)} does not cover it: {pieces}")
@@ -77,17 +77,28 @@ class FsdpWeightSource:
             tensor = self._tensors[name]
             group = shard_group(tensor)
             if group is None:
-                whole = _whole(tensor)
-                slot.view(self._dtype)[: whole.numel()].copy_(whole.reshape(-1))
+                whole = self._to_send(name, _whole(tensor).reshape(-1), 0)
+                slot.view(self._dtype)[: whole.numel()].copy_(whole)
                 continue
-            shard = self._padded_shard(tensor, slot.numel() // dist.get_world_size(group))
-            pending.append((_all_gather(slot, shard, group=group, async_op=True), shard))
+            shard = self._padded_shard(name, slot.numel() // dist.get_world_size(group), dist.get_rank(group))
+            pending.append((all_gather(slot, shard, group=group, async_op=True), shard))
         for work, _ in pending:
             work.wait()
 
-    def _padded_shard(self, tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """This rank's part in the engine's dtype, as uint8 [nbytes], with zeros behind it where it is smaller."""
-        local = tensor.to_local().reshape(-1) if isinstance(tensor, DTensor) else _partition(tensor)
+    def _to_send(self, name: str, values: torch.Tensor, offset: int) -> torch.Tensor:
+        """What goes out for elements [offset, offset + n) of a parameter, `values` [n]: here they themselves.
+
+        Called on all ranks of the parameter's group, in the same order. `values` must not be changed.
+        """
+        return values
+
+    def _padded_shard(self, name: str, nbytes: int, place: int) -> torch.Tensor:
+        """The part of the rank at `place` in the engine's dtype, as uint8 [nbytes], with zeros behind it where it is
+        smaller.
+        """
+        tensor = self._tensors[name]
+        local = tensor.to_local().reshape(-1) if isinstance(tensor, DTensor) else partition(tensor)
+        local = self._to_send(name, local, place * nbytes // self._dtype.itemsize)
         if local.dtype == self._dtype and local.nbytes == nbytes:
             return local.view(torch.uint8)
         shard = torch.zeros(nbytes // self._dtype.itemsize, dtype=self._dtype, device=local.device)
@@ -95,12 +106,12 @@ class FsdpWeightSource:
         return shard.view(torch.uint8)
 
 
-def _whole_shape(tensor: torch.Tensor) -> torch.Size:
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
     """The parameter's shape; ZeRO-3 leaves it empty and remembers the shape beside it."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def _partition(tensor: Any) -> torch.Tensor:
+def partition(tensor: Any) -> torch.Tensor:
     """This rank's stretch of a parameter that ZeRO-3 has cut."""
     partition: torch.Tensor = tensor.ds_tensor
     return partition.detach()
@@ -109,7 +120,7 @@ def _partition(tensor: Any) -> torch.Tensor:
 def _largest_shard(tensor: torch.Tensor, ranks: int) -> int:
     """Elements of the first rank's part, which no other's exceeds."""
     if hasattr(tensor, "ds_tensor"):
-        return _partition(tensor).numel()
+        return partition(tensor).numel()
     return math.ceil(tensor.shape[0] / ranks) * (tensor.numel() // tensor.shape[0])
 
 
@@ -164,7 +175,7 @@ class StreamSource:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "ds_tensor"):
-        return _partition(tensor)[: _whole_shape(tensor).numel()]
+        return partition(tensor)[: whole_shape(tensor).numel()]
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     return tensor.to_local() if _sharded_ranks(tensor) == 1 else tensor.full_tensor()

@@ -37,6 +37,34 @@ def holds_plain_weights(model: torch.nn.Module, plain_on_cpu: bool) -> bool:
     return plain_on_cpu or not on_cpu
 
 
+class Arrivals:
+    """What an update announced, checked off as it arrives."""
+
+    def __init__(self, expected: Manifest) -> None:
+        self._expected = expected
+        self._arrived: set[str] = set()
+
+    def check_off(self, weights: NamedTensors) -> None:
+        """Raise SyncError for a weight that was not announced as it is, or that came before."""
+        if strangers := sorted({name for name, _ in weights} - self._expected.keys()):
+            raise SyncError(f"weights arrived that were not announced: {some(strangers)}")
+        for name, tensor in weights:
+            if name in self._arrived:
+                raise SyncError(f"{name} arrived a second time")
+            self._arrived.add(name)
+            if (form := [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]) != self._expected[name]:
+                raise SyncError(f"{name} arrived as {form} and was announced as {self._expected[name]}")
+
+    def complaints(self, read: set[str]) -> list[str]:
+        """What did not arrive, and what arrived but is not among the weights that the engine has `read`."""
+        complaints = []
+        if lost := sorted(self._expected.keys() - self._arrived):
+            complaints.append(f"announced but never sent: {some(lost)}")
+        if unread := sorted(self._arrived - read):
+            complaints.append(f"sent but read by no part of the engine's model: {some(unread)}")
+        return complaints
+
+
 class WeightLoader:
     """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, which leaves a model that can be
     loaded.
@@ -53,8 +81,7 @@ class WeightLoader:
         self._model = model
         self._config = vllm_config
         self._watcher = LoadWatcher()
-        self._expected: Manifest = {}
-        self._arrived: set[str] = set()
+        self._arrivals = Arrivals({})
         self._reloading = False
 
     def begin(self, weights: Manifest, replay: bool = True) -> None:
@@ -62,7 +89,7 @@ class WeightLoader:
 
         Weights that are re-processed after loading are not recorded.
         """
-        self._expected, self._arrived = weights, set()
+        self._arrivals = Arrivals(weights)
         if not (self.plain and replay):
             self.recording = None
         elif self.recording is None or not self.recording.fits(self._model, weights):
@@ -87,9 +114,9 @@ class WeightLoader:
         Raises:
             SyncError: a weight that was not announced as it is, that came before, or that the model refuses.
         """
-        self._check_announced(weights)
+        self._arrivals.check_off(weights)
         if not self.plain:
-            weights = _copy_of(weights)  # layerwise keeps references until a fused module is complete (1.7 c)
+            weights = copy_of(weights)  # layerwise keeps references until a fused module is complete (1.7 c)
         if self.recording is not None and self.recording.complete:
             weights = self._replay(self.recording, weights)
         self._run_loaders(weights)
@@ -123,16 +150,6 @@ class WeightLoader:
         different, self._watcher.different = sorted(self._watcher.different), set()
         return different
 
-    def _check_announced(self, weights: NamedTensors) -> None:
-        if strangers := sorted({name for name, _ in weights} - self._expected.keys()):
-            raise SyncError(f"weights arrived that were not announced: {_some(strangers)}")
-        for name, tensor in weights:
-            if name in self._arrived:
-                raise SyncError(f"{name} arrived a second time")
-            self._arrived.add(name)
-            if (form := [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]) != self._expected[name]:
-                raise SyncError(f"{name} arrived as {form} and was announced as {self._expected[name]}")
-
     def _run_loaders(self, weights: NamedTensors) -> None:
         if not weights:
             return
@@ -145,7 +162,7 @@ class WeightLoader:
             refused = [n for n in names if n not in self._watcher.read]
             raise SyncError(
                 f"the engine's model {type(self._model).__name__} refused a weight, "
-                f"one of {_some(refused or names)}: {error}"
+                f"one of {some(refused or names)}: {error}"
             ) from error
 
     def finish(self) -> None:
@@ -161,17 +178,13 @@ class WeightLoader:
             self.recording.check(whole=self._config.parallel_config.tensor_parallel_size == 1)
         untouched = self._untouched_parameters() if self.plain else self._untouched_modules()
         self._finalize()
-        complaints = []
-        if lost := sorted(self._expected.keys() - self._arrived):
-            complaints.append(f"announced but never sent: {_some(lost)}")
-        if unread := sorted(self._arrived - self._watcher.read):
-            complaints.append(f"sent but read by no part of the engine's model: {_some(unread)}")
+        complaints = self._arrivals.complaints(self._watcher.read)
         if untouched:
-            complaints.append(f"never sent, so the engine would keep old values: {_some(untouched)}")
+            complaints.append(f"never sent, so the engine would keep old values: {some(untouched)}")
         for entry in self._watcher.written.values():
             if entry.written < entry.elements:
                 complaints.append(
-                    f"a parameter of {entry.elements} elements got only {entry.written}, from {_some(entry.sources)}: "
+                    f"a parameter of {entry.elements} elements got only {entry.written}, from {some(entry.sources)}: "
                     "its other parts were not sent"
                 )
         if complaints:
@@ -219,7 +232,8 @@ class WeightLoader:
         return set_current_vllm_config(self._config)
 
 
-def _copy_of(weights: NamedTensors) -> NamedTensors:
+def copy_of(weights: NamedTensors) -> NamedTensors:
+    """The same weights in memory of their own."""
     return [(name, tensor.clone()) for name, tensor in weights]
 
 
@@ -234,5 +248,6 @@ def _repack_tied(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
 
 
-def _some(names: list[str], most: int = 6) -> str:
+def some(names: list[str], most: int = 6) -> str:
+    """The first few names, for an error."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

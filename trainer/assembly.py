@@ -7,17 +7,19 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from sharding.low_rank import MergingWeightSource
 from sharding.manager import Leader, ShardingManager, SyncSettings
-from sharding.source import FsdpWeightSource
+from sharding.source import FsdpWeightSource, WeightSource, one_piece
 from trainer import checkpoint, lifetime
 from trainer.config import ModelConfig, TrainConfig, to_yaml
 from trainer.config_checks import resolve_device
 from trainer.data import load_tokenizer
 from trainer.distributed import is_main
 from trainer.errors import UserError
-from trainer.policy import FsdpPolicy, Policy, make_policy
+from trainer.policy import FsdpPolicy, Policy, Scorer, make_policy
 from trainer.policy.checkpoint_names import checkpoint_views
 from trainer.policy.critic import Critic, make_critic
+from trainer.policy.lora import BaseOfPolicy, adapter_format, factors, is_adapter, low_rank, peft_name
 from trainer.tracking import NullTracker, make_tracker
 
 
@@ -37,34 +39,52 @@ def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> No
             raise UserError(f"algorithm.teacher: {teacher} has another tokenizer than {config.model.path}")
 
 
-def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Policy | None, Critic | None]:
+def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Scorer | None, Critic | None]:
     """The policy; a frozen reference, where KL or a teacher is asked for; a critic with a trunk of its own.
 
-    The latter two are always on FSDP2. The reference is what the policy starts from, or the teacher.
+    The latter two are always on FSDP2. The reference is what the policy starts from, its base where it has adapters, or
+    the teacher.
     """
     algorithm = config.algorithm
     updates = config.run.steps * config.batch.updates_per_step * algorithm.num_iterations
     values = algorithm.advantage == "gae"
-    policy = make_policy(config.model, config.policy, device, updates, value_head=values and config.critic.shared)
-    reference = critic = None
-    if algorithm.kl_coef or algorithm.teacher:
+    head = values and config.critic.shared
+    policy = make_policy(config.model, config.policy, device, updates, config.lora, value_head=head)
+    reference: Scorer | None = None
+    if config.lora.rank and algorithm.kl_coef and not algorithm.teacher:
+        reference = BaseOfPolicy(policy)
+    elif algorithm.kl_coef or algorithm.teacher:
         model = config.model.model_copy(update={"path": algorithm.teacher} if algorithm.teacher else {})
         reference = FsdpPolicy(model, config.policy, device, trainable=False)
-    if values and not config.critic.shared:
-        critic = make_critic(config, device, updates)
+    critic = make_critic(config, device, updates) if values and not config.critic.shared else None
     return policy, reference, critic
 
 
 def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager:
     """The weight path from the policy to the engine, in the engine's dtype and under the checkpoint's names."""
-    source = FsdpWeightSource(
-        list(policy.named_parameters()),
-        getattr(torch, config.engine.dtype or config.policy.dtype),
-        lambda name, shape: checkpoint_views(policy.model, name, shape),
-    )
+    dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
+    alone = config.lora.engines_apply
+    source = adapter_source(policy, dtype) if alone else weight_source(policy, dtype)
+    adapter = adapter_format(policy.model, config.lora) if alone else None
     settings = SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s, config.sync.replay)
     folder = lifetime.private_folder()
-    return ShardingManager(source, policy.device, settings, folder, config.engine.tensor_parallel_size, leader)
+    size = config.engine.tensor_parallel_size
+    return ShardingManager(source, policy.device, settings, folder, size, leader, adapter)
+
+
+def weight_source(policy: Policy, dtype: torch.dtype) -> WeightSource:
+    """All weights under the checkpoint's names, adapters merged."""
+    weights = [(name, parameter) for name, parameter in policy.named_parameters() if not is_adapter(name)]
+    return MergingWeightSource(
+        weights, low_rank(policy.model), dtype, lambda name, shape: checkpoint_views(policy.model, name, shape)
+    )
+
+
+def adapter_source(policy: Policy, dtype: torch.dtype) -> WeightSource:
+    """The factors of the adapters under PEFT's names, by which vLLM knows them."""
+    return FsdpWeightSource(
+        list(factors(policy.model).items()), dtype, lambda name, shape: one_piece(peft_name(name), shape)
+    )
 
 
 @dataclass

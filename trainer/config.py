@@ -227,6 +227,30 @@ class PolicyConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    """Low-rank adapters, trained instead of the weights, which stay as they are on disk (needs peft)."""
+
+    rank: int = Field(default=0, ge=0, description="rank of the adapters; 0: none, all weights are trained")
+    alpha: Count = Field(default=32, description="adapters are multiplied by alpha / rank")
+    use_rslora: bool = Field(default=False, description="by alpha / √rank instead, which suits large ranks")
+    dropout: Share = Field(default=0.0, description="share of an adapter's inputs that training leaves out")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        default="all-linear",
+        description="layers with adapters: all linear ones but the head, or names such as q_proj",
+    )
+    seed: int = Field(default=0, ge=0, description="decides what the adapters start from")
+    sync: Literal["adapter", "merged"] = Field(
+        default="adapter",
+        description="what the engines get: the adapter alone, beside the base they loaded themselves; or whole weights "
+        "with the adapter added, which costs a full sync and generates faster",
+    )
+
+    @property
+    def engines_apply(self) -> bool:
+        """Whether the adapter goes to the engines by itself, for them to apply."""
+        return self.rank > 0 and self.sync == "adapter"
+
+
 class CriticConfig(Section):
     """The value model of PPO; nothing else loads it. Keys that are not here it takes from `policy`."""
 
@@ -359,6 +383,7 @@ class TrainConfig(Section):
     engine: EngineConfig = EngineConfig()
     sync: SyncConfig = SyncConfig()
     policy: PolicyConfig = PolicyConfig()
+    lora: LoraConfig = LoraConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
     batch: BatchConfig = BatchConfig()

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from generation.settings import LORA_RANKS
 from trainer.algorithm_checks import check_algorithm
 from trainer.config import TrainConfig
 from trainer.errors import UserError
@@ -47,6 +48,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
     problems = [*_check_paths(config), *_check_device(config, environ)]
     if command != "eval":
         problems += _check_backend(config, ranks)
+        problems += _check_lora(config, command)
     if command == "sft":
         problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
     else:
@@ -135,6 +137,22 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
         if policy.backend != "fsdp":
             yield "policy.shard_size works with policy.backend: fsdp only"
         yield from _check_divides("the number of ranks", ranks, "policy.shard_size", policy.shard_size)
+
+
+def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:
+    lora = config.lora
+    if not lora.rank:
+        return
+    if find_spec("peft") is None:
+        yield "lora.rank is set, but PEFT is not installed: pip install 'hotbunk[lora]'"
+    if not lora.target_modules:
+        yield "lora.target_modules names no layer: name some, or set it to all-linear"
+    if command == "sft" or not lora.engines_apply:
+        return
+    if lora.rank > LORA_RANKS[-1]:
+        yield f"lora.rank is {lora.rank}, but vLLM takes adapters up to {LORA_RANKS[-1]}: set lora.sync to merged"
+    if config.engine.load_format == "dummy":
+        yield "engine.load_format is dummy, but engines load the base of an adapter themselves: set it to auto"
 
 
 def _check_divides(key: str, value: int, what: str, divisor: int) -> Iterator[str]:
@@ -233,6 +251,8 @@ def _check_model(config: TrainConfig, ranks: int, command: Command) -> Iterator[
     limit = _position_limit(model)
     if limit is not None and config.engine.max_model_len > limit:
         yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
+    if config.lora.engines_apply and "num_experts" in model and resolve_device(config) == "cpu":
+        yield "lora.sync is adapter, but vLLM on CPU has none for mixtures of experts: set it to merged"
     size = config.engine.tensor_parallel_size
     if command == "train":
         yield from _check_divides("the number of ranks", ranks, "engine.tensor_parallel_size", size)

@@ -42,6 +42,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         cpu_cores=tuple(cores[k % len(cores)] for k in group) if size > 1 and not on_cuda else (),
         plain_cpu_weights=engine.plain_cpu_weights,
         fp32_head=config.policy.fp32_head,
+        lora_rank=config.lora.rank if config.lora.engines_apply else 0,
         extra=_vllm_arguments(engine, on_cuda),
     )
 

@@ -52,7 +52,12 @@ def evaluation_config(model: str, recipe: Path | None, overrides: list[str]) -> 
     run = Path(model) / "config.yaml"
     if recipe is None and not run.is_file():
         raise UserError(f"{model} is no run's folder: name a recipe after it, which says what data and rewards to use")
-    fixed = {"model.path": str(model_folder(model)), "engine.sleep": False, "engine.load_format": "auto"}
+    fixed = {
+        "model.path": str(model_folder(model)),
+        "engine.sleep": False,
+        "engine.load_format": "auto",
+        "lora.rank": 0,
+    }
     if run.is_file():
         fixed["model.tokenizer"] = None  # the run has saved the one it used
     config = load_config(recipe or run, [*(f"{key}={json.dumps(value)}" for key, value in fixed.items()), *overrides])

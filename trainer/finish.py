@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from sharding.collectives import agreed, is_main
 from trainer.plots import plot_curves
+from trainer.policy.lora import save_adapter
 from trainer.progress import Report
 from trainer.records import read_rows
 
@@ -18,6 +19,8 @@ def export_and_report(run: "RLTrainer") -> None:
     model = folder / "model" if run.config.checkpoint.export_hf else None
     if model is not None:
         run.policy.save_pretrained(model)
+        if run.config.lora.rank:
+            save_adapter(run.policy.model, run.config.lora, run.config.model.path, folder / "adapter")
     with agreed("writing the results"):
         if is_main():
             if model is not None:

@@ -24,6 +24,7 @@ from trainer.distributed import agreed, destroy_process_group, init_process_grou
 from trainer.episodes import EpisodePlan
 from trainer.errors import UserError
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
+from trainer.policy.lora import save_adapter
 from trainer.tracking import NullTracker, make_tracker
 from trainer.watchdog import Watchdog
 
@@ -55,12 +56,14 @@ def main(config: TrainConfig) -> None:
             tokenizer = load_tokenizer(config.model)
             transcripts = load_transcripts(config, tokenizer)
             settings = config.policy.model_copy(update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps})
-            policy = make_policy(config.model, settings, _device(config), config.sft.steps)
+            policy = make_policy(config.model, settings, _device(config), config.sft.steps, config.lora)
         if is_main():
             print(f"{len(transcripts.samples)} samples, {transcripts.dropped} rows dropped", flush=True)
         train(config, policy, transcripts, tokenizer.pad_token_id, watchdog)
         with watchdog.phase("export", config.run.first_step_deadline_s):
             policy.save_pretrained(config.run.folder / "model")
+            if config.lora.rank:
+                save_adapter(policy.model, config.lora, config.model.path, config.run.folder / "adapter")
             with agreed("writing the tokenizer"):
                 if is_main():
                     tokenizer.save_pretrained(config.run.folder / "model")

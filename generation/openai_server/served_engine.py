@@ -40,12 +40,12 @@ class ServedEngine:
         """As vLLM's. What is wrong with a request is raised here and now, before a stream has begun."""
         call = CURRENT.get()
         if call is None:
-            return self._worker.engine.generate(prompt, sampling_params, request_id, **options)
+            return self._worker.submit(prompt, sampling_params, request_id, **options)
         version = check_ready(self._worker, call)
         ids = self._prompt_ids(call, prompt)
         params = self._params(call, sampling_params, len(ids))
         first, call.choices = call.choices, call.choices + params.n
-        outputs = self._worker.engine.generate({**prompt, "prompt_token_ids": ids}, params, request_id, **options)
+        outputs = self._worker.submit({**prompt, "prompt_token_ids": ids}, params, request_id, **options)
         return _captured(call, outputs, _Sampled(ids, version, params), first)
 
     def _prompt_ids(self, call: Call, prompt: Any) -> list[int]:

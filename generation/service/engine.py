@@ -126,7 +126,7 @@ class ServiceEngine:
     ) -> "RequestOutput":
         self._requests += 1
         final = None
-        async for output in self._worker.engine.generate(prompt, params, f"service-{self._requests}", **options):
+        async for output in self._worker.submit(prompt, params, f"service-{self._requests}", **options):
             final = output
         if final is None:
             raise RuntimeError("vLLM ended a request without an output")

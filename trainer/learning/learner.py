@@ -12,7 +12,7 @@ from trainer.learning.groups import informative, longest_answer, make_groups
 from trainer.learning.metrics import Metrics, critic_metrics, engine_gap, gather_columns, update_metrics
 from trainer.learning.minibatches import MiniBatch, prepare, split
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
-from trainer.policy.base import Outputs, Policy
+from trainer.policy.base import Outputs, Policy, Scorer
 from trainer.policy.critic import Critic
 
 
@@ -23,7 +23,7 @@ class Learner:
         self,
         config: TrainConfig,
         policy: Policy,
-        reference: Policy | None,
+        reference: Scorer | None,
         pad_id: int,
         reward_weights: dict[str, float] | None = None,
         critic: Critic | None = None,

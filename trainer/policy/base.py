@@ -51,7 +51,14 @@ class UpdateStats:
     sums: dict[str, float] = field(default_factory=dict)
 
 
-class Policy(Protocol):
+class Scorer(Protocol):
+    """A model that says how likely tokens are: a policy, or its reference."""
+
+    def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
+        """The outputs for each batch, without gradients. Collective."""
+
+
+class Policy(Scorer, Protocol):
     """A language model, sharded over the ranks, that scores tokens and learns from them.
 
     Every method but the attributes is collective: all ranks call it, with equally many micro-batches.
@@ -69,9 +76,6 @@ class Policy(Protocol):
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`."""
-
-    def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
-        """The outputs for each batch, without gradients."""
 
     def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
         """One optimizer step on the sum of all batches' losses over all ranks."""

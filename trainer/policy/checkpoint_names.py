@@ -34,6 +34,7 @@ def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) ->
             instance), or the parts do not make up the whole.
     """
     shape = tuple(shape)
+    name = name.replace(".base_layer.", ".")  # PEFT keeps the own weights of a layer with an adapter one level down
     probe = torch.empty(shape, device="meta").as_subclass(_ViewProbe)
     storage = probe.untyped_storage()._cdata
     views = []

@@ -19,12 +19,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from trainer.batching import MicroBatch, scored_batch
-from trainer.config import ModelConfig, PolicyConfig
+from trainer.config import LoraConfig, ModelConfig, PolicyConfig
 from trainer.distributed import world_size
 from trainer.optimizer import decay_groups
 from trainer.policy import loading, saving
 from trainer.policy.base import LossFn, Outputs, UpdateStats
 from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, start_value
 from trainer.policy.module import PolicyModule
 from trainer.policy.sharded import MOMENTS
 from trainer.policy.updates import Figures, Updates
@@ -38,7 +39,14 @@ class DeepSpeedPolicy:
             `ds_tensor`.
     """
 
-    def __init__(self, model: ModelConfig, policy: PolicyConfig, device: torch.device, total_updates: int = 1) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        policy: PolicyConfig,
+        device: torch.device,
+        total_updates: int = 1,
+        lora: LoraConfig = NO_ADAPTERS,
+    ) -> None:
         """Build, load and shard the model; arguments as `FsdpPolicy`'s."""
         if device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported; it would look for other devices
@@ -46,7 +54,7 @@ class DeepSpeedPolicy:
         from deepspeed.utils import safe_set_full_fp32_param
 
         self._deepspeed = deepspeed
-        self.device, self.config = device, policy
+        self.device, self.config, self.lora = device, policy, lora
         self.zero_3 = policy.zero_stage == 3
         self.updates = Updates(policy, total_updates)
         self.compute_dtype = getattr(torch, policy.dtype)
@@ -59,13 +67,13 @@ class DeepSpeedPolicy:
         if self.zero_3:
             # The output head's weight is used by the root, not by a module of its own: ZeRO must gather it there.
             deepspeed.zero.register_external_parameter(module, self.model.get_output_embeddings().weight)
-        groups = decay_groups(list(self.model.parameters()), policy.weight_decay)
+        groups = decay_groups(list(self.trained().values()), policy.weight_decay)
         # At rate 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state.
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=policy.betas, eps=policy.eps, fused=True)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=self._settings())
         self._make_optimizer_state()
         if self.compute_dtype != torch.float32:
-            for parameter, whole in self._stored_weights(self.model):
+            for parameter, whole in self._start_values(self.model, self.trained()):
                 safe_set_full_fp32_param(parameter, whole)  # DeepSpeed has made its masters of rounded weights
 
     @property
@@ -114,17 +122,26 @@ class DeepSpeedPolicy:
         for name, buffer in empty.named_buffers():
             if not buffer.is_meta:  # computed, not loaded; ZeRO-3 has cast them, rotary frequencies among them
                 built.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
-        for parameter, whole in self._stored_weights(built):
+        for parameter, whole in self._start_values(built, parameter_names(built)):
             self._fill(parameter, whole)
+        if self.lora.rank:
+            add_adapters(built, self.lora, self.compute_dtype, self.device)  # whole; DeepSpeed cuts them as it starts
+            for factor, whole in self._start_values(built, factors(built)):
+                factor.data.copy_(whole)
         return built
 
-    def _stored_weights(self, model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with its whole value on disk, float32."""
+    def _start_values(
+        self, model: PreTrainedModel, parameters: dict[str, nn.Parameter]
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with the whole value it starts from, float32: what is on disk, or an adapter's beginning."""
         files = loading.SafetensorsFolder(self.source)
-        for name, parameter in parameter_names(model).items():
+        for name, parameter in parameters.items():
             shape = whole_shape(parameter)
-            views = checkpoint_views(model, name, shape)
-            yield parameter, files.read(views, 0, shape.numel(), torch.float32, self.device).view(shape)
+            whole = start_value(name, shape, self.lora.seed)
+            if whole is None:
+                views = checkpoint_views(model, name, shape)
+                whole = files.read(views, 0, shape.numel(), torch.float32, self.device).view(shape)
+            yield parameter, whole.to(self.device)
 
     @torch.no_grad()
     def _fill(self, parameter: nn.Parameter, whole: Tensor) -> None:
@@ -151,6 +168,10 @@ class DeepSpeedPolicy:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names they have in the Transformers model, tied ones once."""
         yield from parameter_names(self.model).items()
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Those that learn: all, or the adapters."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     @torch.no_grad()
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
@@ -188,11 +209,14 @@ class DeepSpeedPolicy:
         return self.updates.count(skipped, norm, sums)
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters and moments as FSDP2 would hold them: float32, sharded by rows. Copies, one shard of each."""
+        """Masters and moments as FSDP2 would hold them: float32, sharded by rows. Copies, one shard of each.
+
+        Only of what learns, as for FSDP2.
+        """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         model, moments = {}, {}
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.trained().items():
             shape = whole_shape(parameter)
             model[name] = self._rows(safe_get_full_fp32_param(parameter), shape)
             for key in MOMENTS:
@@ -212,7 +236,7 @@ class DeepSpeedPolicy:
         self.updates.restore(state["counters"])
         for values in self.engine.optimizer.optimizer.state.values():
             values["step"].fill_(self.version)
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.trained().items():
             whole = state["model"][name].full_tensor()
             safe_set_full_fp32_param(parameter, whole)
             self._fill(parameter, whole)

@@ -1,13 +1,15 @@
 """The policy on FSDP2: float32 master weights sharded over the ranks, forward and backward in the compute dtype."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from trainer.batching import MicroBatch, scored_batch
-from trainer.config import ModelConfig, PolicyConfig
+from trainer.config import LoraConfig, ModelConfig, PolicyConfig
 from trainer.policy import loading, saving
 from trainer.policy.base import LossFn, Outputs, UpdateStats
+from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
 from trainer.policy.module import PolicyModule
 from trainer.policy.sharded import ShardedModel
 
@@ -23,6 +25,7 @@ class FsdpPolicy(ShardedModel):
         total_updates: int = 1,
         trainable: bool = True,
         value_head: bool = False,
+        lora: LoraConfig = NO_ADAPTERS,
     ) -> None:
         """Build, shard and load the model.
 
@@ -31,19 +34,22 @@ class FsdpPolicy(ShardedModel):
             total_updates: where the learning rate's schedule ends.
             trainable: False for a frozen reference: no gradients, no optimizer, weights kept in the compute dtype.
             value_head: outputs have values, too, of a head on the last hidden state: a critic that shares the trunk.
+            lora: with a rank, adapters are trained, in float32, and the weights are kept in the compute dtype.
         """
         source = loading.resolve_folder(model.path)
         built = loading.build_meta_model(
             source,
-            torch.float32 if trainable else getattr(torch, policy.dtype),
+            torch.float32 if trainable and not lora.rank else getattr(torch, policy.dtype),
             model.attn_implementation,
             model.trust_remote_code,
             device,
         )
+        if lora.rank:
+            add_adapters(built, lora, torch.float32, "meta")
         if trainable and policy.activation_checkpointing:
             built.gradient_checkpointing_enable({"use_reentrant": False})
-        module = PolicyModule(built, policy.fp32_head, value_head)
-        super().__init__(module, built, source, policy, device, total_updates, trainable)
+        module, start = PolicyModule(built, policy.fp32_head, value_head), partial(start_value, seed=lora.seed)
+        super().__init__(module, built, source, policy, device, total_updates, trainable, start)
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         """The outputs for each batch, without gradients."""

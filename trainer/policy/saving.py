@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from trainer.distributed import agree, is_main
 from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+from trainer.policy.lora import is_adapter, low_rank
 
 SHARD_BYTES = 5 << 30
 
@@ -22,7 +23,7 @@ SHARD_BYTES = 5 << 30
 def save_pretrained(
     model: PreTrainedModel, folder: Path, dtype: torch.dtype, source: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write weights in `dtype` under checkpoint names, and the configuration; a collective call.
+    """Write weights in `dtype` under checkpoint names, adapters merged, and the configuration; a collective call.
 
     Tied copies are left out, as from_pretrained and vLLM expect them to be. A rank 0 that cannot write keeps
     taking part in the gathering and then fails on all ranks. Memory on rank 0: one file's worth of tensors; elsewhere
@@ -33,8 +34,14 @@ def save_pretrained(
     """
     writer = _Writer(folder, shard_bytes)
     error: Exception | None = None
+    adapters = low_rank(model)
     for name, parameter in parameter_names(model).items():
-        whole = _gather(parameter, dtype)
+        if is_adapter(name):
+            continue
+        if name in adapters:
+            whole = adapters[name].added_to(_gather(parameter, parameter.dtype)).to(dtype)
+        else:
+            whole = _gather(parameter, dtype)
         if not is_main() or error is not None:
             continue
         try:

@@ -141,6 +141,8 @@ class ShardedModel:
     def state_dict(self) -> dict[str, Any]:
         """Live sharded tensors of what learns: torch.distributed.checkpoint saves them, and loads into them in place.
 
+        With adapters, the base comes from `model.path` again.
+
         The learning rate is a function of `version`, as is AdamW's own step count, so the number is all that is kept of
         both.
         """

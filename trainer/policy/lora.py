@@ -1,0 +1,187 @@
+"""Low-rank adapters by PEFT: W stays as it is on disk, and W + scale · B A is trained (arXiv 2106.09685).
+
+Adapters are injected into the Transformers model itself, so that everything else finds the model as it knows it; only
+names differ. One place says how (P9):
+
+    in memory         model.layers.0.self_attn.q_proj.base_layer.weight
+                      model.layers.0.self_attn.q_proj.lora_A.default.weight
+    in checkpoints    model.layers.0.self_attn.q_proj.weight
+    in PEFT's files   base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sharding.low_rank import LowRank, gathered
+from sharding.sending import AdapterFormat
+from trainer.batching import MicroBatch
+from trainer.config import LoraConfig
+from trainer.distributed import agreed, is_main
+from trainer.errors import UserError
+from trainer.policy.base import Outputs, Policy
+
+NO_ADAPTERS = LoraConfig()
+
+ADAPTER = "default"
+"""PEFT's name for an adapter where there is only one."""
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Put adapters beside the linear layers that lora.target_modules names, and freeze everything else.
+
+    They hold nothing yet: `start_value` says what they begin with.
+
+    Raises:
+        UserError: a name that fits no module, or one that is not a linear layer of the trunk.
+    """
+    from peft import inject_adapter_in_model  # an extra, and slow to import
+
+    targets = linear_layers(model) if lora.target_modules == "all-linear" else list(lora.target_modules)
+    try:
+        inject_adapter_in_model(peft_config(lora, targets), model, low_cpu_mem_usage=True)  # on meta
+    except ValueError as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"lora.target_modules does not fit {type(model).__name__}: {reason}") from error
+    _check_targets(model, targets)
+    for layer in _adapted(model).values():
+        for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
+            factor.to(dtype)
+            if torch.device(device).type != "meta":
+                factor.to_empty(device=device)
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """The last part of every linear layer's name, the output head left out.
+
+    PEFT's own "all-linear" would take a mixture's experts along, which are fused and no layers.
+    """
+    head = model.get_output_embeddings()
+    layers = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    return sorted({name.rpartition(".")[2] for name in layers})
+
+
+def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
+    """PEFT passes over names that fit nothing if another fits, and adapts a head that the policy never calls."""
+    layers = _adapted(model)
+    for name in targets:
+        if not any(f".{path}".endswith(f".{name}") for path in layers):
+            raise UserError(f"lora.target_modules: {type(model).__name__} has no module {name}")
+    for path, layer in layers.items():
+        if not isinstance(layer.base_layer, nn.Linear) or layer is model.get_output_embeddings():
+            raise UserError(f"lora.target_modules: {path} is no linear layer inside the model; leave it out")
+
+
+def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> Any:
+    """Adapters of the modules `targets` as PEFT knows them, a `peft.LoraConfig`; `base` is their model's path."""
+    import peft
+
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.use_rslora,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+    )
+
+
+def adapter_format(model: PreTrainedModel, lora: LoraConfig) -> AdapterFormat:
+    """What an engine must know of adapters before they come."""
+    settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora}
+    return AdapterFormat(settings | {"target_modules": _targets(model)}, model.get_input_embeddings().num_embeddings)
+
+
+def start_value(name: str, shape: torch.Size, seed: int) -> Tensor | None:
+    """What an adapter's factor begins with, float32: A uniform within 1/√in, as PEFT has it, B 0; so the sum is W.
+
+    A function of seed and name, so that any backend on any number of ranks starts from the same adapter. None for other
+    parameters.
+    """
+    if not is_adapter(name):
+        return None
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter, by its name in memory, is a factor of an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def peft_name(name: str) -> str:
+    """A factor's name in PEFT's files, from its name in memory; vLLM reads the same."""
+    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
+
+
+def factors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Both factors of every adapter, by their names in memory."""
+    return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+
+
+def low_rank(model: nn.Module) -> dict[str, LowRank]:
+    """What is added to which weight, by the weight's name in memory; nothing for a model without adapters."""
+    return {
+        f"{path}.base_layer.weight": LowRank(
+            layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER]
+        )
+        for path, layer in _adapted(model).items()
+    }
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    modules = model.named_modules()
+    return {path: module for path, module in modules if isinstance(getattr(module, "lora_A", None), nn.ModuleDict)}
+
+
+def _targets(model: nn.Module) -> list[str]:
+    return sorted({path.rpartition(".")[2] for path in _adapted(model)})
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is its base: the adapters add nothing."""
+    layers = _adapted(model).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+class BaseOfPolicy:
+    """What the policy was before its adapters learned: a reference for the KL that is no second model."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
+        """See `Policy.score`."""
+        with switched_off(self._policy.model):
+            return self._policy.score(batches, temperature)
+
+
+def save_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, folder: Path) -> None:
+    """Write the adapter by itself as PEFT does, for `PeftModel.from_pretrained` and vLLM. Collective; rank 0 writes."""
+    tensors = {peft_name(name): gathered(factor).cpu().contiguous() for name, factor in factors(model).items()}
+    with agreed(f"writing the adapter to {folder}"):
+        if is_main():
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            config = peft_config(lora, _targets(model), base)
+            config.inference_mode = True
+            config.save_pretrained(folder)
