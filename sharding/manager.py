@@ -36,8 +36,21 @@ PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 1.7).
 """
 
+Probe = tuple[list[int], list[float]]
+"""Token ids, and the policy's log-probability (nats) of each but the first."""
 
-class VersionedPolicy(Protocol):
+
+class Tenant(Protocol):
+    """Whatever of the trainer's has device memory that a generation shift can do without."""
+
+    def release(self, weights: bool) -> int:
+        """Give back what is not needed until `restore`, its weights too if `weights`; returns how many bytes."""
+
+    def restore(self) -> None:
+        """Take the memory again, as it was; called whether or not anything was released."""
+
+
+class VersionedPolicy(Tenant, Protocol):
     """What a policy must have to be synced: its version, and its own log-probabilities where weights cannot be read
     back.
     """
@@ -88,6 +101,7 @@ class ShardingManager:
         self._session = 0
         self._stamps = itertools.count(1)
         self._plain = False
+        self._tenants: list[Tenant] = []
         self.report = SyncReport(version=-1)
         self.staging_opened = self.staging_closed = 0
 
@@ -102,38 +116,56 @@ class ShardingManager:
             self._channel.accept(self._settings.timeout, self._device_id)
 
     @contextmanager
-    def generation_shift(self, policy: VersionedPolicy) -> Iterator[None]:
+    def generation_shift(self, policy: VersionedPolicy, *others: Tenant) -> Iterator[None]:
         """Inside, the engines are awake at `policy.version`; afterwards they are asleep and the memory is the
         trainer's.
 
         When the body raises, nothing more is asked of the engines: the ranks may no longer be in step, and the run
         ends.
         """
-        self.wake(policy)
+        self.wake(policy, *others)
         yield
         self.sleep()
 
-    def wake(self, policy: VersionedPolicy) -> None:
-        """Weights mapped, brought to `policy.version` and verified, then the KV cache mapped: in this order (P1)."""
+    def wake(self, policy: VersionedPolicy, *others: Tenant) -> None:
+        """Weights mapped, brought to `policy.version` and verified, then the KV cache mapped: in this order (P1).
+
+        The trainer makes room first, and the policy's own weights go once the engine has them.
+        """
         self.report = SyncReport(policy.version)
+        self._tenants = [policy, *others]
+        self._make_room(policy, weights=False)
+        self._make_room(*others, weights=True)
         with self._timed("wake"):
-            if self._device.type == "cuda":
-                gc.collect()
-                torch.cuda.empty_cache()  # the trainer's cached blocks are what the engine is about to map
             self._lead("waking the weights", lambda engine: engine.wake_up_async(["weights"]))
         with self._timed("sync"):
             self._sync(policy.version)
+        probe = self._probe(policy)
+        self._make_room(policy, weights=True)
         with self._timed("wake"):
             self._lead("waking the KV cache", lambda engine: engine.wake_up_async(["kv_cache"]))
-        if self._settings.verify != "off" and not self._plain:
-            with self._timed("verify"):
-                self._probe(policy)
+        if probe is not None:
+            self._compare(probe)
 
     def sleep(self) -> None:
-        """Engines asleep, their memory given back; a base that no sync brings is kept in the host's."""
+        """Engines asleep, their memory given back, and what the trainer had put away in its place.
+
+        A base that no sync brings is kept in the host's memory.
+        """
         level = 2 if self._adapter is None else 1
         with self._timed("sleep"):
             self._lead("putting the engine to sleep", lambda engine: engine.sleep_async(level))
+        with self._timed("onload"):
+            for tenant in self._tenants:
+                tenant.restore()
+
+    def _make_room(self, *tenants: Tenant, weights: bool) -> None:
+        """Have the trainer's memory given back, and with it the blocks that torch keeps for later (P1, P2)."""
+        with self._timed("offload"):
+            self.report.offloaded += sum(tenant.release(weights) for tenant in tenants)
+            if self._device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Release sockets and staging memory of this rank."""
@@ -238,16 +270,21 @@ class ShardingManager:
             self._staging.close()
             self._staging = None
 
-    def _probe(self, policy: VersionedPolicy) -> None:
-        """Compare log-probabilities of random tokens, where the engine keeps its weights in a layout of its own."""
-        token_ids = self._probe_tokens(policy.version)
-        expected = policy.score_tokens(token_ids)
-        with agreed("probing the engine"):
+    def _probe(self, policy: VersionedPolicy) -> Probe | None:
+        """Random tokens and what the policy says of them, where the engine keeps its weights in a layout of its own."""
+        if self._settings.verify == "off" or self._plain:
+            return None
+        with self._timed("verify"):
+            token_ids = self._probe_tokens(policy.version)
+            return token_ids, policy.score_tokens(token_ids)
+
+    def _compare(self, probe: Probe) -> None:
+        with self._timed("verify"), agreed("probing the engine"):
             if self._leader is not None:
-                self._compare_probe(self._leader, token_ids, expected)
+                self._compare_with(self._leader, *probe)
         self.report.verified = "probe"
 
-    def _compare_probe(self, leader: Leader, token_ids: list[int], expected: list[float]) -> None:
+    def _compare_with(self, leader: Leader, token_ids: list[int], expected: list[float]) -> None:
         timeout = self._settings.timeout
         held = leader.thread.run(leader.engine.prompt_logprobs(token_ids), timeout, "the log-probability probe")
         gap = sum(abs(a - b) for a, b in zip(expected, held, strict=True)) / len(held)

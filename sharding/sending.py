@@ -57,6 +57,7 @@ class SyncReport:
         verified: what was compared: "", "sample", "full" or "probe".
         ordinary: weights that the workers of this leader's engine cannot replay, and why; None where they record
             nothing, or on a rank that leads none.
+        offloaded: bytes that the trainer put away for the generation shift.
     """
 
     version: int
@@ -65,6 +66,7 @@ class SyncReport:
     staging_bytes: int = 0
     verified: str = ""
     ordinary: dict[str, str] | None = None
+    offloaded: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
 

@@ -62,6 +62,12 @@ class HfPolicy:
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         return self.logprobs(token_ids)
 
+    def release(self, weights: bool) -> int:
+        return 0
+
+    def restore(self) -> None:
+        return None
+
 
 class Colocated:
     """Policy, engine and sharding manager; a context manager that leaves no process behind."""

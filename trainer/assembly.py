@@ -16,7 +16,7 @@ from trainer.config_checks import resolve_device
 from trainer.data import load_tokenizer
 from trainer.distributed import is_main
 from trainer.errors import UserError
-from trainer.policy import FsdpPolicy, Policy, Scorer, make_policy
+from trainer.policy import FrozenPolicy, Policy, Scorer, make_policy
 from trainer.policy.checkpoint_names import checkpoint_views
 from trainer.policy.critic import Critic, make_critic
 from trainer.policy.lora import BaseOfPolicy, adapter_format, factors, is_adapter, low_rank, peft_name
@@ -55,7 +55,7 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
         reference = BaseOfPolicy(policy)
     elif algorithm.kl_coef or algorithm.teacher:
         model = config.model.model_copy(update={"path": algorithm.teacher} if algorithm.teacher else {})
-        reference = FsdpPolicy(model, config.policy, device, trainable=False)
+        reference = FrozenPolicy(model, config.policy, device)
     critic = make_critic(config, device, updates) if values and not config.critic.shared else None
     return policy, reference, critic
 

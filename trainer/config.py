@@ -220,6 +220,14 @@ class PolicyConfig(Section):
     )
     max_skipped_steps: Count = Field(default=3, description="end the run after this many non-finite updates in a row")
     reshard_after_forward: bool = Field(default=True, description="free gathered weights between forward and backward")
+    offload: Literal["none", "optimizer", "all"] = Field(
+        default="none",
+        description="what moves to the host's memory while engines are awake: optimizer state, or masters, too",
+    )
+    offload_reference: bool | None = Field(
+        default=None,
+        description="keep the frozen reference in the host's memory but while it scores; null: true on CUDA",
+    )
     shard_size: Count | None = Field(
         default=None,
         description="fsdp only: neighbouring ranks the model is cut over, such as those of a machine, with a copy on "

@@ -135,12 +135,14 @@ class RLTrainer:
     @contextmanager
     def generation_shift(self) -> Iterator[None]:
         """The engines awake at the policy's version; afterwards asleep, with the shift's own cost on the meter."""
+        others = [part for name, part in self.parts.items() if name != "policy"]
         with self.watchdog.phase("generation shift", self.config.run.first_step_deadline_s):
-            with self.sharding.generation_shift(self.policy):
+            with self.sharding.generation_shift(self.policy, *others):
                 yield
                 self.meter.note_engine_memory("awake")
             self.meter.note_engine_memory("asleep")
         self.meter.add_seconds(self.sharding.report.seconds)
+        self.meter.note_offloaded(self.sharding.report.offloaded)
         self.state.syncs_verified += bool(self.sharding.report.verified)
 
     def sample_groups(self, step: int) -> StepSampling:

@@ -23,6 +23,7 @@ class PhaseMeter:
         self._leader, self._watchdog, self._deadline = leader, watchdog, deadline
         self._seconds: dict[str, float] = {}
         self._engine: dict[str, float] = {}
+        self._offloaded = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -43,10 +44,14 @@ class PhaseMeter:
             used = self._leader.thread.run(self._leader.engine.memory_bytes(), 60, "measuring the engine's memory")
             self._engine[state] = used / _GIB
 
+    def note_offloaded(self, nbytes: int) -> None:
+        """Count what the trainer put away for a generation shift; of several shifts the largest counts."""
+        self._offloaded = max(self._offloaded, nbytes / _GIB)
+
     def take(self) -> dict[str, float]:
         """time/<phase> in seconds and memory/… in GiB since the last call, of the rank with the most. Collective."""
         metrics = {f"time/{name}": value for name, value in self._seconds.items()}
         metrics |= {f"memory/engine_gib_{state}": self._engine.get(state, 0.0) for state in _ENGINE_STATES}
-        metrics |= self._memory.metrics()
-        self._seconds, self._engine = {}, {}
+        metrics |= self._memory.metrics() | {"memory/offloaded_gib": self._offloaded}
+        self._seconds, self._engine, self._offloaded = {}, {}, 0.0
         return all_reduce_max(metrics)

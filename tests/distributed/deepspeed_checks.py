@@ -141,6 +141,13 @@ def check_small_steps_are_not_lost(folder: Path, stage: int) -> None:
     assert changed > 0.5 * sum(weight.numel() for weight in before.values())
 
 
+def check_zero_shifts(folder: Path, stage: int) -> None:
+    def weights(policy: DeepSpeedPolicy) -> list[Tensor]:
+        return [getattr(p, "ds_tensor", p) for _, p in policy.named_parameters()]
+
+    checks.check_shifts(lambda what: zero_policy(checks.model_folder(folder), stage, offload=what), weights)
+
+
 def two_ranks(models: str, results: str) -> None:
     init_process_group(60, "cpu")
     folder = Path(models)
@@ -150,6 +157,7 @@ def two_ranks(models: str, results: str) -> None:
         run[f"nan {stage}"] = lambda s=stage: check_nan_on_one_rank(folder, s)
         run[f"checkpoint {stage}"] = lambda s=stage: check_checkpoints_cross(folder, s)
         run[f"small steps {stage}"] = lambda s=stage: check_small_steps_are_not_lost(folder, s)
+        run[f"shifts {stage}"] = lambda s=stage: check_zero_shifts(folder, s)
     run["steps experts"] = lambda: check_three_steps(folder, 3, "qwen3_moe", False)
     run["steps offloaded"] = lambda: check_three_steps(folder, 3, "llama", False, offload_optimizer=True)
     run["export whole"] = lambda: check_export(folder, 2, "qwen2", True)

@@ -5,6 +5,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.utils import logging
 
+from sharding.source import FsdpWeightSource
 from trainer.algorithms import aggregation
 from trainer.batching import MicroBatch, Sample, assign_to_ranks, micro_batches
 from trainer.config import ModelConfig, PolicyConfig
 from trainer.distributed import agree, all_reduce_sum, destroy_process_group, init_process_group, rank, world_size
-from trainer.policy import FsdpPolicy, Outputs
+from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs
 from trainer.policy.updates import TrainingDiverged
 
 logging.disable_progress_bar()
@@ -273,6 +275,62 @@ def check_state_dict(folder: Path) -> None:
     assert all(torch.equal(w, others[name]) for name, w in weights(first).items())
 
 
+def check_shifts(make: Callable[..., Any], parameters: Callable[[Any], list[Tensor]]) -> None:
+    """A policy that puts its memory away between updates makes the same ones, bit for bit, and syncs what it has.
+
+    Args:
+        make: a policy from a value of policy.offload.
+        parameters: its weights on this rank, as they lie in memory.
+    """
+    batches = own_batches(make_samples(), 60)
+    away, stays = make("all"), make("none")
+    for _ in range(3):
+        results = [p.update(batches, make_loss(batches), TEMPERATURE) for p in (away, stays)]
+        assert results[0] == results[1]
+        state = away.release(weights=False)
+        assert state > 0
+        assert gathered(away) == gathered(stays)
+        held = memory_of(parameters(away))
+        assert away.release(weights=True) == held > 0 == memory_of(parameters(away))
+        assert stays.release(weights=True) == 0
+        away.restore()
+    assert away.score(batches, 1.0)[0].logprobs.tolist() == stays.score(batches, 1.0)[0].logprobs.tolist()
+
+
+def memory_of(tensors: list[Tensor]) -> int:
+    """Bytes of their storages; what is a view of another counts once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def gathered(policy: Any) -> list[bytes]:
+    """What an engine would be sent, parameter by parameter."""
+    source = FsdpWeightSource(list(policy.named_parameters()), torch.float32)
+    parameters = source.parameters()
+    slots = [torch.zeros(p.nbytes, dtype=torch.uint8) for p in parameters]
+    source.gather_into([p.name for p in parameters], slots)
+    sizes = [sum(prod(piece.shape) * 4 for piece in p.pieces) for p in parameters]
+    return [slot[:size].numpy().tobytes() for slot, size in zip(slots, sizes, strict=True)]
+
+
+def check_fsdp_shifts(folder: Path) -> None:
+    check_shifts(
+        lambda what: make_policy(model_folder(folder), offload=what),
+        lambda policy: [p.to_local() for _, p in policy.named_parameters()],
+    )
+
+
+def check_reference_at_home(folder: Path) -> None:
+    """Its weights are away but while it scores, and it scores as one that stays."""
+    config = PolicyConfig(dtype="float32", offload_reference=True)
+    home = FrozenPolicy(ModelConfig(path=str(model_folder(folder))), config, CPU)
+    stays, batches = make_policy(model_folder(folder), trainable=False), own_batches(make_samples(), 60)
+    for _ in range(3):  # FSDP changes what it holds at the first forward pass
+        assert memory_of([p.to_local() for _, p in home.named_parameters()]) == 0
+        scores = [[outputs.logprobs for outputs in policy.score(batches, 0.7)] for policy in (home, stays)]
+        assert all(torch.equal(one, other) for one, other in zip(*scores, strict=True)) and scores[0][0].any()
+
+
 def run_checks(checks: dict[str, Callable[[], None]]) -> dict[str, str]:
     """Run each on all ranks; for each the empty string, or what went wrong anywhere."""
     results = {}
@@ -323,6 +381,8 @@ def two_ranks(models: str, results: str) -> None:
     ]:
         checks[f"export {kind}"] = lambda k=kind, t=tied, d=dtype: check_export(folder, k, t, d)
     checks["state"] = lambda: check_state_dict(folder)
+    checks["shifts"] = lambda: check_fsdp_shifts(folder)
+    checks["reference"] = lambda: check_reference_at_home(folder)
     _on_ranks(checks, results)
 
 

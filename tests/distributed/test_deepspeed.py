@@ -38,6 +38,11 @@ def test_p20_checkpoints_go_from_fsdp_to_zero_and_back(found: dict[str, str], st
     assert found[f"checkpoint {stage}"] == ""
 
 
+@STAGES
+def test_p1_memory_put_away_between_updates_changes_none(found: dict[str, str], stage: int) -> None:
+    assert found[f"shifts {stage}"] == ""
+
+
 @pytest.mark.parametrize("weights", ["whole", "cut"])
 def test_p20_export_opens_in_plain_transformers(found: dict[str, str], weights: str) -> None:
     assert found[f"export {weights}"] == ""

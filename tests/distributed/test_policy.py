@@ -81,6 +81,14 @@ def test_p20_a_restored_policy_goes_on_bit_for_bit(two_ranks: dict[str, str]) ->
     assert two_ranks["state"] == ""
 
 
+def test_p1_memory_put_away_between_updates_changes_none(two_ranks: dict[str, str]) -> None:
+    assert two_ranks["shifts"] == ""
+
+
+def test_p1_a_reference_is_away_but_while_it_scores(two_ranks: dict[str, str]) -> None:
+    assert two_ranks["reference"] == ""
+
+
 @BY_KIND
 def test_export_in_several_files(one_rank: None, models: Path, tmp_path: Path, kind: str, tied: bool) -> None:
     """With an index, as large models have it, and read back through the index."""

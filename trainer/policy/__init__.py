@@ -4,10 +4,10 @@ import torch
 
 from trainer.config import LoraConfig, ModelConfig, PolicyConfig
 from trainer.policy.base import LossFn, Outputs, Policy, Scorer, UpdateStats
-from trainer.policy.fsdp import FsdpPolicy
+from trainer.policy.fsdp import FrozenPolicy, FsdpPolicy
 from trainer.policy.lora import NO_ADAPTERS
 
-__all__ = ["FsdpPolicy", "LossFn", "Outputs", "Policy", "Scorer", "UpdateStats", "make_policy"]
+__all__ = ["FrozenPolicy", "FsdpPolicy", "LossFn", "Outputs", "Policy", "Scorer", "UpdateStats", "make_policy"]
 
 
 def make_policy(

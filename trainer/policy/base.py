@@ -80,6 +80,15 @@ class Policy(Scorer, Protocol):
     def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
         """One optimizer step on the sum of all batches' losses over all ranks."""
 
+    def release(self, weights: bool) -> int:
+        """Put away what policy.offload says: optimizer state, and the weights themselves if `weights`; returns bytes.
+
+        Not collective. Until `restore` there is nothing else to ask of it, but what `weights=False` leaves.
+        """
+
+    def restore(self) -> None:
+        """Everything in its place again."""
+
     def state_dict(self) -> dict[str, Any]:
         """Sharded tensors of model and optimizer, and counters, as torch.distributed.checkpoint wants them."""
 

@@ -27,6 +27,7 @@ from trainer.policy.base import LossFn, Outputs, UpdateStats
 from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, start_value
 from trainer.policy.module import PolicyModule
+from trainer.policy.offload import ShiftMemory
 from trainer.policy.sharded import MOMENTS
 from trainer.policy.updates import Figures, Updates
 
@@ -50,9 +51,14 @@ class DeepSpeedPolicy:
         """Build, load and shard the model; arguments as `FsdpPolicy`'s."""
         if device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported; it would look for other devices
+        os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed reads, and only torchrun sets
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param
 
+        if device.type == "cpu":
+            # Else it compiles an all-reduce for inference over shared memory, which takes a minute, and waits without
+            # end for the lock of one who was killed while compiling. Training does not use it.
+            deepspeed.ops.__compatible_ops__ = {}
         self._deepspeed = deepspeed
         self.device, self.config, self.lora = device, policy, lora
         self.zero_3 = policy.zero_stage == 3
@@ -75,6 +81,26 @@ class DeepSpeedPolicy:
         if self.compute_dtype != torch.float32:
             for parameter, whole in self._start_values(self.model, self.trained()):
                 safe_set_full_fp32_param(parameter, whole)  # DeepSpeed has made its masters of rounded weights
+        self._memory = ShiftMemory(policy.offload, self._update_memory, self._compute_weights)
+
+    def _update_memory(self) -> Iterator[Tensor]:
+        """What only an update needs: masters, moments and the buffer of gradients."""
+        zero = self.engine.optimizer
+        yield from zero.fp32_partitioned_groups_flat if self.zero_3 else zero.single_partition_of_fp32_groups
+        yield from (state[key] for state in zero.optimizer.state.values() for key in MOMENTS)
+        if self.zero_3:
+            yield zero.grad_partitions_flat_buffer
+
+    def _compute_weights(self) -> Iterator[Tensor]:
+        return (getattr(parameter, "ds_tensor", parameter) for parameter in self.engine.module.parameters())
+
+    def release(self, weights: bool) -> int:
+        """Put away what `policy.offload` says; see `ShiftMemory`. DeepSpeed's own way takes no other Adam than its."""
+        return self._memory.release(weights)
+
+    def restore(self) -> None:
+        """Everything in its place again."""
+        self._memory.restore()
 
     @property
     def version(self) -> int:

@@ -11,6 +11,7 @@ from trainer.policy import loading, saving
 from trainer.policy.base import LossFn, Outputs, UpdateStats
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
 from trainer.policy.module import PolicyModule
+from trainer.policy.offload import Offload
 from trainer.policy.sharded import ShardedModel
 
 
@@ -72,3 +73,21 @@ class FsdpPolicy(ShardedModel):
     def save_pretrained(self, folder: Path) -> None:
         """Write the model in Hugging Face format and the compute dtype; without the tokenizer."""
         saving.save_pretrained(self.model, folder, self.compute_dtype, self.source)
+
+
+class FrozenPolicy(FsdpPolicy):
+    """A reference. By `policy.offload_reference` its weights are on the device only while it scores."""
+
+    def __init__(self, model: ModelConfig, policy: PolicyConfig, device: torch.device) -> None:
+        """Arguments as `FsdpPolicy`'s."""
+        super().__init__(model, policy, device, trainable=False)
+        away = device.type == "cuda" if policy.offload_reference is None else policy.offload_reference
+        self._home = Offload(self.module.parameters if away else list, constant=True)
+        self._home.release()
+
+    def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
+        """The outputs for each batch."""
+        self._home.restore()
+        outputs = super().score(batches, temperature)
+        self._home.release()
+        return outputs

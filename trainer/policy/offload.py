@@ -1,6 +1,7 @@
 """Device memory that is given back for a while, its contents waiting in the host's memory (PITFALLS P1, P6)."""
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,8 +38,7 @@ class Offload:
         if self._away:
             return 0
         storages = _storages(self._tensors())
-        if not self._constant or not self._buffers:
-            self._copy_out(storages)
+        self._copy_out(storages)
         self._away = list(zip(storages, self._buffers, strict=True))
         for storage in storages:
             storage.resize_(0)
@@ -48,19 +48,39 @@ class Offload:
         """Allocate the memory again and fill it; nothing to do where nothing was released."""
         for storage, buffer in self._away:
             storage.resize_(buffer.nbytes)
-            _bytes_of(storage).copy_(buffer, non_blocking=True)  # later work on the stream sees it
+            _bytes_of(storage).copy_(buffer, non_blocking=True)
+        _wait(storage for storage, _ in self._away)
         self._away = []
 
     def _copy_out(self, storages: list[torch.UntypedStorage]) -> None:
-        if [buffer.nbytes for buffer in self._buffers] != [storage.nbytes() for storage in storages]:
-            self._buffers = [
-                torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-                for storage in storages
-            ]
-        for storage, buffer in zip(storages, self._buffers, strict=True):
-            buffer.copy_(_bytes_of(storage), non_blocking=True)
-        for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
-            torch.cuda.synchronize(device)  # before their memory is freed
+        fits = [buffer.nbytes for buffer in self._buffers] == [storage.nbytes() for storage in storages]
+        if not fits:
+            pinned = any(storage.device.type == "cuda" for storage in storages)
+            self._buffers = [torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=pinned) for s in storages]
+        if not (fits and self._constant):
+            for storage, buffer in zip(storages, self._buffers, strict=True):
+                buffer.copy_(_bytes_of(storage), non_blocking=True)
+        _wait(storages)  # before their memory is freed
+
+
+class ShiftMemory:
+    """What a model puts away while the engines are awake, by `policy.offload`."""
+
+    def __init__(self, what: Literal["none", "optimizer", "all"], state: TensorSource, weights: TensorSource) -> None:
+        """`state` is what only an update needs."""
+        self._state = Offload(state) if what != "none" else None
+        self._weights = Offload(weights) if what == "all" else None
+
+    def release(self, weights: bool) -> int:
+        """Put the optimizer's state away, and the weights if `weights`; returns how many bytes that were not yet."""
+        away = [self._state, self._weights if weights else None]
+        return sum(offload.release() for offload in away if offload is not None)
+
+    def restore(self) -> None:
+        """Everything in its place again."""
+        for offload in (self._state, self._weights):
+            if offload is not None:
+                offload.restore()
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
@@ -73,3 +93,9 @@ def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """All of a storage as uint8 [nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _wait(storages: Iterable[torch.UntypedStorage]) -> None:
+    """Until copies to and from them are done."""
+    for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
+        torch.cuda.synchronize(device)

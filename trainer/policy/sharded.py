@@ -18,6 +18,7 @@ from trainer.optimizer import make_adamw
 from trainer.policy import loading
 from trainer.policy.base import UpdateStats
 from trainer.policy.checkpoint_names import parameter_names
+from trainer.policy.offload import ShiftMemory
 from trainer.policy.updates import Figures, Updates
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -64,6 +65,18 @@ class ShardedModel:
             self.optimizer = make_adamw(
                 list(self.trained().values()), settings.lr, settings.betas, settings.eps, settings.weight_decay
             )
+        self._memory = ShiftMemory(settings.offload, self._moments, module.parameters)
+
+    def _moments(self) -> Iterator[Tensor]:
+        return (state[key] for state in self.optimizer.state.values() for key in MOMENTS)
+
+    def release(self, weights: bool) -> int:
+        """Put away what `policy.offload` says; see `ShiftMemory`."""
+        return self._memory.release(weights)
+
+    def restore(self) -> None:
+        """Everything in its place again."""
+        self._memory.restore()
 
     @property
     def version(self) -> int:

@@ -1,0 +1,63 @@
+"""Memory that is given back and filled again: every tensor is as it was, and nothing is copied or kept needlessly."""
+
+import torch
+
+from trainer.policy.offload import Offload, ShiftMemory
+
+
+def sizes(*tensors: torch.Tensor) -> list[int]:
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+def test_views_are_freed_once_and_all_come_back() -> None:
+    flat = torch.arange(12.0)
+    view, other = flat[3:6].view(3, 1), torch.randn(2, 2, dtype=torch.bfloat16)
+    before = [tensor.clone() for tensor in (flat, view, other)]
+    offload = Offload(lambda: [view, flat, other, torch.empty(0)])
+    assert offload.release() == 12 * 4 + 4 * 2
+    assert sizes(flat, view, other) == [0, 0, 0]
+    assert offload.release() == 0, "released already"
+    offload.restore()
+    assert all(torch.equal(now, then) for now, then in zip((flat, view, other), before, strict=True))
+    view += 1
+    assert flat[3:6].tolist() == [4, 5, 6], "still a view of it"
+    offload.restore()
+
+
+def test_p6_a_hundred_shifts_have_the_host_memory_of_one() -> None:
+    tensor = torch.zeros(1000)
+    offload = Offload(lambda: [tensor])
+    places = set()
+    for number in range(100):
+        tensor += 1
+        offload.release()
+        places.update(buffer.data_ptr() for buffer in offload._buffers)
+        offload.restore()
+        assert (tensor == number + 1).all()
+    assert len(places) == 1
+
+
+def test_what_is_constant_is_copied_once_or_when_it_has_moved() -> None:
+    tensors = [torch.ones(3)]
+    offload = Offload(lambda: tensors, constant=True)
+    offload.release()
+    offload._buffers[0].zero_()  # only a second copy could bring the ones back
+    offload.restore()
+    assert not tensors[0].any()
+    offload.release()
+    offload.restore()
+    assert not tensors[0].any()
+    tensors[0] = torch.full((5,), 2.0)  # FSDP pads an uneven shard at its first forward pass
+    offload.release()
+    offload.restore()
+    assert (tensors[0] == 2).all() and len(tensors[0]) == 5
+
+
+def test_what_goes_and_when_is_the_recipe_s() -> None:
+    for what, expected in [("none", (0, 0)), ("optimizer", (8, 0)), ("all", (8, 4))]:
+        state, weights = torch.ones(2), torch.ones(1)
+        memory = ShiftMemory(what, lambda s=state: [s], lambda w=weights: [w])  # type: ignore[misc, arg-type]
+        assert (memory.release(weights=False), memory.release(weights=True)) == expected
+        assert sizes(state, weights) == [8 - expected[0], 4 - expected[1]]
+        memory.restore()
+        assert state.tolist() == [1, 1] and weights.tolist() == [1]
