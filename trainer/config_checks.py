@@ -133,6 +133,8 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
         yield "policy.backend is deepspeed, but DeepSpeed is not installed: pip install 'hotbunk[deepspeed]'"
     if policy.backend != "deepspeed" and policy.offload_optimizer:
         yield "policy.offload_optimizer works with policy.backend: deepspeed only"
+    if policy.backend != "fsdp" and config.critic.shared:
+        yield "critic.shared works with policy.backend: fsdp only"
     if policy.offload_optimizer and policy.offload != "none":
         yield "policy.offload is set, but policy.offload_optimizer keeps that state in the host's memory: drop one"
     if policy.shard_size is not None:

@@ -75,6 +75,18 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
         ({"data": {"path": "absent/data.jsonl"}}, 1, "data.path: there is no file or folder absent/data.jsonl"),
         ({"data": {"eval_path": "/absent"}}, 1, "data.eval_path: there is no file or folder /absent"),
         ({"model": {"path": "/absent"}}, 1, "model.path: there is no folder /absent"),
+        ({"policy": {"shard_size": 3}}, 4, r"number of ranks = 4 must be divisible by policy.shard_size \(3\)"),
+        ({"policy": {"backend": "deepspeed", "shard_size": 2}}, 2, "policy.shard_size works with .* fsdp only"),
+        (
+            {"policy": {"backend": "deepspeed", "offload_optimizer": True, "offload": "all"}},
+            1,
+            "policy.offload is set, but policy.offload_optimizer",
+        ),
+        (
+            {"policy": {"backend": "deepspeed"}, "critic": {"shared": True}, "algorithm": {"preset": "ppo"}},
+            1,
+            "critic.shared works with policy.backend: fsdp only",
+        ),
         ({"checkpoint": {"resume": "/absent"}}, 1, "checkpoint.resume: /absent is no complete checkpoint"),
     ],
 )

@@ -1,0 +1,100 @@
+"""Who gives memory to whom, and when, in a generation shift: a manager whose engine and trainer write it down."""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sharding.manager import Leader, ShardingManager, SyncSettings
+from sharding.source import FsdpWeightSource
+
+Events = list[str]
+
+
+class FakeEngine:
+    settings = SimpleNamespace(dtype="float32")
+
+    def __init__(self, events: Events) -> None:
+        self.events = events
+
+    async def wake_up_async(self, tags: list[str]) -> None:
+        self.events.append(f"engine maps {tags[0]}")
+
+    async def sleep_async(self) -> None:
+        self.events.append("engine sleeps")
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        self.events.append("engine is probed")
+        return [-1.0] * (len(token_ids) - 1)
+
+
+class FakeThread:
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float, phase: str) -> Any:
+        return asyncio.run(coroutine)
+
+
+class FakeTenant:
+    version = 3
+
+    def __init__(self, name: str, events: Events) -> None:
+        self.name, self.events, self.away = name, events, False
+
+    def score_tokens(self, token_ids: list[int]) -> list[float]:
+        assert not self.away, "its weights are needed for that"
+        self.events.append(f"{self.name} scores")
+        return [-1.0] * (len(token_ids) - 1)
+
+    def release(self, weights: bool) -> int:
+        self.away = weights
+        self.events.append(f"{self.name} releases {'all' if weights else 'state'}")
+        return 7 if weights else 100
+
+    def restore(self) -> None:
+        self.away = False
+        self.events.append(f"{self.name} restores")
+
+
+class RecordingManager(ShardingManager):
+    """The real one, but that nothing is sent."""
+
+    def __init__(self, events: Events, folder: Path, plain: bool) -> None:
+        source = FsdpWeightSource([("embed", torch.zeros(5, 2))], torch.float32)
+        leader = Leader(FakeEngine(events), FakeThread())  # type: ignore[arg-type]
+        super().__init__(source, torch.device("cpu"), SyncSettings(), folder, leader=leader)
+        self.events, self._plain = events, plain
+
+    def _sync(self, version: int) -> None:
+        self.events.append(f"sync to {version}")
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["weights compared", "probed"])
+def test_p1_the_trainer_leaves_before_the_engine_comes_and_returns_after_it_went(tmp_path: Path, plain: bool) -> None:
+    events: Events = []
+    manager = RecordingManager(events, tmp_path, plain)
+    policy, critic = FakeTenant("policy", events), FakeTenant("critic", events)
+    manager.sleep()
+    assert events == ["engine sleeps"], "at the start nobody has left yet"
+    events.clear()
+    with manager.generation_shift(policy, critic):
+        events.append("rollouts")
+    manager.close()
+    assert [event for event in events if "score" not in event and "probe" not in event] == [
+        "policy releases state",
+        "critic releases all",
+        "engine maps weights",
+        "sync to 3",
+        "policy releases all",
+        "engine maps kv_cache",
+        "rollouts",
+        "engine sleeps",
+        "policy restores",
+        "critic restores",
+    ]
+    asked = [] if plain else [events.index("policy scores") - events.index("sync to 3"), "engine is probed" in events]
+    assert asked == ([] if plain else [1, True]), "the policy is asked while it has its weights"
+    assert manager.report.offloaded == 114
+    assert {"offload", "onload"} <= manager.report.seconds.keys()
