@@ -24,7 +24,7 @@ class FakeEngine:
     async def wake_up_async(self, tags: list[str]) -> None:
         self.events.append(f"engine maps {tags[0]}")
 
-    async def sleep_async(self) -> None:
+    async def sleep_async(self, level: int) -> None:
         self.events.append("engine sleeps")
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
