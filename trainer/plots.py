@@ -1,5 +1,7 @@
-"""curves.png: a run at a glance, drawn from metrics.jsonl."""
+"""curves.png: a run at a glance, drawn from metrics.jsonl; and several runs side by side."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -31,6 +33,22 @@ def plot_curves(folder: Path) -> Path:
     path = folder / "curves.png"
     figure.savefig(path)
     return path
+
+
+def compare(runs: Mapping[str, Rows], window: int = 5) -> Figure:
+    """Held-out accuracy and reward of several runs, by name; each reward is the mean of up to `window` steps so far."""
+    figure = Figure(figsize=(13, 5.4), dpi=110, layout="constrained", facecolor="white")
+    held_out, training = figure.subplots(1, 2)
+    held_out.set_title("held-out accuracy")
+    training.set_title(f"reward in training, mean over {window} steps" if window > 1 else "reward in training")
+    for number, (name, rows) in enumerate(runs.items()):
+        _line(held_out, rows, "eval/accuracy", name, f"C{number}", marker="o")
+        steps, rewards = series(rows, "reward/mean")
+        recent = [rewards[max(0, end - window) : end] for end in range(1, len(rewards) + 1)]
+        training.plot(steps, [sum(part) / len(part) for part in recent], color=f"C{number}", label=name, linewidth=1.8)
+    for axes in (held_out, training):
+        _dress(axes)
+    return figure
 
 
 def _reward(axes: Axes, rows: Rows) -> None:
@@ -115,7 +133,8 @@ def _dress(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     title = axes.get_title()
     axes.set_title("")  # the centred one; the legend, which must hide no curve, goes between the title and the axes
-    axes.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold", pad=24 if len(labels) <= 4 else 40)
+    pad = 8 + 16 * max(1, math.ceil(len(labels) / 4))
+    axes.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold", pad=pad)
     if handles:
         axes.legend(
             handles, labels, frameon=False, fontsize=9, labelcolor=_INK, ncols=4, loc="lower left",

@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from trainer import memory, progress
 from trainer.memory import MemoryMeter, rss_gib
-from trainer.plots import plot_curves
+from trainer.plots import compare, plot_curves
 from trainer.progress import WIDTH, Progress, Report, duration, sparkline
 
 FULL = {
@@ -194,3 +196,26 @@ def test_the_meter_works_where_the_peak_cannot_be_reset(monkeypatch: pytest.Monk
     with meter.phase("update"):
         pass
     assert meter.metrics()["memory/trainer_gib_update"] >= rss_gib() - 0.01
+
+
+def test_runs_are_compared_by_accuracy_and_smoothed_reward() -> None:
+    rewards = {"one": [1.0, 0.0, 2.0, 4.0, 3.0], "other": [5.0]}
+    runs = {name: [{"train/step": n + 1, "reward/mean": r} for n, r in enumerate(rs)] for name, rs in rewards.items()}
+    runs["one"] += [{"train/step": 6, "eval/accuracy": 0.5}, {"train/step": 7, "reward/mean": None}]
+    held_out, training = compare(runs, window=3).axes
+    assert [(line.get_label(), list(line.get_ydata())) for line in held_out.lines] == [("one", [0.5])]
+    assert [(line.get_label(), list(line.get_ydata())) for line in training.lines] == [
+        ("one", [1.0, 0.5, 1.0, 2.0, 3.0]),
+        ("other", [5.0]),
+    ]
+
+
+def test_compare_draws_a_picture_and_refuses_what_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"train/step": 1, "reward/mean": 0.5}\n')
+    script = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "compare.py"), "--out", "both.png"]
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    done = subprocess.run([*script, "run"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG"), done.stderr
+    done = subprocess.run([*script, "run", "absent"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "absent holds no metrics.jsonl" in done.stderr
