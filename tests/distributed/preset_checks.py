@@ -1,0 +1,88 @@
+"""What test_presets.py runs on two ranks: one engine each, started once, and every preset's learner in turn."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharding.collectives import all_gather_bytes
+from trainer import lifetime
+from trainer.algorithm_config import PRESETS
+from trainer.config import TrainConfig, load_config
+from trainer.config_checks import check_config
+from trainer.distributed import destroy_process_group, init_process_group, rank, store, world_size
+from trainer.learning import Learner
+from trainer.loop import RLTrainer
+from trainer.policy import FsdpPolicy
+from trainer.watchdog import Watchdog
+
+STEPS = 2
+SETTINGS = {"gspo": ["batch.updates_per_step=4"], "distill": ["algorithm.teacher=${model.path}"]}
+
+
+def preset_config(recipe: str, preset: str) -> TrainConfig:
+    config = load_config(Path(recipe), [f"algorithm.preset={preset}", *SETTINGS.get(preset, [])])
+    check_config(config, "train")
+    return config
+
+
+def train_presets(recipe: str, results: str) -> None:
+    """For each preset: the figures of its steps on every rank, and by how much its weights have moved."""
+    lifetime.start_guardian()
+    init_process_group(120, "cpu")
+    found: dict[str, dict[str, Any]] = {}
+    with Watchdog(store(), rank(), world_size()) as watchdog, ExitStack() as resources:
+        trainer = RLTrainer(preset_config(recipe, "ppo"), watchdog, resources)
+        reference = FsdpPolicy(trainer.config.model, trainer.config.policy, trainer.policy.device, trainable=False)
+        for preset in PRESETS:
+            found[preset] = train_preset(trainer, preset_config(recipe, preset), reference)
+    if rank() == 0:
+        Path(results).write_text(json.dumps(found))
+    destroy_process_group()
+
+
+def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy) -> dict[str, Any]:
+    """A few steps of the trainer as it would have been built for `config`; it goes on from the weights it has."""
+    algorithm = config.algorithm
+    critic: Any = trainer.parts["critic"] if algorithm.advantage == "gae" else None
+    trainer.config, trainer.learner = config, Learner(
+        config,
+        trainer.policy,
+        reference if algorithm.kl_coef or algorithm.teacher else None,
+        trainer.tokenizer.pad_token_id,
+        trainer.rewards.weights,
+        critic,
+    )  # fmt: skip
+    rows: list[dict[str, float]] = []
+    trainer.log = lambda step, metrics: rows.append(metrics)  # type: ignore[method-assign]
+    before, critic_before = weights(trainer.policy), weights(critic)
+    for _ in range(STEPS):
+        trainer.train_step(trainer.state.step + 1)
+    everywhere = [json.loads(row) for row in all_gather_bytes(json.dumps(rows).encode())]
+    return {
+        "rows": rows,
+        "ranks agree": all(learned(other) == learned(rows) for other in everywhere),
+        "moved": distance(before, weights(trainer.policy)),
+        "critic moved": distance(critic_before, weights(critic)),
+    }
+
+
+def weights(model: Any) -> list[Tensor]:
+    return [] if model is None else [p.detach().to_local().clone() for _, p in model.named_parameters()]
+
+
+def distance(before: list[Tensor], after: list[Tensor]) -> float:
+    """The largest change of any weight of this rank's."""
+    return max(((a - b).abs().max().item() for a, b in zip(before, after, strict=True) if a.numel()), default=0.0)
+
+
+def learned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Figures but those of the machine."""
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows]
+
+
+def finite(rows: list[dict[str, float]]) -> bool:
+    return all(torch.isfinite(torch.tensor(value)) for row in rows for value in row.values())

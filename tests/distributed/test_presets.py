@@ -1,0 +1,34 @@
+"""Every preset trains: real engines and a real policy on two ranks, one start for all of them."""
+
+import json
+from typing import Any
+
+import pytest
+from conftest import TinyModel
+from real_run import write_recipe
+
+from tests.distributed import preset_checks as checks
+from tests.distributed.launch import run_ranks
+from trainer.algorithm_config import PRESETS
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("presets")
+    recipe = write_recipe(folder, tiny_model(), critic={"lr": 1e-3}, run={"steps": 100})
+    run_ranks(checks.train_presets, 2, timeout=420, arguments=[str(recipe), str(folder / "found.json")])
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_trains_on_two_ranks(trained: dict[str, Any], preset: str) -> None:
+    """Figures are finite and the same on both ranks, weights move, trainer and engine see the same probabilities."""
+    found = trained[preset]
+    rows = found["rows"]
+    assert len(rows) == checks.STEPS and checks.finite(rows) and found["ranks agree"]
+    assert all(row["no_signal_steps"] == row["skipped_steps"] == 0 for row in rows)
+    assert found["moved"] > 1e-5 and all(row["grad_norm"] > 0 for row in rows)
+    assert max(row["gap/max"] for row in rows) <= 1e-4
+    assert (found["critic moved"] > 1e-5) == (preset == "ppo")
+    assert ("kl" in rows[-1]) == (preset in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distill"))
+    assert ("sampling/rounds" in rows[-1]) == (preset == "dapo")
