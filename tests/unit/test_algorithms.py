@@ -36,9 +36,8 @@ def test_clipped_loss_and_its_gradient_against_a_loop(per_token: bool) -> None:
     logprobs = torch.randn(6, 5, generator=generator, dtype=torch.float64).requires_grad_()
     old = logprobs.detach() + 0.4 * torch.randn(6, 5, generator=generator, dtype=torch.float64)
     advantage = torch.randn(6, 5 if per_token else 1, generator=generator, dtype=torch.float64)
-    loss, clipped = losses.clipped_policy_gradient(
-        logprobs, old, advantage if per_token else advantage[:, 0], 0.2, 0.28
-    )
+    ratios = log_ratio(logprobs, old, torch.ones(6, 5))
+    loss, clipped = losses.clipped_surrogate(ratios, advantage if per_token else advantage[:, 0], 0.2, 0.28)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert 0 < int(clipped.sum()) < clipped.numel()
     for i in range(6):
@@ -56,11 +55,11 @@ def test_extreme_ratios_stay_finite() -> None:
     logprobs = torch.tensor([[0.0, -1e4, 0.0]], requires_grad=True)
     old = torch.tensor([[-1e4, 0.0, 0.0]])
     for a in (1.0, -1.0):
-        loss, _ = losses.clipped_policy_gradient(logprobs, old, torch.tensor([a]), 0.2, 0.28)
+        loss, _ = losses.clipped_surrogate(log_ratio(logprobs, old, torch.ones(1, 3)), torch.tensor([a]), 0.2, 0.28)
         (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
         assert torch.isfinite(loss).all() and torch.isfinite(gradient).all()
     assert torch.isfinite(kl.k3(logprobs, old)).all()
-    assert torch.isfinite(corrections.truncated_importance_weights(logprobs, old, cap=2.0)).all()
+    assert torch.isfinite(corrections.rollout_ratios(logprobs, old, torch.ones(1, 3))).all()
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:
@@ -302,7 +301,7 @@ def test_a_fixed_length_has_to_be_given() -> None:
 def test_truncated_importance_weights_against_a_loop() -> None:
     old = torch.randn(3, 4, requires_grad=True)
     engine = torch.randn(3, 4)
-    got = corrections.truncated_importance_weights(old, engine, cap=1.5)
+    got = corrections.rollout_ratios(old, engine, torch.ones(3, 4)).clamp(max=1.5)
     assert not got.requires_grad
     for i in range(3):
         for j in range(4):

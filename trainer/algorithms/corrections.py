@@ -10,32 +10,16 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.names import Level
-from trainer.algorithms.ratios import MAX_LOG_RATIO, log_ratio
-
-
-def truncated_importance_weights(old_logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
-    """min(exp(old - engine), cap) for each token: corrects the gradient for samples drawn by another distribution.
-
-    Truncated importance sampling: Espeholt et al. 2018 (IMPALA, arXiv:1802.01561, the rho of equation 1); between
-    engine and trainer: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
-
-    Args:
-        old_logprobs: [B, T], the trainer's own, before the step's first update.
-        engine_logprobs: [B, T], the engine's under its sampling distribution.
-        cap: upper bound, > 0.
-
-    Returns:
-        [B, T] without gradient.
-    """
-    difference = (old_logprobs - engine_logprobs).detach().clamp(max=MAX_LOG_RATIO)
-    return torch.exp(difference).clamp(max=cap)
+from trainer.algorithms.ratios import log_ratio
 
 
 def rollout_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, level: Level = "token") -> Tensor:
     """Trainer's over engine's probability: of each token, their geometric mean over a sequence, or their product.
 
-    `.clamp(max=cap)` makes truncated importance weights of it, for whole sequences as in Liu et al. 2025, "When speed
-    kills stability" (sequence level: unbiased but for the cap, and noisy).
+    `.clamp(max=cap)` makes truncated importance weights of it, which correct the gradient for samples drawn by another
+    distribution: Espeholt et al. 2018 (IMPALA, arXiv:1802.01561, the rho of equation 1). Of tokens, between engine and
+    trainer: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; of whole
+    sequences: Liu et al. 2025, "When speed kills stability" (unbiased but for the cap, and noisy).
 
     Args:
         old_logprobs: [B, T], the trainer's own, before the step's first update.

@@ -6,26 +6,6 @@ Each returns the loss [B, T] and a mask [B, T] bool of the tokens on which its b
 import torch
 from torch import Tensor
 
-from trainer.algorithms.ratios import MAX_LOG_RATIO
-
-
-def clipped_policy_gradient(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`clipped_surrogate` with the ratio of each token by itself: PPO, GRPO, DAPO.
-
-    Args:
-        logprobs: [B, T] under the policy being trained; carries the gradient.
-        old_logprobs: [B, T] under the policy the step began with; treated as constant.
-    """
-    ratio = (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return clipped_surrogate(ratio, advantages, clip_low, clip_high, dual_clip)
-
 
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None

@@ -1,0 +1,115 @@
+"""A step's sampling: one round, or as many as it takes to find groups with a signal; and where the next one begins."""
+
+from typing import Any
+
+import pytest
+
+from generation.trajectory import Trajectory
+from tests.unit.learning_steps import make_config
+from trainer.data import Prompt, PromptDataset
+from trainer.learning import StepSampling
+
+PROMPTS = PromptDataset([Prompt(i, (i,), {}) for i in range(30)])
+
+
+def sampling(**algorithm: Any) -> StepSampling:
+    return StepSampling(make_config(algorithm=algorithm, batch={"prompts_per_step": 4}, run={"seed": 5}))
+
+
+def answers(prompts: list[Prompt]) -> list[Trajectory]:
+    """Two for each prompt; a prompt whose number can be divided by three is always answered right."""
+    return [
+        Trajectory(place, sample, [1], [2], [1], [-1.0], reward=float(sample or prompt.id % 3 == 0))
+        for place, prompt in enumerate(prompts)
+        for sample in range(2)
+    ]
+
+
+def run_step(sampled: StepSampling, position: int) -> int:
+    """All rounds of a step; returns the position after it."""
+    while sampled.missing:
+        prompts = PROMPTS.take(position, sampled.missing, seed=5)
+        position += len(prompts)
+        sampled.add(prompts, answers(prompts))
+    return position
+
+
+def kept(sampled: StepSampling) -> list[int]:
+    """The prompts that are trained on, by number, each with both its answers."""
+    indices = [t.prompt_index for t in sampled.kept()]
+    assert indices == sorted(list(dict.fromkeys(indices)) * 2)
+    return [sampled.prompts[index].id for index in dict.fromkeys(indices)]
+
+
+def test_one_round_trains_on_whatever_comes() -> None:
+    sampled = sampling()
+    assert run_step(sampled, 8) == 12
+    assert kept(sampled) == [p.id for p in PROMPTS.take(8, 4, seed=5)] and sampled.metrics() == {}
+
+
+@pytest.mark.parametrize("oversampling", [1.0, 1.5])
+@pytest.mark.parametrize("position", [0, 4, 17])
+def test_rounds_go_on_until_enough_groups_have_a_signal(oversampling: float, position: int) -> None:
+    """The groups trained on are the first with a signal in the order of prompts, however they were sampled."""
+    sampled = sampling(sampling_rounds=10, oversampling=oversampling)
+    end = run_step(sampled, position)
+    seen = [p.id for p in PROMPTS.take(position, end - position, seed=5)]
+    assert [p.id for p in sampled.prompts] == seen
+    assert kept(sampled) == [i for i in seen if i % 3][:4]
+    figures = sampled.metrics()
+    assert figures["sampling/shortfall"] == 0 and figures["sampling/dropped"] == len(seen) - 4
+    assert figures["sampling/rounds"] >= 1
+
+
+@pytest.mark.parametrize("at_bound", ["fewer", "fill"])
+def test_p15_rounds_have_a_bound(at_bound: str) -> None:
+    sampled = sampling(sampling_rounds=3, at_bound=at_bound)
+    hopeless = [p for p in PROMPTS.take(0, 30, seed=5) if p.id % 3 == 0]
+    rounds = []
+    while sampled.missing:
+        rounds.append(sampled.missing)
+        sampled.add(hopeless[: sampled.missing], answers(hopeless[: sampled.missing]))
+    assert rounds == [4, 4, 4] and len(kept(sampled)) == (0 if at_bound == "fewer" else 4)
+    assert sampled.metrics() == {
+        "sampling/rounds": 3,
+        "sampling/shortfall": 4,
+        "sampling/dropped": 12 - len(kept(sampled)),
+    }
+
+
+def test_failed_answers_do_not_make_a_signal() -> None:
+    sampled = sampling(sampling_rounds=2)
+    prompts = PROMPTS.take(0, 4, seed=5)
+    failed = answers(prompts)
+    for trajectory in failed:
+        trajectory.error = "failed" * (trajectory.sample_index == 0)
+    sampled.add(prompts, failed)
+    assert sampled.missing == 4
+
+
+def test_p19_a_run_that_continues_samples_what_it_would_have() -> None:
+    """Steps take as many prompts as they need, so the position, not the step, is what is kept."""
+
+    def steps(position: int, count: int) -> tuple[list[list[int]], int]:
+        seen = []
+        for _ in range(count):
+            sampled = sampling(sampling_rounds=5, oversampling=1.3)
+            position = run_step(sampled, position)
+            seen.append([p.id for p in sampled.prompts])
+        return seen, position
+
+    whole, end = steps(0, 6)
+    assert len({len(step) for step in whole}) > 1
+    for stop in range(6):
+        before, position = steps(0, stop)
+        after, last = steps(position, 6 - stop)
+        assert before + after == whole and last == end
+
+
+def test_each_round_has_a_seed_of_its_own_and_the_first_has_the_runs() -> None:
+    sampled = sampling(sampling_rounds=3)
+    seeds = []
+    for _ in range(3):
+        seeds.append((sampled.seed(1), sampled.seed(2)))
+        sampled.add(prompts := PROMPTS.take(0, 1, seed=5), answers(prompts)[:1])
+    assert seeds[0] == (5, 5) and len({seed for pair in seeds for seed in pair}) == 5
