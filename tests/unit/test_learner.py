@@ -113,6 +113,54 @@ def test_groups_are_split_evenly_and_never_torn(parts: int) -> None:
     assert max(map(len, portions)) - min(map(len, portions)) <= -(-5 // parts) - 1 + (parts == 1)
 
 
+class RecordingCritic:
+    """Expects half a reward of every state; remembers what it was asked for, and its loss."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.losses: list[float] = []
+
+    def score(self, batches):
+        self.calls.append("score")
+        return [0.5 * batch.loss_mask for batch in batches]
+
+    def update(self, batches, loss_fn):
+        self.calls.append("update")
+        results = [loss_fn(batch, 0.5 * batch.loss_mask) for batch in batches]
+        self.losses.append(sum(loss.item() for loss, _ in results))
+        sums = {key: sum(sums[key].item() for _, sums in results) for key in results[0][1]}
+        return UpdateStats(self.losses[-1], 1.0, 1e-3, False, sums)
+
+
+def test_p15_a_critic_learns_from_a_step_without_a_signal_for_the_policy() -> None:
+    """Whitened advantages are all 0 when all answers are the same; the returns are 1 all the same, the values 0.5."""
+    policy, critic = RecordingPolicy(), RecordingCritic()
+    settings = config(algorithm={"preset": "ppo", "trace": 1.0, "num_iterations": 2})
+    steps = [trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)]
+    metrics = Learner(settings, policy, None, PAD, critic=critic).learn(steps)  # type: ignore[arg-type]
+    assert "update@1.0" not in policy.calls and critic.calls == ["score", "update", "update"]
+    assert critic.losses == pytest.approx([0.125] * 2) and metrics["value/loss"] == pytest.approx(0.125)
+    assert metrics["no_signal_steps"] == 1 and metrics["value/return"] == 1 and metrics["value/explained"] == 0
+
+
+def test_kl_or_entropy_alone_is_worth_an_update() -> None:
+    alike = [trajectory(0, s, 1.0, [7, 8]) for s in range(4)]
+    for algorithm in ({"entropy_coef": 0.1}, {"kl_coef": 0.1}):
+        policy, reference = RecordingPolicy(), RecordingPolicy()
+        learner = Learner(config(algorithm=algorithm), policy, reference, PAD)  # type: ignore[arg-type]
+        assert learner.learn(alike)["no_signal_steps"] == 0 and "update@1.0" in policy.calls
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, {"high_entropy_share": 0.5}]
+)
+def test_what_credit_or_choice_depends_on_is_scored_before(algorithm: dict[str, object]) -> None:
+    policy, reference = RecordingPolicy(), RecordingPolicy()
+    learner = Learner(config(algorithm=algorithm), policy, reference, PAD)  # type: ignore[arg-type]
+    learner.learn([trajectory(0, s, float(s), [7, 8]) for s in range(4)])
+    assert policy.calls == ["score@1.0", "update@1.0"]
+
+
 def test_rollout_metrics_count_what_happened() -> None:
     rows = [
         trajectory(0, 0, 1.0, [7, 8], reward_parts={"a": 1.0}),
