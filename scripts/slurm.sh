@@ -8,6 +8,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --signal=TERM@120
 #SBATCH --output=runs/slurm-%j.log
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR" # the script itself runs from a copy in Slurm's spool folder

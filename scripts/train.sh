@@ -48,6 +48,7 @@ else
 fi
 # A recipe with a mistake in it is told of once, in a sentence, before there are ranks; torchrun would add a traceback.
 WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check || exit
-# Ranks that have not ended this long after the signal are killed; a variable, as older torchruns know no such flag.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-10}
+# Ranks that have not ended this long after SIGTERM are killed. They end themselves, some seconds after checkpoint.grace_s;
+# torchrun must only not be quicker. A variable, as older torchruns know no such flag.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$ranks" -m trainer "$command" "$@"

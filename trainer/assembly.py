@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from trainer.config_checks import resolve_device
 from trainer.data import load_tokenizer
 from trainer.distributed import is_main
 from trainer.errors import UserError
+from trainer.identity import Identity, differences
 from trainer.policy import FrozenPolicy, Policy, Scorer, make_policy
 from trainer.policy.checkpoint_names import checkpoint_views
 from trainer.policy.critic import Critic, make_critic
@@ -92,7 +94,6 @@ class RunState:
     """What a run carries from step to step besides the policy, and so what a checkpoint keeps of it.
 
     Attributes:
-        fingerprint: of the training data; a position means nothing in other data.
         step: steps done.
         prompts: taken from the training data so far; the next step goes on from there.
         seconds: spent in steps, all sessions of the run together.
@@ -100,7 +101,6 @@ class RunState:
         eval_before, eval_after: mean reward on held-out prompts, of the first and of the latest evaluation.
     """
 
-    fingerprint: str
     step: int = 0
     prompts: int = 0
     seconds: float = 0.0
@@ -122,26 +122,43 @@ class RunState:
             self.eval_before = reward
 
 
-def resume(config: TrainConfig, parts: checkpoint.Parts, fingerprint: str) -> RunState:
+def resume(config: TrainConfig, parts: checkpoint.Parts, identity: Identity) -> RunState:
     """Load the checkpoint the run continues from, if there is one. Collective.
 
     Raises:
-        UserError: the checkpoint is incomplete, of another model, or of other data, whose order would mean nothing.
+        UserError: the checkpoint is incomplete, or another run's by its identity (checkpoint.resume_anyway permits it).
     """
     folder = config.run.folder / "checkpoints"
     checkpoint.remove_unfinished(folder)
     if config.checkpoint.resume == "none":
-        return RunState(fingerprint)
+        return RunState()
     path = checkpoint.latest_complete(folder) if config.checkpoint.resume == "auto" else Path(config.checkpoint.resume)
     if path is None:
-        return RunState(fingerprint)
-    state = RunState(**checkpoint.load(path, parts)["state"])
-    if state.fingerprint != fingerprint:
-        raise UserError(
-            f"{path} was trained on other data than {config.data.path}; "
-            "restore the data, or start over with another run.name and checkpoint.resume=none"
-        )
+        return RunState()
+    check_identity(path, checkpoint.read_extra(path), identity, config.checkpoint.resume_anyway)
+    extra = checkpoint.load(path, parts)
+    state = RunState(**extra["state"])
+    if extra["identity"]["data"] != identity["data"]:
+        state.prompts = 0  # a position means nothing in other data
     return state
+
+
+def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str]) -> None:
+    """Raise UserError, one sentence, when a checkpoint belongs to another run than `identity` says, but for `allowed`.
+
+    What goes on with other data, another model or another algorithm is another experiment.
+    """
+    if "identity" not in extra:
+        raise UserError(
+            f"{path} does not say which data, model and algorithm it belongs to, as it is of an older version: "
+            "start over with another run.name, or with checkpoint.resume=none"
+        )
+    if found := differences(extra["identity"], identity, allowed):
+        keys, phrases = zip(*found, strict=True)
+        raise UserError(
+            f"{path} was trained with {', '.join(phrases)}: restore that, permit it by "
+            f"checkpoint.resume_anyway=[{','.join(keys)}], or start over with another run.name"
+        )
 
 
 def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:

@@ -13,6 +13,7 @@ Several machines need a folder they share.
 
 import copy
 import json
+import math
 import os
 import random
 import re
@@ -129,12 +130,30 @@ def latest_complete(folder: Path) -> Path | None:
     return max(_complete(folder), key=_step, default=None)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints; the newest always stays. Rank 0 does it."""
+def prune(folder: Path, keep: int, keep_best: int = 0, metric: str = "") -> None:
+    """Delete all complete checkpoints but the newest `keep` and the best `keep_best`; the newest always stays.
+
+    The best have the largest `metric` of those they were saved with, or with a "-" before its name the smallest. Where
+    it is missing or NaN a checkpoint is not among them; of equals the newer is better. Rank 0 does it.
+    """
+    if not is_main():
+        return
+    paths = sorted(_complete(folder), key=_step, reverse=True)
+    merits = {path: merit for path in paths if keep_best and (merit := _merit(path, metric)) is not None}
+    best = sorted(merits, key=lambda path: -merits[path])[:keep_best]
+    for path in set(paths[max(keep, 1) :]) - set(best):
+        _delete(path)
+
+
+def drop_later(folder: Path, step: int) -> None:
+    """Delete checkpoints of steps after `step`: a run that starts over, or goes on from an older one, has left them.
+
+    Otherwise they would be the newest for ever, and the next start would go on from them. Rank 0 does it.
+    """
     if is_main():
-        for path in sorted(_complete(folder), key=_step)[: -max(keep, 1)]:
-            (path / _MARKER).unlink()  # first, so that what is half deleted does not look complete
-            shutil.rmtree(path)
+        for path in _complete(folder):
+            if _step(path) > step:
+                _delete(path)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -151,6 +170,19 @@ def _complete(folder: Path) -> list[Path]:
 
 def _is_complete(path: Path) -> bool:
     return re.fullmatch(r"step_\d+", path.name) is not None and (path / _MARKER).is_file()
+
+
+def _delete(path: Path) -> None:
+    (path / _MARKER).unlink()  # first, so that what is half deleted does not look complete
+    shutil.rmtree(path)
+
+
+def _merit(path: Path, metric: str) -> float | None:
+    """By how much a checkpoint is better than others; None: it is not known."""
+    value = read_extra(path).get("metrics", {}).get(metric.removeprefix("-"))
+    if value is None or math.isnan(value):
+        return None
+    return -value if metric.startswith("-") else value
 
 
 def _step(path: Path) -> int:

@@ -350,9 +350,25 @@ class CheckpointConfig(Section):
     every: int = Field(
         default=0, ge=0, description="save after every this many steps, and at the end; 0: at the end only"
     )
+    background: bool = Field(
+        default=True, description="write from a copy in host memory while training goes on; false: training waits"
+    )
     keep: Count = Field(default=2, description="newest complete checkpoints to keep")
+    keep_best: int = Field(default=0, ge=0, description="checkpoints with the best best_metric to keep besides")
+    best_metric: str = Field(
+        default="eval/accuracy", description="figure of metrics.jsonl, the larger the better; -NAME: the smaller"
+    )
+    grace_s: float = Field(
+        default=60,
+        ge=0,
+        description="seconds that SIGTERM leaves to end the step and save; rollouts are given up after half; 0: none",
+    )
     resume: str = Field(
         default="auto", description="auto: the run's newest complete checkpoint, if any; none; or a path"
+    )
+    resume_anyway: list[str] = Field(
+        default=[],
+        description="keys or sections, of those a resumed run is compared by, that may differ from the checkpoint's",
     )
     export_hf: bool = Field(default=True, description="write the final model in Hugging Face format")
 

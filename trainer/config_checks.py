@@ -19,6 +19,20 @@ from trainer.errors import UserError
 COMPLETE_MARKER = "COMPLETE"
 """The file that makes a checkpoint folder a checkpoint."""
 
+IDENTITY_DIGESTS = ("data", "model", "tokenizer")
+IDENTITY_SECTIONS = ("algorithm",)
+IDENTITY_KEYS = (
+    "batch.prompts_per_step",
+    "batch.updates_per_step",
+    "lora.alpha",
+    "lora.rank",
+    "lora.target_modules",
+    "lora.use_rslora",
+    "reward.functions",
+    "run.seed",
+)
+"""What a resumed run is compared by (`trainer.identity`): digests, whole sections of the recipe, and single keys."""
+
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _STRETCHING_ROPES = (
@@ -61,6 +75,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += check_algorithm(config)
         problems += _check_sampling(config)
         problems += _check_resume(config)
+        problems += _check_retention(config)
     return [*problems, *_check_model(config, ranks, command)]
 
 
@@ -239,6 +254,17 @@ def _check_resume(config: TrainConfig) -> Iterator[str]:
     resume = config.checkpoint.resume
     if resume not in ("auto", "none") and not (Path(resume) / COMPLETE_MARKER).is_file():
         yield f"checkpoint.resume: {resume} is no complete checkpoint (a step_N folder that holds {COMPLETE_MARKER})"
+    sections = {key.partition(".")[0] for key in IDENTITY_KEYS}
+    compared = [*IDENTITY_DIGESTS, *IDENTITY_SECTIONS, *IDENTITY_KEYS, *sorted(sections)]
+    for name in config.checkpoint.resume_anyway:
+        if name not in compared and name.partition(".")[0] not in IDENTITY_SECTIONS:
+            yield f"checkpoint.resume_anyway: no run is compared by {name!r}, but by {', '.join(compared)}"
+
+
+def _check_retention(config: TrainConfig) -> Iterator[str]:
+    metric = config.checkpoint.best_metric
+    if config.checkpoint.keep_best and metric.removeprefix("-").startswith("eval/") and not config.eval.every:
+        yield f"checkpoint.keep_best goes by {metric}, but eval.every is 0: set that, or checkpoint.best_metric"
 
 
 def _check_model(config: TrainConfig, ranks: int, command: Command) -> Iterator[str]:

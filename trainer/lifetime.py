@@ -5,7 +5,7 @@ Three mechanisms, each for an ending the others cannot see:
 - the guardian (`guardian.py`), for a rank that is killed: vLLM's engine core has no death pipe and would live on;
 - a death signal from the kernel, for a torchrun launcher that is killed: its ranks would train on without it;
 - signal handlers with a deadline, for a rank that is asked to end while its main thread sits in a collective, where
-  Python runs no handler.
+  Python runs no handler. SIGTERM may be given a grace period before that (`hold_sigterm`), in which the run can save.
 
 Called before anything heavy is imported, so this module uses the standard library only.
 """
@@ -23,16 +23,28 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 GRACE_SECONDS = 8.0  # from the signal to the forced exit; an orderly shutdown of vLLM takes up to 5
 _BASE_LIMIT = 40  # characters; a Unix socket's path has at most 107: up to 24 are our folder's name, 37 are vLLM's
+_SAME_REQUEST_SECONDS = 1.0  # Slurm and torchrun both forward a request; only what comes later is somebody's impatience
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 
 _folder: Path | None = None
+_hold: "_Hold | None" = None
+
+
+@dataclass
+class _Hold:
+    """What SIGTERM is given before it interrupts: `seconds`, if `worthwhile()` says that they will be of use."""
+
+    seconds: float
+    worthwhile: Callable[[], bool]
+    over: bool = False
 
 
 class Interrupted(KeyboardInterrupt):
@@ -110,6 +122,8 @@ def install_signal_handlers(
 
     def handler(number: int, _frame: FrameType | None) -> None:
         announce(number)
+        if number == signal.SIGTERM and _hold is not None and not _hold.over:
+            return  # `_enforce` sees to it
         if not raised.is_set():  # a second exception would only cut the clean-up of the first one short
             raised.set()
             raise Interrupted(number)
@@ -120,6 +134,24 @@ def install_signal_handlers(
     os.register_at_fork(after_in_child=_forget_handlers)
     arguments = (reader, announce, phase, grace_seconds)
     threading.Thread(target=_enforce, args=arguments, name="signals", daemon=True).start()
+
+
+def hold_sigterm(seconds: float, worthwhile: Callable[[], bool]) -> None:
+    """From now on SIGTERM interrupts only after `seconds`: time to reach the end of a step and save.
+
+    It interrupts at once if `worthwhile()`, called on another thread, is false: torchrun sends the same signal to the
+    ranks that are left when one has died, and without it they finish nothing. SIGINT, and a second SIGTERM, interrupt
+    at once, too.
+    """
+    global _hold
+    _hold = _Hold(seconds, worthwhile)
+
+
+def interrupt_now() -> None:
+    """End a hold from the main thread, with `Interrupted`: what it was for is done."""
+    if _hold is not None:
+        _hold.over = True
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _announcer(phase: Callable[[], str]) -> Callable[[int], None]:
@@ -145,15 +177,30 @@ def _enforce(reader: int, announce: Callable[[int], None], phase: Callable[[], s
     number = _next_signal(reader, None)
     assert number is not None
     announce(number)
+    if number == signal.SIGTERM and _hold is not None:
+        number = _wait_out(reader, _hold)
     first = time.monotonic()
     while (left := first + grace_seconds - time.monotonic()) > 0:
         again = _next_signal(reader, left)
-        # Slurm and torchrun both forward the same request; only what comes later is somebody's impatience.
-        if again is not None and time.monotonic() - first > 1.0:
+        if again is not None and time.monotonic() - first > _SAME_REQUEST_SECONDS:
             os._exit(128 + again)
     os.write(2, f"{_name()}: still in phase {phase()} {grace_seconds:.0f} s after the signal; leaving\n".encode())
     faulthandler.dump_traceback(file=2, all_threads=True)
     leave(128 + number)
+
+
+def _wait_out(reader: int, hold: _Hold) -> int:
+    """Return when the hold is over or somebody is impatient, the main thread interrupted by the signal returned."""
+    number, began = int(signal.SIGTERM), time.monotonic()
+    while hold.worthwhile() and (left := began + hold.seconds - time.monotonic()) > 0:
+        again = _next_signal(reader, left)
+        if again is not None and (again != signal.SIGTERM or time.monotonic() - began > _SAME_REQUEST_SECONDS):
+            number = again
+            break
+    hold.over = True
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+    _next_signal(reader, _SAME_REQUEST_SECONDS)  # that one has come through the pipe as well
+    return number
 
 
 def _next_signal(reader: int, timeout: float | None) -> int | None:

@@ -7,14 +7,13 @@ what one rank decides is decided by all alike, or exchanged in one of the few co
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from generation.rollout import RolloutSettings
 from generation.sampling import SamplingSettings
 from generation.trajectory import Trajectory
 from sharding.collectives import agreed, all_reduce_sum, rank, world_size
-from trainer import checkpoint, lifetime
+from trainer import lifetime
 from trainer.assembly import build_models, build_sharding, check_teacher, make_run_tracker, rank_device, resume
 from trainer.config import TrainConfig
 from trainer.data import Prompt, load_prompts, load_tokenizer
@@ -23,11 +22,13 @@ from trainer.engines import end_token_ids, start_engine, stop_engine, training_s
 from trainer.episodes import EpisodePlan
 from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept
 from trainer.finish import export_and_report
+from trainer.identity import run_identity
+from trainer.keeper import Keeper
 from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
 from trainer.phases import PhaseMeter
 from trainer.progress import Progress
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import Rollouts, answer_row
+from trainer.rollouts import Rollouts, StepAbandoned, answer_row
 from trainer.watchdog import Watchdog
 
 
@@ -49,7 +50,6 @@ class RLTrainer:
 
     Attributes:
         state: what the run carries from step to step besides the policy; checkpoints keep both.
-        parts: what else checkpoints keep, by name.
         last_answers: the rows of the latest evaluation, or of the latest step where there is none.
     """
 
@@ -92,8 +92,11 @@ class RLTrainer:
         self.learner = Learner(
             config, self.policy, reference, self.tokenizer.pad_token_id, self.rewards.weights, critic
         )
-        self.parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
-        self.state = resume(config, self.parts, self.prompts.fingerprint)
+        parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
+        identity = run_identity(config, self.prompts.fingerprint, self.tokenizer)
+        self.state = resume(config, parts, identity)
+        self.keeper = Keeper(config, watchdog, self.state, parts, identity)
+        resources.callback(self.keeper.close)
         self.tracker = make_run_tracker(config, self.state)
         resources.callback(self.tracker.close)
         self.meter = PhaseMeter(device, self.leader, watchdog, config.run.first_step_deadline_s)
@@ -103,15 +106,20 @@ class RLTrainer:
         """Every step to the last, with evaluations and checkpoints where they are due; then the exports."""
         config, state = self.config, self.state
         deadline = config.run.first_step_deadline_s
+        self.keeper.hold_sigterm()
         if self.held_outs and config.eval.before and state.step == 0:
             with self.watchdog.phase("first evaluation", deadline):
                 self.log(0, self.evaluate() | self.meter.take())
         while state.step < config.run.steps:
             with self.watchdog.phase(f"step {state.step + 1}", deadline):
-                self.train_step(state.step + 1)
+                try:
+                    self.train_step(state.step + 1)
+                except StepAbandoned:
+                    self.sharding.sleep()  # all ranks are still in step, and the memory is the trainer's again
+                    self.keeper.leave()
             deadline = config.run.step_deadline_s
         with self.watchdog.phase("finish", config.run.first_step_deadline_s):
-            self.save()
+            self.keeper.finish()
             export_and_report(self)
 
     def train_step(self, step: int) -> None:
@@ -125,12 +133,13 @@ class RLTrainer:
         self.state.count_step(metrics)
         if self.held_outs and (step % config.eval.every == 0 or step == config.run.steps):
             metrics |= self.evaluate()
-        if config.checkpoint.every and step % config.checkpoint.every == 0:
-            self.save()
         rows = [answer_row(t, sampled.prompts[t.prompt_index], self.tokenizer) for t in sampled.trajectories]
         self.tracker.completions(step, rows)
         self.last_answers = self.last_answers if self.held_outs else rows
         self.log(step, metrics | self.meter.take())
+        # After the row, so that whenever the run is killed, the files have the steps that a checkpoint has.
+        with self.meter.phase("checkpoint"):
+            self.keeper.step_done(metrics)
 
     @contextmanager
     def generation_shift(self) -> Iterator[None]:
@@ -149,10 +158,12 @@ class RLTrainer:
         """The step's prompts, from where the last step stopped, and their answers; in rounds, where that is asked."""
         config, sampled = self.config, StepSampling(self.config)
         sampling = training_sampling(config, self.end_ids)
+        position = self.state.prompts
         while sampled.missing:
-            prompts = self.prompts.take(self.state.prompts, sampled.missing, config.run.seed)
-            self.state.prompts += len(prompts)
+            prompts = self.prompts.take(position, sampled.missing, config.run.seed)
+            position += len(prompts)
             sampled.add(prompts, self.sample(prompts, step, config.algorithm.group_size, sampling, sampled.seed(step)))
+        self.state.prompts = position  # not before: a step that is given up has taken none
         return sampled
 
     def sample(
@@ -168,8 +179,12 @@ class RLTrainer:
         template = self.config.data.chat_template_kwargs
         settings = RolloutSettings(samples, sampling, self.policy.version, seed, step, template)
         voting = phase == "eval" and bool(self.config.eval.k)
+        deadline = self.config.run.first_step_deadline_s
         with self.meter.phase(phase):
-            trajectories = self.rollouts.run(prompts, settings, self.config.run.first_step_deadline_s, voting)
+            if phase == "eval":
+                trajectories = self.rollouts.run(prompts, settings, deadline, voting)
+            else:
+                trajectories = self.rollouts.run(prompts, settings, deadline, give_up=self.keeper.late_to_leave)
         self.rewards.check_error_rate(all_reduce_sum(self.rewards.take_counts()))
         return trajectories
 
@@ -201,10 +216,3 @@ class RLTrainer:
         metrics |= {"sync/version": float(self.policy.version), "sync/verified": float(self.state.syncs_verified)}
         self.tracker.log(step, metrics)
         self.screen.step(step, metrics)
-
-    def save(self) -> None:
-        """A complete checkpoint of the run as it is now."""
-        folder = self.config.run.folder / "checkpoints"
-        with self.meter.phase("checkpoint"):
-            checkpoint.save(folder, self.state.step, self.parts, {"state": asdict(self.state)})
-            checkpoint.prune(folder, self.config.checkpoint.keep)

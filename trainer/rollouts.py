@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -19,10 +20,16 @@ from trainer.episodes import EpisodePlan
 from trainer.rewards.pool import RewardPool
 
 _CLOSE_SECONDS = 15.0
+_LOOK_SECONDS = 0.2  # between looks at whether to go on
+T = TypeVar("T")
 
 
 class RolloutError(RuntimeError):
     """Too many episodes of a step failed."""
+
+
+class StepAbandoned(RuntimeError):
+    """The step's rollouts were given up, on all ranks; policy and state are those of the step before."""
 
 
 class Rollouts:
@@ -44,7 +51,12 @@ class Rollouts:
         self._rounds = 0
 
     def run(
-        self, prompts: list[Prompt], settings: RolloutSettings, timeout: float, voting: bool = False
+        self,
+        prompts: list[Prompt],
+        settings: RolloutSettings,
+        timeout: float,
+        voting: bool = False,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> list[Trajectory]:
         """Sample and score groups for all prompts; the same list on all ranks, ordered by prompt and sample.
 
@@ -54,18 +66,22 @@ class Rollouts:
         Raises:
             RemoteError: on all ranks, when an engine failed on one.
             RolloutError: too many episodes failed.
+            StepAbandoned: on all ranks, when `give_up()` became true on one whose engine was at work.
         """
         self._rounds += 1
-        own: list[Trajectory] = []
+        own: list[Trajectory] | None = []
         with agreed("rollout"):
             if self._leader is not None:
-                work = self._sample(self._leader, prompts, settings, timeout, voting)
+                work = unless(give_up, self._sample(self._leader, prompts, settings, timeout, voting))
                 try:
                     own = self._leader.thread.run(work, timeout, "the rollout")
                 except ExceptionGroup as group:
                     raise first_error(group) from None  # the others are the same error, once a request
         packed = all_gather_bytes(msgspec.msgpack.encode(own))
-        everything = [t for part in packed for t in msgspec.msgpack.decode(part, type=list[Trajectory])]
+        shares = [msgspec.msgpack.decode(part, type=list[Trajectory] | None) for part in packed]
+        if None in shares:
+            raise StepAbandoned(f"the rollouts of step {settings.step} were given up")
+        everything = [trajectory for share in shares for trajectory in share]
         check_failures(everything, self._max_error_rate)
         return sorted(everything, key=lambda t: (t.prompt_index, t.sample_index))
 
@@ -152,6 +168,18 @@ def answer_row(trajectory: Trajectory, prompt: Prompt, tokenizer: PreTrainedToke
         "weight_version": trajectory.weight_version,
         "error": trajectory.error,
     }
+
+
+async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:
+    """What the coroutine gives, or None when it is cancelled since `stopped()`, which is looked at now and then."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done() and not stopped():
+            await asyncio.wait([task], timeout=_LOOK_SECONDS)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def check_failures(trajectories: list[Trajectory], max_error_rate: float) -> None:

@@ -1,9 +1,10 @@
 """The record of a run: metrics.jsonl, completions.jsonl, summary.json, and a copy of the metrics in Weights & Biases.
 
 One writer, one line and one W&B call a step (P23). The files are the record: floats are written so that they read back
-bit-equal, and a resumed run first drops the lines behind its checkpoint, so that its file equals an
-uninterrupted one's. W&B lives on a thread of its own behind a bounded queue: it starts while the model
-loads, and whether it is missing, slow, broken or off the network, training does not notice.
+bit-equal, and a resumed run first drops the lines behind its checkpoint, so that its file equals an uninterrupted
+one's. In W&B it goes on as the same run with every step once: what W&B lacks is sent from the file, and what it has is
+not sent again, since it cannot be overwritten. W&B lives on a thread of its own behind a bounded queue: it starts while
+the model loads, and whether it is missing, slow, broken or off the network, training does not notice.
 """
 
 import json
@@ -11,6 +12,7 @@ import math
 import netrc
 import os
 import queue
+import secrets
 import sys
 import threading
 from pathlib import Path
@@ -45,15 +47,11 @@ class NullTracker:
 class Tracker(NullTracker):
     """Writes a run's folder, on rank 0."""
 
-    def __init__(
-        self, folder: Path, resumed_from: int | None, completions_per_step: int, copies: list["WandbCopy"]
-    ) -> None:
-        """`copies` holds one `WandbCopy`, or none where W&B is disabled."""
+    def __init__(self, folder: Path, last: int, completions_per_step: int, copies: list["WandbCopy"]) -> None:
+        """`last` is the last step that the files hold; `copies` one `WandbCopy`, or none where W&B is disabled."""
         self._folder, self._completions_per_step, self._copies = folder, completions_per_step, copies
-        self._last = -1 if resumed_from is None else resumed_from
+        self._last = last
         self._summary: dict[str, Any] = {}
-        for name in ("metrics.jsonl", "completions.jsonl"):
-            _keep_until(folder / name, self._last)
         self._metrics_file = (folder / "metrics.jsonl").open("a")
         self._completions_file = (folder / "completions.jsonl").open("a")
 
@@ -64,6 +62,7 @@ class Tracker(NullTracker):
         row = {"train/step": step} | metrics
         self._metrics_file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
         self._metrics_file.flush()
+        os.fsync(self._metrics_file.fileno())  # before a checkpoint says that the step is done
         for copy in self._copies:
             copy.log(row)
 
@@ -89,9 +88,14 @@ class Tracker(NullTracker):
 class WandbCopy:
     """The copy in Weights & Biases, on a thread of its own. The first failure ends it, with one warning."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        """`settings`: keyword arguments of `wandb.init`; none of its costly extras is on."""
-        self._settings = settings
+    def __init__(self, settings: dict[str, Any], earlier: list[dict[str, float]]) -> None:
+        """Continue or begin a run.
+
+        Args:
+            settings: keyword arguments of `wandb.init`; none of its costly extras is on.
+            earlier: the steps that a resumed run has behind it, in order; W&B gets those that it lacks.
+        """
+        self._settings, self._earlier = settings, earlier
         self._queue: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(_QUEUE_LIMIT)
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
@@ -120,11 +124,21 @@ class WandbCopy:
 
     def _work(self) -> None:
         try:
+            replaced = _offline_folders(self._settings)
             run = _start(self._settings)
+            last = run.summary.get("train/step", -1) if run.resumed else -1
+            for row in self._earlier:
+                if row["train/step"] > last:
+                    run.log(row)
+            # An upload of one folder replaces what another of the same run has brought (wandb#5865), and this folder
+            # begins with all steps: `wandb sync` is to leave the others out.
+            for file in replaced:
+                file.with_suffix(".wandb.synced").touch()
             while True:
                 what, values = self._queue.get()
                 if what == "log":
-                    run.log(values)
+                    if values["train/step"] > last:
+                        run.log(values)
                 elif what == "summary":
                     run.summary.update(values)
                 else:
@@ -153,11 +167,16 @@ def make_tracker(
     if not is_main():
         return NullTracker()
     folder.mkdir(parents=True, exist_ok=True)
+    last = -1 if resumed_from is None else resumed_from
+    earlier = _keep_until(folder / "metrics.jsonl", last)
+    _keep_until(folder / "completions.jsonl", last)
     mode = _resolve(wandb)
+    if mode == "disabled":
+        return Tracker(folder, last, completions_per_step, [])
     resumed = {} if resumed_from is None else {"resumed_from": resumed_from}
     settings = {"project": project, "name": name, "dir": str(folder), "mode": mode, "config": config | resumed}
-    copies = [] if mode == "disabled" else [WandbCopy(settings)]
-    return Tracker(folder, resumed_from, completions_per_step, copies)
+    settings |= {"id": _run_id(folder, new=resumed_from is None), "resume": "allow"}
+    return Tracker(folder, last, completions_per_step, [WandbCopy(settings, earlier)])
 
 
 def _resolve(wanted: WandbMode) -> str:
@@ -196,19 +215,35 @@ def _warn(reason: str) -> None:
     print(f"[hotbunk] no further copy in Weights & Biases ({reason}); metrics.jsonl has everything", file=sys.stderr)
 
 
-def _keep_until(path: Path, last: int) -> None:
-    """Drop the lines of steps after `last`, and a line that was cut off when a run was killed."""
+def _run_id(folder: Path, new: bool) -> str:
+    """The run's name in W&B's own records, kept beside its files; `new` for a run that starts over."""
+    file = folder / "wandb_id"
+    if new or not file.exists():
+        _write_whole(file, secrets.token_hex(4))
+    return file.read_text()
+
+
+def _offline_folders(settings: dict[str, Any]) -> list[Path]:
+    """W&B's files of the run's earlier sessions."""
+    return list(Path(settings["dir"]).glob(f"wandb/offline-run-*-{settings['id']}/*.wandb"))
+
+
+def _keep_until(path: Path, last: int) -> list[dict[str, Any]]:
+    """Drop the lines of steps after `last`, and a line that was cut off when a run was killed; gives what is left."""
     if not path.exists():
-        return
-    kept = []
+        return []
+    kept, rows = [], []
     for line in path.read_text().split("\n"):  # not splitlines: an answer may hold other line separators
         try:
-            step = json.loads(line)["train/step"]
+            row = json.loads(line)
+            step = row["train/step"]
         except (json.JSONDecodeError, KeyError, TypeError):
             continue
         if step <= last:
             kept.append(line + "\n")
+            rows.append(row)
     _write_whole(path, "".join(kept))
+    return rows
 
 
 def _write_whole(path: Path, text: str) -> None:

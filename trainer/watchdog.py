@@ -4,6 +4,8 @@ One daemon thread a rank looks at the rank's own deadlines, and at the store the
 rank whose phase takes too long raises the alarm there; within a second every rank prints its phase and all its threads'
 stacks, and exits. It does not depend on collectives, which is what a hung rank hangs in.
 
+By the same way a rank that is asked to end lets all others know, and learns whether they are alive (`call_all`).
+
 A Python thread cannot run while C code keeps the interpreter's lock. For that, the same deadline plus a margin is set
 in `faulthandler`, whose timer runs without the interpreter.
 """
@@ -29,6 +31,8 @@ _LAST_WORDS_SECONDS = 3.0  # how long the ranks wait for each other's stacks bef
 _STORE_GONE_SECONDS = 5.0  # how long the main thread has to end by itself when the store has gone
 _HELD_LOCK_MARGIN_SECONDS = 30.0
 _ALARM = "watchdog/alarm"
+_CALL = "watchdog/call"
+_CALL_SECONDS = 3.0  # in which every living rank answers: some polls
 _STDERR = 2  # the descriptor: sys.stderr may be replaced by something without one
 
 
@@ -48,6 +52,9 @@ class Watchdog:
     Args:
         store: any c10d store; the watchdog works on a clone of it.
         exit_process: what to do last; a test passes its own.
+
+    Attributes:
+        called_at: when this rank has heard that one of them was asked to end (time.monotonic()), or None.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class Watchdog:
         self._store.set_timeout(timedelta(seconds=10))
         self._phases: tuple[_Phase, ...] = ()  # outermost first; replaced, never changed: the thread needs no lock
         self._posted: tuple[_Phase, ...] | None = None
+        self.called_at: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -77,6 +85,16 @@ class Watchdog:
     def current_phase(self) -> str:
         """What this rank is doing, outermost first: "step > rollout"; "start-up" before the first phase."""
         return _path(self._phases)
+
+    def call_all(self) -> bool:
+        """Tell all ranks that this one is asked to end. Returns whether all of them answer. For any thread."""
+        store: dist.Store = self._store.clone()  # type: ignore[attr-defined]
+        try:
+            store.set(_CALL, "")
+            store.wait([f"watchdog/here/{rank}" for rank in range(self._world_size)], timedelta(seconds=_CALL_SECONDS))
+        except RuntimeError:  # somebody is silent, or the store is gone
+            return False
+        return True
 
     def close(self) -> None:
         """Stop watching."""
@@ -105,6 +123,7 @@ class Watchdog:
                 return
             try:
                 self._post()
+                self._answer()
                 alarm = self._store.check([_ALARM])
             except RuntimeError as gone:
                 self._end_without_store(gone)
@@ -124,6 +143,12 @@ class Watchdog:
             elapsed = time.monotonic() - phases[-1].since if phases else 0.0
             self._store.set(f"watchdog/phase/{self._rank}", json.dumps([_path(phases), time.time() - elapsed]))
             self._posted = phases
+
+    def _answer(self) -> None:
+        """Take note of a call, and say that this rank is alive."""
+        if self.called_at is None and self._store.check([_CALL]):
+            self.called_at = time.monotonic()
+            self._store.set(f"watchdog/here/{self._rank}", "")
 
     def _raise_alarm(self, expired: _Phase) -> None:
         """A deadline has expired here: tell the others; the first rank to tell prints everybody's phases."""

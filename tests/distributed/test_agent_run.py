@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from conftest import TinyModel
 from real_run import ROOT, Run, write_recipe
+
+from tests.conftest import TinyModel
 
 
 def test_v24_v31_episodes_of_several_turns_train_on_two_ranks(tiny_model: TinyModel, tmp_path: Path) -> None:

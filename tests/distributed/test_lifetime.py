@@ -181,6 +181,59 @@ def test_p24_the_exit_code_names_the_signal(tmp_path: Path, number: signal.Signa
     assert run.launcher.returncode == 128 + number
 
 
+HELD = """
+    import sys, threading, time
+    from trainer import lifetime
+
+    asked, worth = threading.Event(), sys.argv[1] != "pointless"
+
+    def main():
+        lifetime.install_signal_handlers(lambda: "rollout")
+        lifetime.hold_sigterm(2.0 if sys.argv[1] == "late" else 60.0, lambda: asked.set() or worth)
+        print("ready", flush=True)
+        asked.wait()
+        if sys.argv[1] == "in time":
+            print("finished and saved", flush=True)
+            lifetime.interrupt_now()
+        time.sleep(1000)
+
+    if __name__ == "__main__":
+        lifetime.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "signals"),
+    [
+        ("in time", [signal.SIGTERM]),
+        ("late", [signal.SIGTERM]),  # what was to be finished takes too long
+        ("pointless", [signal.SIGTERM]),  # a rank is dead
+        ("impatient", [signal.SIGTERM, signal.SIGTERM]),
+        ("impatient", [signal.SIGTERM, signal.SIGINT]),
+        ("at once", [signal.SIGINT]),
+    ],
+)
+def test_a_held_sigterm_leaves_time_and_no_more(tmp_path: Path, case: str, signals: list[signal.Signals]) -> None:
+    script = tmp_path / "held.py"
+    script.write_text(textwrap.dedent(HELD))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(
+        [sys.executable, str(script), case],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(1.2 if len(signals) > 1 else 0)  # what comes sooner is the same request
+    output, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 128 + signals[-1]
+    assert ("finished and saved" in output) == (case == "in time")
+    assert "still in phase" not in output  # the main thread left by itself
+
+
 def test_p24_a_run_leaves_its_neighbour_alone(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

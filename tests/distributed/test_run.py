@@ -9,19 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TinyModel
+from killed_run import unequal
 from real_run import Run, differences, write_recipe
+
+from tests.conftest import TinyModel
+from trainer import checkpoint
 
 
 @pytest.fixture(scope="module")
 def recipe(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    return write_recipe(folder, tiny_model(), checkpoint={"every": 2}, eval={"every": 2})
+    return write_recipe(folder, tiny_model(), run={"steps": 6}, checkpoint={"every": 2}, eval={"every": 3})
 
 
 @pytest.fixture(scope="module")
 def whole(recipe: Path) -> Run:
-    """A run of four steps on two ranks, with three evaluations, that nothing happened to."""
+    """A run of six steps on two ranks, with three evaluations, that nothing happened to."""
     run = Run(recipe, name="whole")
     assert run.wait() == 0, run.output()
     run.assert_gone()
@@ -30,31 +33,41 @@ def whole(recipe: Path) -> Run:
 
 def test_p23_a_run_leaves_the_record_it_promises(whole: Run) -> None:
     rows = whole.rows()
-    assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
     assert max(row["gap/max"] for row in rows[1:]) <= 1e-4
     summary = json.loads((whole.folder / "summary.json").read_text())
-    assert summary["steps"] == 4
-    assert summary["syncs_verified"] == 7  # four steps, three evaluations
+    assert summary["steps"] == 6
+    assert summary["syncs_verified"] == 9  # six steps, three evaluations
     assert summary["max_logprob_gap"] == max(row["gap/max"] for row in rows[1:])
     assert summary["eval_reward_before"] == rows[0]["eval/reward"]
-    assert summary["eval_reward_after"] == rows[4]["eval/reward"]
+    assert summary["eval_reward_after"] == rows[6]["eval/reward"]
     for name in ("config.yaml", "completions.jsonl", "curves.png", "model/model.safetensors", "model/tokenizer.json"):
         assert (whole.folder / name).stat().st_size > 0
 
 
-def test_p19_p20_a_run_killed_and_resumed_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
+def test_p19_p20_a_run_killed_and_asked_to_end_goes_on_and_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
     """Bit for bit, with the engine's packed weights: unpacked ones go through MKL, whose last bit depends on how many
-    requests happen to be decoded together."""
+    requests happen to be decoded together. tests/distributed/killed_run.py kills more often."""
     broken = Run(recipe, "--run.steps", "1000", name="broken")
     broken.wait_for_steps(4)  # the first evaluation and three steps: one more than the last checkpoint has
     broken.left_behind()
     broken.ranks()[1].send_signal(signal.SIGKILL)
     assert broken.wait() != 0
     broken.assert_gone()
+    asked = Run(recipe, name="broken")
+    asked.wait_for(lambda: " 3/6 " in asked.output(), "step 3 again")
+    asked.left_behind()
+    asked.ranks()[1].send_signal(signal.SIGTERM)
+    assert asked.wait() != 0
+    asked.assert_gone()
+    assert "rank 1: interrupted by SIGTERM" in asked.output()
+    last = asked.rows()[-1]["train/step"]
+    assert f"asked to end: saved at step {last}" in asked.output()  # none of the steps that were done is done again
+    assert checkpoint.latest_complete(asked.folder / "checkpoints") == asked.folder / f"checkpoints/step_{last}"
     resumed = Run(recipe, name="broken")
     assert resumed.wait() == 0, resumed.output()
     resumed.assert_gone()
-    assert differences(whole.comparable_rows(), resumed.comparable_rows()) == []
+    assert unequal(whole, resumed) == []
 
 
 PLAIN_VLLM = """
@@ -126,7 +139,6 @@ ENDINGS = {
     "launcher-INT-at-init": (0, "launcher", signal.SIGINT, "SIGINT"),
     "launcher-KILL-in-a-step": (2, "launcher", signal.SIGKILL, ""),
     "rank-KILL-at-init": (0, "rank", signal.SIGKILL, ""),
-    "rank-TERM-in-a-step": (2, "rank", signal.SIGTERM, "rank 1: interrupted by SIGTERM"),
     "engine-KILL-in-a-step": (2, "engine", signal.SIGKILL, "EngineDeadError"),
 }
 

@@ -4,6 +4,7 @@ import builtins
 import io
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -209,6 +210,57 @@ def test_p20_prune_counts_complete_ones_by_number_and_spares_the_newest(
     (tmp_path / "step_11" / "COMPLETE").unlink()  # incomplete: neither counted nor taken for the newest
     checkpoint.prune(tmp_path, keep)
     assert {path.name for path in tmp_path.iterdir()} == {f"step_{step}" for step in [*kept, 11]}
+
+
+def save_scores(folder: Path, scores: dict[int, float | None]) -> None:
+    """Complete checkpoints that hold nothing but the figure they were saved with."""
+    for step, score in scores.items():
+        path = folder / f"step_{step}"
+        path.mkdir()
+        (path / "extra.json").write_text(json.dumps({"metrics": {} if score is None else {"score": score}}))
+        (path / "COMPLETE").touch()
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "metric", "kept"),
+    [
+        (1, 1, "score", [2, 9]),
+        (1, 2, "score", [2, 3, 9]),  # of two equals the newer
+        (1, 3, "score", [1, 2, 3, 9]),
+        (2, 1, "-score", [4, 8, 9]),  # 8 and 9 are the newest
+        (1, 9, "score", [1, 2, 3, 4, 9]),  # 7 has no score and 8 has NaN
+        (1, 2, "absent", [9]),
+        (3, 0, "score", [7, 8, 9]),
+    ],
+)
+def test_p20_neither_the_newest_nor_the_best_are_deleted(
+    tmp_path: Path, keep: int, best: int, metric: str, kept: list[int]
+) -> None:
+    save_scores(tmp_path, {1: 0.5, 2: 0.9, 3: 0.5, 4: -1.0, 7: None, 8: math.nan, 9: 0.1})
+    checkpoint.prune(tmp_path, keep, best, metric)
+    assert {path.name for path in tmp_path.iterdir()} == {f"step_{step}" for step in kept}
+
+
+def test_p20_a_run_that_starts_over_leaves_its_former_checkpoints_behind(tmp_path: Path) -> None:
+    save_scores(tmp_path, {1: 0.0, 2: 0.0, 10: 0.0})
+    (tmp_path / "step_11.tmp").mkdir()
+    checkpoint.drop_later(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_1", "step_2", "step_11.tmp"}
+
+
+def test_p20_a_snapshot_on_the_host_is_not_changed_by_training(tmp_path: Path) -> None:
+    policy = TinyPolicy()
+    wanted = {key: value.clone() for key, value in policy.model.state_dict().items()}
+    snapshot = checkpoint.Snapshot.take(1, {"policy": policy}, {}).on_host()
+    drawn = torch.rand(1)
+    for _ in range(3):
+        policy.learn(torch.ones(1, 4))
+    path = checkpoint.write(tmp_path, snapshot)
+    other = TinyPolicy()
+    checkpoint.load(path, {"policy": other})
+    assert torch.equal(torch.rand(1), drawn)  # random states, too, are those of the moment
+    assert all(torch.equal(value, wanted[key]) for key, value in other.model.state_dict().items())
+    assert int(other.optimizer.state_dict()["state"][0]["step"]) == 1
 
 
 def test_p20_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
             "critic.shared works with policy.backend: fsdp only",
         ),
         ({"checkpoint": {"resume": "/absent"}}, 1, "checkpoint.resume: /absent is no complete checkpoint"),
+        (
+            {"checkpoint": {"resume_anyway": ["modle"]}},
+            1,
+            "checkpoint.resume_anyway: no run is compared by 'modle'",
+        ),
+        ({"checkpoint": {"keep_best": 1}}, 1, "checkpoint.keep_best goes by eval/accuracy, but eval.every is 0"),
     ],
 )
 def test_what_is_wrong_is_named(config: dict, changes: dict, world: int, sentence: str) -> None:

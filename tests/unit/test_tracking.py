@@ -5,6 +5,7 @@ import math
 import struct
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,11 @@ from trainer.tracking import NullTracker, make_tracker
 class FakeRun:
     """Records every call, in order."""
 
-    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
-        self.calls = calls
-        self.summary = types.SimpleNamespace(update=lambda values: calls.append(("summary", values)))
+    def __init__(self, calls: list[tuple[Any, ...]], last: int | None = None) -> None:
+        """`last`: the last step that the server has of this run, if it knows it."""
+        self.calls, self.resumed = calls, last is not None
+        known = {"train/step": last} if self.resumed else {}
+        self.summary = types.SimpleNamespace(update=lambda values: calls.append(("summary", values)), get=known.get)
 
     def define_metric(self, *arguments: Any, **options: Any) -> None:
         self.calls.append(("define", *arguments, options))
@@ -71,7 +74,7 @@ def test_p23_one_call_a_step_and_the_step_is_a_metric(tmp_path: Path, calls: lis
     run(tmp_path, range(3, 7), resumed_from=2)
     assert [call[0] for call in calls] == [
         *("init", "define", "define", *["log"] * 5, "summary", "finish"),
-        *("init", "define", "define", *["log"] * 4, "summary", "finish"),
+        *("init", "define", "define", *["log"] * 7, "summary", "finish"),
     ]
     assert [call[1:] for call in calls if call[0] == "define"][:2] == [
         ("train/step", {}),
@@ -79,9 +82,24 @@ def test_p23_one_call_a_step_and_the_step_is_a_metric(tmp_path: Path, calls: lis
     ]
     logs = [call for call in calls if call[0] == "log"]
     assert all(options == {} for _, _, options in logs)  # never step=
-    assert [row["train/step"] for _, row, _ in logs] == [0, 1, 2, 3, 4, 3, 4, 5, 6]
-    first, second = (call[1]["config"] for call in calls if call[0] == "init")
-    assert first == {"run": {"seed": 1}} and second == {"run": {"seed": 1}, "resumed_from": 2}
+    assert [row["train/step"] for _, row, _ in logs] == [*range(5), *range(7)]  # the server lacks all steps
+    first, second = (call[1] for call in calls if call[0] == "init")
+    assert first["config"] == {"run": {"seed": 1}} and second["config"] == {"run": {"seed": 1}, "resumed_from": 2}
+    assert first["id"] == second["id"] and first["resume"] == second["resume"] == "allow"
+    run(tmp_path, range(2))  # starts over
+    assert calls[-7][1]["id"] != first["id"]
+
+
+@pytest.mark.parametrize(("last", "sent"), [(0, [1, 2, 3, 4, 5, 6]), (2, [3, 4, 5, 6]), (4, [5, 6]), (9, [])])
+def test_p23_a_resumed_run_sends_each_step_that_the_server_lacks_once(
+    tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, last: int, sent: list[int]
+) -> None:
+    """Whether the run was killed before W&B had its last steps, or long after its last checkpoint."""
+    run(tmp_path, range(5))
+    calls.clear()
+    monkeypatch.setattr(sys.modules["wandb"], "init", lambda **_: FakeRun(calls, last))
+    run(tmp_path, range(3, 7), resumed_from=2)
+    assert [call[1]["train/step"] for call in calls if call[0] == "log"] == sent
 
 
 def test_p23_a_step_is_logged_once_and_in_order(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
@@ -236,6 +254,26 @@ def test_real_wandb_writes_an_offline_run_that_holds_every_step(
     assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["reward/mean"] for row in rows] == [0, 0.25, 0.5, 0.75, 1]
     assert not list((tmp_path / "wandb").glob("*/files/output.log"))  # the console is not captured
+
+
+def test_p23_real_wandb_continues_an_offline_run_in_a_folder_that_holds_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wandb sync` uploads that folder alone; uploads of several would replace each other."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    pytest.importorskip("wandb")
+    for steps, resumed_from in ((range(5), None), (range(3, 8), 2)):
+        tracker = make_tracker(tmp_path, {"run": {"seed": 3}}, name="demo", wandb="auto", resumed_from=resumed_from)
+        for step in steps:
+            tracker.log(step, {"reward/mean": step / 4, "loss": math.nan})
+        tracker.close()
+        time.sleep(1.1)  # W&B's folders are named by the second
+    first, second = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert first.name == second.name == f"run-{(tmp_path / 'wandb_id').read_text()}.wandb"
+    assert first.with_suffix(".wandb.synced").exists() and not second.with_suffix(".wandb.synced").exists()
+    rows = read_wandb(second)
+    assert [row["train/step"] for row in rows] == list(range(8))
+    assert [row["reward/mean"] for row in rows] == [step / 4 for step in range(8)]
 
 
 def read_wandb(record: Path) -> list[dict[str, Any]]:

@@ -48,6 +48,21 @@ def test_phases_in_time_pass_and_a_phase_that_raised_is_over(codes: list[int]) -
     assert codes == []
 
 
+def test_a_rank_that_is_asked_to_end_lets_all_know(codes: list[int]) -> None:
+    store = dist.HashStore()
+    with Watchdog(store, 0, 2, codes.append) as one, Watchdog(store, 1, 2, codes.append) as other:
+        assert one.called_at is other.called_at is None
+        assert one.call_all()
+        assert other.called_at is not None and one.called_at is not None
+        assert other.call_all()  # asked, too, by the same signal
+
+
+def test_a_rank_that_is_asked_to_end_learns_that_one_is_dead(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CALL_SECONDS", 0.3)
+    with Watchdog(dist.HashStore(), 0, 2, codes.append) as dog:
+        assert not dog.call_all()
+
+
 def test_other_ranks_alarm_ends_this_one(codes: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     store = dist.HashStore()
     ended = threading.Event()

@@ -1,0 +1,110 @@
+"""A run goes on from a checkpoint of its own data, model and algorithm, or says in one sentence what differs (P19)."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.conftest import TinyModel
+from trainer.assembly import check_identity
+from trainer.config import TrainConfig
+from trainer.errors import UserError
+from trainer.identity import model_digest, run_identity
+
+
+def recipe(model: Path, **sections: dict[str, Any]) -> TrainConfig:
+    reward = {"functions": [{"name": "exact_match"}]}
+    return TrainConfig.model_validate(
+        {"model": {"path": str(model)}, "data": {"path": "x"}, "reward": reward} | sections
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyModel) -> Path:
+    return tiny_model()
+
+
+def refusal(model: Path, allowed: list[str], fingerprint: str = "rows", **sections: dict[str, Any]) -> str:
+    """What is said when a run of plain settings and data "rows" goes on with others; "" if nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    saved = {"identity": json.loads(json.dumps(run_identity(recipe(model), "rows", tokenizer)))}
+    current = run_identity(recipe(model, **sections), fingerprint, tokenizer)
+    try:
+        check_identity(Path("runs/x/checkpoints/step_4"), saved, current, allowed)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_p19_the_same_run_goes_on_whatever_machine_and_length_it_has(model: Path) -> None:
+    assert refusal(model, []) == ""
+    batch = {"tokens_per_micro_batch": 77}
+    policy = {"lr": 1.0, "backend": "deepspeed"}
+    assert refusal(model, [], batch=batch, policy=policy, run={"steps": 7, "name": "y"}, eval={"every": 3}) == ""
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"algorithm": {"clip_high": 0.5}}, "algorithm.clip_high = 0.28 (now 0.5)"),
+        (
+            {"algorithm": {"group_size": 3, "kl_coef": 0.1}},
+            "algorithm.group_size = 8 (now 3), algorithm.kl_coef = 0.0 (now",
+        ),
+        ({"batch": {"prompts_per_step": 3}}, "batch.prompts_per_step = 32 (now 3)"),
+        ({"run": {"seed": 3}}, "run.seed = 0 (now 3)"),
+        (
+            {"reward": {"functions": [{"name": "numeric_match"}]}},
+            'reward.functions = [{"name": "exact_match", "weight"',
+        ),
+    ],
+)
+def test_another_algorithm_is_refused_unless_permitted(model: Path, sections: dict[str, Any], said: str) -> None:
+    sentence = refusal(model, [], **sections)
+    assert f"step_4 was trained with {said}" in sentence and "\n" not in sentence
+    section = next(iter(sections))
+    keys = [f"{section}.{key}" for key in sections[section]]
+    assert f"permit it by checkpoint.resume_anyway=[{','.join(keys)}], or start over with another run.name" in sentence
+    assert refusal(model, [section], **sections) == refusal(model, keys, **sections) == ""
+    assert refusal(model, ["data", "model"], **sections) == sentence
+
+
+def test_p19_other_data_are_refused_unless_permitted(model: Path) -> None:
+    assert 'was trained with data = "rows" (now "others"): restore' in refusal(model, [], fingerprint="others")
+    assert refusal(model, ["data"], fingerprint="others") == ""
+
+
+def test_a_model_is_known_by_its_configuration_and_its_weights(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(dict(reversed(config.items())) | {"transformers_version": "99"}))
+    assert model_digest(copy) == model_digest(model)
+
+    (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    assert model_digest(copy) != model_digest(model)
+
+    (copy / "config.json").write_text(json.dumps(config))
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert model_digest(copy) != model_digest(model)
+
+
+def test_another_vocabulary_is_another_run(model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    before = run_identity(recipe(model), "rows", tokenizer)
+    tokenizer.add_tokens(["<|another|>"])
+    assert {key for key, value in run_identity(recipe(model), "rows", tokenizer).items() if value != before[key]} == {
+        "tokenizer"
+    }
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(model: Path) -> None:
+    with pytest.raises(
+        UserError, match="step_4 does not say which data, model and algorithm .* checkpoint.resume=none$"
+    ):
+        check_identity(Path("step_4"), {"state": {}}, {"data": "rows"}, [])
