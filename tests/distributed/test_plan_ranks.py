@@ -31,7 +31,7 @@ def measure(model: str, output: str) -> None:
 
 def test_planned_bytes_are_held_bytes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     from trainer.config import TrainConfig
-    from trainer.plan import model_sizes, staging_bytes, trainer_parts
+    from trainer.memory_plan import model_sizes, staging_bytes, trainer_parts
 
     model = tiny_model(architecture="qwen2", tied=False)
     run_ranks(measure, 2, arguments=[str(model), str(tmp_path / "sizes.json")])

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from trainer.cli import main
 from trainer.config import TrainConfig
-from trainer.plan import Part, batch_lines, engine_parts, kv_token_bytes, model_sizes, trainer_parts
+from trainer.memory_plan import Part, engine_parts, kv_token_bytes, model_sizes, shard, staging_bytes, trainer_parts
+from trainer.plan import batch_lines
 
 GIB = 2**30
 
@@ -51,15 +52,15 @@ def test_a_steps_arithmetic(tiny_qwen2: Path) -> None:
 def test_sizes_are_those_of_the_model(tiny_qwen2_untied: Path, ranks: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2_untied)
     whole = sum(p.numel() for p in model.parameters())
-    shard = sum(torch.chunk(p, ranks)[0].numel() for p in model.parameters())
+    part = sum(torch.chunk(p, ranks)[0].numel() for p in model.parameters())
     config = recipe(tiny_qwen2_untied, algorithm={"kl_coef": 0.1})
     sizes = model_sizes(config, config.model.path)
     parts = by_name(trainer_parts(config, sizes, ranks))
     assert sizes.total == whole
-    assert parts["policy: float32 weights"] == (4 * shard, 4 * shard)
-    assert parts["policy: Adam's moments"] == (8 * shard, 8 * shard)
-    assert parts["policy: gradients"] == (0, 4 * shard)
-    assert parts["reference: weights"] == (4 * shard, 4 * shard)
+    assert parts["policy: float32 weights"] == (4 * part, 4 * part)
+    assert parts["policy: Adam's moments"] == (8 * part, 8 * part)
+    assert parts["policy: gradients"] == (0, 4 * part)
+    assert parts["reference: weights"] == (4 * part, 4 * part)
     assert sizes.rest + 2 * sizes.layer == whole
 
 
@@ -70,6 +71,40 @@ def test_a_tied_head_counts_once_and_a_critic_has_one_output(tiny_qwen2: Path) -
     assert sizes.total == sum(p.numel() for p in model.parameters())
     critic = sum(p.numel() for p in model.base_model.parameters()) + model.config.hidden_size
     assert by_name(trainer_parts(config, sizes, 1))["critic: float32 weights"] == (4 * critic, 4 * critic)
+
+
+def test_of_a_model_with_adapters_only_they_are_trained(tiny_qwen2: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    lora = {"rank": 4, "target_modules": ["q_proj", "down_proj"]}
+    config = recipe(tiny_qwen2, lora=lora, algorithm={"kl_coef": 0.1}, policy={"dtype": "bfloat16"})
+    sizes = model_sizes(config, config.model.path, config.lora)
+    parts = by_name(trainer_parts(config, sizes, 1))
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    whole = sum(p.numel() for p in model.parameters())
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=lora["target_modules"]))
+    trained = peft.get_nb_trainable_parameters()[0]
+    assert parts["policy: weights to compute with"] == (2 * whole, 2 * whole)
+    assert parts["policy: float32 weights"] == (4 * trained, 4 * trained)
+    assert parts["policy: gradients"] == (0, 4 * trained)
+    assert "reference: weights" not in parts  # the base is its own
+    merged = recipe(tiny_qwen2, lora=lora | {"sync": "merged"}, policy={"dtype": "bfloat16"})
+    assert staging_bytes(config, sizes, 1) < staging_bytes(merged, sizes, 1)
+
+
+@pytest.mark.parametrize(
+    ("offload", "masters", "moments"), [("none", True, True), ("optimizer", True, False), ("all", False, False)]
+)
+def test_what_is_put_away_on_cuda_is_not_there_while_answers_are_generated(
+    tiny_qwen2: Path, offload: str, masters: bool, moments: bool
+) -> None:
+    for device, away in (("cuda", True), ("cpu", False)):
+        config = recipe(tiny_qwen2, run={"device": device}, policy={"offload": offload}, algorithm={"kl_coef": 0.1})
+        parts = by_name(trainer_parts(config, model_sizes(config, config.model.path), 1))
+        assert (parts["policy: float32 weights"][0] > 0) == (masters or not away)
+        assert (parts["policy: Adam's moments"][0] > 0) == (moments or not away)
+        assert (parts["reference: weights"][0] > 0) == (not away)
+        assert all(training > 0 for _, training in parts.values())
 
 
 def test_a_teacher_takes_the_references_place(tiny_qwen2: Path, tiny_qwen2_untied: Path) -> None:
@@ -88,9 +123,9 @@ def test_what_zero_cuts_depends_on_its_stage(
     config = recipe(tiny_qwen2, policy={"backend": "deepspeed", "zero_stage": stage, "dtype": "bfloat16"})
     sizes = model_sizes(config, config.model.path)
     parts = by_name(trainer_parts(config, sizes, 4))
-    whole, shard = sizes.total, sizes.shard(4)
-    assert parts["policy: weights to compute with"][0] == 2 * (whole if whole_weights else shard)
-    assert parts["policy: gradients"][1] == 4 * (whole if whole_gradients else shard)
+    whole, part = sizes.total, shard(sizes.shapes, 4)
+    assert parts["policy: weights to compute with"][0] == 2 * (whole if whole_weights else part)
+    assert parts["policy: gradients"][1] == 4 * (whole if whole_gradients else part)
     away = recipe(tiny_qwen2, policy={"backend": "deepspeed", "zero_stage": stage, "offload_optimizer": True})
     assert by_name(trainer_parts(away, sizes, 4))["policy: Adam's moments"] == (0, 0)
 
@@ -143,7 +178,7 @@ def test_a_plan_is_shown_without_loading_weights_or_data(
     monkeypatch.setattr("trainer.data.load_rows", refuse)
     assert main(["plan", str(written), "--ranks", "4", "--device-gib", "80.5"]) == 0
     shown = capsys.readouterr().out
-    assert "4, on cpu" in shown and "12 prompts x 4 = 48" in shown and "times 4 ranks, of 80.5 GiB" in shown
+    assert "4, on cpu" in shown and "12 prompts x 4 = 48" in shown and "times 4, of 80.5 GiB" in shown
     assert max(map(len, shown.splitlines())) <= 120
 
 
