@@ -1,4 +1,4 @@
-"""What test_deepspeed.py checks on two ranks: each ZeRO stage against FSDP2, which is checked against one process."""
+"""What test_deepspeed.py checks on two ranks: each ZeRO stage, and FSDP2 beside them, against one process."""
 
 import gc
 import math
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from sharding.source import FsdpWeightSource
 from tests.distributed import policy_checks as checks
+from tests.distributed import three_steps
 from trainer import checkpoint
 from trainer.config import ModelConfig, PolicyConfig
 from trainer.distributed import init_process_group
@@ -36,27 +37,20 @@ def masters(policy: FsdpPolicy | DeepSpeedPolicy) -> dict[str, Tensor]:
 
 
 def check_three_steps(folder: Path, stage: int, kind: str, tied: bool, **settings: Any) -> None:
-    """The same losses, gradients' norms and weights, clipped gradients, weight decay and warm-up included."""
+    """Losses, gradients and weights, the experts' and an offloaded optimizer's included."""
+    from deepspeed.utils import safe_get_full_grad
+
     source = checks.model_folder(folder, kind, tied)
-    settings = {"max_grad_norm": 2.0, "weight_decay": 0.1, "warmup_steps": 2} | settings
-    ours, reference = zero_policy(source, stage, **settings), checks.make_policy(source, **_without_offload(settings))
-    batches = checks.own_batches(checks.make_samples(), 33)
-    assert len(batches) > 1
-    for _ in range(3):
-        got = ours.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
-        expected = reference.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
-        assert got.loss == pytest.approx(expected.loss, rel=1e-6)
-        assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
-        assert (got.learning_rate, got.skipped, got.sums) == (expected.learning_rate, False, expected.sums)
-    wanted = masters(reference)
-    for name, weight in masters(ours).items():
-        torch.testing.assert_close(weight, wanted[name], atol=2e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-    for one, other in zip(ours.score(batches, 1.0), reference.score(batches, 1.0), strict=True):
-        torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=1e-5)
+    policy = zero_policy(source, stage, **three_steps.SETTINGS | settings)
+    expected = list(three_steps.plain_steps(source, checks.make_samples()))
+    three_steps.check_steps(policy, safe_get_full_grad, masters, expected)
 
 
-def _without_offload(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key != "offload_optimizer"}
+def check_fsdp_steps(folder: Path, **settings: Any) -> None:
+    source = checks.model_folder(folder)
+    policy = checks.make_policy(source, **three_steps.SETTINGS | settings)
+    expected = list(three_steps.plain_steps(source, checks.make_samples()))
+    three_steps.check_steps(policy, three_steps.fsdp_gradient, masters, expected)
 
 
 def check_source(folder: Path, stage: int, kind: str, tied: bool, dtype: torch.dtype) -> None:
@@ -153,13 +147,15 @@ def two_ranks(models: str, results: str) -> None:
     folder = Path(models)
     run: dict[str, Callable[[], None]] = {}
     for stage in STAGES:
-        run[f"steps {stage}"] = lambda s=stage: check_three_steps(folder, s, "qwen2", True)
+        run[f"steps zero {stage}"] = lambda s=stage: check_three_steps(folder, s, "qwen2", True)
         run[f"nan {stage}"] = lambda s=stage: check_nan_on_one_rank(folder, s)
         run[f"checkpoint {stage}"] = lambda s=stage: check_checkpoints_cross(folder, s)
         run[f"small steps {stage}"] = lambda s=stage: check_small_steps_are_not_lost(folder, s)
         run[f"shifts {stage}"] = lambda s=stage: check_zero_shifts(folder, s)
-    run["steps experts"] = lambda: check_three_steps(folder, 3, "qwen3_moe", False)
-    run["steps offloaded"] = lambda: check_three_steps(folder, 3, "llama", False, offload_optimizer=True)
+    run["steps fsdp"] = lambda: check_fsdp_steps(folder)
+    run["steps hsdp, whole on every rank"] = lambda: check_fsdp_steps(folder, shard_size=1)
+    run["steps zero 3, experts"] = lambda: check_three_steps(folder, 3, "qwen3_moe", False)
+    run["steps zero 3, offloaded"] = lambda: check_three_steps(folder, 3, "llama", False, offload_optimizer=True)
     run["export whole"] = lambda: check_export(folder, 2, "qwen2", True)
     run["export cut"] = lambda: check_export(folder, 3, "qwen3_moe", False)
     run["source whole"] = lambda: check_source(folder, 1, "qwen2", True, torch.bfloat16)

@@ -102,9 +102,8 @@ def plain_logprobs(model: PreTrainedModel, sample: Sample) -> tuple[Tensor, Tens
     return log_p.gather(1, ids[0, 1:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
 
 
-def plain_gradients(folder: Path, samples: list[Sample], name: str) -> dict[str, Tensor]:
-    """Gradients of the loss in `make_loss`, written with a loop over sequences and tokens."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+def plain_loss(model: PreTrainedModel, samples: list[Sample], name: str) -> Tensor:
+    """The loss of `make_loss`, written with a loop over sequences and tokens."""
     masks = [torch.tensor(s.loss_mask[1:], dtype=torch.float32) for s in samples]
     total = sum(m.sum() for m in masks) if name == "token_mean" else sum(1 for m in masks if m.any())
     loss = torch.zeros(())
@@ -112,7 +111,12 @@ def plain_gradients(folder: Path, samples: list[Sample], name: str) -> dict[str,
         logprobs, entropy = plain_logprobs(model, sample)
         weight = mask / (1 if name == "token_mean" else max(1, mask.sum()))
         loss = loss + ((-sample.advantage * logprobs - 0.1 * entropy) * weight).sum() / total
-    loss.backward()
+    return loss
+
+
+def plain_gradients(folder: Path, samples: list[Sample], name: str) -> dict[str, Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    plain_loss(model, samples, name).backward()
     return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
@@ -140,10 +144,10 @@ def policy_gradients(policy: FsdpPolicy, batches: list[MicroBatch], name: str) -
     return captured
 
 
-def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """To 1e-6 of the largest element, or of 1 where all are smaller."""
+def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    """To `tolerance` times the largest element, or 1 where all are smaller."""
     assert got.keys() == expected.keys()
-    tolerance = 1e-6 * max(1.0, *(float(g.abs().max()) for g in expected.values()))
+    tolerance *= max(1.0, *(float(g.abs().max()) for g in expected.values()))
     for name in expected:
         distance = float((got[name] - expected[name]).abs().max())
         assert distance <= tolerance, f"{name} is off by {distance}, more than {tolerance}"

@@ -1,6 +1,6 @@
 """Critic and the value head on the policy's trunk against a plain trunk and a linear head, on one rank.
 
-On more of them: test_policy.py and test_hsdp.py.
+On four: test_hsdp.py.
 """
 
 import json

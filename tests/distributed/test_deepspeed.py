@@ -18,14 +18,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return json.loads((folder / "found.json").read_text())
 
 
-@STAGES
-def test_p14_three_steps_like_fsdp(found: dict[str, str], stage: int) -> None:
-    assert found[f"steps {stage}"] == ""
-
-
-@pytest.mark.parametrize("what", ["experts", "offloaded"])
-def test_p14_three_steps_like_fsdp_with(found: dict[str, str], what: str) -> None:
-    assert found[f"steps {what}"] == ""
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "fsdp",
+        "hsdp, whole on every rank",
+        "zero 1",
+        "zero 2",
+        "zero 3",
+        "zero 3, experts",
+        "zero 3, offloaded",
+    ],
+)
+def test_p14_three_steps_like_one_process(found: dict[str, str], backend: str) -> None:
+    """Losses, gradients and weights. On four ranks: test_hsdp.py."""
+    assert found[f"steps {backend}"] == ""
 
 
 @STAGES

@@ -1,0 +1,67 @@
+"""What test_hsdp.py checks on four ranks: two machines' worth of shards, two ranks each."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from sharding.source import FsdpWeightSource
+from tests.distributed import critic_checks, three_steps
+from tests.distributed import policy_checks as checks
+from trainer import checkpoint
+from trainer.distributed import init_process_group
+from trainer.policy import FsdpPolicy
+
+
+def make_policy(folder: Path, shard_size: int | None = 2) -> FsdpPolicy:
+    return checks.make_policy(checks.model_folder(folder), **three_steps.SETTINGS, shard_size=shard_size)
+
+
+def check_next_steps(policy: FsdpPolicy, folder: Path, first: int, last: int) -> None:
+    """Steps `first` to `last`, of 3, are those of a single process."""
+    expected = three_steps.plain_steps(checks.model_folder(folder), checks.make_samples())
+    steps = list(itertools.islice(expected, first - 1, last))
+    three_steps.check_steps(policy, three_steps.fsdp_gradient, checks.weights, steps)
+
+
+def check_handed_over(folder: Path) -> None:
+    """What one rank did the first step of goes on here, and back there after the second."""
+    policy = make_policy(folder)
+    checkpoint.load(folder / "handed" / "step_1", {"policy": policy})
+    check_next_steps(policy, folder, 2, 2)
+    checkpoint.save(folder / "handed", 2, {"policy": policy}, {})
+
+
+def check_shards(folder: Path) -> None:
+    """A rank holds half of the model; the engine is sent, and the export has, all of it."""
+    policy = make_policy(folder)
+    stored = load_file(checks.model_folder(folder) / "model.safetensors")
+    held = sum(p.to_local().numel() for _, p in policy.named_parameters())
+    assert 0.4 < held / sum(tensor.numel() for tensor in stored.values()) < 0.6
+    source = FsdpWeightSource(list(policy.named_parameters()), torch.float32)
+    parameters = source.parameters()
+    slots = [torch.zeros(parameter.nbytes, dtype=torch.uint8) for parameter in parameters]
+    source.gather_into([parameter.name for parameter in parameters], slots)
+    assert {parameter.name for parameter in parameters} == stored.keys()
+    for parameter, slot in zip(parameters, slots, strict=True):
+        whole = stored[parameter.name]
+        assert torch.equal(slot[: whole.nbytes].view(torch.float32).view(whole.shape), whole), parameter.name
+    policy.save_pretrained(folder / "hsdp_export")
+    exported = load_file(folder / "hsdp_export" / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
+
+
+def four_ranks(models: str, results: str) -> None:
+    init_process_group(60, "cpu")
+    folder = Path(models)
+    run: dict[str, Callable[[], None]] = {
+        "steps": lambda: check_next_steps(make_policy(folder), folder, 1, 3),
+        "handed over": lambda: check_handed_over(folder),
+        "shards": lambda: check_shards(folder),
+        "critic": lambda: critic_checks.check_values_and_gradients(folder, "qwen2", shard_size=2),
+        "shared trunk": lambda: critic_checks.check_head_on_shared_trunk(folder, shard_size=2),
+        "critic's state": lambda: critic_checks.check_state(folder, shard_size=2),
+    }
+    checks._on_ranks(run, results)

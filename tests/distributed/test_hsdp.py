@@ -1,0 +1,41 @@
+"""The model cut over two ranks of four, a copy on the other two: against one process, and handed to and fro."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import critic_checks, hsdp_checks
+from tests.distributed.launch import run_ranks
+from trainer import checkpoint
+
+
+@pytest.fixture(scope="module")
+def found(one_rank: None, models: Path) -> dict[str, str]:
+    """What went wrong on four ranks, who were left a step of this process."""
+    critic_checks.make_reward_model(models, "qwen2")
+    alone = hsdp_checks.make_policy(models, shard_size=None)
+    hsdp_checks.check_next_steps(alone, models, 1, 1)
+    checkpoint.save(models / "handed", 1, {"policy": alone}, {})
+    run_ranks(hsdp_checks.four_ranks, 4, timeout=280, arguments=[str(models), str(models / "found.json")])
+    return json.loads((models / "found.json").read_text())
+
+
+def test_p14_three_steps_like_one_process(found: dict[str, str]) -> None:
+    assert found["steps"] == ""
+
+
+def test_p20_a_checkpoint_goes_to_two_by_two_ranks_and_back(found: dict[str, str], models: Path) -> None:
+    assert found["handed over"] == ""
+    policy = hsdp_checks.make_policy(models, shard_size=None)
+    checkpoint.load(models / "handed" / "step_2", {"policy": policy})
+    hsdp_checks.check_next_steps(policy, models, 3, 3)
+
+
+def test_p8_half_a_model_on_a_rank_is_sent_and_exported_whole(found: dict[str, str]) -> None:
+    assert found["shards"] == ""
+
+
+@pytest.mark.parametrize("what", ["critic", "shared trunk", "critic's state"])
+def test_a_critic_on_two_by_two_ranks(found: dict[str, str], what: str) -> None:
+    assert found[what] == ""

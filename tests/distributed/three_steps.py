@@ -1,0 +1,98 @@
+"""Three optimizer steps of any policy against three in plain Transformers and torch, in one process, in a loop."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.distributed import policy_checks as checks
+from trainer.batching import Sample
+from trainer.policy import UpdateStats
+
+# Every part of a step has a say: warm-up, decay, and a bound that the gradient exceeds. Epsilon is large, for AdamW
+# divides by it: what is rounding in a gradient (that of a key's bias is nothing else) shall be rounding in the weights.
+SETTINGS: dict[str, Any] = {"max_grad_norm": 2.0, "weight_decay": 0.1, "warmup_steps": 2, "lr": 1e-3, "eps": 1e-3}
+RATES = [1e-3 / 3, 2e-3 / 3, 1e-3]
+
+
+@dataclass
+class Step:
+    """Its figures, the gradients before they are clipped, and the weights after it."""
+
+    loss: float
+    norm: float
+    rate: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def plain_steps(folder: Path, samples: list[Sample]) -> Iterator[Step]:
+    """The steps as they are in the books: AdamW with SETTINGS on the loss of `policy_checks.make_loss`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    groups = [{"params": decayed}, {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=SETTINGS["eps"], weight_decay=SETTINGS["weight_decay"])
+    for rate in RATES:
+        loss = checks.plain_loss(model, samples, "token_mean")
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), SETTINGS["max_grad_norm"])
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        yield Step(loss.item(), norm.item(), rate, gradients, weights)
+
+
+def check_steps(
+    policy: Any,
+    gradient: Callable[[Any], Tensor | None],
+    masters: Callable[[Any], dict[str, Tensor]],
+    expected: list[Step],
+) -> None:
+    """The policy's next steps are those expected, on all ranks together, to float32 rounding.
+
+    Args:
+        gradient: a parameter's whole gradient, once backward is over.
+        masters: whole weights by name.
+    """
+    batches = checks.own_batches(checks.make_samples(), 33)
+    assert len(batches) > 1
+    for step in expected:
+        got: dict[str, Tensor] = {}
+        stats = update_and_look(policy, batches, gradient, got)
+        assert stats.loss == pytest.approx(step.loss, rel=2e-5, abs=1e-6)
+        assert stats.grad_norm == pytest.approx(step.norm, rel=2e-5) and step.norm > SETTINGS["max_grad_norm"]
+        assert stats.learning_rate == pytest.approx(step.rate) and not stats.skipped
+        checks.assert_gradients_equal(got, step.gradients, tolerance=1e-5)
+        for name, weight in masters(policy).items():
+            torch.testing.assert_close(
+                weight, step.weights[name], atol=2e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def update_and_look(
+    policy: Any, batches: list[Any], gradient: Callable[[Any], Tensor | None], got: dict[str, Tensor]
+) -> UpdateStats:
+    """An update that leaves its gradients, whole and not yet clipped, in `got`."""
+    apply = policy._step
+
+    def look_and_apply(*arguments: Any) -> UpdateStats:
+        found = {name: gradient(p) for name, p in policy.named_parameters()}
+        got.update({name: g.detach().clone() for name, g in found.items() if g is not None})
+        return apply(*arguments)
+
+    policy._step = look_and_apply
+    stats: UpdateStats = policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
+    del policy._step
+    return stats
+
+
+def fsdp_gradient(parameter: Any) -> Tensor | None:
+    return None if parameter.grad is None else parameter.grad.full_tensor()
