@@ -52,6 +52,7 @@ class MicroBatch:
         decisive: [B, T-1] bool, the tokens that the policy loss counts; None: all.
         old_values: [B, T-1] float32 of the critic the step began with, once computed.
         returns: [B, T-1] float32, what the critic is to learn.
+        packed: the model runs on the real tokens alone, laid end to end; nothing else is different.
     """
 
     input_ids: Tensor
@@ -65,6 +66,12 @@ class MicroBatch:
     decisive: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
+    packed: bool = False
+
+    @property
+    def packed_lengths(self) -> list[int] | None:
+        """What the model is told: the lengths of sequences laid end to end, or None for padded rows."""
+        return self.lengths if self.packed else None
 
 
 def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
@@ -78,7 +85,7 @@ def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
     """
     loads = [0] * ranks
     assigned: list[list[int]] = [[] for _ in range(ranks)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in _longest_first(lengths):
         rank = loads.index(min(loads))
         loads[rank] += lengths[index]
         assigned[rank].append(index)
@@ -86,6 +93,26 @@ def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
 
 
 def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
+    """Group sequences so that their lengths add up to the budget at most: first fit, longest first.
+
+    It takes at most 11/9 of the fewest groups possible (Johnson, 1973). A sequence longer than the budget is a group by
+    itself.
+    """
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index in _longest_first(lengths):
+        length = lengths[index]
+        fitting = next((number for number, left in enumerate(room) if length <= left), None)
+        if fitting is None:
+            groups.append([index])
+            room.append(token_budget - length)
+        else:
+            groups[fitting].append(index)
+            room[fitting] -= length
+    return groups
+
+
+def pack_padded(lengths: list[int], token_budget: int) -> list[list[int]]:
     """Group sequences of similar length so that rows x longest row stays within the budget, padding included.
 
     Longest first, so that the largest micro-batch, the one that may run out of memory, comes first. A sequence longer
@@ -93,13 +120,17 @@ def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
     """
     groups: list[list[int]] = []
     longest = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in _longest_first(lengths):
         if groups and (len(groups[-1]) + 1) * longest <= token_budget:
             groups[-1].append(index)
         else:
             groups.append([index])
             longest = lengths[index]
     return groups
+
+
+def _longest_first(lengths: list[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
 def agree_on_count(count: int) -> int:
@@ -113,22 +144,39 @@ def micro_batches(
     pad_id: int,
     device: torch.device | str,
     count: int | None = None,
+    packing: bool = False,
 ) -> list[MicroBatch]:
-    """Cut this rank's samples into micro-batches of at most `token_budget` padded tokens.
+    """Cut this rank's samples into micro-batches of at most `token_budget` tokens.
 
     Args:
         count: how many to return, at least as many as the samples need; the rest are zero-weight micro-batches that
             take part in every collective, forward and backward, and add nothing. None: as many as any rank needs and at
             least one, which is a collective call.
+        packing: the budget is for real tokens, which are laid end to end; False: for padded ones.
     """
-    groups = pack([len(sample.input_ids) for sample in samples], token_budget)
+    lengths = [len(sample.input_ids) for sample in samples]
+    groups = (pack if packing else pack_padded)(lengths, token_budget)
     if count is None:
         count = max(1, agree_on_count(len(groups)))
     if count < len(groups):
         raise ValueError(f"{len(groups)} micro-batches are needed for {len(samples)} samples, but only {count} allowed")
-    batches = [_pad([samples[i] for i in group], group, pad_id, device) for group in groups]
+    if packing:
+        groups = _level(groups, lengths, token_budget, count)
+    batches = [_pad([samples[i] for i in group], group, pad_id, device, packing) for group in groups]
     filler = Sample(input_ids=[pad_id], loss_mask=[0], engine_logprobs=[0.0], advantage=0.0)
-    return batches + [_pad([filler], [], pad_id, device) for _ in range(count - len(groups))]
+    return batches + [_pad([filler], [], pad_id, device, packing) for _ in range(count - len(groups))]
+
+
+def _level(groups: list[list[int]], lengths: list[int], token_budget: int, count: int) -> list[list[int]]:
+    """The same sequences in `count` groups of about equal load, where the budget allows it, largest first.
+
+    Ranks wait for each other in every micro-batch: its cost is that of the fullest one.
+    """
+    even = [group for group in assign_to_ranks(lengths, count) if group]
+    if any(len(group) > 1 and sum(lengths[i] for i in group) > token_budget for group in even):
+        return groups
+    even = [sorted(group, key=lambda i: (-lengths[i], i)) for group in even]
+    return sorted(even, key=lambda group: -sum(lengths[i] for i in group))
 
 
 def scored_batch(token_ids: list[int], device: torch.device) -> MicroBatch:
@@ -138,7 +186,7 @@ def scored_batch(token_ids: list[int], device: torch.device) -> MicroBatch:
     return MicroBatch(ids, ones, torch.zeros_like(ones), torch.zeros_like(ones), [len(token_ids)])
 
 
-def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.device | str) -> MicroBatch:
+def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.device | str, packed: bool) -> MicroBatch:
     """Right-pad to the longest, and to two positions, so that there is a target column in any case."""
     width = max(2, *(len(sample.input_ids) for sample in samples))
     missing = [width - len(sample.input_ids) for sample in samples]
@@ -153,4 +201,5 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.devi
         advantages=torch.tensor(advantages, dtype=torch.float32).to(device),
         lengths=[len(sample.input_ids) for sample in samples],
         rows=rows,
+        packed=packed,
     )

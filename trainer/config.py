@@ -278,8 +278,10 @@ class BatchConfig(Section):
     """How much is generated and trained on in a step."""
 
     prompts_per_step: Count = Field(default=32, description="prompts in a step, over all ranks")
-    tokens_per_micro_batch: Count = Field(
-        default=16384, description="padded tokens in a forward pass; memory grows with it"
+    tokens_per_micro_batch: Count = Field(default=16384, description="tokens in a forward pass; memory grows with it")
+    packing: bool = Field(
+        default=True,
+        description="sequences end to end, without padding; false: padded to the longest, which counts as tokens, too",
     )
     updates_per_step: Count = Field(default=1, description="optimizer steps a pass over the batch is cut into")
 

@@ -33,6 +33,9 @@ IDENTITY_KEYS = (
 )
 """What a resumed run is compared by (`trainer.identity`): digests, whole sections of the recipe, and single keys."""
 
+PACKABLE_LAYERS = ("full_attention", "sliding_attention")
+"""Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.attention`)."""
+
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _STRETCHING_ROPES = (
@@ -276,6 +279,7 @@ def _check_model(config: TrainConfig, ranks: int, command: Command) -> Iterator[
     folder = Path(config.model.path)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         yield f"model.path: {folder} holds no *.safetensors with the model's weights"
+    yield from _check_packing(config, model)
     if command == "sft":
         return
     limit = _position_limit(model)
@@ -288,6 +292,16 @@ def _check_model(config: TrainConfig, ranks: int, command: Command) -> Iterator[
         yield from _check_divides("the number of ranks", ranks, "engine.tensor_parallel_size", size)
     if heads := model.get("num_attention_heads"):
         yield from _check_divides("num_attention_heads of the model", heads, "engine.tensor_parallel_size", size)
+
+
+def _check_packing(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
+    """What config.json tells; the model's class is asked as well when it is built (`require_packing`)."""
+    others = sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS))
+    if others and config.batch.packing:
+        yield (
+            f"batch.packing is true, but the model has layers ({', '.join(others)}) that would carry over from one "
+            "sequence to the next: set it to false"
+        )
 
 
 def _position_limit(model: dict[str, Any]) -> int | None:

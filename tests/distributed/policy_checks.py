@@ -153,10 +153,10 @@ def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor], 
         assert distance <= tolerance, f"{name} is off by {distance}, more than {tolerance}"
 
 
-def own_batches(samples: list[Sample], budget: int) -> list[MicroBatch]:
+def own_batches(samples: list[Sample], budget: int, packing: bool = False) -> list[MicroBatch]:
     lengths = [len(s.input_ids) for s in samples]
     mine = [samples[i] for i in assign_to_ranks(lengths, world_size())[rank()]]
-    return micro_batches(mine, budget, 0, CPU)
+    return micro_batches(mine, budget, 0, CPU, packing=packing)
 
 
 def weights(policy: FsdpPolicy) -> dict[str, Tensor]:
@@ -189,9 +189,11 @@ def check_loading(folder: Path, kind: str, tied: bool) -> None:
     assert all(not p.to_local().is_meta for _, p in policy.named_parameters()), "parameters must be sharded again"
 
 
-def check_gradients(folder: Path, kind: str, tied: bool, budget: int, name: str, **settings: Any) -> None:
+def check_gradients(
+    folder: Path, kind: str, tied: bool, budget: int, name: str, packing: bool = False, **settings: Any
+) -> None:
     source, samples = model_folder(folder, kind, tied), make_samples()
-    got = policy_gradients(make_policy(source, **settings), own_batches(samples, budget), name)
+    got = policy_gradients(make_policy(source, **settings), own_batches(samples, budget, packing), name)
     assert_gradients_equal(got, plain_gradients(source, samples, name))
 
 
@@ -366,12 +368,12 @@ def two_ranks(models: str, results: str) -> None:
     checks: dict[str, Callable[[], None]] = {}
     for kind, tied in KINDS:
         checks[f"loading {kind} {tied}"] = lambda k=kind, t=tied: check_loading(folder, k, t)
-        for name in ("token_mean", "sequence_mean"):
-            checks[f"gradients {kind} {tied} {name}"] = lambda k=kind, t=tied, n=name: check_gradients(
-                folder, k, t, 33, n
+        for name, packing in [("token_mean", False), ("sequence_mean", True)]:
+            checks[f"gradients {kind} {tied} {packing}"] = lambda k=kind, t=tied, n=name, p=packing: check_gradients(
+                folder, k, t, 33, n, p
             )
     checks["gradients recomputed"] = lambda: check_gradients(
-        folder, "qwen2", True, 33, "token_mean", activation_checkpointing=True
+        folder, "qwen2", True, 33, "token_mean", packing=True, activation_checkpointing=True
     )
     checks["gradients kept gathered"] = lambda: check_gradients(
         folder, "qwen2", True, 33, "token_mean", reshard_after_forward=False

@@ -46,12 +46,12 @@ def test_p14_gradients_of_one_and_four_micro_batches(one_rank: None, models: Pat
     checks.check_gradients(models, "qwen2", True, budget, name)
 
 
-@pytest.mark.parametrize("name", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("packing", [False, True])
 @BY_KIND
 def test_p14_gradients_of_two_ranks_with_uneven_micro_batches(
-    two_ranks: dict[str, str], kind: str, tied: bool, name: str
+    two_ranks: dict[str, str], kind: str, tied: bool, packing: bool
 ) -> None:
-    assert two_ranks[f"gradients {kind} {tied} {name}"] == ""
+    assert two_ranks[f"gradients {kind} {tied} {packing}"] == ""
 
 
 @pytest.mark.parametrize("how", ["recomputed", "kept gathered"])

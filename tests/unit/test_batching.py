@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.batching import Sample, assign_to_ranks, micro_batches, pack
+from trainer.batching import Sample, assign_to_ranks, micro_batches, pack, pack_padded
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -20,6 +20,19 @@ def sample(length: int, seed: int = 0) -> Sample:
 @given(LENGTHS, st.integers(1, 80))
 def test_pack_keeps_every_sequence_once_within_the_budget(lengths: list[int], budget: int) -> None:
     groups = pack(lengths, budget)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in group) for group in groups]
+    assert all(len(group) == 1 or load <= budget for group, load in zip(groups, loads, strict=True))
+    opened = [min(lengths[i] for i in groups[n]) for n in range(1, len(groups))]
+    assert all(loads[n] + short > budget for n, short in enumerate(opened)), "what came later would have fitted before"
+    longest = [max(lengths[i] for i in group) for group in groups]
+    assert longest == sorted(longest, reverse=True)
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 80))
+def test_pack_padded_keeps_every_sequence_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    groups = pack_padded(lengths, budget)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     for group in groups:
         assert len(group) == 1 or len(group) * max(lengths[i] for i in group) <= budget
@@ -38,16 +51,17 @@ def test_p16_assignment_is_balanced_and_complete(lengths: list[int], ranks: int)
 
 
 @settings(deadline=None, max_examples=50)
-@given(LENGTHS, st.integers(1, 100), st.integers(0, 3))
-def test_tensors_hold_what_the_samples_say(lengths: list[int], budget: int, extra: int) -> None:
+@given(LENGTHS, st.integers(1, 100), st.integers(0, 3), st.booleans())
+def test_tensors_hold_what_the_samples_say(lengths: list[int], budget: int, extra: int, packing: bool) -> None:
     """Each row, read back position by position, is its sample; everything else is padding without weight."""
     samples = [sample(length, seed) for seed, length in enumerate(lengths)]
-    count = len(pack(lengths, budget)) + extra
-    batches = micro_batches(samples, budget, pad_id=0, device="cpu", count=count)
+    count = len((pack if packing else pack_padded)(lengths, budget)) + extra
+    batches = micro_batches(samples, budget, pad_id=0, device="cpu", count=count, packing=packing)
     assert len(batches) == count
     seen: list[int] = []
     for batch in batches:
         seen += batch.rows
+        assert batch.packed == packing
         height, width = batch.input_ids.shape
         assert width >= 2 and batch.loss_mask.shape == batch.engine_logprobs.shape == (height, width - 1)
         if not batch.rows:
@@ -62,6 +76,24 @@ def test_tensors_hold_what_the_samples_say(lengths: list[int], budget: int, extr
             assert torch.equal(batch.advantages[r], torch.full((width - 1,), s.advantage))
             assert batch.lengths[r] == len(s.input_ids)
     assert sorted(seen) == list(range(len(samples)))
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 100), st.integers(0, 3))
+def test_p16_packed_micro_batches_are_level_where_the_budget_allows(
+    lengths: list[int], budget: int, extra: int
+) -> None:
+    """A rank that has to run more micro-batches than it needs has smaller ones; never more than the budget."""
+    samples = [sample(length) for length in lengths]
+    count = max(1, len(pack(lengths, budget)) + extra)
+    batches = micro_batches(samples, budget, 0, "cpu", count, packing=True)
+    loads = [sum(batch.lengths) if batch.rows else 0 for batch in batches]
+    assert loads == sorted(loads, reverse=True)
+    assert all(len(batch.rows) <= 1 or load <= budget for batch, load in zip(batches, loads, strict=True))
+    if lengths and count * budget >= sum(lengths) + count * max(lengths):
+        assert loads[0] - loads[-1] <= max(lengths)
+    if extra and len(lengths) >= count and budget >= sum(lengths):
+        assert all(batch.rows for batch in batches), "no fillers where there is work for all"
 
 
 def test_p22_a_sampled_pad_token_stays_in_the_loss() -> None:

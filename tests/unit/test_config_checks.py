@@ -166,6 +166,17 @@ def test_stretched_positions_count(config: dict, tmp_path: Path, rope: dict, lon
     assert len(problems(config, {"engine": {"max_model_len": longest + 1}})) == 1
 
 
+@pytest.mark.parametrize(("layers", "refused"), [("linear_attention", True), ("sliding_attention", False)])
+def test_layers_that_cannot_keep_sequences_apart_are_not_packed(
+    config: dict, tmp_path: Path, layers: str, refused: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"layer_types": ["full_attention", layers]}))
+    found = problems(config)
+    assert found == problems(config, command="sft") and len(found) == refused
+    assert all("batch.packing is true" in one and layers in one and "set it to false" in one for one in found)
+    assert problems(config, {"batch": {"packing": False}}) == []
+
+
 def test_the_language_model_of_several_modalities_is_found(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": MODEL, "vision_config": {}}))
     assert model_config(str(tmp_path)) == MODEL

@@ -38,7 +38,8 @@ def prepare(groups: list[Group], config: TrainConfig, pad_id: int, device: torch
     """
     samples = [to_sample(t, config.algorithm.overlong_filter) for group in groups for t in group]
     mine = assign_to_ranks([len(s.input_ids) for s in samples], world_size())[rank()]
-    batches = micro_batches([samples[i] for i in mine], config.batch.tokens_per_micro_batch, pad_id, device)
+    budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
+    batches = micro_batches([samples[i] for i in mine], budget, pad_id, device, packing=packing)
     for batch in batches:
         batch.rows = [mine[row] for row in batch.rows]
     tokens = [sum(sample.loss_mask) for sample in samples]

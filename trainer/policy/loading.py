@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.errors import UserError
+from trainer.policy import attention
 from trainer.policy.checkpoint_names import CheckpointView, checkpoint_views
 
 # Settings by which some models change their logits after the output head. The chunked head does not apply them.
@@ -60,6 +61,7 @@ def build_meta_model(
         model: PreTrainedModel = kind.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
+    model.set_attn_implementation(attention.implementation(attn_implementation, type(model), model.config))
     with torch.no_grad():
         for module in model.modules():
             if module._non_persistent_buffers_set:

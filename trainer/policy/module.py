@@ -4,7 +4,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trainer.batching import MicroBatch
 from trainer.logprobs import target_logprobs
+from trainer.policy.base import Outputs
 
 
 class PolicyModule(nn.Module):
@@ -23,7 +25,9 @@ class PolicyModule(nn.Module):
         self.model, self.fp32_head = model, fp32_head
         self.value_head = zero_head(model.config.get_text_config().hidden_size) if value_head else None
 
-    def forward(self, input_ids: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    def forward(
+        self, input_ids: Tensor, mask: Tensor, temperature: float, lengths: list[int] | None = None
+    ) -> tuple[Tensor, ...]:
         """Log-probabilities and entropy of the targets `input_ids[:, 1:]` where `mask` is true, 0 elsewhere.
 
         The output head, by far the largest matrix, runs only on positions whose target counts.
@@ -31,11 +35,12 @@ class PolicyModule(nn.Module):
         Args:
             input_ids: [B, T], right-padded.
             mask: [B, T-1] bool.
+            lengths: as in `target_states`.
 
         Returns:
             two tensors [B, T-1] float32, nats; with a value head a third, the values.
         """
-        hidden = target_states(self.model.base_model, input_ids, mask)
+        hidden = target_states(self.model.base_model, input_ids, mask, lengths)
         head = self.model.get_output_embeddings()
         found: tuple[Tensor, ...] = target_logprobs(
             hidden, head.weight, head.bias, input_ids[:, 1:][mask], temperature, fp32_head=self.fp32_head
@@ -53,18 +58,51 @@ class ValueModule(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, mask: Tensor, lengths: list[int] | None = None) -> Tensor:
         """Values [B, T-1] float32 where `mask` is true, 0 elsewhere; arguments as `PolicyModule`'s."""
-        return spread(mask, values_of(target_states(self.model.base_model, input_ids, mask), self.model.score))
+        hidden = target_states(self.model.base_model, input_ids, mask, lengths)
+        return spread(mask, values_of(hidden, self.model.score))
 
 
-def target_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
-    """Hidden states from which the targets `input_ids[:, 1:]` where `mask` is true are predicted, row by row: [K, H].
+def target_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor, lengths: list[int] | None = None) -> Tensor:
+    """Hidden states from which the targets `input_ids[:, 1:]` where `mask` is true are predicted, row by row.
 
     A last token predicts nothing, so the trunk does not see it.
+
+    Args:
+        trunk: a Transformers model without a head.
+        input_ids: [B, T], right-padded.
+        mask: [B, T-1] bool, true for K targets.
+        lengths: of each row without padding: the trunk runs on these tokens alone, end to end in one row. None: it runs
+            on padding, too.
+
+    Returns:
+        [K, H].
     """
-    hidden: Tensor = trunk(input_ids=input_ids[:, :-1], use_cache=False).last_hidden_state
-    return hidden[mask]
+    inputs = input_ids[:, :-1]
+    if lengths is None:
+        padded: Tensor = trunk(input_ids=inputs, use_cache=False).last_hidden_state
+        return padded[mask]
+    sizes = torch.tensor([max(1, length - 1) for length in lengths], dtype=torch.int32, device=inputs.device)
+    columns = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+    real = columns < sizes.unsqueeze(1)
+    starts = nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = max(1, max(lengths) - 1)
+    packed: Tensor = trunk(
+        input_ids=inputs[real].unsqueeze(0),
+        position_ids=columns[real].unsqueeze(0),
+        use_cache=False,
+        cu_seq_lens_q=starts,
+        cu_seq_lens_k=starts,
+        max_length_q=longest,
+        max_length_k=longest,
+    ).last_hidden_state
+    return packed[0, mask[real]]
+
+
+def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs:
+    """What a PolicyModule, wrapped or not, says of a micro-batch."""
+    return Outputs(*module(batch.input_ids, batch.loss_mask.bool(), temperature, batch.packed_lengths))
 
 
 def zero_head(hidden_size: int) -> nn.Linear:

@@ -1,0 +1,125 @@
+"""Causal attention for sequences laid end to end, each seeing itself only.
+
+Transformers knows two ways to pack: an [N, N] block mask made from position ids, whose memory grows with the square of
+the pack and which keeps off the fast kernels; and flash-attn, which needs its own installation and a GPU. This function
+takes the cumulative lengths that flash-attn takes, and runs everywhere: the variable-length kernel that comes with
+PyTorch on CUDA in half precision, one causal call for each run of equally long sequences elsewhere.
+"""
+
+import inspect
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from trainer.config_checks import PACKABLE_LAYERS
+from trainer.errors import UserError
+
+NAME = "hotbunk_sdpa"
+"""The value of `attn_implementation` under which Transformers finds `attention`."""
+
+# Since torch 2.12 grouped queries have to be asked for; before, the kernel simply took them.
+_GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+@torch.compiler.disable  # lengths differ from pack to pack: a compiled loop over them would be compiled anew for each
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface; masks are made here, where they are needed.
+
+    Args:
+        query: [B, heads, T, D]; key and value may have fewer heads, which divide the query's.
+        sliding_window: how many positions back a query sees, itself included.
+        cu_seq_lens_q: [S+1] int32, where each of S sequences begins in T, and T; B is 1. None: B sequences of T.
+        max_length_q: the longest of those sequences.
+
+    Returns:
+        [B, T, heads, D], and no attention weights.
+    """
+    if cu_seq_lens_q is None:
+        return _causal(query, key, value, dropout, scaling, sliding_window).transpose(1, 2).contiguous(), None
+    if _kernel_takes(query, value, dropout):
+        return _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+    parts, start = [], 0
+    for length, run in groupby(cu_seq_lens_q.diff().tolist()):
+        count = len(list(run))
+        stretch = slice(start, start := start + count * length)
+        q, k, v = (x[0, :, stretch].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value))
+        parts.append(_causal(q, k, v, dropout, scaling, sliding_window).transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts).unsqueeze(0), None
+
+
+def _kernel(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None, window: int | None
+) -> Tensor:
+    """All sequences in one call, [1, T, heads, D]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    back = -1 if window is None else window - 1
+    out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(back, 0), **_GROUPED)
+    return cast(Tensor, out).unsqueeze(0)
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None, window: int | None
+) -> Tensor:
+    """Sequences of one length, [B, heads, T, D] like the query."""
+    length, band = query.shape[2], None
+    if window is not None and length > window:
+        band = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=band,
+        dropout_p=dropout,
+        is_causal=band is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _kernel_takes(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """What PyTorch's build of FlashAttention computes."""
+    size = query.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and half and dropout == 0.0 and size == value.shape[-1] and size <= 256 and size % 8 == 0
+
+
+AttentionInterface.register(NAME, attention)
+
+
+def implementation(asked: str, model: type[PreTrainedModel], config: Any) -> str:
+    """`attention` in place of PyTorch's plain one wherever the model lets us and it computes the same."""
+    return NAME if asked == "sdpa" and model._supports_sdpa and packing_obstacle(model, config) is None else asked
+
+
+def packing_obstacle(model: type[PreTrainedModel], config: Any) -> str | None:
+    """Why sequences of this model cannot be laid end to end, or None where they can."""
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(PACKABLE_LAYERS))
+    if others or model._is_stateful:
+        return f"has layers ({', '.join(others) or 'recurrent'}) that would carry over from one sequence to the next"
+    if not model._supports_attention_backend:
+        return "brings its own attention, which cannot be told where a sequence ends"
+    return None
+
+
+def require_packing(model: PreTrainedModel, asked: bool) -> None:
+    """Raise UserError where `batch.packing` is asked for and would mix sequences."""
+    obstacle = packing_obstacle(type(model), model.config)
+    if asked and obstacle:
+        raise UserError(f"batch.packing is true, but {type(model).__name__} {obstacle}: set it to false")
