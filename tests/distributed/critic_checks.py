@@ -82,7 +82,7 @@ def captured_gradients(model: ShardedModel, update: Callable[[], Any]) -> dict[s
 def check_values_and_gradients(folder: Path, kind: str, **settings: Any) -> None:
     """Of a reward model that goes on as a critic."""
     source, samples = folder / f"{kind}_reward", checks.make_samples()
-    critic, batches = make_critic(source, **settings), checks.own_batches(samples, 33)
+    critic, batches = make_critic(source, **settings), checks.own_batches(samples, 33, packing=True)
     head = critic.trained()["score.weight"].detach().full_tensor()
     plain = Plain(source, head)
     assert head.abs().max() > 0.1

@@ -110,7 +110,7 @@ def implementation(asked: str, model: type[PreTrainedModel], config: Any) -> str
 
 def packing_obstacle(model: type[PreTrainedModel], config: Any) -> str | None:
     """Why sequences of this model cannot be laid end to end, or None where they can."""
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(PACKABLE_LAYERS))
+    others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - set(PACKABLE_LAYERS))
     if others or model._is_stateful:
         return f"has layers ({', '.join(others) or 'recurrent'}) that would carry over from one sequence to the next"
     if not model._supports_attention_backend:
