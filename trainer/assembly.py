@@ -19,6 +19,7 @@ from trainer.distributed import is_main
 from trainer.errors import UserError
 from trainer.identity import Identity, differences
 from trainer.policy import FrozenPolicy, Policy, Scorer, make_policy
+from trainer.policy.attention import require_packing
 from trainer.policy.checkpoint_names import checkpoint_views
 from trainer.policy.critic import Critic, make_critic
 from trainer.policy.lora import BaseOfPolicy, adapter_format, factors, is_adapter, low_rank, peft_name
@@ -52,6 +53,8 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
     values = algorithm.advantage == "gae"
     head = values and config.critic.shared
     policy = make_policy(config.model, config.policy, device, updates, config.lora, value_head=head)
+    if config.batch.packing:
+        require_packing(policy.model)
     reference: Scorer | None = None
     if config.lora.rank and algorithm.kl_coef and not algorithm.teacher:
         reference = BaseOfPolicy(policy)

@@ -1,8 +1,8 @@
-"""Supervised fine-tuning: the warm start before reinforcement, with the same policy, batches and output head.
+"""Supervised fine-tuning: the warm start before reinforcement, with the same policy, packed batches and output head.
 
 A row is a conversation in `data.messages_key`, every assistant turn of which is learned, or a prompt (string or
-messages) with its completion in `sft.completion_key`. Left out on purpose: packing, evaluation, checkpoints in between;
-a run is short and ends with an ordinary Hugging Face folder.
+messages) with its completion in `sft.completion_key`. Left out on purpose: evaluation, checkpoints in between; a run is
+short and ends with an ordinary Hugging Face folder.
 """
 
 import time
@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from trainer import lifetime
 from trainer.algorithms.aggregation import token_mean_weights
 from trainer.batching import MicroBatch, Sample, assign_to_ranks, micro_batches
-from trainer.config import DataConfig, TrainConfig
+from trainer.config import BatchConfig, DataConfig, TrainConfig
 from trainer.config_checks import resolve_device
 from trainer.data import epoch_order, load_rows, load_tokenizer
 from trainer.distributed import agreed, destroy_process_group, init_process_group, is_main, rank, store, world_size
 from trainer.episodes import EpisodePlan
 from trainer.errors import UserError
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
+from trainer.policy.attention import require_packing
 from trainer.policy.lora import save_adapter
 from trainer.tracking import NullTracker, make_tracker
 from trainer.watchdog import Watchdog
@@ -57,6 +58,8 @@ def main(config: TrainConfig) -> None:
             transcripts = load_transcripts(config, tokenizer)
             settings = config.policy.model_copy(update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps})
             policy = make_policy(config.model, settings, _device(config), config.sft.steps, config.lora)
+            if config.batch.packing:
+                require_packing(policy.model)
         if is_main():
             print(f"{len(transcripts.samples)} samples, {transcripts.dropped} rows dropped", flush=True)
         train(config, policy, transcripts, tokenizer.pad_token_id, watchdog)
@@ -78,7 +81,7 @@ def train(config: TrainConfig, policy: Policy, transcripts: Transcripts, pad_id:
         began = time.perf_counter()
         with watchdog.phase(f"step {step}", config.run.step_deadline_s):
             samples = transcripts.batch(step - 1, config.sft.batch_size, config.run.seed)
-            stats = train_step(policy, samples, config.batch.tokens_per_micro_batch, pad_id)
+            stats = train_step(policy, samples, config.batch, pad_id)
         seconds = time.perf_counter() - began
         figures = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.learning_rate, "time/update": seconds}
         tracker.log(step, figures)
@@ -87,12 +90,13 @@ def train(config: TrainConfig, policy: Policy, transcripts: Transcripts, pad_id:
     tracker.close()
 
 
-def train_step(policy: Policy, samples: list[Sample], token_budget: int, pad_id: int) -> UpdateStats:
+def train_step(policy: Policy, samples: list[Sample], config: BatchConfig, pad_id: int) -> UpdateStats:
     """One update on `samples`, which every rank passes alike and takes its share of."""
     # All ranks know all samples, so the counts need no exchange.
     shares = assign_to_ranks([len(sample.input_ids) for sample in samples], world_size())
     tokens = sum(sum(sample.loss_mask[1:]) for sample in samples)
-    batches = micro_batches([samples[i] for i in shares[rank()]], token_budget, pad_id, policy.device)
+    mine = [samples[i] for i in shares[rank()]]
+    batches = micro_batches(mine, config.tokens_per_micro_batch, pad_id, policy.device, packing=config.packing)
     return policy.update(batches, cross_entropy(tokens), temperature=1.0)
 
 

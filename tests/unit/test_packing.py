@@ -234,7 +234,9 @@ def test_models_that_cannot_be_packed_are_refused_in_one_sentence() -> None:
         with pytest.raises(
             UserError, match=rf"batch.packing is true, but {type(model).__name__} .*{reason}.* to false"
         ):
-            attention.require_packing(model, asked=True)
-        attention.require_packing(model, asked=False)
+            attention.require_packing(model)
         assert attention.implementation("sdpa", type(model), model.config) == "sdpa"
-    attention.require_packing(make_model("gemma3 with windows"), asked=True)
+    attention.require_packing(make_model("gemma3 with windows"))
+    (batch,) = micro_batches(make_samples([5, 4]), 100, 0, "cpu", 1, packing=True)
+    with pytest.raises(UserError, match="set it to false"):
+        outputs(make_module(falcon), batch, TEMPERATURE)

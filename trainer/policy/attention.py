@@ -118,8 +118,7 @@ def packing_obstacle(model: type[PreTrainedModel], config: Any) -> str | None:
     return None
 
 
-def require_packing(model: PreTrainedModel, asked: bool) -> None:
-    """Raise UserError where `batch.packing` is asked for and would mix sequences."""
-    obstacle = packing_obstacle(type(model), model.config)
-    if asked and obstacle:
+def require_packing(model: PreTrainedModel) -> None:
+    """Raise UserError where a pack would mix sequences."""
+    if obstacle := packing_obstacle(type(model), model.config):
         raise UserError(f"batch.packing is true, but {type(model).__name__} {obstacle}: set it to false")

@@ -10,7 +10,6 @@ from trainer.batching import MicroBatch
 from trainer.config import ModelConfig, PolicyConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.policy import loading
-from trainer.policy.attention import require_packing
 from trainer.policy.base import UpdateStats
 from trainer.policy.module import ValueModule
 from trainer.policy.sharded import ShardedModel
@@ -70,6 +69,4 @@ def make_critic(config: TrainConfig, device: torch.device, total_updates: int) -
     """The critic that the recipe describes."""
     model = config.model.model_copy(update={"path": config.critic.path or config.model.path})
     own = {"lr": config.critic.lr, "warmup_steps": config.critic.warmup_steps}
-    critic = Critic(model, config.policy.model_copy(update=own), device, total_updates)
-    require_packing(critic.model, config.batch.packing)
-    return critic
+    return Critic(model, config.policy.model_copy(update=own), device, total_updates)

@@ -26,7 +26,7 @@ from trainer.policy import loading, saving
 from trainer.policy.base import LossFn, Outputs, UpdateStats
 from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, start_value
-from trainer.policy.module import PolicyModule
+from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import ShiftMemory
 from trainer.policy.sharded import MOMENTS
 from trainer.policy.updates import Figures, Updates
@@ -140,7 +140,7 @@ class DeepSpeedPolicy:
             built = AutoModelForCausalLM.from_config(
                 empty.config,
                 dtype=self.compute_dtype,
-                attn_implementation=model.attn_implementation,
+                attn_implementation=empty.config._attn_implementation,
                 trust_remote_code=model.trust_remote_code,
             )
         built.tie_weights()  # left out with the initialisation
@@ -203,7 +203,7 @@ class DeepSpeedPolicy:
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         """The outputs for each batch, without gradients."""
         self.engine.eval()
-        return [Outputs(*self.engine(batch.input_ids, batch.loss_mask.bool(), temperature)) for batch in batches]
+        return [outputs(self.engine, batch, temperature) for batch in batches]
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
@@ -218,8 +218,7 @@ class DeepSpeedPolicy:
         figures = Figures(self.device)
         for number, batch in enumerate(batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(batches))
-            outputs = Outputs(*self.engine(batch.input_ids, batch.loss_mask.bool(), temperature))
-            loss, sums = loss_fn(batch, outputs)
+            loss, sums = loss_fn(batch, outputs(self.engine, batch, temperature))
             # DeepSpeed averages over ranks what is already divided by the whole step's count (P14).
             self.engine.backward(loss * world_size(), scale_wrt_gas=False)
             figures.add(loss, sums)

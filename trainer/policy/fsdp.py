@@ -10,7 +10,7 @@ from trainer.config import LoraConfig, ModelConfig, PolicyConfig
 from trainer.policy import loading, saving
 from trainer.policy.base import LossFn, Outputs, UpdateStats
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
-from trainer.policy.module import PolicyModule
+from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offload
 from trainer.policy.sharded import ShardedModel
 
@@ -54,7 +54,7 @@ class FsdpPolicy(ShardedModel):
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         """The outputs for each batch, without gradients."""
-        return self._without_gradients(batches, lambda batch: self._outputs(batch, temperature))
+        return self._without_gradients(batches, lambda batch: outputs(self.module, batch, temperature))
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
@@ -65,10 +65,7 @@ class FsdpPolicy(ShardedModel):
 
         Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
         """
-        return self._update(batches, lambda batch: loss_fn(batch, self._outputs(batch, temperature)))
-
-    def _outputs(self, batch: MicroBatch, temperature: float) -> Outputs:
-        return Outputs(*self.module(batch.input_ids, batch.loss_mask.bool(), temperature))
+        return self._update(batches, lambda batch: loss_fn(batch, outputs(self.module, batch, temperature)))
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the model in Hugging Face format and the compute dtype; without the tokenizer."""

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from trainer.batching import MicroBatch
 from trainer.logprobs import target_logprobs
+from trainer.policy.attention import require_packing
 from trainer.policy.base import Outputs
 
 
@@ -64,7 +65,7 @@ class ValueModule(nn.Module):
         return spread(mask, values_of(hidden, self.model.score))
 
 
-def target_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor, lengths: list[int] | None = None) -> Tensor:
+def target_states(trunk: PreTrainedModel, input_ids: Tensor, mask: Tensor, lengths: list[int] | None = None) -> Tensor:
     """Hidden states from which the targets `input_ids[:, 1:]` where `mask` is true are predicted, row by row.
 
     A last token predicts nothing, so the trunk does not see it.
@@ -78,11 +79,15 @@ def target_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor, lengths: li
 
     Returns:
         [K, H].
+
+    Raises:
+        UserError: the trunk's layers cannot keep the sequences of a row apart.
     """
     inputs = input_ids[:, :-1]
     if lengths is None:
         padded: Tensor = trunk(input_ids=inputs, use_cache=False).last_hidden_state
         return padded[mask]
+    require_packing(trunk)
     sizes = torch.tensor([max(1, length - 1) for length in lengths], dtype=torch.int32, device=inputs.device)
     columns = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     real = columns < sizes.unsqueeze(1)
