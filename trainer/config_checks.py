@@ -279,7 +279,8 @@ def _check_model(config: TrainConfig, ranks: int, command: Command) -> Iterator[
     folder = Path(config.model.path)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         yield f"model.path: {folder} holds no *.safetensors with the model's weights"
-    yield from _check_packing(config, model)
+    if command != "eval":
+        yield from _check_packing(config, model)
     if command == "sft":
         return
     limit = _position_limit(model)

@@ -62,7 +62,7 @@ def check_steps(
         gradient: a parameter's whole gradient, once backward is over.
         masters: whole weights by name.
     """
-    batches = checks.own_batches(checks.make_samples(), 33)
+    batches = checks.own_batches(checks.make_samples(), 20, packing=True)
     assert len(batches) > 1
     for step in expected:
         got: dict[str, Tensor] = {}
