@@ -92,10 +92,10 @@ class RLTrainer:
         self.learner = Learner(
             config, self.policy, reference, self.tokenizer.pad_token_id, self.rewards.weights, critic
         )
-        parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
+        self.parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
         identity = run_identity(config, self.prompts.fingerprint, self.tokenizer)
-        self.state = resume(config, parts, identity)
-        self.keeper = Keeper(config, watchdog, self.state, parts, identity)
+        self.state = resume(config, self.parts, identity)
+        self.keeper = Keeper(config, watchdog, self.state, self.parts, identity)
         resources.callback(self.keeper.close)
         self.tracker = make_run_tracker(config, self.state)
         resources.callback(self.tracker.close)
