@@ -80,6 +80,7 @@ class RLTrainer:
         if self.leader is not None:
             resources.enter_context(self.rewards)
         self.policy, reference, critic = build_models(config, device)
+        self.others = [critic] if critic is not None else []
         self.sharding = build_sharding(config, self.policy, self.leader)
         resources.callback(self.sharding.close)
         self.sharding.connect()
@@ -144,9 +145,8 @@ class RLTrainer:
     @contextmanager
     def generation_shift(self) -> Iterator[None]:
         """The engines awake at the policy's version; afterwards asleep, with the shift's own cost on the meter."""
-        others = [part for name, part in self.parts.items() if name != "policy"]
         with self.watchdog.phase("generation shift", self.config.run.first_step_deadline_s):
-            with self.sharding.generation_shift(self.policy, *others):
+            with self.sharding.generation_shift(self.policy, *self.others):
                 yield
                 self.meter.note_engine_memory("awake")
             self.meter.note_engine_memory("asleep")

@@ -84,12 +84,13 @@ class Learner:
                     batch.old_logprobs, batch.old_values = old.logprobs, old.values
                 if self._config.algorithm.high_entropy_share < 1:
                     mark_decisive(batches, outputs, self._config.algorithm.high_entropy_share)
-            if self._reference is not None:
-                for batch, ref in zip(batches, self._reference.score(batches, temperature), strict=True):
-                    batch.ref_logprobs = ref.logprobs
-            if self._critic is not None:
-                for batch, values in zip(batches, self._critic.score(batches), strict=True):
-                    batch.old_values = values
+        batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+        if self._reference is not None:  # once a step, since its weights may have to come from the host for it
+            for batch, ref in zip(batches, self._reference.score(batches, temperature), strict=True):
+                batch.ref_logprobs = ref.logprobs
+        if self._critic is not None:
+            for batch, values in zip(batches, self._critic.score(batches), strict=True):
+                batch.old_values = values
 
     def _needs_old(self, minibatches: int) -> bool:
         """With a single update the policy's own forward pass tells its log-probabilities: nothing has changed yet."""
