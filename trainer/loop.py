@@ -50,6 +50,7 @@ class RLTrainer:
 
     Attributes:
         state: what the run carries from step to step besides the policy; checkpoints keep both.
+        others: models beside the policy whose memory a generation shift can do without.
         last_answers: the rows of the latest evaluation, or of the latest step where there is none.
     """
 
@@ -93,10 +94,10 @@ class RLTrainer:
         self.learner = Learner(
             config, self.policy, reference, self.tokenizer.pad_token_id, self.rewards.weights, critic
         )
-        self.parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
+        parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
         identity = run_identity(config, self.prompts.fingerprint, self.tokenizer)
-        self.state = resume(config, self.parts, identity)
-        self.keeper = Keeper(config, watchdog, self.state, self.parts, identity)
+        self.state = resume(config, parts, identity)
+        self.keeper = Keeper(config, watchdog, self.state, parts, identity)
         resources.callback(self.keeper.close)
         self.tracker = make_run_tracker(config, self.state)
         resources.callback(self.tracker.close)

@@ -47,14 +47,17 @@ def test_p23_a_run_leaves_the_record_it_promises(whole: Run) -> None:
 
 def test_p19_p20_a_run_killed_and_asked_to_end_goes_on_and_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
     """Bit for bit, with the engine's packed weights: unpacked ones go through MKL, whose last bit depends on how many
-    requests happen to be decoded together. tests/distributed/killed_run.py kills more often."""
+    requests happen to be decoded together. tests/distributed/killed_run.py kills more often.
+
+    The run that is asked to end puts its policy away while engines are awake, and has to save it all the same (P1).
+    """
     broken = Run(recipe, "--run.steps", "1000", name="broken")
     broken.wait_for_steps(4)  # the first evaluation and three steps: one more than the last checkpoint has
     broken.left_behind()
     broken.ranks()[1].send_signal(signal.SIGKILL)
     assert broken.wait() != 0
     broken.assert_gone()
-    asked = Run(recipe, name="broken")
+    asked = Run(recipe, "--policy.offload", "all", name="broken")
     asked.wait_for(lambda: " 3/6 " in asked.output(), "step 3 again")
     asked.left_behind()
     asked.ranks()[1].send_signal(signal.SIGTERM)
@@ -62,6 +65,7 @@ def test_p19_p20_a_run_killed_and_asked_to_end_goes_on_and_equals_one_that_was_n
     asked.assert_gone()
     assert "rank 1: interrupted by SIGTERM" in asked.output()
     last = asked.rows()[-1]["train/step"]
+    assert asked.rows()[-1]["memory/offloaded_gib"] > 0
     assert f"asked to end: saved at step {last}" in asked.output()  # none of the steps that were done is done again
     assert checkpoint.latest_complete(asked.folder / "checkpoints") == asked.folder / f"checkpoints/step_{last}"
     resumed = Run(recipe, name="broken")
