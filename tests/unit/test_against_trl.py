@@ -16,8 +16,13 @@ with mock.patch("trl.import_utils.is_vllm_available", return_value=False):  # 10
     from trl.trainer import grpo_trainer, rloo_trainer
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
+from trainer.algorithm_config import AlgorithmConfig
 from trainer.algorithms import advantages, aggregation, corrections, entropy, kl, losses, shaping
 from trainer.algorithms.ratios import log_ratio
+from trainer.batching import MicroBatch
+from trainer.learning.minibatches import MiniBatch
+from trainer.learning.policy_loss import PolicyLoss
+from trainer.policy.base import Outputs
 
 Tensor = torch.Tensor
 LENGTHS = [7, 1, 4, 0, 1, 6]  # a fully masked row and rows of length one among them
@@ -147,6 +152,31 @@ def surrogate(kind: str, data: dict[str, Tensor]) -> Tensor:
 def test_policy_losses(data: str, kind: str, aggregate: str, denominator: float, settings: dict[str, Any]) -> None:
     numbers = BATCHES[data]()
     ours = our_loss(numbers, surrogate(kind, numbers), aggregate, denominator)
+    assert_same(differentiated(ours, numbers), trl_loss(numbers, grpo(**settings)))
+
+
+@pytest.mark.parametrize("data", BATCHES)
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("grpo", {"epsilon_high": 0.2, "beta": 0.04}),
+        ("dr_grpo", {"loss_type": "dr_grpo", "epsilon_high": 0.2}),
+        ("dapo", {"loss_type": "dapo"}),
+        ("gspo", {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}),
+        ("cispo", {"loss_type": "cispo", "epsilon_high": 5.0}),
+        ("sapo", {"loss_type": "sapo"}),
+    ],
+)
+def test_the_learners_loss_under_a_preset(data: str, preset: str, settings: dict[str, Any]) -> None:
+    """The whole of it, as the recipe's keys put it together, but for the correction, which TRL's defaults lack."""
+    numbers = BATCHES[data]()
+    config = AlgorithmConfig(preset=preset, tis_cap=None)  # type: ignore[arg-type]
+    mask, advantages_ = numbers["mask"], numbers["advantages"].unsqueeze(1).expand_as(numbers["mask"])
+    reference = numbers["reference"] if config.kl_coef else None
+    ids, rows = torch.zeros(len(LENGTHS), max(LENGTHS) + 1, dtype=torch.long), list(range(len(LENGTHS)))
+    own = MicroBatch(ids, mask, numbers["engine"], advantages_, LENGTHS, rows, numbers["old"], reference)
+    loss = PolicyLoss(config, MiniBatch([], [own], int(TOKENS), int(ROWS)), LONGEST)
+    ours, _ = loss(own, Outputs(numbers["new"], numbers["entropy"]))
     assert_same(differentiated(ours, numbers), trl_loss(numbers, grpo(**settings)))
 
 
