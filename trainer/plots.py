@@ -15,6 +15,8 @@ _PHASES = {
     "sync": "#7fa8d9",
     "sleep": "#b9cde8",
     "wake": "#d9e4f2",
+    "offload": "#8fb8a0",
+    "onload": "#c3dccb",
     "logprobs": "#f0bd85",
     "update": _ORANGE,
     "eval": _GREEN,

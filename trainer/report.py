@@ -146,8 +146,8 @@ def _phases(rows: Rows) -> Iterator[Sequence[str]]:
 
 def _memory(rows: Rows) -> Iterator[Sequence[str]]:
     for key in dict.fromkeys(key for row in rows for key in row if key.startswith("memory/")):
-        side, _, state = key.removeprefix("memory/").partition("_gib_")
-        yield f"{side} {state}", f"{max(series(rows, key)[1]):.2f}"
+        name = key.removeprefix("memory/").replace("_gib", "").replace("_", " ")
+        yield name, f"{max(series(rows, key)[1]):.2f}"
 
 
 def _answers(answers: Rows) -> Iterator[str]:
