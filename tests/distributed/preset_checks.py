@@ -16,7 +16,8 @@ from trainer.config_checks import check_config
 from trainer.distributed import destroy_process_group, init_process_group, rank, store, world_size
 from trainer.learning import Learner
 from trainer.loop import RLTrainer
-from trainer.policy import FsdpPolicy
+from trainer.policy import FsdpPolicy, Policy
+from trainer.policy.critic import Critic, make_critic
 from trainer.watchdog import Watchdog
 
 STEPS = 2
@@ -35,26 +36,27 @@ def train_presets(recipe: str, results: str) -> None:
     init_process_group(120, "cpu")
     found: dict[str, dict[str, Any]] = {}
     with Watchdog(store(), rank(), world_size()) as watchdog, ExitStack() as resources:
-        trainer = RLTrainer(preset_config(recipe, "ppo"), watchdog, resources)
-        reference = FsdpPolicy(trainer.config.model, trainer.config.policy, trainer.policy.device, trainable=False)
+        trainer = RLTrainer(preset_config(recipe, "dapo"), watchdog, resources)
+        config, device = trainer.config, trainer.policy.device
+        reference = FsdpPolicy(config.model, config.policy, device, trainable=False)
+        critic = make_critic(config, device, STEPS)
         for preset in PRESETS:
-            found[preset] = train_preset(trainer, preset_config(recipe, preset), reference)
+            found[preset] = train_preset(trainer, preset_config(recipe, preset), reference, critic)
     if rank() == 0:
         Path(results).write_text(json.dumps(found))
     destroy_process_group()
 
 
-def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy) -> dict[str, Any]:
+def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy, critic: Critic) -> dict[str, Any]:
     """A few steps of the trainer as it would have been built for `config`; it goes on from the weights it has."""
     algorithm = config.algorithm
-    critic: Any = trainer.parts["critic"] if algorithm.advantage == "gae" else None
     trainer.config, trainer.learner = config, Learner(
         config,
         trainer.policy,
         reference if algorithm.kl_coef or algorithm.teacher else None,
         trainer.tokenizer.pad_token_id,
         trainer.rewards.weights,
-        critic,
+        critic if algorithm.advantage == "gae" else None,
     )  # fmt: skip
     rows: list[dict[str, float]] = []
     trainer.log = lambda step, metrics: rows.append(metrics)  # type: ignore[method-assign]
@@ -70,8 +72,8 @@ def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy)
     }
 
 
-def weights(model: Any) -> list[Tensor]:
-    return [] if model is None else [p.detach().to_local().clone() for _, p in model.named_parameters()]
+def weights(model: Policy | Critic) -> list[Tensor]:
+    return [p.detach().to_local().clone() for _, p in model.named_parameters()]
 
 
 def distance(before: list[Tensor], after: list[Tensor]) -> float:
