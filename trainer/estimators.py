@@ -54,11 +54,13 @@ def _ways(counts: Sequence[int], abstaining: int, most: int, cast: int) -> Count
     Returns:
         the ways, by how many answers get exactly `most`.
     """
-    ways = Counter({(0, silent): comb(abstaining, silent) for silent in range(min(abstaining, cast) + 1)})
+    left = sum(min(count, most) for count in counts)  # ballots that the answers still to come can take
+    ways = Counter({(0, k): comb(abstaining, k) for k in range(max(0, cast - left), min(abstaining, cast) + 1)})
     for count in counts:
+        left -= min(count, most)
         grown: Counter[tuple[int, int]] = Counter()
         for (ties, so_far), number in ways.items():
-            for own in range(min(count, most, cast - so_far) + 1):
+            for own in range(max(0, cast - left - so_far), min(count, most, cast - so_far) + 1):
                 grown[ties + (own == most), so_far + own] += number * comb(count, own)
         ways = grown
-    return Counter({ties: number for (ties, so_far), number in ways.items() if so_far == cast})
+    return Counter({ties: number for (ties, _), number in ways.items()})
