@@ -1,0 +1,15 @@
+"""Episodes of a step that never ends, in a file of its own: a rank imports it, not the tests."""
+
+import asyncio
+from typing import Any
+
+from generation.rollouts.llm import PolicyLLM, one_shot
+from generation.sampling import SamplingSettings
+from generation.trajectory import Trajectory
+
+
+async def hangs_in_step_4(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+    """One generation, as without it, but in step 4."""
+    if llm.settings.step == 4:
+        await asyncio.sleep(1000)
+    return await one_shot(llm, row, sampling)
