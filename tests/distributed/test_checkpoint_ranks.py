@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.launch import run_ranks
 from trainer import checkpoint, distributed
+from trainer.checkpoint_writer import CheckpointWriter
+from trainer.config import CheckpointConfig
 from trainer.distributed import RemoteError
 
 VOCABULARY = 257
@@ -77,7 +79,20 @@ def saves(folder: str) -> None:
     assert checkpoint.load(path, {"policy": other})["counter"] == 7
     assert random.random() == drawn  # each rank its own
     assert all(torch.equal(value, full[name]) for name, value in other.full().items())
+    trains_while_saving(Path(folder) / "background", other)
     distributed.destroy_process_group()
+
+
+def trains_while_saving(folder: Path, policy: ShardedPolicy) -> None:
+    """What the thread and the training exchange between ranks at the same time does not mix."""
+    writer = CheckpointWriter(folder, CheckpointConfig(), 60)
+    moment = policy.full()
+    writer.save(1, {"policy": policy}, {}, {})
+    losses = [policy.learn() for _ in range(30)]
+    assert losses[-1] < losses[0]
+    writer.wait()
+    checkpoint.load(folder / "step_1", {"policy": policy})
+    assert all(torch.equal(value, moment[name]) for name, value in policy.full().items())
 
 
 def loads(folder: str) -> None:
@@ -114,6 +129,10 @@ def one_cannot_write(folder: str) -> None:
         checkpoint._write = full
     with pytest.raises(RemoteError, match=r"phase checkpoint \(write\) failed on rank 1: OSError: .*No space left"):
         checkpoint.save(place, 2, {"policy": policy}, {})
+    writer = CheckpointWriter(place, CheckpointConfig(), 60)
+    writer.save(2, {"policy": policy}, {}, {})  # in the background it is told of later, on all ranks
+    with pytest.raises(RemoteError, match=r"phase checkpoint \(write\) failed on rank 1: OSError: .*No space left"):
+        writer.wait()
     assert checkpoint.latest_complete(place) == place / "step_1"
     dist.barrier()
     checkpoint.remove_unfinished(place)

@@ -1,0 +1,103 @@
+"""When a run saves, and when it leaves (P20, P24): one rank, with a writer that only takes notes."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer import keeper as module
+from trainer import lifetime
+from trainer.assembly import RunState
+from trainer.keeper import Keeper
+
+
+class Notes:
+    """In place of `CheckpointWriter`."""
+
+    def __init__(self, *_: object) -> None:
+        self.calls: list[Any] = []
+        self.failed = False
+
+    def save(self, step: int, parts: object, extra: dict[str, Any], metrics: dict[str, float]) -> None:
+        assert extra["state"]["step"] == step and extra["identity"] == {"data": "rows"}
+        self.calls.append((step, metrics))
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+        if self.failed:
+            raise OSError(28, "No space left on device")
+
+
+class Run:
+    """A keeper and all that it is about."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int = 0, **checkpoint: Any) -> None:
+        self.notes, self.state = Notes(), RunState(step=step)
+        monkeypatch.setattr(module, "CheckpointWriter", lambda *_: self.notes)
+        monkeypatch.setattr(lifetime, "interrupt_now", lambda: self.notes.calls.append("left"))
+        settings = SimpleNamespace(**({"every": 2, "grace_s": 60.0, "resume": "auto"} | checkpoint))
+        run = SimpleNamespace(folder=Path("run"), first_step_deadline_s=1)
+        self.watchdog = SimpleNamespace(called_at=None)
+        config = SimpleNamespace(checkpoint=settings, run=run)
+        self.keeper = Keeper(config, self.watchdog, self.state, {}, {"data": "rows"})  # type: ignore[arg-type]
+
+    def steps(self, count: int) -> list[Any]:
+        """Do this many steps; what the writer was asked to do."""
+        self.notes.calls.clear()
+        for _ in range(count):
+            self.state.step += 1
+            self.keeper.step_done({"loss": float(self.state.step)})
+        return self.notes.calls
+
+
+def test_p20_every_so_many_steps_and_at_the_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    assert run.steps(5) == [(2, {"loss": 2.0}), (4, {"loss": 4.0})]
+    run.keeper.finish()
+    run.keeper.finish()
+    assert run.notes.calls[2:] == [(5, {"loss": 5.0}), "wait", "wait"]
+
+
+@pytest.mark.parametrize(("resume", "saved"), [("auto", []), ("runs/other/step_4", [(4, {})])])
+def test_p20_a_finished_run_that_is_started_again_keeps_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, resume: str, saved: list[Any]
+) -> None:
+    run = Run(monkeypatch, step=4, resume=resume)
+    run.keeper.finish()
+    assert run.notes.calls == [*saved, "wait"]
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_p24_asked_to_end_it_saves_after_the_step_and_leaves(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    run = Run(monkeypatch, every=every)
+    run.steps(2)
+    run.watchdog.called_at = 0.0  # by any rank's watchdog
+    assert run.steps(1) == [(3, {"loss": 3.0}), "wait", "left"]
+
+
+def test_p24_a_step_given_up_is_saved_as_the_step_before_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    run.steps(3)
+    run.notes.calls.clear()
+    run.keeper.leave()
+    assert run.notes.calls == [(3, {"loss": 3.0}), "wait", "left"]
+
+
+def test_p20_a_checkpoint_that_could_not_be_written_ends_the_step_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    run.steps(2)
+    monkeypatch.setattr(module, "all_reduce_max", lambda values: values | {"failed": 1.0})  # another rank's
+    run.notes.failed = True
+    with pytest.raises(OSError, match="No space left"):
+        run.steps(1)
+
+
+def test_rollouts_are_given_up_after_half_of_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, grace_s=60.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 1000.0)
+    found = []
+    for called_at in (None, 971.0, 969.0):
+        run.watchdog.called_at = called_at
+        found.append(run.keeper.late_to_leave())
+    assert found == [False, False, True]
