@@ -123,9 +123,9 @@ class Run:
     def ranks(self) -> list[psutil.Process]:
         """The ranks, in order."""
         children = psutil.Process(self.process.pid).children()
-        return sorted(
-            (c for c in children if "trainer" in " ".join(c.cmdline())), key=lambda c: int(c.environ()["RANK"])
-        )
+        # A child that was only just forked is not a rank yet, by name or by number.
+        ranks = {c.environ().get("RANK"): c for c in children if "trainer" in " ".join(c.cmdline())}
+        return [ranks[number] for number in sorted(ranks.keys() - {None}, key=int)]
 
     def engines(self) -> list[psutil.Process]:
         """The engine cores: forked from a rank, so with a rank's command line and a rank for a parent."""
