@@ -7,7 +7,7 @@ from sharding.collectives import agreed, is_main
 from trainer.plots import plot_curves
 from trainer.policy.lora import save_adapter
 from trainer.progress import Report
-from trainer.records import read_rows
+from trainer.records import read_rows, series
 
 if TYPE_CHECKING:
     from trainer.loop import RLTrainer
@@ -47,15 +47,16 @@ def _summary(run: "RLTrainer") -> dict[str, Any]:
 
 def _report(run: "RLTrainer", folder: Path, model: Path | None, curves: Path) -> Report:
     rows = read_rows(folder / "metrics.jsonl")
+    accuracy = series(rows, "eval/accuracy")[1]
     paths = {"curves": curves, "metrics": folder / "metrics.jsonl", "answers": folder / "completions.jsonl"}
     if model is not None:
         paths = {"model": model} | paths
     return Report(
         steps=run.state.step,
         seconds=run.state.seconds,
-        before=run.state.eval_before,
-        after=run.state.eval_after,
-        rewards=[row["reward/mean"] for row in rows if "reward/mean" in row],
+        before=accuracy[0] if accuracy else None,
+        after=accuracy[-1] if accuracy else None,
+        rewards=series(rows, "reward/mean")[1],
         answers=run.last_answers,
         memory=_memory(rows),
         paths=paths | {"checkpoints": folder / "checkpoints"},

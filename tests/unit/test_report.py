@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from trainer.cli import main
+from trainer.finish import _report
 from trainer.records import read_rows
 from trainer.report import read_record, render
 
@@ -75,6 +77,13 @@ def test_a_killed_run_is_told_of_as_far_as_it_came(run: Path, capsys: pytest.Cap
     assert "Not finished: 2 of 3 steps" in capsys.readouterr().out.replace("\n", " ")
     assert "**Not finished:** 2 of 3 steps in 10 s" in (run / "report.md").read_text()
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_last_screen_of_a_run_shows_accuracy_where_it_says_so(run: Path) -> None:
+    trainer = SimpleNamespace(state=SimpleNamespace(step=3, seconds=70.0, largest_gap=3e-5), last_answers=[])
+    report = _report(trainer, run, None, run / "curves.png")  # type: ignore[arg-type]
+    assert (report.before, report.after) == (0.25, 0.125)  # and not the mean of a weighted sum of rewards
+    assert report.rewards == [0.5, 0.75, 0.25]
 
 
 @pytest.mark.parametrize(
