@@ -1,0 +1,144 @@
+"""Adapters on a real engine: sent alone they change what it says as PEFT does, and what does not fit is named."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from colocated import start_engine, stop
+from transformers import AutoModelForCausalLM
+
+from generation.engine_state import EngineStateError
+from generation.sampling import SamplingSettings
+from sharding.collectives import RemoteError
+from sharding.manager import Leader, ShardingManager, SyncSettings
+from sharding.source import FsdpWeightSource, WeightSource, one_piece
+from trainer.assembly import adapter_source, weight_source
+from trainer.config import LoraConfig, ModelConfig, PolicyConfig
+from trainer.distributed import destroy_process_group, init_process_group
+from trainer.policy import FsdpPolicy
+from trainer.policy.lora import adapter_format, factors, save_adapter
+
+LORA = LoraConfig(rank=4, alpha=8)
+PROMPT = [14, 50, 77, 120, 9]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    init_process_group(60, "cpu")
+    yield
+    destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_qwen2: Path, one_rank: None) -> FsdpPolicy:
+    return FsdpPolicy(ModelConfig(path=str(tiny_qwen2)), PolicyConfig(dtype="float32"), torch.device("cpu"), lora=LORA)
+
+
+@torch.no_grad()
+def learn(policy: FsdpPolicy, seed: int) -> None:
+    """Random adapters, B not 0, and the next version."""
+    generator = torch.Generator().manual_seed(seed)
+    for factor in factors(policy.model).values():
+        factor.to_local().copy_(torch.randn(factor.shape, generator=generator) * 0.2)
+    policy.updates.applied += 1
+
+
+@contextmanager
+def engine(folder: Path, **settings: object) -> Iterator[Leader]:
+    leader = start_engine(folder, **settings)
+    try:
+        yield leader
+    finally:
+        stop(leader)
+
+
+@contextmanager
+def manager(leader: Leader, policy: FsdpPolicy, source: WeightSource, alone: bool) -> Iterator[ShardingManager]:
+    """Buckets far smaller than the adapter."""
+    adapter = adapter_format(policy.model, LORA) if alone else None
+    with tempfile.TemporaryDirectory(prefix="hotbunk-test-") as folder:
+        made = ShardingManager(
+            source, policy.device, SyncSettings("full", 1 << 14, 60), Path(folder), leader=leader, adapter=adapter
+        )
+        made.connect()
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def peft_logprobs(
+    policy: FsdpPolicy, base: Path, folder: Path, token_ids: list[int]
+) -> tuple[list[float], list[float]]:
+    """Of `token_ids[1:]`, from PEFT alone and the exported adapter: with it, and of the base."""
+    save_adapter(policy.model, LORA, str(base), folder)
+    model = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder
+    ).eval()
+
+    @torch.no_grad()
+    def logprobs() -> list[float]:
+        table = torch.log_softmax(model(torch.tensor([token_ids])).logits[0], dim=-1)
+        return [table[i, token].item() for i, token in enumerate(token_ids[1:])]
+
+    with model.disable_adapter():
+        base_logprobs = logprobs()
+    return logprobs(), base_logprobs
+
+
+def largest(first: list[float], second: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def check_shifts(shifts: ShardingManager, leader: Leader, policy: FsdpPolicy, base: Path, folder: Path) -> None:
+    """Two versions, each against PEFT; the same prompt, whose cache the second must not find."""
+    for seed in (1, 2):
+        learn(policy, seed)
+        with shifts.generation_shift(policy):
+            settings = SamplingSettings(max_tokens=40, temperature=1.0)
+            coroutine = leader.engine.complete(PROMPT, settings, seed=0, policy_version=policy.version)
+            sampled = leader.thread.run(coroutine, 60, "a completion")
+            token_ids = PROMPT + sampled.token_ids
+            held = leader.thread.run(leader.engine.prompt_logprobs(token_ids), 60, "log-probabilities")
+        adapted, plain = peft_logprobs(policy, base, folder, token_ids)
+        assert largest(adapted, plain) > 0.1
+        assert largest(held, adapted) < 1e-4
+        assert largest(sampled.logprobs, adapted[len(PROMPT) - 1 :]) < 1e-4
+
+
+def test_p7_p9_an_adapter_alone_is_what_peft_says(policy: FsdpPolicy, tiny_qwen2: Path, tmp_path: Path) -> None:
+    with engine(tiny_qwen2, lora_rank=LORA.rank) as leader:
+        with manager(leader, policy, adapter_source(policy, torch.float32), alone=True) as shifts:
+            shifts.sleep()
+            check_shifts(shifts, leader, policy, tiny_qwen2, tmp_path)
+            assert shifts.report.verified == "probe"
+            assert shifts.report.nbytes < 100_000, "the adapter, not the model"
+            held = leader.thread.run(leader.engine.engine.list_loras(), 60, "the adapters held")
+            assert held == [2], "one, and never a number twice"
+        check_prefix_mismatch(leader, policy)
+
+
+def check_prefix_mismatch(leader: Leader, policy: FsdpPolicy) -> None:
+    """Names as vLLM has them in no module: a silent base model elsewhere."""
+    wrong = FsdpWeightSource(
+        list(factors(policy.model).items()),
+        torch.float32,
+        lambda name, shape: one_piece("base_model.model.transformer." + name.replace(".default.", "."), shape),
+    )
+    with manager(leader, policy, wrong, alone=True) as shifts:
+        with pytest.raises(RemoteError, match="read by no part of the engine's model: base_model.model.transformer"):
+            shifts.wake(policy)
+    with pytest.raises(EngineStateError, match="no version"):
+        leader.engine.state.usable_version()
+
+
+def test_p9_merged_copies_are_what_peft_says(policy: FsdpPolicy, tiny_qwen2: Path, tmp_path: Path) -> None:
+    with engine(tiny_qwen2) as leader:
+        with manager(leader, policy, weight_source(policy, torch.float32), alone=False) as shifts:
+            shifts.sleep()
+            check_shifts(shifts, leader, policy, tiny_qwen2, tmp_path)
+            assert shifts.report.verified == "full"
