@@ -219,6 +219,9 @@ class PolicyConfig(Section):
         default=False, description="recompute activations in backward: less memory, more time"
     )
     max_skipped_steps: Count = Field(default=3, description="end the run after this many non-finite updates in a row")
+    compile: bool = Field(
+        default=False, description="torch.compile for the decoder layers; fsdp only; the first steps take minutes"
+    )
     reshard_after_forward: bool = Field(default=True, description="free gathered weights between forward and backward")
     offload: Literal["none", "optimizer", "all"] = Field(
         default="none",

@@ -151,6 +151,8 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
         yield "policy.backend is deepspeed, but DeepSpeed is not installed: pip install 'hotbunk[deepspeed]'"
     if policy.backend != "deepspeed" and policy.offload_optimizer:
         yield "policy.offload_optimizer works with policy.backend: deepspeed only"
+    if policy.backend != "fsdp" and policy.compile:
+        yield "policy.compile works with policy.backend: fsdp only"
     if policy.backend != "fsdp" and config.critic.shared:
         yield "critic.shared works with policy.backend: fsdp only"
     if policy.offload_optimizer and policy.offload != "none":

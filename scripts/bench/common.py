@@ -31,6 +31,7 @@ PRESETS = {  # hidden size, intermediate size, layers, heads, key-value heads, v
     "1M": (128, 512, 4, 4, 2, 288),
     "10M": (256, 1024, 6, 4, 2, 16384),
     "100M": (768, 2048, 12, 12, 4, 32768),
+    "0.1B": (512, 1408, 8, 8, 4, 151936),  # small, with the vocabulary of the large
     "0.5B": (896, 4864, 24, 14, 2, 151936),  # Qwen2.5-0.5B
     "7B": (3584, 18944, 28, 28, 4, 152064),  # Qwen2.5-7B, but for its separate output head
 }

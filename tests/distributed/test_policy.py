@@ -46,6 +46,22 @@ def test_p14_gradients_of_one_and_four_micro_batches(one_rank: None, models: Pat
     checks.check_gradients(models, "qwen2", True, budget, name)
 
 
+def test_p14_compiled_layers_have_the_gradients_of_plain_ones(
+    one_rank: None, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packs of several lengths, traced once. Without the code generator, which takes a minute and is PyTorch's."""
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic)
+    )
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    with torch._dynamo.config.patch(disable=False):  # tests compile nothing else
+        checks.check_gradients(models, "qwen2", True, 33, "token_mean", packing=True, compile=True)
+    assert 0 < counted["stats"]["unique_graphs"] <= 4, "a layer in two halves, before and after its attention"
+
+
 @pytest.mark.parametrize("packing", [False, True])
 @BY_KIND
 def test_p14_gradients_of_two_ranks_with_uneven_micro_batches(

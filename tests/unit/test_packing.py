@@ -120,7 +120,7 @@ def windowed() -> PreTrainedModel:
     return make_model("gemma3 with windows")
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(
     st.lists(st.integers(1, 14), min_size=1, max_size=7),
     st.integers(1, 60),

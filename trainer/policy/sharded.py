@@ -88,6 +88,10 @@ class ShardedModel:
         mesh = shard_mesh(self.device, self.config.shard_size)
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         for layer in self.model.base_model.layers:
+            if self.config.compile:
+                # Layer by layer, so that all layers are one compilation and FSDP's hooks stay between the graphs; for
+                # any length, since no two packs have the same.
+                layer.compile(dynamic=True)
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=self.config.reshard_after_forward)
         # The root's weights are needed again right after the forward pass, so they stay until the backward pass is
         # over.

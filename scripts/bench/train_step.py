@@ -1,0 +1,306 @@
+#!/usr/bin/env python3
+"""One optimizer step on the same batch and weights: ours, padded and packed, against TRL's GRPO step, in turn.
+
+    python scripts/bench/train_step.py [--preset 0.1B] [--sequences 16] [--longest 1024] [--rounds 3] [--json FILE]
+    python scripts/bench/train_step.py --preset 7B --dtype bfloat16 --sequences 64 --variants packed      (one GPU)
+
+    TRL     GRPOTrainer._compute_loss for each micro-batch of --rows answers, on a model that TRL's constructor would
+            give its chunked head (add_fused_lm_head); backward; clip_grad_norm_ and a fused AdamW. Its tensors are as
+            its generation leaves them: prompts padded on the left and answers on the right, to the longest of all.
+            Gradient checkpointing is off on both sides.
+    padded  FsdpPolicy.update with the learner's own loss, sequences sorted by length and padded within micro-batches
+    packed  the same without padding
+
+Lengths are log-normal. All three take the same loss (GRPO, mean over answers of means over tokens), and their first
+steps must agree on it. Tokens are real ones, prompts included. The last column relates the arithmetic that the real
+tokens need (6 operations for each weight and token, the output head's for answers only; attention, which is little
+at these lengths, left out) to what the machine does in a plain matrix product. Peak memory is beyond that before the
+first step of a variant: gradients and activations, without weights and optimizer state.
+"""
+
+import argparse
+import ctypes
+import gc
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+
+import torch
+from common import PRESETS, median, random_policy, save, show, this_device, write_config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trainer.batching import Sample, micro_batches
+from trainer.config import AlgorithmConfig
+from trainer.distributed import destroy_process_group, init_process_group
+from trainer.learning.minibatches import MiniBatch
+from trainer.learning.policy_loss import PolicyLoss
+from trainer.policy.fsdp import FsdpPolicy
+
+GIB = 2**30
+VARIANTS = ("TRL", "padded", "packed")
+Step = Callable[[], float]
+"""An optimizer step; returns its loss."""
+
+
+@dataclass
+class Answers:
+    """Prompts and answers with their advantages."""
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    advantages: list[float]
+
+    @classmethod
+    def random(cls, count: int, longest: int, vocabulary: int) -> "Answers":
+        """Log-normal lengths: prompts around a sixteenth of the longest answer, answers around a fifth, 64 at least."""
+        draw = random.Random(0)
+
+        def lengths(typical: int, most: int) -> list[int]:
+            return [min(most, max(16, int(typical * draw.lognormvariate(0.0, 0.7)))) for _ in range(count)]
+
+        def tokens(length: int) -> list[int]:
+            return [draw.randrange(vocabulary) for _ in range(length)]
+
+        return cls(
+            [tokens(length) for length in lengths(longest // 16, longest // 4)],
+            [tokens(max(64, length)) for length in lengths(longest // 5, longest)],
+            [draw.gauss(0.0, 1.0) for _ in range(count)],
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Real ones."""
+        return sum(map(len, self.prompts)) + self.scored
+
+    @property
+    def scored(self) -> int:
+        """Those of the answers."""
+        return sum(map(len, self.answers))
+
+
+def ours(policy: FsdpPolicy, batch: Answers, budget: int, packing: bool) -> Step:
+    """As the learner makes it."""
+    samples = [
+        Sample(p + a, [0] * len(p) + [1] * len(a), [0.0] * len(p + a), advantage)
+        for p, a, advantage in zip(batch.prompts, batch.answers, batch.advantages, strict=True)
+    ]
+    algorithm = AlgorithmConfig.model_validate({"aggregation": "sequence_mean", "tis_cap": None})
+
+    def step() -> float:
+        batches = micro_batches(samples, budget, 0, policy.device, packing=packing)
+        loss = PolicyLoss(algorithm, MiniBatch([], batches, batch.scored, len(samples)), longest=0)
+        return policy.update(batches, loss, 1.0).loss
+
+    return step
+
+
+def trl(model: PreTrainedModel, batch: Answers, rows: int) -> Step:
+    """As GRPOTrainer makes it; it is built without its constructor, which would want a dataset and rewards."""
+    with mock.patch("trl.import_utils.is_vllm_available", return_value=False):  # imported for what is not used here
+        from trl.trainer import grpo_trainer
+        from trl.trainer.utils import add_fused_lm_head, pad
+    device = model.device
+    add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
+    trainer = grpo_trainer.GRPOTrainer.__new__(grpo_trainer.GRPOTrainer)
+    algorithm = AlgorithmConfig.model_validate({})
+    trainer.__dict__.update(
+        loss_type="grpo", importance_sampling_level="token", epsilon_low=algorithm.clip_low, beta=0.0,
+        epsilon_high=algorithm.clip_high, top_entropy_quantile=1.0, entropy_coef=0.0, _entropy_bonus_enabled=False,
+        off_policy_mask_threshold=None, use_vllm=False, aux_loss_enabled=False, model=model.train(),
+        current_gradient_accumulation_steps=-(-len(batch.answers) // rows), state=SimpleNamespace(global_step=0),
+        args=SimpleNamespace(delta=None, report_to=[]), _metrics=defaultdict(lambda: defaultdict(list)),
+        accelerator=SimpleNamespace(
+            autocast=nullcontext, gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1,
+            is_main_process=True, device=device,
+        ),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+
+    def padded(sequences: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = pad([torch.tensor(s) for s in sequences], padding_value=0, padding_side=side)
+        mask = pad([torch.ones(len(s), dtype=torch.long) for s in sequences], padding_value=0, padding_side=side)
+        return ids.to(device), mask.to(device)
+
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+    prompts, answers = padded(batch.prompts, "left"), padded(batch.answers, "right")
+    tensors = (*prompts, *answers, torch.tensor(batch.advantages, device=device))
+
+    def step() -> float:
+        total = 0.0
+        for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
+            loss = trainer._compute_loss(model, dict(zip(names, parts, strict=True)))
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def twin(policy: FsdpPolicy, folder: Path) -> PreTrainedModel:
+    """A plain model in Transformers with the policy's weights."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            model.get_parameter(name).copy_(parameter.full_tensor())
+    model.tie_weights()
+    return model.to(policy.device)
+
+
+class PeakMemory:
+    """The most memory in use inside, in bytes, beyond what was in use before: the device's, or resident host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.nbytes = device, 0
+
+    def __enter__(self) -> "PeakMemory":
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        else:
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark begins anew
+            self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _status("VmHWM")
+        self.nbytes = peak - self._before
+
+
+def _status(key: str) -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[key].split()[0]) << 10
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second in a product of two large square matrices, the best of several."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(6):
+        best = min(best, timed(lambda: a @ b, device))
+    return 2 * size**3 / best
+
+
+def timed(action: Callable[[], object], device: torch.device) -> float:
+    """Seconds, the device's work included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    action()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def needed_operations(policy: FsdpPolicy, batch: Answers) -> float:
+    """Forward and backward of the real tokens, in multiplications and additions."""
+    head = policy.model.get_output_embeddings().weight.numel()
+    embeddings = policy.model.get_input_embeddings().weight.numel()
+    tied = policy.model.config.tie_word_embeddings
+    trunk = sum(p.numel() for _, p in policy.named_parameters()) - embeddings - (0 if tied else head)
+    return 6.0 * (trunk * batch.tokens + head * batch.scored)
+
+
+def main() -> None:
+    """Everything."""
+    options = parse()
+    device = this_device()
+    init_process_group(3600, device.type)
+    folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
+    policy = random_policy(folder, options.dtype, device)
+    batch = Answers.random(options.sequences, options.longest, PRESETS[options.preset][-1])
+    makers: dict[str, Callable[[], Step]] = {
+        "TRL": lambda: trl(twin(policy, folder), batch, options.rows),
+        "padded": lambda: ours(policy, batch, options.budget, packing=False),
+        "packed": lambda: ours(policy, batch, options.budget, packing=True),
+    }
+    steps = {name: makers[name]() for name in options.variants}
+    losses, times, peaks = {}, defaultdict(list), {}
+    rates = [matmul_rate(device, getattr(torch, options.dtype))]
+    for name, step in steps.items():
+        with PeakMemory(device) as memory:
+            losses[name] = step()
+        peaks[name] = memory.nbytes
+    for turn in range(options.rounds):
+        order = options.variants if turn % 2 else options.variants[::-1]
+        for name in order:
+            times[name].append(timed(steps[name], device))
+        rates.append(matmul_rate(device, getattr(torch, options.dtype)))
+    destroy_process_group()
+    report(options, batch, losses, times, peaks, needed_operations(policy, batch) / median(rates))
+
+
+def report(
+    options: argparse.Namespace,
+    batch: Answers,
+    losses: dict[str, float],
+    times: dict[str, list[float]],
+    peaks: dict[str, int],
+    floor: float,
+) -> None:
+    """The table; ratios are of the same round, their spread over rounds in brackets."""
+    spread = max(losses.values()) - min(losses.values())
+    if spread > 0.02 * max(map(abs, losses.values())) + 1e-3:
+        sys.exit(f"the variants disagree on the first step's loss: {losses}")
+    rows = []
+    for name, seconds in times.items():
+        ratios = [a / b for a, b in zip(times.get("TRL", seconds), seconds, strict=True)]
+        rows.append([
+            name, f"{median(seconds):.1f} s", f"{batch.tokens / median(seconds):.0f}",
+            f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            f"{peaks[name] / GIB:.2f} GiB", f"{floor / median(seconds):.0%}",
+        ])  # fmt: skip
+    lengths = [len(p) + len(a) for p, a in zip(batch.prompts, batch.answers, strict=True)]
+    show(
+        f"One optimizer step, {options.preset} {options.dtype}, {options.sequences} answers",
+        ["", "a step", "tokens/s", "x TRL", "peak", "of the matmul rate"],
+        rows,
+        [
+            f"{batch.tokens} tokens, {batch.scored} of them in answers; sequences of {min(lengths)} to {max(lengths)}, "
+            f"median {median(lengths):.0f}",
+            f"micro-batches of {options.rows} answers (TRL) and {options.budget} tokens (ours)",
+            f"losses of the first step within {spread:.1e}",
+        ],
+    )
+    save(options.json, {"losses": losses, "seconds": times, "peak_bytes": peaks, "tokens": batch.tokens})
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="0.1B")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest possible answer")
+    parser.add_argument("--rows", type=int, default=4, help="answers in one of TRL's micro-batches")
+    parser.add_argument("--budget", type=int, default=4096, help="tokens in one of our micro-batches")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--variants", nargs="+", choices=["TRL", "padded", "packed"], default=["TRL", "padded", "packed"]
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.sequences % options.rows:
+        parser.error("--sequences must be a multiple of --rows: TRL weighs answers by their micro-batch's size")
+    return options
+
+
+if __name__ == "__main__":
+    main()
