@@ -1,0 +1,122 @@
+"""What test_lora_ranks.py checks on two ranks: adapters under FSDP2 and each ZeRO stage against PEFT in one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.distributed import policy_checks as checks
+from tests.distributed.deepspeed_checks import _collected
+from tests.gathering import sent
+from trainer import checkpoint
+from trainer.assembly import weight_source
+from trainer.config import LoraConfig, ModelConfig, PolicyConfig
+from trainer.distributed import init_process_group, is_main
+from trainer.optimizer import decay_groups
+from trainer.policy import Policy, make_policy
+from trainer.policy.lora import BaseOfPolicy, peft_config, peft_name, save_adapter, start_value
+
+BACKENDS = ("fsdp", "zero 1", "zero 2", "zero 3")
+LORA = LoraConfig(rank=3, alpha=12, seed=5)
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RATE, DECAY = 1e-3, 0.1
+
+
+def lora_policy(source: Path, backend: str) -> Policy:
+    zero = {"backend": "deepspeed", "zero_stage": int(backend[-1])} if backend != "fsdp" else {}
+    settings = PolicyConfig(dtype="float32", lr=RATE, weight_decay=DECAY, max_grad_norm=1e9, **zero)  # type: ignore[arg-type]
+    return make_policy(ModelConfig(path=str(source)), settings, checks.CPU, 10, LORA)
+
+
+class Reference:
+    """PEFT's own model under torch's AdamW, its loss a loop over sequences."""
+
+    def __init__(self, source: Path) -> None:
+        plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        self.model = peft.get_peft_model(plain, peft_config(LORA, TARGETS)).train()
+        self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        for name, factor in self.trained.items():
+            factor.data.copy_(start_value(name.removeprefix("base_model.model."), factor.shape, LORA.seed))
+        groups = decay_groups(list(self.trained.values()), DECAY)
+        self.optimizer = torch.optim.AdamW(groups, lr=RATE, betas=PolicyConfig().betas, eps=PolicyConfig().eps)
+
+    def step(self) -> None:
+        samples = checks.make_samples()
+        loss = torch.zeros(())
+        for sample in samples:
+            logprobs, entropy = checks.plain_logprobs(self.model, sample)
+            mask = torch.tensor(sample.loss_mask[1:], dtype=torch.float32)
+            loss = loss + ((-sample.advantage * logprobs - 0.1 * entropy) * mask).sum()
+        self.optimizer.zero_grad()
+        (loss / sum(sum(s.loss_mask[1:]) for s in samples)).backward()
+        self.optimizer.step()
+
+    def factors(self) -> dict[str, Tensor]:
+        """By PEFT's names in files."""
+        return {name.replace(".default.", "."): factor.data for name, factor in self.trained.items()}
+
+
+def step(policy: Policy) -> None:
+    batches = checks.own_batches(checks.make_samples(), 60)
+    policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
+
+
+def held(policy: Policy) -> dict[str, Tensor]:
+    """What a checkpoint would hold, by PEFT's names in files."""
+    return {peft_name(name): tensor.full_tensor() for name, tensor in policy.state_dict()["model"].items()}
+
+
+def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in got.items():
+        torch.testing.assert_close(tensor, wanted[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_steps(folder: Path, backend: str, kind: str = "qwen2", tied: bool = True) -> None:
+    """Two steps, the base's log-probabilities between them; what the engine is sent is what PEFT merges."""
+    source = checks.model_folder(folder, kind, tied)
+    policy, reference = lora_policy(source, backend), Reference(source)
+    batches = checks.own_batches(checks.make_samples(), 60)
+    before = policy.score(batches, 1.0)
+    for _ in range(2):
+        step(policy)
+        reference.step()
+        for now, then in zip(BaseOfPolicy(policy).score(batches, 1.0), before, strict=True):
+            torch.testing.assert_close(now.logprobs, then.logprobs, atol=1e-6, rtol=1e-6)
+    assert_close(held(policy), reference.factors())
+    merged = dict(reference.model.merge_and_unload().named_parameters())
+    assert_close(sent(weight_source(policy, torch.float32)), {name: p.detach() for name, p in merged.items()})
+
+
+def check_files(folder: Path, backend: str) -> None:
+    """A run of two steps through a checkpoint on another backend; both exports open in plain PEFT and Transformers."""
+    source, target = checks.model_folder(folder), folder / f"lora_{backend}"
+    first, reference = lora_policy(source, backend), Reference(source)
+    step(first)
+    second = lora_policy(source, "zero 3" if backend == "fsdp" else "fsdp")
+    checkpoint.load(checkpoint.save(target, 1, {"policy": first}, {}), {"policy": second})
+    step(second)
+    reference.step()
+    reference.step()
+    assert second.version == 2
+    assert_close(held(second), reference.factors())
+    second.save_pretrained(target / "model")
+    save_adapter(second.model, LORA, str(source), target / "adapter")
+    if is_main():
+        plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        adapted = peft.PeftModel.from_pretrained(plain, target / "adapter")
+        assert_close({n: p.data for n, p in peft.get_peft_model_state_dict(adapted).items()}, reference.factors())
+        merged = AutoModelForCausalLM.from_pretrained(target / "model", dtype=torch.float32)
+        assert_close(dict(merged.named_parameters()), dict(adapted.merge_and_unload().named_parameters()))
+
+
+def two_ranks(models: str, results: str) -> None:
+    init_process_group(60, "cpu")
+    folder = Path(models)
+    run: dict[str, Callable[[], None]] = {f"steps {b}": lambda b=b: check_steps(folder, b) for b in BACKENDS}
+    run["steps untied"] = lambda: check_steps(folder, "fsdp", "llama", False)
+    run |= {f"files {b}": lambda b=b: check_files(folder, b) for b in ("fsdp", "zero 2")}
+    checks._on_ranks({name: _collected(check) for name, check in run.items()}, results)
