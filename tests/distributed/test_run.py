@@ -60,7 +60,7 @@ def test_p19_p20_a_run_killed_and_asked_to_end_goes_on_and_equals_one_that_was_n
     hanging = f"{Path(__file__).with_name('hanging_rollout.py')}:hangs_in_step_4"
     settings = ["--rollout.custom", hanging, "--policy.offload", "all", "--checkpoint.grace_s", "12"]
     asked = Run(recipe, *settings, name="broken")
-    asked.wait_for(lambda: " 3/6 " in asked.output(), "step 3 again")
+    asked.wait_for(lambda: "3/6 " in asked.output(), "step 3 again")
     asked.left_behind()
     asked.ranks()[1].send_signal(signal.SIGTERM)
     assert asked.wait() != 0
