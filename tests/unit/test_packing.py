@@ -14,6 +14,7 @@ from transformers import (
     FalconConfig,
     Gemma3TextConfig,
     GemmaConfig,
+    GPT2Config,
     LlamaConfig,
     MambaConfig,
     PreTrainedModel,
@@ -44,6 +45,9 @@ CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
     "llama untied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "gemma": lambda: GemmaConfig(**SHAPE | {"num_key_value_heads": 1}, head_dim=8),
+    "gpt2 with absolute positions": lambda: GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    ),
     "gemma3 with windows": lambda: Gemma3TextConfig(**SHAPE, **WINDOWS, head_dim=8, query_pre_attn_scalar=8),
 }
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float32's rounding
