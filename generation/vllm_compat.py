@@ -6,6 +6,7 @@ trainer's own process must not notice (it would otherwise lose torch.compile, or
 """
 
 import dataclasses
+import gc
 import inspect
 import logging
 import os
@@ -147,7 +148,22 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if settings.on_cpu and settings.tensor_parallel_size == 1 and os.environ.get(FORK_VARIABLE) == "1":
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # create_engine_config has just forced "spawn"
-        return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=True)
+        with inheritance_untouched():
+            return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=True)
+
+
+@contextmanager
+def inheritance_untouched() -> Iterator[None]:
+    """A child forked inside never collects what it has inherited.
+
+    The end of a process group, say, waits for threads that only the parent has.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def stop_async_llm(engine: "AsyncLLM") -> None:
