@@ -26,9 +26,9 @@ PLAIN_WEIGHTS_VARIABLE = "HOTBUNK_PLAIN_CPU_WEIGHTS"
 """Read by `sharding.worker_extension` when vLLM imports it, before the model is built."""
 
 FORK_VARIABLE = "HOTBUNK_FORK_ENGINE"
-"""Set to 1 by tests: the engine core is forked instead of spawned, which saves the 5 s of its imports. CPU only, and
-without
-tensor parallelism only: a forked worker takes the trainer's process group for its own."""
+"""Set to 1 by tests: the engine core is forked instead of spawned, which saves the 5 s of its imports. Only on CPU,
+without tensor parallelism, and from a process that has no process group: a child that inherits one may take it for its
+own, or wait at its end for threads that only the parent has."""
 
 # A vLLM process that inherits these joins the trainer's process group, or hangs in its store (VLLM.md 1.12).
 _TORCHRUN = (
@@ -146,10 +146,18 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
 
             raise ValueError(f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
         config = AsyncEngineArgs(**arguments).create_engine_config()
-        if settings.on_cpu and settings.tensor_parallel_size == 1 and os.environ.get(FORK_VARIABLE) == "1":
+        if _may_fork(settings):
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # create_engine_config has just forced "spawn"
         with inheritance_untouched():
             return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=True)
+
+
+def _may_fork(settings: EngineSettings) -> bool:
+    if os.environ.get(FORK_VARIABLE) != "1" or not settings.on_cpu or settings.tensor_parallel_size > 1:
+        return False
+    from torch import distributed
+
+    return not distributed.is_initialized()
 
 
 @contextmanager

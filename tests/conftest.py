@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
-# Engines are forked from this process (2 s instead of 12), and compile nothing.
+# Engines are forked from this process while it has no process group (2 s instead of 12), and compile nothing.
 os.environ.setdefault("HOTBUNK_FORK_ENGINE", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 

@@ -64,7 +64,7 @@ class Run:
         environment = os.environ | {
             "NPROC_PER_NODE": str(ranks),
             "HOTBUNK_TEST_RUN": self.mark,
-            "HOTBUNK_FORK_ENGINE": "1",
+            "SPT_NOENV": "1",  # an engine that gives itself a name would otherwise write it over its mark
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
         }
@@ -128,9 +128,8 @@ class Run:
         return [ranks[number] for number in sorted(ranks.keys() - {None}, key=int)]
 
     def engines(self) -> list[psutil.Process]:
-        """The engine cores: forked from a rank, so with a rank's command line and a rank for a parent."""
-        ranks = {rank.pid for rank in self.ranks()}
-        return [process for process in self.processes("-m trainer train") if process.ppid() in ranks]
+        """The engine cores, once they have given themselves their name."""
+        return self.processes("VLLM::EngineCore")
 
     def left_behind(self) -> list[str]:
         """What is still there of a run that has ended: processes, shared memory, private folders."""
