@@ -102,6 +102,9 @@ LOSS_KEYS: dict[str, dict[str, Any]] = {
 }
 """The keys that only some losses have, with the values they have there unless set: null everywhere else."""
 
+PRESET_KEYS = {key for keys in [*PRESETS.values(), *LOSS_KEYS.values()] for key in keys}
+"""What a preset may set."""
+
 
 class AlgorithmConfig(Section):
     """How rewards become a loss. A preset sets keys as its paper does; what is set beside it counts more."""

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from generation.yaml_files import fill_defaults, read_yaml
-from trainer.algorithm_config import AlgorithmConfig
+from trainer.algorithm_config import PRESET_KEYS, AlgorithmConfig
 from trainer.errors import UserError
 from trainer.section import Count, Dtype, Name, NotNegative, Positive, Seconds, Section, Share
 
@@ -439,6 +439,8 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
     Raises UserError with one sentence for every key that is unknown, missing or has a value that does not fit.
     """
     merged = _read(recipe)
+    if any(override.startswith("algorithm.preset=") for override in overrides):
+        _forget_preset(merged)
     for override in overrides:
         try:
             merged.merge_with_dotlist([override])
@@ -478,6 +480,13 @@ def _read(recipe: Path) -> DictConfig:
         return read_yaml(recipe)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def _forget_preset(recipe: DictConfig) -> None:
+    """Take out of a recipe, such as a run's config.yaml, what a preset may have set: the command line counts more."""
+    section = recipe.get("algorithm")
+    for key in PRESET_KEYS if isinstance(section, DictConfig) else ():
+        section.pop(key, None)
 
 
 def _sentence(error: ErrorDetails) -> str:

@@ -46,6 +46,15 @@ def test_the_resolved_recipe_reads_back_as_the_same(recipe: Path, tmp_path: Path
     assert load_config(again, []) == config
 
 
+def test_a_preset_on_the_command_line_counts_more_than_a_resolved_recipe(recipe: Path, tmp_path: Path) -> None:
+    plain = load_config(recipe, ["algorithm.group_size=6", "algorithm.preset=gspo", "algorithm.clip_low=0.1"])
+    grpo = tmp_path / "config.yaml"
+    grpo.write_text(to_yaml(load_config(recipe, ["algorithm.group_size=6", "algorithm.preset=grpo"])))
+    overrides = ["algorithm.preset=gspo", "algorithm.clip_low=0.1", "run.name=small"]
+    assert load_config(grpo, overrides).algorithm == plain.algorithm
+    assert load_config(grpo, ["algorithm.clip_low=0.1"]).algorithm.kl_coef == 0.04
+
+
 @pytest.mark.parametrize(
     ("override", "key", "expected"),
     [
