@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make a tiny, randomly initialised model with tokenizer and chat template, without a network.
 
-    python scripts/make_tiny.py FOLDER [--architecture qwen2|qwen3|llama|qwen3_moe] [--untied] [--hidden-size N] ...
+    python scripts/make_tiny.py FOLDER [--architecture qwen2|qwen3|llama|gemma3|qwen3_moe|deepseek_v2] [--untied] ...
 
 The result is an ordinary Hugging Face folder with float32 safetensors. The tokenizer has one token a byte (so every
 digit is a token), and one for each role name and marker of chats and tool calls.
@@ -10,11 +10,16 @@ digit is a token), and one for each role name and marker of chats and tool calls
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -38,7 +43,9 @@ ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] =
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
 }
 
 # Rendering is plain concatenation, message by message: a longer conversation always begins with the shorter one's text.
@@ -93,6 +100,25 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def own_settings(architecture: str, heads: int, head_dim: int, experts: int, width: int) -> dict[str, Any]:
+    """What one architecture's configuration knows and others' do not, or what it cannot choose."""
+    moe = {"num_experts_per_tok": 2, "moe_intermediate_size": width}
+    if architecture == "gemma3":
+        return {"query_pre_attn_scalar": head_dim, "sliding_window": 64}
+    if architecture == "qwen3_moe":
+        return moe | {"num_experts": experts}
+    if architecture != "deepseek_v2":
+        return {}
+    # vLLM's attention on CPU knows one size of latent vectors, 512 and 64; and its plain rotary embedding on CPU (0.32)
+    # is wrong for queries that are part of a larger tensor, as MLA's are: the scaled kind of released models is not.
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    rope = yarn | {"rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    sizes = {"q_lora_rank": 3 * head_dim // 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    sizes |= {"qk_nope_head_dim": head_dim, "v_head_dim": head_dim, "num_key_value_heads": heads}
+    layers = {"first_k_dense_replace": 1, "n_routed_experts": experts, "n_shared_experts": 1}
+    return moe | sizes | layers | {"n_group": 1, "topk_group": 1, "rope_parameters": rope}
+
+
 def make_tiny_model(
     folder: Path | str,
     *,
@@ -110,32 +136,36 @@ def make_tiny_model(
     """Write model, tokenizer and generation config to `folder`, and return it.
 
     Defaults make 1.02 M parameters. vocab_size may exceed the tokenizer's 270 tokens, as it does in released models; an
-    untrained model then samples ids that the tokenizer does not know. Raises ValueError where it is smaller.
+    untrained model then samples ids that the tokenizer does not know.
+
+    Raises:
+        ValueError: vocab_size is smaller; or a model's head is to be tied for which vLLM always has one of its own.
     """
     folder = Path(folder)
     tokenizer = make_tokenizer()
     if vocab_size < len(tokenizer):
         raise ValueError(f"vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens")
+    if tied and architecture == "deepseek_v2":
+        raise ValueError("vLLM knows no deepseek_v2 with a tied head: make it untied")
     config_type, model_type = ARCHITECTURES[architecture]
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
     ids["eos_token_id"] = tokenizer.eos_token_id
-    moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": intermediate_size // 2}
-    config = config_type(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden_size // heads,
-        max_position_embeddings=2048,
+    shape: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden_size // heads,
+        "max_position_embeddings": 2048,
         # The usual 0.02 suits widths of thousands: at this one the layers would start next to nothing and learn late.
-        initializer_range=hidden_size**-0.5,
-        tie_word_embeddings=tied,
-        dtype="float32",
-        **ids,
-        **(moe if architecture == "qwen3_moe" else {}),
-    )
+        "initializer_range": hidden_size**-0.5,
+        "tie_word_embeddings": tied,
+        "dtype": "float32",
+    }
+    own = own_settings(architecture, heads, hidden_size // heads, experts, intermediate_size // 2)
+    config = config_type(**shape | ids | own)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_type(config)
@@ -156,7 +186,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--experts", type=int, default=4, help="of qwen3_moe")
+    parser.add_argument("--experts", type=int, default=4, help="of qwen3_moe and deepseek_v2")
     parser.add_argument("--vocab-size", type=int, default=288)
     parser.add_argument("--seed", type=int, default=0)
     options = vars(parser.parse_args())

@@ -224,7 +224,7 @@ class WeightLoader:
             own = {id(p) for p in parameters.values() if p is not None}
             if not info.can_load() or info.load_numel > 0:
                 loaded |= own
-            elif info.load_numel_total:
+            elif info.load_numel_total and info.restore_metadata[0]:  # MLA's attention keeps only products (1.7 g)
                 missing[name] = own
         return [name for name, own in missing.items() if not own <= loaded]  # without parameters: nothing to miss
 

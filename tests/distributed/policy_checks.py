@@ -13,7 +13,16 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.utils import logging
 
 from sharding.source import FsdpWeightSource
@@ -28,7 +37,15 @@ logging.disable_progress_bar()
 
 CPU = torch.device("cpu")
 VOCABULARY = 257  # prime: divisible by no number of ranks
-KINDS = [("qwen2", True), ("qwen2", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False)]
+KINDS = [
+    ("qwen2", True),
+    ("qwen2", False),
+    ("qwen3", True),
+    ("llama", False),
+    ("gemma3", True),
+    ("qwen3_moe", False),
+    ("deepseek_v2", False),
+]
 TEMPERATURE = 0.7
 LENGTHS = [3, 19, 7, 12, 2, 30, 1, 9, 11]
 
@@ -50,11 +67,17 @@ def make_model(kind: str, folder: Path, tied: bool) -> None:
         "bos_token_id": None,
     }
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+    latent = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    mla = {"moe_intermediate_size": 24, "n_routed_experts": 5, "n_shared_experts": 1, "num_experts_per_tok": 2}
     config = {
         "qwen2": lambda: Qwen2Config(**shape),
         "qwen3": lambda: Qwen3Config(**shape, head_dim=8),
         "llama": lambda: LlamaConfig(**shape),
+        "gemma3": lambda: Gemma3TextConfig(**shape, head_dim=8, query_pre_attn_scalar=8, sliding_window=5),
         "qwen3_moe": lambda: Qwen3MoeConfig(**shape, **experts, head_dim=8),
+        "deepseek_v2": lambda: DeepseekV2Config(
+            **shape | {"num_key_value_heads": 4}, **latent, **mla, first_k_dense_replace=1
+        ),
     }[kind]()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
