@@ -12,11 +12,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
-from .channel import SyncError
+from .channel import SyncError, pack, unpack
 
 LOOK_SECONDS = 0.2
 """How often whoever waits looks for the alarm and for the death of the other end."""
@@ -152,7 +151,7 @@ class BoardChannel:
 
     def send(self, kind: str, **fields: Any) -> None:
         """See `Channel.send`."""
-        self._board.put(f"{self._outbox}/{self._sent}", msgspec.msgpack.encode({"kind": kind, **fields}))
+        self._board.put(f"{self._outbox}/{self._sent}", pack(kind, **fields))
         self._sent += 1
 
     def receive(
@@ -165,9 +164,9 @@ class BoardChannel:
             self._board.check_alarm()
 
         until(self.waiting, timeout, waiting_for, look)
-        message: dict[str, Any] = msgspec.msgpack.decode(self._board.take(f"{self._inbox}/{self._received}"))
+        packed = self._board.take(f"{self._inbox}/{self._received}")
         self._received += 1
-        return message
+        return unpack(packed, waiting_for)
 
     def waiting(self) -> bool:
         """Whether a message is there already."""
