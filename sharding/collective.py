@@ -18,11 +18,12 @@ from torch.distributed import Work
 from .channel import SyncError
 from .collectives import agree, agreed, all_gather_bytes, rank
 from .link import Link
-from .manifest import manifest_of
+from .manifest import manifest_of, some
 from .plan import BucketPlan, Manifest
-from .sending import Nobody, SyncReport, SyncSettings, announce, different_weights, parameters_to_verify, push
+from .sending import Nobody, SyncReport, SyncSettings, announce, different_weights, push
 from .source import WeightSource
 from .transport import BUFFERS, STAMP_BYTES, LocalStaging
+from .verifying import parameters_to_verify
 from .weights_group import Board, BoardChannel, BroadcastGroup, GroupError, listen, until
 
 TRAIN_WORLD_SIZE = 1
@@ -256,13 +257,13 @@ class CollectiveSender:
         return Workers(self._channels, self._group, staging, self._session, timeout, lambda: _raise_if_failed(calls))
 
     def _update(self, peer: Workers | Nobody, staging: LocalStaging, report: SyncReport) -> None:
-        plain = announce(peer, self._parameters, staging, report.version, self._settings.replay)
+        answer = announce(peer, self._parameters, staging, report.version, self._settings.replay)
         push(self._source, self._plan, staging, peer, "bucket", self._stamps)
         peer.post("finish")
         peer.collect()
         agree(peer.error, "sending weights")
         report.nbytes, report.staging_bytes = self._plan.nbytes, BUFFERS * self._plan.capacity
-        if self._settings.verify != "off" and any(all_gather_bytes(b"plain" if plain else b"")):
+        if self._settings.verify != "off" and any(all_gather_bytes(b"plain" if answer.get("plain") else b"")):
             self._verify(peer, staging, report)
         peer.post("end")
         peer.collect()
@@ -275,7 +276,7 @@ class CollectiveSender:
         plan = BucketPlan(parameters, self._settings.bucket_bytes)
         different = different_weights(push(self._source, plan, staging, peer, "compare", self._stamps))
         error = peer.error or (
-            SyncError(f"engines do not hold what was sent: {different} differ") if different else None
+            SyncError(f"engines do not hold what was sent: {some(different)} differ") if different else None
         )
         agree(error, "verifying weights")
         report.nbytes += plan.nbytes

@@ -25,10 +25,12 @@ from generation.worker_async import VllmAsyncGenerationWorker
 from .channel import Listener, SyncError
 from .collectives import agree, agreed, all_gather_bytes, rank
 from .link import Link
-from .plan import BucketPlan, SourceParameter
-from .sending import AdapterFormat, SyncReport, SyncSettings, announce, different_weights, parameters_to_verify, push
-from .source import WeightSource
+from .manifest import some
+from .plan import BucketPlan
+from .sending import AdapterFormat, SyncReport, SyncSettings, announce, different_weights, push
+from .source import ShardedSource
 from .transport import BUFFERS, Staging, make_staging
+from .verifying import DigestCheck
 
 PROBE_TOKENS = 48
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
@@ -83,7 +85,7 @@ class ShardingManager:
 
     def __init__(
         self,
-        source: WeightSource,
+        source: ShardedSource,
         device: torch.device,
         settings: SyncSettings,
         folder: Path,
@@ -192,8 +194,9 @@ class ShardingManager:
         timeout = self._settings.timeout
         link = Link(self._channel, self._session, timeout, lambda: _raise_if_dead(call), self._device_id)
         try:
-            self._send(link, version)
-            self._verify(link, version)
+            check = DigestCheck(self._source, self._parameters, self._settings.verify, version)
+            different = self._send(link, version, check)
+            self._verify(link, check, different)
             self._finish(link, call, version)
         except BaseException:
             self._fail(link, call)
@@ -208,34 +211,41 @@ class ShardingManager:
             engine.state.begin_sync()
             return self._leader.thread.submit(engine.call_workers("update_weights_via_ipc_zmq", self._session, timeout))
 
-    def _send(self, link: Link, version: int) -> None:
+    def _send(self, link: Link, version: int, check: DigestCheck) -> list[str]:
+        """Returns the weights that a worker does not hold as the ranks do."""
         assert self._staging is not None
         # The session is a number that no adapter had before, so nothing cached by number or name can be an old one's.
         adapter = None if self._adapter is None else {"number": self._session, "config": self._adapter.config}
-        replay = self._settings.replay
-        self._plain = announce(link, self._plan.parameters(), self._staging, version, replay, adapter)
+        parameters, replay = self._plan.parameters(), self._settings.replay
+        answer = announce(link, parameters, self._staging, version, replay, adapter, check.request)
+        self._plain = bool(answer.get("plain"))
         self._push(link, "bucket", self._plan)
-        link.ask("finish")
+        link.post("finish")
+        check.expect(answer.get("views", {}))  # while the worker finishes
+        different = check.different(link.collect().get("digests", {}))
         agree(link.error, "sending weights")
+        return different
 
     def _push(self, link: Link, kind: str, plan: BucketPlan) -> list[dict[str, Any]]:
         assert self._staging is not None
         self.report.nbytes += plan.nbytes
         return push(self._source, plan, self._staging, link, kind, self._stamps)
 
-    def _verify(self, link: Link, version: int) -> None:
-        """Send weights again, for the workers to compare with what they hold; unpacked weights only."""
+    def _verify(self, link: Link, check: DigestCheck, different: list[str]) -> None:
+        """Report what digests found, and send the weights again that workers leave to their loaders, for those to
+        compare; unpacked weights only.
+        """
         if self._settings.verify == "off" or not self._plain:
             return
-        plan = BucketPlan(self._parameters_to_verify(version), self._settings.bucket_bytes)
-        different = different_weights(self._push(link, "compare", plan))
+        if check.ordinary:
+            plan = BucketPlan(check.ordinary, self._settings.bucket_bytes)
+            different = different + different_weights(self._push(link, "compare", plan))
         if different and link.error is None:
-            link.error = SyncError(f"the worker on {self._device_id} does not hold what was sent: {different} differ")
+            link.error = SyncError(
+                f"the worker on {self._device_id} does not hold what was sent: {some(different)} differ"
+            )
         agree(link.error, "verifying weights")
         self.report.verified = self._settings.verify
-
-    def _parameters_to_verify(self, version: int) -> list[SourceParameter]:
-        return parameters_to_verify(self._parameters, self._settings.verify, version)
 
     def _finish(self, link: Link, call: "Future[Any] | None", version: int) -> None:
         assert self._staging is not None

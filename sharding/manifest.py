@@ -82,3 +82,8 @@ def checkpoint_manifest(model: str, dtype: str, tied: bool) -> Manifest:
     if tied:
         manifest.pop("lm_head.weight", None)
     return manifest
+
+
+def some(names: list[str], most: int = 6) -> str:
+    """The first few names, for an error."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

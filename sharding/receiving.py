@@ -10,9 +10,10 @@ import torch
 
 from . import channel as channels
 from .adapter_loader import AdapterLoader
+from .digests import held
 from .manifest import check_manifest
 from .plan import Manifest
-from .recording import NamedTensors, Recording
+from .recording import NamedTensors, Recording, View
 from .transport import STAMP_BYTES, open_staging, stamped
 from .weight_loader import WeightLoader
 
@@ -93,6 +94,8 @@ class Receiver:
     ) -> None:
         self.outcome = Outcome()
         self.weights: Manifest = {}
+        self._verify: dict[str, Any] = {}
+        self._sealed: dict[str, list[tuple[View, torch.Tensor]]] = {}
         self._worker, self._promised = worker, promised
         self._loader: Loader = WeightLoader(worker.get_model(), worker.vllm_config, plain, recording)
 
@@ -124,12 +127,13 @@ class Receiver:
         match message["kind"]:
             case "begin":
                 self._begin(carrier, message)
-                answer = {"plain": self._loader.plain}
+                answer = {"plain": self._loader.plain, "views": self._views_to_verify()}
             case "bucket":
                 self._loader.load(self._views(carrier, message))
             case "finish":
                 self._loader.finish()
                 self.outcome.ordinary = self._loader.ordinary()
+                answer = {"digests": self._digests()}
             case "compare":
                 views = self._views(carrier, message)  # taken off the carrier in any case
                 answer = {"different": self._loader.compare(views) if self._loader.plain else []}
@@ -147,6 +151,21 @@ class Receiver:
         carrier.open(message["handle"])
         self._loader.begin(self.weights, message.get("replay", True))
         self.outcome.version, self.outcome.tensors = message["version"], len(self.weights)
+        self._verify = message.get("verify") or {"weights": []}
+        recording = self._loader.recording
+        if recording is not None and recording.complete:
+            self._sealed = {
+                name: recording.sealed[name] for name in self._verify["weights"] if recording.replayable(name)
+            }
+
+    def _views_to_verify(self) -> dict[str, list[View]]:
+        """What is read of the weights that the trainer wants to verify, where they are replayed."""
+        return {name: [view for view, _ in copies] for name, copies in self._sealed.items()}
+
+    def _digests(self) -> dict[str, int]:
+        """Of what the model's parameters hold of these weights."""
+        seed = self._verify.get("seed")
+        return {name: held([target for _, target in copies], seed) for name, copies in self._sealed.items()}
 
     def _views(self, carrier: Carrier, message: dict[str, Any]) -> NamedTensors:
         """The tensors of a bucket: views of the carrier's memory, dropped before the bucket is acknowledged."""

@@ -36,7 +36,7 @@ class Copy:
 
     Attributes:
         offset: of the view's first element from the weight's, in elements.
-        shape, stride: of the view, which has the target's shape.
+        shape, stride: of the view, which has the target's shape; dimensions in the order of the weight's memory.
     """
 
     offset: int
@@ -47,6 +47,10 @@ class Copy:
     def source(self, weight: Tensor) -> Tensor:
         """The view of a weight that lies elsewhere now."""
         return weight.as_strided(self.shape, self.stride, weight.storage_offset() + self.offset)
+
+    def sealed(self) -> tuple[View, Tensor]:
+        """The view of the weight, and the target as a tensor of its own."""
+        return (self.offset, self.shape, self.stride), self.target.detach()
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Recording:
         copies: weight -> its copies.
         fills: views of parameters that a loader filled with one number, and the number: padding.
         ordinary: weights that cannot be replayed, and why.
+        sealed: weight -> the view and the target of each copy, as the loaders made them: `copies` once more, so that a
+            copy that is another later on is found out.
         complete: an update went through, and what is recorded covers every parameter.
     """
 
@@ -83,6 +89,7 @@ class Recording:
     copies: dict[str, list[Copy]] = field(default_factory=dict)
     fills: list[tuple[Tensor, float]] = field(default_factory=list)
     ordinary: dict[str, str] = field(default_factory=dict)
+    sealed: dict[str, list[tuple[View, Tensor]]] = field(default_factory=dict)
     complete: bool = False
 
     @classmethod
@@ -101,7 +108,9 @@ class Recording:
         else:
             view = source.expand(target.shape)
             offset = int(source.storage_offset()) - weight.offset
-            copy = Copy(offset, tuple(view.shape), view.stride(), target.detach())
+            order = sorted(range(view.dim()), key=view.stride, reverse=True)  # as the weight lies in memory
+            view = view.permute(order)
+            copy = Copy(offset, tuple(view.shape), view.stride(), target.detach().permute(order))
             self.copies.setdefault(name, []).append(copy)
             self.elements[name] = weight.elements
 
@@ -154,6 +163,7 @@ class Recording:
             if whole and not _covers_once([(c.offset, c.shape, c.stride) for c in copies], self.elements[name]):
                 self.ordinary.setdefault(name, "its elements are not each read once")
         self._check_targets()
+        self.sealed = {name: [c.sealed() for c in copies] for name, copies in self.copies.items()}
         self.complete = True
 
     def _check_targets(self) -> None:

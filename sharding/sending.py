@@ -3,10 +3,9 @@
 A carrier is two things here: `Staging`, the memory that buckets are gathered into, and a `Peer`, whoever reads them.
 """
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,9 +13,7 @@ from .manifest import manifest_of
 from .plan import Bucket, BucketPlan, SourceParameter
 from .source import WeightSource
 from .transport import BUFFERS, STAMP_BYTES, Staging, stamp
-
-SAMPLED_SHARE = 16
-"""`verify: sample` compares one parameter in this many, others at every sync."""
+from .verifying import Verify
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class SyncSettings:
             (`sharding.recording`).
     """
 
-    verify: Literal["off", "sample", "full"] = "sample"
+    verify: Verify = "sample"
     bucket_bytes: int = 512 << 20
     timeout: float = 300.0
     replay: bool = True
@@ -108,14 +105,21 @@ def announce(
     version: int,
     replay: bool = True,
     adapter: dict[str, Any] | None = None,
-) -> bool:
-    """Say what will come; whether the receiver keeps weights as they are sent, so that they can be compared.
+    verify: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Say what will come.
 
-    `adapter` is the `number` and `config` of a LoRA adapter, if that is what comes.
+    Args:
+        adapter: the `number` and `config` of a LoRA adapter, if that is what comes.
+        verify: what will be compared by digests, see `DigestCheck.request`.
+
+    Returns:
+        `plain`: whether the receiver keeps weights as they are sent, so that they can be compared. `views`: what it
+        reads of the weights in `verify`. {} after a failure.
     """
-    weights = manifest_of(parameters)
-    peer.post("begin", weights=weights, handle=staging.handle, version=version, replay=replay, adapter=adapter)
-    return bool(peer.collect().get("plain", False))
+    fields = {"weights": manifest_of(parameters), "handle": staging.handle, "version": version, "replay": replay}
+    peer.post("begin", **fields, adapter=adapter, verify=verify)
+    return peer.collect()
 
 
 def push(
@@ -145,15 +149,6 @@ def gather(source: WeightSource, bucket: Bucket, buffer: torch.Tensor, mark: int
     stamp(buffer[: bucket.nbytes + STAMP_BYTES], mark)
 
 
-def parameters_to_verify(
-    parameters: list[SourceParameter], verify: Literal["off", "sample", "full"], version: int
-) -> list[SourceParameter]:
-    """What is sent a second time for comparison: everything, or a sample that `version` draws, alike on all ranks."""
-    if verify == "full":
-        return parameters
-    return random.Random(version).sample(parameters, max(1, len(parameters) // SAMPLED_SHARE))
-
-
-def different_weights(answers: list[dict[str, Any]]) -> str:
-    """The weights that a comparison found different, for an error; "" when there were none."""
-    return ", ".join([name for answer in answers for name in answer.get("different", [])][:6])
+def different_weights(answers: list[dict[str, Any]]) -> list[str]:
+    """The weights that a comparison found different."""
+    return [name for answer in answers for name in answer.get("different", [])]

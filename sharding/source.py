@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .channel import SyncError
+from .collectives import rank
 from .plan import Manifest, Piece, SourceParameter
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
@@ -36,6 +37,19 @@ class WeightSource(Protocol):
 
         Collective: every rank calls it with the same names in the same order.
         """
+
+
+class ShardedSource(WeightSource, Protocol):
+    """A source that can be asked for what a rank holds, so that it can be compared with what arrived."""
+
+    def held(self, name: str) -> tuple[int, torch.Tensor]:
+        """What this rank holds of a parameter: the number of the first element, and the values, flat, yet to be cast.
+
+        Collective over the `holders`. The values must not be changed; padding may follow them.
+        """
+
+    def holders(self, name: str) -> list[int]:
+        """The ranks whose parts are the whole parameter, this one among them."""
 
 
 def one_piece(name: str, shape: torch.Size) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -74,16 +88,31 @@ class FsdpWeightSource:
         """See `WeightSource.gather_into`. Casts on the shard, before the gather: less to cast and less to send."""
         pending = []
         for name, slot in zip(names, slots, strict=True):
-            tensor = self._tensors[name]
-            group = shard_group(tensor)
+            group = shard_group(self._tensors[name])
             if group is None:
-                whole = self._to_send(name, _whole(tensor).reshape(-1), 0)
+                _, whole = self.held(name)
                 slot.view(self._dtype)[: whole.numel()].copy_(whole)
                 continue
-            shard = self._padded_shard(name, slot.numel() // dist.get_world_size(group), dist.get_rank(group))
+            shard = self._padded_shard(name, slot.numel() // dist.get_world_size(group))
             pending.append((all_gather(slot, shard, group=group, async_op=True), shard))
         for work, _ in pending:
             work.wait()
+
+    @torch.no_grad()
+    def held(self, name: str) -> tuple[int, torch.Tensor]:
+        """See `ShardedSource.held`."""
+        tensor = self._tensors[name]
+        group = shard_group(tensor)
+        if group is None:
+            return 0, self._to_send(name, _whole(tensor).reshape(-1), 0)
+        local = tensor.to_local().reshape(-1) if isinstance(tensor, DTensor) else partition(tensor)
+        first = dist.get_rank(group) * _largest_shard(tensor, dist.get_world_size(group))
+        return first, self._to_send(name, local, first)
+
+    def holders(self, name: str) -> list[int]:
+        """See `ShardedSource.holders`."""
+        group = shard_group(self._tensors[name])
+        return [rank()] if group is None else dist.get_process_group_ranks(group)
 
     def _to_send(self, name: str, values: torch.Tensor, offset: int) -> torch.Tensor:
         """What goes out for elements [offset, offset + n) of a parameter, `values` [n]: here they themselves.
@@ -92,13 +121,9 @@ class FsdpWeightSource:
         """
         return values
 
-    def _padded_shard(self, name: str, nbytes: int, place: int) -> torch.Tensor:
-        """The part of the rank at `place` in the engine's dtype, as uint8 [nbytes], with zeros behind it where it is
-        smaller.
-        """
-        tensor = self._tensors[name]
-        local = tensor.to_local().reshape(-1) if isinstance(tensor, DTensor) else partition(tensor)
-        local = self._to_send(name, local, place * nbytes // self._dtype.itemsize)
+    def _padded_shard(self, name: str, nbytes: int) -> torch.Tensor:
+        """This rank's part in the engine's dtype, as uint8 [nbytes], with zeros behind it where it is smaller."""
+        _, local = self.held(name)
         if local.dtype == self._dtype and local.nbytes == nbytes:
             return local.view(torch.uint8)
         shard = torch.zeros(nbytes // self._dtype.itemsize, dtype=self._dtype, device=local.device)

@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from .channel import SyncError
 from .load_watcher import LoadWatcher
+from .manifest import some
 from .plan import Manifest
 from .recording import NamedTensors, Recording, storage_key
 
@@ -246,8 +247,3 @@ def _repack_tied(model: torch.nn.Module) -> None:
             continue
         if owners.setdefault(id(weight), module) is not module:
             module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
-
-
-def some(names: list[str], most: int = 6) -> str:
-    """The first few names, for an error."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

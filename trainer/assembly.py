@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sharding.low_rank import MergingWeightSource
 from sharding.manager import Leader, ShardingManager, SyncSettings
-from sharding.source import FsdpWeightSource, WeightSource, one_piece
+from sharding.source import FsdpWeightSource, ShardedSource, one_piece
 from trainer import checkpoint, lifetime
 from trainer.config import ModelConfig, TrainConfig, to_yaml
 from trainer.config_checks import resolve_device
@@ -77,7 +77,7 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
     return ShardingManager(source, policy.device, settings, folder, size, leader, adapter)
 
 
-def weight_source(policy: Policy, dtype: torch.dtype) -> WeightSource:
+def weight_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:
     """All weights under the checkpoint's names, adapters merged."""
     weights = [(name, parameter) for name, parameter in policy.named_parameters() if not is_adapter(name)]
     return MergingWeightSource(
@@ -85,7 +85,7 @@ def weight_source(policy: Policy, dtype: torch.dtype) -> WeightSource:
     )
 
 
-def adapter_source(policy: Policy, dtype: torch.dtype) -> WeightSource:
+def adapter_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:
     """The factors of the adapters under PEFT's names, by which vLLM knows them."""
     return FsdpWeightSource(
         list(factors(policy.model).items()), dtype, lambda name, shape: one_piece(peft_name(name), shape)

@@ -176,7 +176,7 @@ class SyncConfig(Section):
 
     verify: Literal["off", "sample", "full"] = Field(
         default="sample",
-        description="compare what every worker holds with what was sent: not, some of it, or all of it",
+        description="compare what every worker holds with what the ranks do: not, a sample of it, or all of it",
     )
     bucket_mib: Count = Field(default=512, description="size of a staging buffer; two exist while weights travel")
     timeout_s: Seconds = Field(default=300, description="longest wait for any answer of a worker")

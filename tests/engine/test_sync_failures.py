@@ -11,6 +11,7 @@ from conftest import TinyModel
 from generation.engine_state import EngineStateError
 from generation.sampling import SamplingSettings
 from sharding.collectives import RemoteError
+from sharding.verifying import parameters_to_verify
 
 PROMPT = [14, 50, 77, 120, 9]
 SAMPLING = SamplingSettings(max_tokens=24)
@@ -93,7 +94,7 @@ def test_p8_a_weight_of_the_wrong_shape_is_fatal_and_named(both: Colocated, monk
 
 
 def test_a_wrong_byte_in_what_was_sent_is_found(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One value of one weight changes on its way; verification sends or computes anew, and finds it."""
+    """Values of one weight change on their way; digests of the policy's weights, or log-probabilities, find it."""
     name = "model.layers.0.input_layernorm.weight"
     gather, calls = both.source.gather_into, []
 
@@ -178,7 +179,10 @@ def test_verifying_samples_compares_other_weights_each_time_and_all_in_the_end(
     everything = {parameter.name for parameter in both.manager._parameters}
     with monkeypatch.context() as patch:
         patch.setattr(both.manager, "_settings", replace(both.manager._settings, verify="sample"))
-        drawn = [[p.name for p in both.manager._parameters_to_verify(version)] for version in range(400)]
+        drawn = [
+            [p.name for p in parameters_to_verify(both.manager._parameters, "sample", version)]
+            for version in range(400)
+        ]
         assert {name for names in drawn for name in names} == everything
         assert all(len(names) < len(everything) for names in drawn)
         assert_repaired(both)

@@ -1,0 +1,106 @@
+"""Digests: what a rank and its worker compare instead of the weights themselves.
+
+A digest is the sum of multiplier times element, its bits read as an integer, modulo 2^64; every place has an odd random
+multiplier of its own. One wrong element always changes it; two that changed places escape once in 2^32. Since it is a
+sum, ranks that hold a part each can digest their parts. Hashes of bytes know no parts, and have no kernels for CUDA in
+torch; `torch.hash_tensor` does not see places; sums of floating-point numbers depend on their order.
+"""
+
+import functools
+import math
+import random
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from .recording import View
+
+BLOCK = 1 << 16
+"""Elements digested at once, and so how much memory that takes: 8 bytes for each."""
+
+WINDOW = 1 << 14
+"""`verify: sample` digests at most so many elements of a view."""
+
+MODULUS = 1 << 64
+_STEP = 0x9E3779B97F4A7C15  # odd: the multipliers of a block are those of the one behind it times this
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+def digest(blocks: Iterable[Tensor]) -> int:
+    """Of all elements of these tensors in order, each tensor of at most `BLOCK`; in [0, 2^64)."""
+    sums = []
+    for block in blocks:
+        multipliers = _multipliers(block.device)[: block.numel()].view(block.shape)
+        sums.append((block.view(_INTEGERS[block.element_size()]) * multipliers).sum())
+    total = 0
+    for value in torch.stack(sums).tolist() if sums else []:
+        total = (total * _STEP + value) % MODULUS
+    return total
+
+
+@functools.lru_cache
+def _multipliers(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (BLOCK,), generator=generator)
+    return drawn.bitwise_or_(1).to(device)
+
+
+def cut(views: Iterable[View], seed: int | None) -> Iterator[Iterator[View]]:
+    """For each view the parts that are digested: all of it in blocks, or one window that `seed` decides.
+
+    Nothing but shapes and the seed decide: views of the same shapes are cut alike, whatever their strides.
+    """
+    draw = random.Random(seed)
+    for view in views:
+        yield _blocks(view) if seed is None else iter([_window(view, draw)])
+
+
+def held(targets: Iterable[Tensor], seed: int | None) -> int:
+    """The digest of what tensors hold, cut as `cut` does it."""
+    tensors = list(targets)
+    views = [(int(t.storage_offset()), tuple(t.shape), t.stride()) for t in tensors]
+    pairs = zip(tensors, cut(views, seed), strict=True)
+    return digest(t.as_strided(shape, stride, offset) for t, parts in pairs for offset, shape, stride in parts)
+
+
+def _blocks(view: View) -> Iterator[View]:
+    offset, shape, stride = view
+    if math.prod(shape) <= BLOCK:
+        yield view
+        return
+    inner = math.prod(shape[1:])
+    rows = BLOCK // inner
+    for row in range(0, shape[0], max(rows, 1)):
+        start = offset + row * stride[0]
+        if rows:
+            yield start, (min(rows, shape[0] - row), *shape[1:]), stride
+        else:
+            yield from _blocks((start, shape[1:], stride[1:]))
+
+
+def _window(view: View, draw: random.Random) -> View:
+    offset, shape, stride = view
+    while math.prod(shape) > WINDOW and (inner := math.prod(shape[1:])) > WINDOW:
+        offset += draw.randrange(shape[0]) * stride[0]
+        shape, stride = shape[1:], stride[1:]
+    if math.prod(shape) <= WINDOW:
+        return offset, shape, stride
+    rows = WINDOW // inner
+    return offset + draw.randrange(shape[0] - rows + 1) * stride[0], (rows, *shape[1:]), stride
+
+
+def part_of(view: View, values: Tensor, first: int, dtype: torch.dtype) -> Tensor:
+    """What a view of a weight holds, as far as it is known, and zeros, which add nothing to a digest, elsewhere.
+
+    Args:
+        values: [n], the weight's elements from number `first` on; they are cast to `dtype`.
+    """
+    offset, shape, stride = view
+    start = offset - first
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    found = torch.zeros(span, dtype=dtype, device=values.device)
+    begin, end = max(start, 0), min(start + span, values.numel())
+    if begin < end:
+        found[begin - start : end - start].copy_(values[begin:end])
+    return found.as_strided(shape, stride)

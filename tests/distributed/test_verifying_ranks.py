@@ -1,0 +1,58 @@
+"""Digests on two ranks: each holds a part of every weight, and its worker reads another part."""
+
+import tempfile
+from pathlib import Path
+
+from tests.distributed.launch import run_ranks
+
+COMPLAINT = "the worker on cpu:0 does not hold what was sent: columns differ"
+
+
+def two_ranks() -> None:
+    """Weights of uneven rows; engines whole and in two. In the end what rank 1 contributes goes wrong."""
+    import pytest
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from sharding import worker_extension
+    from sharding.collectives import RemoteError, rank
+    from sharding.source import FsdpWeightSource
+    from tests.in_process import InProcess, SmallModel, small_weights
+    from trainer.distributed import destroy_process_group, init_process_group
+
+    init_process_group(60, "cpu")
+    worker_extension._PLAIN_ON_CPU = True
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in small_weights(1).items()}
+
+    class Faulty(FsdpWeightSource):
+        broken = False
+
+        def _padded_shard(self, name: str, nbytes: int) -> torch.Tensor:
+            shard = super()._padded_shard(name, nbytes).clone()
+            if self.broken and rank() == 1 and name == "columns":
+                shard[5] ^= 32
+            return shard
+
+    for verify, ranks in (("full", 2), ("sample", 2), ("full", 1)):
+        source = Faulty(list(tensors.items()), torch.bfloat16)
+        model = SmallModel(rank() % ranks, ranks, torch.bfloat16)
+        both = InProcess(source, model, Path(tempfile.mkdtemp()), verify=verify)
+        for version in (1, 2, 3):
+            both.sync(version)
+        assert torch.equal(model.columns, small_weights(1)["columns"].chunk(ranks, dim=1)[rank() % ranks].bfloat16())
+        source.broken = True
+        with pytest.raises(RemoteError) as caught:
+            for version in range(4, 100):
+                both.sync(version)
+        # The byte is in row 3, column 2: only the first of two engines that share the columns reads it.
+        assert str(caught.value).count(COMPLAINT) == (1 if ranks == 2 else 2), caught.value
+        source.broken = False
+        both.sync(100)
+        both.manager.close()
+    destroy_process_group()
+
+
+def test_what_one_rank_contributes_is_compared_with_what_it_holds() -> None:
+    run_ranks(two_ranks, nproc=2, timeout=180)

@@ -1,0 +1,118 @@
+"""The real sharding manager and the real worker extension in one process, around a model of a few parameters."""
+
+import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from sharding import worker_extension
+from sharding.manager import Leader, ShardingManager
+from sharding.sending import SyncSettings
+from sharding.source import ShardedSource
+
+
+class SmallModel(nn.Module):
+    """What an engine's rank of `ranks` holds of four weights, and loaders as vLLM's: fused, cut, padded, computed."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.rank, self.ranks = rank, ranks
+        self.rows = nn.Parameter(torch.zeros(20 // ranks, 6, dtype=dtype))  # 12 of `a`, then 8 of `b`
+        self.columns = nn.Parameter(torch.zeros(5, 8 // ranks, dtype=dtype))
+        self.norm = nn.Parameter(torch.zeros(7, dtype=dtype))
+        self.scaled = nn.Parameter(torch.zeros(3, dtype=dtype))
+
+    @torch.no_grad()
+    def load_weights(self, weights: Any) -> None:
+        for name, weight in weights:
+            if name in ("a", "b"):
+                own = weight.chunk(self.ranks)[self.rank]
+                (self.rows.data[: len(own)] if name == "a" else self.rows.data[-len(own) :]).copy_(own)
+            elif name == "columns":
+                self.columns.data.copy_(weight.chunk(self.ranks, dim=1)[self.rank])
+            elif name == "norm":
+                self.norm.data.copy_(weight)
+            else:
+                self.scaled.data.copy_(weight * 2)
+
+
+def small_weights(seed: int) -> dict[str, Tensor]:
+    """What `SmallModel` loads."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a": (12, 6), "b": (8, 6), "columns": (5, 8), "norm": (7,), "scaled": (3,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+class Worker(worker_extension.VllmInternalWorkerExtension):
+    """What vLLM's worker is to the extension."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: SmallModel) -> None:
+        self.model, self.rank = model, 0
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(dtype=model.norm.dtype),
+            parallel_config=SimpleNamespace(tensor_parallel_size=model.ranks),
+        )
+
+    def get_model(self) -> SmallModel:
+        return self.model
+
+
+class Engine:
+    """What an engine is to the manager, with one worker."""
+
+    state = mock.MagicMock()
+    adapter = None
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        outcome = getattr(self.worker, method)(*arguments)
+        if outcome is not None and outcome["error"]:
+            raise RuntimeError(outcome["error"])
+        return [outcome]
+
+    async def reset_prefix_cache_async(self) -> None:
+        pass
+
+
+class Thread:
+    """An engine's thread: a worker does one thing after another."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        return self._pool.submit(asyncio.run, coroutine)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float, phase: str) -> Any:
+        return self.submit(coroutine).result(timeout)
+
+
+class InProcess:
+    """A manager and its worker, whose weights are plain where `worker_extension._PLAIN_ON_CPU` says so.
+
+    `sync` brings a version; what is wrong with it raises `RemoteError`.
+    """
+
+    def __init__(self, source: ShardedSource, model: SmallModel, folder: Path, **settings: Any) -> None:
+        self.worker = Worker(model)
+        self.manager = ShardingManager(
+            source,
+            torch.device("cpu"),
+            SyncSettings(**({"verify": "full", "timeout": 20} | settings)),
+            folder,
+            leader=Leader(Engine(self.worker), Thread()),  # type: ignore[arg-type]
+        )
+        self.manager.connect()
+
+    def sync(self, version: int) -> None:
+        self.manager._sync(version)

@@ -1,0 +1,173 @@
+"""What a sync is compared by: a wrong byte anywhere between the ranks' shards and the engine is found and named."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import InProcess, SmallModel, small_weights
+
+from sharding import receiving, worker_extension
+from sharding.collectives import RemoteError
+from sharding.plan import Piece, SourceParameter
+from sharding.recording import Recording
+from sharding.source import FsdpWeightSource
+from sharding.verifying import parameters_to_verify
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_extension, "_PLAIN_ON_CPU", True)
+
+
+class Trained(FsdpWeightSource):
+    """A policy in one process."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.weights = small_weights(0)
+        super().__init__(list(self.weights.items()), dtype)
+
+    def train(self) -> None:
+        for weight in self.weights.values():
+            weight.add_(torch.randn(weight.shape))
+
+
+def started(tmp_path: Path, rank: int = 0, ranks: int = 1, **settings: object) -> tuple[InProcess, Trained]:
+    """After the first sync, which records."""
+    source = Trained()
+    both = InProcess(source, SmallModel(rank, ranks), tmp_path, **settings)
+    both.sync(1)
+    source.train()
+    return both, source
+
+
+def in_staging(both: InProcess, patch: pytest.MonkeyPatch) -> str:
+    """After it was gathered, before the worker reads it."""
+    views = receiving.Receiver._views
+
+    def flipped(self: receiving.Receiver, carrier: object, message: dict) -> list:
+        found = views(self, carrier, message)
+        if message["kind"] == "bucket":
+            dict(found)["b"].view(torch.int32)[3, 2] ^= 1
+        return found
+
+    patch.setattr(receiving.Receiver, "_views", flipped)
+    return "b"
+
+
+def in_a_recorded_offset(both: InProcess, patch: pytest.MonkeyPatch) -> str:
+    recording = both.worker.hotbunk_recording
+    assert recording is not None
+    (copy,) = recording.copies["a"]
+    patch.setitem(recording.copies, "a", [dataclasses.replace(copy, offset=copy.offset + 1)])
+    return "a"
+
+
+def in_a_recorded_target(both: InProcess, patch: pytest.MonkeyPatch) -> str:
+    recording = both.worker.hotbunk_recording
+    assert recording is not None
+    (copy,) = recording.copies["a"]
+    a_row_below = both.worker.model.rows.data[1 : 1 + len(copy.target)]
+    patch.setitem(recording.copies, "a", [dataclasses.replace(copy, target=a_row_below)])
+    return "a"
+
+
+def in_a_parameter(both: InProcess, patch: pytest.MonkeyPatch) -> str:
+    """After everything was loaded."""
+
+    def flipped(self: Recording) -> None:
+        both.worker.model.norm.data.view(torch.int32)[6] ^= 1 << 30
+
+    patch.setattr(Recording, "refill", flipped)
+    return "norm"
+
+
+def in_what_a_rank_contributes(both: InProcess, patch: pytest.MonkeyPatch) -> str:
+    source = both.manager._source
+    gather = source.gather_into
+
+    def flipped(names: list[str], slots: list[torch.Tensor]) -> None:
+        gather(names, slots)
+        if "columns" in names:
+            slots[names.index("columns")][17] ^= 128
+
+    patch.setattr(source, "gather_into", flipped)
+    return "columns"
+
+
+FLIPS = [in_staging, in_a_recorded_offset, in_a_recorded_target, in_a_parameter, in_what_a_rank_contributes]
+
+
+@pytest.mark.parametrize("flip", FLIPS)
+def test_a_wrong_byte_is_found_and_named_and_the_next_sync_repairs_it(
+    tmp_path: Path, flip: Callable[[InProcess, pytest.MonkeyPatch], str]
+) -> None:
+    both, source = started(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        name = flip(both, patch)
+        with pytest.raises(RemoteError, match=f"worker on cpu:0 does not hold what was sent: {name} differ"):
+            both.sync(2)
+    both.sync(3)
+    assert torch.equal(both.worker.model.rows, torch.cat([source.weights["a"], source.weights["b"]]))
+    both.manager.close()
+
+
+@pytest.mark.parametrize("flip", [in_a_recorded_offset, in_what_a_rank_contributes])
+def test_samples_find_it_in_the_end(tmp_path: Path, flip: Callable[[InProcess, pytest.MonkeyPatch], str]) -> None:
+    both, _ = started(tmp_path, verify="sample")
+    with pytest.MonkeyPatch.context() as patch:
+        name = flip(both, patch)
+        with pytest.raises(RemoteError, match=f"does not hold what was sent: {name} differ"):
+            for version in range(2, 60):
+                both.sync(version)
+    both.manager.close()
+
+
+def test_a_recorded_update_sends_nothing_twice_but_what_loaders_compute(tmp_path: Path) -> None:
+    both, _ = started(tmp_path)
+    sent = {"a": 12 * 6, "b": 8 * 6, "columns": 5 * 8, "norm": 7, "scaled": 3}
+    once = sum(4 * n + (-4 * n) % 512 for n in sent.values())
+    assert both.manager.report.ordinary == {"scaled": "its loader computes with it"}
+    before = both.manager.report.nbytes
+    both.sync(2)
+    assert (before, both.manager.report.nbytes - before) == (2 * once, once + 512)
+    assert both.manager.report.verified == "full"
+    both.manager.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("flip", [None, in_staging, in_a_recorded_offset, in_a_recorded_target])
+def test_of_a_weight_a_tensor_parallel_worker_is_asked_for_its_part(
+    tmp_path: Path, rank: int, flip: Callable[[InProcess, pytest.MonkeyPatch], str] | None
+) -> None:
+    both, source = started(tmp_path, rank, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        if flip is None:
+            both.sync(2)
+            assert torch.equal(both.worker.model.columns, source.weights["columns"].chunk(2, dim=1)[rank])
+        elif (name := flip(both, patch)) == "b" and rank == 1:
+            both.sync(2)  # row 3 of 8 is the other worker's
+        else:
+            with pytest.raises(RemoteError, match=f"{name} differ"):
+                both.sync(2)
+    both.manager.close()
+
+
+def test_bfloat16_of_float32_masters(tmp_path: Path) -> None:
+    source = Trained(torch.bfloat16)
+    both = InProcess(source, SmallModel(dtype=torch.bfloat16), tmp_path)
+    for version in (1, 2, 3):
+        source.train()
+        both.sync(version)
+        assert torch.equal(both.worker.model.norm, source.weights["norm"].bfloat16())
+    both.manager.close()
+
+
+def test_samples_are_alike_everywhere_and_all_in_the_end() -> None:
+    parameters = [SourceParameter(f"p{i}", 4, (Piece(f"p{i}", "float32", (1,), 0),)) for i in range(40)]
+    drawn = [parameters_to_verify(parameters, "sample", version) for version in range(400)]
+    assert drawn == [parameters_to_verify(list(parameters), "sample", version) for version in range(400)]
+    assert {len(sample) for sample in drawn} == {2}
+    assert {p.name for sample in drawn for p in sample} == {p.name for p in parameters}
+    assert parameters_to_verify(parameters, "off", 1) == []
