@@ -22,26 +22,31 @@ from typing import Any, Literal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from common import PRESETS, median, random_policy, save, seconds, show, start_engine, this_device, write_config
+from common import (
+    TIMEOUT,
+    add_model,
+    command_line,
+    median,
+    plain_copy,
+    random_policy,
+    save,
+    seconds,
+    show,
+    start,
+    start_engine,
+    this_device,
+    weight_source,
+    write_config,
+)
 
 from sharding.collective import CollectiveSender
 from sharding.plan import BucketPlan
 from sharding.sending import SyncSettings
-from sharding.source import FsdpWeightSource
 from sharding.storage import StorageWriter
 from sharding.weights_group import Board, BroadcastGroup, dial, listen
-from trainer import lifetime
-from trainer.distributed import destroy_process_group, init_process_group
-from trainer.policy.checkpoint_names import checkpoint_views
 
 GIB = 2**30
-HOST, TIMEOUT = "127.0.0.1", 600.0
-
-
-def plain_copy(nbytes: int, device: torch.device) -> Any:
-    """An action that copies so many bytes between two buffers that are mapped already."""
-    source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    return lambda: target.copy_(source)
+HOST = "127.0.0.1"
 
 
 def receive_bare(port: int, sizes: list[int], rounds: int, device: torch.device) -> None:
@@ -79,13 +84,9 @@ class Bench:
         self.options, self.device = options, this_device()
         self.other = torch.device("cuda", 1) if self.device.type == "cuda" else self.device
         folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
-        settings = {"dtype": options.dtype, "max_model_len": 128, "max_num_seqs": 4, "kv_cache_bytes": 256 << 20}
-        settings |= {"plain_cpu_weights": not options.packed, "cpu_threads": torch.get_num_threads()}
-        self.leader = start_engine(folder, self.other, **settings)
+        self.leader = start_engine(folder, self.other, dtype=options.dtype, plain_cpu_weights=not options.packed)
         self.policy = random_policy(folder, options.dtype, self.device)
-        dtype = getattr(torch, options.dtype)
-        layout = lambda name, shape: checkpoint_views(self.policy.model, name, shape)  # noqa: E731
-        self.source = FsdpWeightSource(list(self.policy.named_parameters()), dtype, layout)
+        self.source = weight_source(self.policy, options.dtype)
         self.plan = BucketPlan(self.source.parameters(), options.bucket_mib << 20)
         self.times: dict[str, list[float]] = {}
 
@@ -133,34 +134,24 @@ def present(bench: Bench) -> None:
     save(options.json, {"title": title, "nbytes": nbytes, "seconds": bench.times})
 
 
-def main(options: argparse.Namespace) -> int:
+def benchmark(options: argparse.Namespace) -> None:
     """Measure and print."""
-    init_process_group(600)
-    lifetime.install_signal_handlers(lambda: "benchmark")
-    torch.manual_seed(0)
     bench = Bench(options)
     try:
         bench.run()
         present(bench)
     finally:
         bench.leader.engine.close()
-    destroy_process_group()
-    return 0
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="100M", help="size of the model (default: 100M)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's weights")
+    parser = command_line(__doc__)
+    add_model(parser, "100M")
     parser.add_argument("--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN")
     parser.add_argument("--bucket-mib", type=int, default=64, help="size of a staging buffer (default: 64)")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind (default: 5)")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    arguments = parse()
-    lifetime.start_guardian()
-    lifetime.run(lambda: main(arguments))
+    start(benchmark, parse(), ranks=True)

@@ -1,13 +1,16 @@
 """What the benchmarks share: random models that never touch a disk, engines for them, tables and JSON."""
 
+import argparse
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,10 +24,13 @@ from transformers import Qwen2Config
 from generation.event_loop import EngineThread
 from generation.settings import EngineSettings
 from generation.worker_async import VllmAsyncGenerationWorker
-from sharding.manager import Leader
+from sharding.manager import Leader, ShardingManager, SyncSettings
+from sharding.source import FsdpWeightSource
+from trainer import lifetime
 from trainer.config import ModelConfig, PolicyConfig
+from trainer.distributed import destroy_process_group, init_process_group
 from trainer.policy import loading
-from trainer.policy.checkpoint_names import CheckpointView
+from trainer.policy.checkpoint_names import CheckpointView, checkpoint_views
 from trainer.policy.fsdp import FsdpPolicy
 
 PRESETS = {  # hidden size, intermediate size, layers, heads, key-value heads, vocabulary; all with tied embeddings
@@ -32,9 +38,46 @@ PRESETS = {  # hidden size, intermediate size, layers, heads, key-value heads, v
     "10M": (256, 1024, 6, 4, 2, 16384),
     "100M": (768, 2048, 12, 12, 4, 32768),
     "0.1B": (512, 1408, 8, 8, 4, 151936),  # small, with the vocabulary of the large
+    "0.2B": (768, 3072, 12, 12, 4, 151936),
     "0.5B": (896, 4864, 24, 14, 2, 151936),  # Qwen2.5-0.5B
     "7B": (3584, 18944, 28, 28, 4, 152064),  # Qwen2.5-7B, but for its separate output head
 }
+
+TIMEOUT = 600.0
+"""Seconds until a benchmark gives up what it waits for."""
+
+COPIED_AT_ONCE = 512 << 20  # bytes; larger copies are made of such pieces: far beyond any cache, and room is scarce
+
+
+def command_line(description: str | None, rounds: int = 5) -> argparse.ArgumentParser:
+    """A parser with what all benchmarks that start an engine take."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"measurements of each kind (default: {rounds})")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser, preset: str) -> None:
+    """The options of a benchmark of one model."""
+    parser.add_argument("--preset", choices=PRESETS, default=preset, help=f"size of the model (default: {preset})")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's weights")
+
+
+def start(benchmark: Callable[[argparse.Namespace], None], options: argparse.Namespace, ranks: bool = False) -> None:
+    """Run it as training is run, so that it leaves nothing behind however it ends; with a process group if `ranks`."""
+
+    def main() -> int:
+        if ranks:
+            init_process_group(600)
+        lifetime.install_signal_handlers(lambda: "benchmark")
+        torch.manual_seed(0)
+        benchmark(options)
+        if ranks:
+            destroy_process_group()
+        return 0
+
+    lifetime.start_guardian()
+    lifetime.run(main)
 
 
 def write_config(folder: Path, preset: str, dtype: str) -> Path:
@@ -70,26 +113,53 @@ class _RandomWeights:
         return values.fill_(1.0) if "norm" in views[0].name else values.uniform_(-0.05, 0.05)
 
 
-def random_policy(folder: Path, dtype: str, device: torch.device) -> FsdpPolicy:
-    """The trainer's own policy, float32 masters sharded over the ranks, with random weights."""
+def random_policy(folder: Path, dtype: str, device: torch.device, **settings: Any) -> FsdpPolicy:
+    """The trainer's own policy, float32 masters sharded over the ranks, with random weights.
+
+    `settings` are further keys of the section `policy`.
+    """
+    config = PolicyConfig.model_validate({"dtype": dtype} | settings)
     with mock.patch.object(loading, "SafetensorsFolder", _RandomWeights):
-        return FsdpPolicy(ModelConfig(path=str(folder)), PolicyConfig.model_validate({"dtype": dtype}), device)
+        return FsdpPolicy(ModelConfig(path=str(folder)), config, device)
 
 
-def start_engine(folder: Path, device: torch.device, **settings: Any) -> Leader:
-    """An engine with random weights of its own, as this rank's leader holds it."""
+def start_engine(folder: Path, device: torch.device, extra: dict[str, Any] | None = None, **settings: Any) -> Leader:
+    """An engine with random weights of its own, as this rank's leader holds it; `extra` are arguments of vLLM's."""
+    defaults = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_bytes": 256 << 20}
+    defaults |= {"cpu_threads": torch.get_num_threads()}
     thread = EngineThread()
     engine = VllmAsyncGenerationWorker(
         EngineSettings(
             model=str(folder),
             load_format="dummy",
             device_indices=(device.index,) if device.type == "cuda" else (),
-            extra={"skip_tokenizer_init": True},
-            **settings,
+            extra={"skip_tokenizer_init": True} | (extra or {}),
+            **(defaults | settings),
         )
     )
-    thread.run(engine.start(), 600, "starting the engine")
+    thread.run(engine.start(), TIMEOUT, "starting the engine")
     return Leader(engine, thread)
+
+
+def ask_worker(leader: Leader, method: str, *args: Any) -> Any:
+    """What a method of the worker extension returns; of the first worker."""
+    return leader.thread.run(leader.engine.call_workers(method, *args), TIMEOUT, method)[0]
+
+
+def weight_source(policy: FsdpPolicy, dtype: str) -> FsdpWeightSource:
+    """The trainer's own way to the policy's weights."""
+    parameters, layout = list(policy.named_parameters()), partial(checkpoint_views, policy.model)
+    return FsdpWeightSource(parameters, getattr(torch, dtype), layout)
+
+
+def connected_manager(
+    source: FsdpWeightSource, device: torch.device, settings: SyncSettings, leader: Leader
+) -> ShardingManager:
+    """A sharding manager between the two, as training has it."""
+    folder = Path(tempfile.mkdtemp(dir=lifetime.private_folder()))
+    manager = ShardingManager(source, device, settings, folder, leader=leader)
+    manager.connect()
+    return manager
 
 
 def this_device() -> torch.device:
@@ -99,21 +169,47 @@ def this_device() -> torch.device:
     return torch.device("cpu")
 
 
+def timed(action: Callable[[], object], device: torch.device) -> float:
+    """Seconds, the device's work included."""
+    _synchronize(device)
+    start = time.perf_counter()
+    action()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
 def seconds(action: Callable[[], object], rounds: int, device: torch.device) -> list[float]:
     """How long each of `rounds` calls took, after one that does not count."""
-    times = []
-    for _ in range(rounds + 1):
-        _synchronize(device)
-        start = time.perf_counter()
-        action()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-    return times[1:]
+    return [timed(action, device) for _ in range(rounds + 1)][1:]
+
+
+def in_turns(actions: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """The same for several actions, one of each in a round: what else the machine does meanwhile falls on all alike."""
+    times = [{name: timed(action, device) for name, action in actions.items()} for _ in range(rounds + 1)][1:]
+    return {name: [of_round[name] for of_round in times] for name in actions}
 
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def plain_copy(nbytes: int, device: torch.device) -> Callable[[], None]:
+    """An action that copies so many bytes between two buffers that are mapped already: the floor of any transfer."""
+    size = min(nbytes, COPIED_AT_ONCE)
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    pieces = [min(size, nbytes - begin) for begin in range(0, nbytes, size)]
+
+    def copy() -> None:
+        for piece in pieces:
+            target[:piece].copy_(source[:piece])
+
+    return copy
+
+
+def total(tensors: Iterable[torch.Tensor]) -> float:
+    """The sum of all elements, in float64."""
+    return sum(tensor.sum(dtype=torch.float64).item() for tensor in tensors)
 
 
 def origin() -> dict[str, Any]:

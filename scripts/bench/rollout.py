@@ -23,13 +23,23 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from common import PRESETS, median, save, show, start_engine, this_device, write_config
+from common import (
+    PRESETS,
+    add_model,
+    command_line,
+    median,
+    save,
+    show,
+    start,
+    start_engine,
+    this_device,
+    write_config,
+)
 
 from generation.rollout import RolloutSettings, rollout
 from generation.sampling import SamplingSettings, sample_seed, vllm_sampling_params
 from generation.trajectory import Trajectory
 from generation.worker_async import VllmAsyncGenerationWorker
-from trainer import lifetime
 
 Tokens = dict[tuple[int, int], list[int]]
 """(prompt, sample) -> what was sampled."""
@@ -98,16 +108,14 @@ async def compare(
     return rounds[1:]
 
 
-def main(options: argparse.Namespace) -> int:
+def benchmark(options: argparse.Namespace) -> None:
     """Measure and print."""
-    lifetime.install_signal_handlers(lambda: "benchmark")
     device = this_device()
     folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
     length = options.prompt_tokens + options.max_tokens
     leader = start_engine(
         folder, device, dtype=options.dtype, max_model_len=length, max_num_seqs=options.max_num_seqs,
         kv_cache_bytes=options.kv_cache_mib << 20, plain_cpu_weights=options.plain, sleep=False,
-        cpu_threads=torch.get_num_threads(),
     )  # fmt: skip
     try:
         leader.engine.state.adopt_checkpoint(0)
@@ -119,7 +127,6 @@ def main(options: argparse.Namespace) -> int:
     finally:
         leader.engine.close()
     present(options, rounds)
-    return 0
 
 
 def present(options: argparse.Namespace, rounds: list[Round]) -> None:
@@ -139,9 +146,8 @@ def present(options: argparse.Namespace, rounds: list[Round]) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="10M", help="size of the model (default: 10M)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser = command_line(__doc__)
+    add_model(parser, "10M")
     parser.add_argument(
         "--plain", action="store_true", help="CPU: weights not packed for oneDNN, as small models like it"
     )
@@ -151,12 +157,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64, help="longest answer (default: 64)")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences the engine runs at once (default: 64)")
     parser.add_argument("--kv-cache-mib", type=int, default=512, help="size of the KV cache (default: 512)")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each (default: 5)")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    arguments = parse()
-    lifetime.start_guardian()
-    lifetime.run(lambda: main(arguments))
+    start(benchmark, parse())

@@ -21,8 +21,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-from common import median, save, show, start_engine, this_device
+from common import command_line, median, save, show, start, start_engine, this_device
 from make_tiny import make_tiny_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -33,7 +32,6 @@ from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, tools_b
 from generation.sampling import SamplingSettings
 from generation.trajectory import Trajectory
 from generation.worker_async import VllmAsyncGenerationWorker
-from trainer import lifetime
 
 
 def make_agent(tokenizer: PreTrainedTokenizerBase, seconds: float) -> Agent:
@@ -92,13 +90,12 @@ async def compare(
     return rows[1:]
 
 
-def main(options: argparse.Namespace) -> int:
+def benchmark(options: argparse.Namespace) -> None:
     """Measure and print."""
-    lifetime.install_signal_handlers(lambda: "benchmark")
     folder = make_tiny_model(Path(tempfile.mkdtemp()) / "model")
     leader = start_engine(
         folder, this_device(), dtype="float32", max_model_len=256, max_num_seqs=options.max_num_seqs,
-        kv_cache_bytes=256 << 20, plain_cpu_weights=True, sleep=False, cpu_threads=torch.get_num_threads(),
+        kv_cache_bytes=256 << 20, plain_cpu_weights=True, sleep=False,
     )  # fmt: skip
     try:
         leader.engine.state.adopt_checkpoint(0)
@@ -114,21 +111,16 @@ def main(options: argparse.Namespace) -> int:
     serial = f"one call after the other would be {options.trajectories * options.seconds:g} s more"
     show(title, columns, [[name, *row] for name, row in zip(names, cells, strict=True)], [serial])
     save(options.json, {"title": title, "columns": columns[1:], "rounds": rows, "median": lines[-1]})
-    return 0
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("--trajectories", type=int, default=64, help="how many run at once (default: 64)")
     parser.add_argument("--seconds", type=float, default=0.5, help="how long a call takes (default: 0.5)")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences the engine runs at once (default: 64)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: 3)")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    arguments = parse()
-    lifetime.start_guardian()
-    lifetime.run(lambda: main(arguments))
+    start(benchmark, parse())

@@ -25,7 +25,6 @@ import os
 import random
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -37,7 +36,18 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
 import torch
-from common import PRESETS, median, random_policy, save, show, this_device, write_config
+from common import (
+    PRESETS,
+    add_model,
+    command_line,
+    median,
+    random_policy,
+    save,
+    show,
+    this_device,
+    timed,
+    write_config,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.batching import Sample, micro_batches
@@ -195,17 +205,6 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / best
 
 
-def timed(action: Callable[[], object], device: torch.device) -> float:
-    """Seconds, the device's work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
 def needed_operations(policy: FsdpPolicy, batch: Answers) -> float:
     """Forward and backward of the real tokens, in multiplications and additions."""
     head = policy.model.get_output_embeddings().weight.numel()
@@ -281,18 +280,15 @@ def report(
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="0.1B")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser = command_line(__doc__, rounds=3)
+    add_model(parser, "0.1B")
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest possible answer")
     parser.add_argument("--rows", type=int, default=4, help="answers in one of TRL's micro-batches")
     parser.add_argument("--budget", type=int, default=4096, help="tokens in one of our micro-batches")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--variants", nargs="+", choices=["TRL", "padded", "packed"], default=["TRL", "padded", "packed"]
     )
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.sequences % options.rows:
         parser.error("--sequences must be a multiple of --rows: TRL weighs answers by their micro-batch's size")

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""How long the policy's weights take into the engine, against a plain copy of the same bytes in the same run.
+"""How long the policy's weights take into the engine, against a plain copy of the same bytes and against how others do
+it, in the same run.
 
-    python scripts/bench/weight_sync.py --preset 100M [--dtype bfloat16] [--packed] [--rounds 7] [--json FILE]
+    python scripts/bench/weight_sync.py [--presets 1M 10M 0.2B] [--dtype bfloat16] [--packed] [--plot FILE.png] ...
     torchrun --standalone --nproc-per-node 2 scripts/bench/weight_sync.py ...     (two ranks, two engines)
 
-One engine a rank is started with random weights (nothing is read from disk) and serves every measurement:
+One engine a rank and size is started with random weights (nothing is read from disk) and serves every measurement:
 
-    memcpy       the floor: a copy of the same bytes between two resident buffers in one process
+    memcpy       the floor: a copy of the same bytes between two resident buffers, in the worker
+    load: ...    weights that lie in the worker already into its model: by replaying the copies that vLLM's loaders were
+                 seen to make, by the loaders under watch, and by them alone, one weight at a time. In turns with memcpy
     transport    staging filled by us and copied out by another process, two buffers in turn; neither trainer nor vLLM
     gather       the policy's shards, cast and gathered into staging; nobody reads them
-    loaders      what is in staging into the engine's model by vLLM's own loaders; nothing is gathered
-    replay       the same by repeating the copies that the loaders were seen to make
     sync         all of it as in training, for each setting of sync.verify; the engine stays awake
     after sleep  the same, but the engine has given its memory back before, as in training
+    TRL, ...     others' ways, see peers.py
 
 Threads: as many as OMP_NUM_THREADS says on either side, 1 if it says nothing.
 """
@@ -22,92 +24,108 @@ import dataclasses
 import multiprocessing
 import os
 import tempfile
-from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from common import PRESETS, median, random_policy, save, seconds, show, start_engine, this_device, write_config
+from common import (
+    PRESETS,
+    TIMEOUT,
+    ask_worker,
+    command_line,
+    connected_manager,
+    median,
+    random_policy,
+    save,
+    seconds,
+    show,
+    start,
+    start_engine,
+    this_device,
+    weight_source,
+    write_config,
+)
+from peers import IPC_ARGUMENTS, IPC_ENVIRONMENT, Verl, VllmIpc, Way, trl
 
 from sharding.channel import Listener, connect
 from sharding.collectives import is_main, world_size
-from sharding.manager import ShardingManager, SyncReport, SyncSettings
+from sharding.manager import SyncReport, SyncSettings
 from sharding.plan import BucketPlan
 from sharding.source import FsdpWeightSource
 from sharding.transport import BUFFERS, Staging, make_staging, open_staging
 from trainer import lifetime
-from trainer.distributed import destroy_process_group, init_process_group
-from trainer.policy.checkpoint_names import checkpoint_views
 
-FLOOR_BYTES = 512 << 20  # larger copies are made of pieces of this size: far beyond any cache, and room is scarce
 GIB = 2**30
-
-
-class Resident(FsdpWeightSource):
-    """A source that leaves in staging what is there."""
-
-    def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
-        return
+LOADS = {"replay": "load: replay", "loaders": "load: vLLM's, watched", "one by one": "load: vLLM's, one by one"}
 
 
 class Bench:
-    """One policy, one engine, and what was measured on them: name -> seconds of each round."""
+    """One policy and one engine of one size, and what was measured on them: its name -> a `Way`."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.device = options, this_device()
-        folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
-        settings = {"dtype": options.dtype, "max_model_len": 128, "max_num_seqs": 4, "kv_cache_bytes": 256 << 20}
-        settings |= {"plain_cpu_weights": not options.packed, "cpu_threads": torch.get_num_threads()}
-        self.leader = start_engine(folder, self.device, **settings)
+    def __init__(self, options: argparse.Namespace, preset: str) -> None:
+        self.options, self.preset, self.device = options, preset, this_device()
+        self.dtype = getattr(torch, options.dtype)
+        folder = write_config(Path(tempfile.mkdtemp()) / "model", preset, options.dtype)
+        on_cuda = self.device.type == "cuda"
+        os.environ.update(IPC_ENVIRONMENT if on_cuda else {})
+        self.leader = start_engine(
+            folder, self.device, extra=IPC_ARGUMENTS if on_cuda else None, dtype=options.dtype,
+            plain_cpu_weights=not options.packed, worker_extension="bench_worker.BenchWorker",
+        )  # fmt: skip
         self.policy = random_policy(folder, options.dtype, self.device)
-        self.source = self.make_source(FsdpWeightSource)
+        self.source = weight_source(self.policy, options.dtype)
         self.plan = BucketPlan(self.source.parameters(), options.bucket_mib << 20)
-        self.times: dict[str, list[float]] = {}
-        self.report = SyncReport(-1)
+        self.ways: dict[str, Way] = {}
         self.shift: dict[str, list[float]] = {}
 
-    def make_source(self, kind: type[FsdpWeightSource]) -> FsdpWeightSource:
-        """The trainer's own way to the weights, or a variation of it."""
-        model, dtype = self.policy.model, getattr(torch, self.options.dtype)
-        return kind(list(self.policy.named_parameters()), dtype, partial(checkpoint_views, model))
-
-    def measure(self, name: str, action: Any) -> None:
-        """Time an action under a name."""
-        self.times[name] = seconds(action, self.options.rounds, self.device)
-
     def run(self) -> None:
-        """Everything, cheapest first."""
-        self.measure("memcpy", plain_copy(self.plan.nbytes, self.device))
-        staging = make_staging(self.plan.capacity, self.device)
-        with Reader(staging, self.device) as reader:
-            self.measure("transport", lambda: reader.push(self.plan))
-        self.measure("gather", lambda: gather(self.source, self.plan, staging))
-        staging.close()
-        self.sync("loaders", "off", Resident, replay=False)
-        self.sync("replay", "off", Resident)
+        """Everything."""
+        self.update("off", 1)  # from it the worker knows what comes, and what its loaders do with it
+        self.load()
+        self.move()
         for verify in ("off", "sample", "full"):
             self.sync(f"sync, verify {verify}", verify)
         self.sync("after sleep, verify off", "off", sleep=True)
+        if self.options.peers and not self.options.packed:
+            self.peers()
 
-    def sync(
-        self,
-        name: str,
-        verify: Any,
-        kind: type[FsdpWeightSource] = FsdpWeightSource,
-        sleep: bool = False,
-        replay: bool = True,
-    ) -> None:
-        """Time syncs of a manager of their own; the first one, which maps the staging memory, does not count."""
+    def load(self) -> None:
+        """What needs no trainer."""
+        times = ask_worker(self.leader, "bench_load", self.options.rounds)
+        self.ways["memcpy"] = Way(times["memcpy"])
+        self.ways |= {name: Way(times[way]) for way, name in LOADS.items() if way in times}
+
+    def move(self) -> None:
+        """What needs no engine."""
+        staging, rounds = make_staging(self.plan.capacity, self.device), self.options.rounds
+        room, messages = BUFFERS * self.plan.capacity, len(self.plan.buckets)
+        with Reader(staging, self.device) as reader:
+            times = seconds(lambda: reader.push(self.plan), rounds, self.device)
+            self.ways["transport"] = Way(times, room, messages)
+        self.ways["gather"] = Way(seconds(lambda: gather(self.source, self.plan, staging), rounds, self.device), room)
+        staging.close()
+
+    def sync(self, name: str, verify: Literal["off", "sample", "full"], sleep: bool = False) -> None:
+        """Time syncs; the first one, which maps the staging memory, does not count."""
+        reports = self.update(verify, self.options.rounds + 1, sleep)[1:]
+        phases = {p: [r.seconds.get(p, 0.0) for r in reports] for p in ("sleep", "wake", "sync", "verify")}
+        times = [sum(parts) for parts in zip(phases["wake"], phases["sync"], phases["verify"], strict=True)]
+        self.ways[name] = Way(times, reports[-1].staging_bytes, reports[-1].messages)
+        if sleep:
+            self.shift = phases
+
+    def update(self, verify: Literal["off", "sample", "full"], count: int, sleep: bool = False) -> list[SyncReport]:
+        """As many syncs as in training, by a manager of their own."""
         engine = self.leader.engine
         engine.settings = dataclasses.replace(engine.settings, sleep=sleep)
-        settings = SyncSettings(verify, self.options.bucket_mib << 20, replay=replay)
-        folder = Path(tempfile.mkdtemp(dir=lifetime.private_folder()))
-        manager = ShardingManager(self.make_source(kind), self.device, settings, folder, leader=self.leader)
-        manager.connect()
+        settings = SyncSettings(verify, self.options.bucket_mib << 20)
+        manager = connected_manager(self.source, self.device, settings, self.leader)
         reports = []
-        for _ in range(self.options.rounds + 1):
+        for _ in range(count):
             self.policy.updates.applied += 1
             manager.sleep()
             went_to_sleep = manager.report.seconds["sleep"]
@@ -115,12 +133,17 @@ class Bench:
             manager.report.seconds["sleep"] = went_to_sleep
             reports.append(manager.report)
         manager.close()
-        phases = {p: [r.seconds.get(p, 0.0) for r in reports[1:]] for p in ("sleep", "wake", "sync", "verify")}
-        self.times[name] = [sum(parts) for parts in zip(phases["wake"], phases["sync"], phases["verify"], strict=True)]
-        if sleep:
-            self.shift = phases
-        if verify == "off":
-            self.report = reports[-1]
+        return reports
+
+    def peers(self) -> None:
+        """What is possible here of others' ways."""
+        rounds, weights = self.options.rounds, list(self.policy.named_parameters())
+        if find_spec("trl") is not None:
+            self.ways[f"TRL {version('trl')}, colocated"] = trl(self.leader, rounds)
+        self.ways["verl's sequence of calls"] = Verl(self.leader, weights, self.dtype, self.device).measure(rounds)
+        if self.device.type == "cuda":
+            engine = VllmIpc(self.leader, weights, self.dtype, self.device)
+            self.ways[f"vLLM {version('vllm')}, packed IPC"] = engine.measure(rounds)
 
 
 class Reader:
@@ -136,7 +159,7 @@ class Reader:
 
     def __enter__(self) -> "Reader":
         self.process.start()
-        self.channel.accept(60, "bench")
+        self.channel.accept(TIMEOUT, "bench")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,13 +171,13 @@ class Reader:
         """Every bucket of the plan through staging, one being filled while the other is read."""
         for number, bucket in enumerate(plan.buckets):
             if number >= BUFFERS:
-                self.channel.receive(60, "answer")
+                self.channel.receive(TIMEOUT, "answer")
             buffer = self.staging.buffers[number % BUFFERS]
             buffer[: bucket.nbytes].copy_(self.source[: bucket.nbytes])
             self.staging.flush()
             self.channel.send("bucket", buffer=number % BUFFERS, nbytes=bucket.nbytes)
         for _ in plan.buckets[-BUFFERS:]:
-            self.channel.receive(60, "answer")
+            self.channel.receive(TIMEOUT, "answer")
 
 
 def read_staging(endpoint: str, secret: str, device: torch.device, handle: dict[str, Any]) -> None:
@@ -162,26 +185,13 @@ def read_staging(endpoint: str, secret: str, device: torch.device, handle: dict[
     channel = connect(endpoint, secret, "bench", os.getpid())
     buffers = open_staging(handle, device)
     target = torch.ones(handle["nbytes"], dtype=torch.uint8, device=device)
-    while (message := channel.receive(600, "bucket"))["kind"] == "bucket":
+    while (message := channel.receive(TIMEOUT, "bucket"))["kind"] == "bucket":
         count = message["nbytes"]
         target[:count].copy_(buffers[message["buffer"]][:count])
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         channel.send("done")
     del buffers
-
-
-def plain_copy(nbytes: int, device: torch.device) -> Any:
-    """An action that copies so many bytes between two buffers that are mapped already."""
-    size = min(nbytes, FLOOR_BYTES)
-    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    pieces = [min(size, nbytes - begin) for begin in range(0, nbytes, size)]
-
-    def copy() -> None:
-        for piece in pieces:
-            target[:piece].copy_(source[:piece])
-
-    return copy
 
 
 def gather(source: FsdpWeightSource, plan: BucketPlan, staging: Staging) -> None:
@@ -193,58 +203,94 @@ def gather(source: FsdpWeightSource, plan: BucketPlan, staging: Staging) -> None
     staging.flush()
 
 
-def present(bench: Bench) -> None:
-    """Print the table, write the JSON."""
-    options, nbytes = bench.options, bench.plan.nbytes
-    floor = median(bench.times["memcpy"])
+def present(bench: Bench) -> dict[str, Any]:
+    """Print the table; returns its figures."""
+    options, nbytes, ways = bench.options, bench.plan.nbytes, bench.ways
+    middle = {name: median(way.seconds) for name, way in ways.items()}
     rows = []
-    for name, times in bench.times.items():
-        middle = median(times)
-        speed, ratio = f"{nbytes / middle / GIB:.2f}", f"{middle / floor:.2f}"
-        rows.append([name, f"{middle * 1e3:.1f}", f"{min(times) * 1e3:.1f}", speed, ratio])
+    for name, way in ways.items():
+        speed, ratio = f"{nbytes / middle[name] / GIB:.2f}", f"{middle[name] / middle['memcpy']:.2f}"
+        staging = "" if way.staging is None else f"{way.staging / 2**20:.1f}"
+        messages = "" if way.messages is None else str(way.messages)
+        best = f"{min(way.seconds) * 1e3:.2f}"
+        rows.append([name, f"{middle[name] * 1e3:.2f}", best, speed, ratio, staging, messages])
     layout = "packed" if options.packed else "plain"
-    title = f"{options.preset} {options.dtype}, {layout} weights, {world_size()} rank(s)"
+    title = f"{bench.preset} {options.dtype}, {layout} weights, {world_size()} rank(s)"
     notes = [
-        f"{nbytes / 2**20:.1f} MiB in {len(bench.plan.buckets)} buckets, {bench.report.messages} messages, "
-        f"staging {bench.report.staging_bytes / 2**20:.1f} MiB",
-        f"medians of {options.rounds} rounds, {torch.get_num_threads()} thread(s) on either side",
+        f"{nbytes / 2**20:.1f} MiB in {len(bench.plan.buckets)} buckets; medians of {options.rounds} rounds, "
+        f"{torch.get_num_threads()} thread(s) on either side",
         "after sleep: " + ", ".join(f"{phase} {median(times) * 1e3:.1f} ms" for phase, times in bench.shift.items()),
+        f"transport at {middle['memcpy'] / middle['transport']:.0%} of memcpy's bandwidth",
     ]
-    show(title, ["what", "ms", "best ms", "GiB/s", "x memcpy"], rows, notes)
-    results = {"title": title, "nbytes": nbytes, "bucket_mib": options.bucket_mib, "seconds": bench.times}
-    results |= {"messages": bench.report.messages, "staging_bytes": bench.report.staging_bytes, "shift": bench.shift}
-    save(options.json, results)
+    if "load: replay" in middle:
+        gain = middle["load: vLLM's, one by one"] / middle["load: replay"]
+        notes.append(f"replay {gain:.1f} x as fast as vLLM's load_weights of one weight at a time")
+    if options.peers:
+        notes += peers_notes(bench)
+    show(title, ["what", "ms", "best ms", "GiB/s", "x memcpy", "staging MiB", "messages"], rows, notes)
+    figures = {"title": title, "preset": bench.preset, "nbytes": nbytes, "shift": bench.shift}
+    return figures | {"ways": {name: dataclasses.asdict(way) for name, way in ways.items()}}
 
 
-def main(options: argparse.Namespace) -> int:
-    """Measure and print."""
-    init_process_group(600)
-    lifetime.install_signal_handlers(lambda: "benchmark")
-    torch.manual_seed(0)
-    bench = Bench(options)
-    try:
-        bench.run()
-        if is_main():
-            present(bench)
-    finally:
-        bench.leader.engine.close()
-    destroy_process_group()
-    return 0
+def peers_notes(bench: Bench) -> list[str]:
+    """What is to be known of the peers' rows, and why some are not there."""
+    if bench.options.packed:
+        return ["peers: none, since their load_weights cannot write weights that are packed for oneDNN"]
+    notes = ["TRL: model and engine in one process, whole and unsharded: nothing is gathered or sent"]
+    if find_spec("trl") is None:
+        notes = ["TRL: not installed"]
+    if bench.device.type != "cuda":
+        notes.append("vLLM's packed IPC engine: needs CUDA")
+    return notes
+
+
+def plot(sizes: list[dict[str, Any]], file: Path) -> None:
+    """Seconds against bytes for each way, both logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
+    for name in sizes[-1]["ways"]:
+        points = [(size["nbytes"], median(size["ways"][name]["seconds"])) for size in sizes if name in size["ways"]]
+        style = {"memcpy": "k--"}.get(name, "o:" if name[0].isupper() or "verl" in name else "o-")
+        axes.loglog(*zip(*points, strict=True), style, label=name)
+    axes.set(xlabel="bytes of the weights", ylabel="seconds", title="Weights into the engine")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=120)
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Measure and print, size by size."""
+    sizes = []
+    for preset in options.presets:
+        bench = Bench(options, preset)
+        try:
+            bench.run()
+            if is_main():
+                sizes.append(present(bench))
+        finally:
+            bench.leader.engine.close()
+    if is_main():
+        save(options.json, {"bucket_mib": options.bucket_mib, "sizes": sizes})
+        if options.plot is not None:
+            plot(sizes, options.plot)
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="100M", help="size of the model (default: 100M)")
+    parser = command_line(__doc__, rounds=7)
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["100M"], help="sizes (default: 100M)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's weights")
     parser.add_argument("--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN")
     parser.add_argument("--bucket-mib", type=int, default=64, help="size of a staging buffer (default: 64)")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each kind (default: 7)")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure others' ways")
+    parser.add_argument("--plot", type=Path, help="draw seconds against bytes into this file")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    arguments = parse()
-    lifetime.start_guardian()
-    lifetime.run(lambda: main(arguments))
+    start(benchmark, parse(), ranks=True)

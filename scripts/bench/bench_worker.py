@@ -1,0 +1,128 @@
+"""The worker's half of weight_sync.py; runs inside vLLM's worker."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from common import TIMEOUT, in_turns, plain_copy, seconds, total
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+from sharding.channel import Channel, connect
+from sharding.plan import Manifest
+from sharding.recording import NamedTensors
+from sharding.transport import open_staging
+from sharding.weight_loader import WeightLoader, copy_of
+from sharding.worker_extension import VllmInternalWorkerExtension
+
+
+class BenchWorker(VllmInternalWorkerExtension):
+    """The extension of training, and what the benchmark asks besides.
+
+    Its methods may leave other weights in the model than the policy's; the next update brings those back.
+    """
+
+    bench_channel: Channel | None = None
+
+    def bench_load(self, rounds: int) -> dict[str, list[float]]:
+        """Seconds of each way to load weights that lie in this process already. An update must have brought all."""
+        worker: Any = self
+        model, manifest, recording = worker.get_model(), self.hotbunk_weights or {}, self.hotbunk_recording
+        weights = resident(manifest, worker.device)
+
+        def update(replay: bool) -> None:
+            loader = WeightLoader(model, worker.vllm_config, plain=recording is not None, recording=recording)
+            loader.begin(manifest, replay)
+            loader.load(weights)
+            loader.finish()
+
+        def one_by_one() -> None:
+            for weight in weights:
+                model.load_weights([weight])
+
+        ways: dict[str, Any] = {"memcpy": plain_copy(sum(tensor.nbytes for _, tensor in weights), worker.device)}
+        ways["loaders"] = lambda: update(replay=False)
+        if recording is not None:
+            ways |= {"replay": lambda: update(replay=True), "one by one": one_by_one}
+        with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
+            return in_turns(ways, rounds, worker.device)
+
+    def bench_trl(self, rounds: int) -> list[float]:
+        """Seconds of TRL's `sync_weights` where the trainer's model and the engine's are in one process, this one."""
+        from trl.distributed import DistributedBackend
+        from trl.generation.vllm_generation import VLLMGeneration
+
+        worker: Any = self
+        generation = VLLMGeneration.__new__(VLLMGeneration)  # its constructor would start an engine
+        generation.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None))
+        generation._dist = DistributedBackend(generation.accelerator)
+        generation.mode, generation.enable_sleep_mode = "colocate", False
+        generation.model = whole_model(worker.vllm_config.model_config.model, worker.device)
+        driver = SimpleNamespace(model_runner=SimpleNamespace(model=worker.get_model()))
+        engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=driver))
+        generation.llm = SimpleNamespace(llm_engine=engine, reset_prefix_cache=lambda: None)
+        return seconds(generation.sync_weights, rounds, worker.device)
+
+    def bench_connect(self, address: str, secret: str) -> None:
+        """Be there for `bench_verl`."""
+        self.bench_channel = connect(address, secret, "bench", 0)
+
+    def bench_verl(self) -> None:
+        """Receive one update as verl's worker extension does: bucket by bucket into `load_weights`, then everything
+        that vLLM does after loading.
+
+        Its CUDA path copies a bucket before it loads it, so that the sender can go on; in shared memory there is no
+        such copy, and here the sender waits.
+        """
+        worker: Any = self
+        channel, model = self.bench_channel, worker.get_model()
+        assert channel is not None
+        buffer = open_staging(channel.receive(TIMEOUT, "memory")["handle"], worker.device)[0]
+        channel.send("opened")
+        last = False
+        while not last:
+            message = channel.receive(TIMEOUT, "bucket")
+            weights = views(buffer, message["pieces"])
+            if worker.device.type == "cuda":
+                weights = copy_of(weights)
+                torch.cuda.synchronize(worker.device)
+                channel.send("taken")
+            model.load_weights(weights)
+            if worker.device.type == "cpu":
+                channel.send("taken")
+            last = message["last"]
+        del weights
+        process_weights_after_loading(model, worker.vllm_config.model_config, worker.device)
+
+    def bench_sum(self) -> float:
+        """Of all weights the model holds."""
+        return total(self.get_model().parameters())  # type: ignore[attr-defined]
+
+
+def resident(manifest: Manifest, device: torch.device) -> NamedTensors:
+    """Weights of these shapes and dtypes."""
+    return [
+        (name, torch.full(shape, 0.01, dtype=getattr(torch, dtype), device=device))
+        for name, (shape, dtype) in manifest.items()
+    ]
+
+
+def whole_model(folder: str, device: torch.device) -> PreTrainedModel:
+    """The trainer's model as Transformers makes it, in float32."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model.to_empty(device=device)
+    model.tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.01)
+    return model
+
+
+def views(buffer: torch.Tensor, pieces: list[list[Any]]) -> NamedTensors:
+    """The weights in a bucket: [name, dtype, shape, offset in bytes] of each."""
+    return [
+        (name, buffer[offset:].view(getattr(torch, dtype))[: torch.Size(shape).numel()].view(shape))
+        for name, dtype, shape, offset in pieces
+    ]

@@ -1,0 +1,44 @@
+"""The benchmarks of the weight path run in one command, measure what they say, and end in a table."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The figures and the output of a benchmark of the smallest model."""
+    file = folder / "figures.json"
+    command = [sys.executable, ROOT / "scripts" / "bench" / script, *arguments, "--json", file]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text()), done.stdout
+
+
+def test_weight_sync_measures_every_way_of_the_same_bytes(tmp_path: Path) -> None:
+    picture = tmp_path / "growth.png"
+    figures, printed = run("weight_sync.py", tmp_path, "--presets", "1M", "--rounds", "2", "--plot", str(picture))
+    (size,) = figures["sizes"]
+    for name in ("memcpy", "load: replay", "transport", "sync, verify full", "verl's sequence of calls"):
+        assert len(size["ways"][name]["seconds"]) == 2 and name in printed
+    assert any(name.startswith("TRL") for name in size["ways"])
+    parameters = 1_019_264
+    assert 4 * parameters <= size["nbytes"] < 4.1 * parameters
+    sync = size["ways"]["sync, verify off"]
+    assert sync["staging"] == 2 * size["nbytes"] and sync["messages"] == 4  # begin, one bucket, finish, end
+    assert picture.stat().st_size > 0
+
+
+def test_shift_accounts_for_every_phase_and_side(tmp_path: Path) -> None:
+    figures, printed = run("shift.py", tmp_path, "--preset", "1M", "--rounds", "3")
+    assert len(figures["seconds"]) == len(figures["memory"]) == 3
+    for cycle in figures["seconds"]:
+        assert all(cycle[phase] > 0 for phase in ("release", "wake", "sync", "sleep", "restore", "step"))
+    for cycle in figures["memory"]:
+        assert cycle["engine off"] < cycle["engine on"]
+    assert "growth" in printed

@@ -1,0 +1,51 @@
+"""What the benchmarks make of what they measure."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
+
+import common
+import shift
+
+
+def cycles(memory: list[int]) -> list[shift.Cycle]:
+    return [shift.Cycle({}, {"engine on": nbytes}) for nbytes in memory]
+
+
+def test_p4_a_leak_is_bytes_a_cycle_and_what_is_kept_once_is_none() -> None:
+    assert shift.growth(cycles([100 + 7 * number for number in range(11)]), "engine on") == pytest.approx(7)
+    assert shift.growth(cycles([0, 900, 1000, 1000, 1000, 1000, 1000, 1000]), "engine on") == 0
+    assert shift.growth(cycles([5, 6, 7]), "engine on") == 0  # too few to say
+
+
+def test_actions_take_turns_and_the_first_round_does_not_count() -> None:
+    called: list[str] = []
+    times = common.in_turns(
+        {name: lambda name=name: called.append(name) for name in "ab"}, rounds=2, device=torch.device("cpu")
+    )
+    assert called == ["a", "b"] * 3
+    assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2}
+
+
+def test_a_copy_in_pieces_copies_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "COPIED_AT_ONCE", 100)
+    copied: list[int] = []
+    original = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: copied.append(len(other)) or original(self, other))
+    common.plain_copy(250, torch.device("cpu"))()
+    assert copied == [100, 100, 50]
+
+
+def test_ways_are_drawn_over_the_bytes_they_moved(tmp_path: Path) -> None:
+    import weight_sync
+
+    sizes = [
+        {"nbytes": nbytes, "ways": {name: {"seconds": [nbytes / 1e9]} for name in ("memcpy", "sync", "TRL")}}
+        for nbytes in (10**6, 10**8)
+    ]
+    weight_sync.plot(sizes, tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").stat().st_size > 10_000
