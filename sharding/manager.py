@@ -187,8 +187,9 @@ class ShardingManager:
                 self._leader.thread.run(action(self._leader.engine), self._settings.timeout, phase)
 
     def _sync(self, version: int) -> None:
-        if self._staging is None:
-            self._staging = make_staging(self._plan.capacity, self._device)
+        with agreed("allocating the staging memory"):
+            if self._staging is None:
+                self._staging = make_staging(self._plan.capacity, self._device)
         self._session += 1
         call = self._start_receiving()
         timeout = self._settings.timeout

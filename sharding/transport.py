@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .channel import SyncError
+
 BUFFERS = 2
 """One is loaded by the worker while the ranks gather into the other."""
 
@@ -49,9 +51,20 @@ class SharedMemoryStaging:
     """Staging on CPU: one anonymous memory file, mapped here and in the worker."""
 
     def __init__(self, nbytes: int) -> None:
+        """Allocate.
+
+        Raises:
+            SyncError: the system does not give that much.
+        """
         self._fd = os.memfd_create("hotbunk-staging", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, BUFFERS * nbytes)
-        self.buffers = _map_file(self._fd, nbytes)
+        try:
+            os.ftruncate(self._fd, BUFFERS * nbytes)
+            self.buffers = _map_file(self._fd, nbytes)
+        except OSError as error:
+            os.close(self._fd)
+            raise SyncError(
+                f"no {BUFFERS * nbytes} bytes of shared memory for staging ({error.strerror}): lower sync.bucket_mib"
+            ) from error
         # The inode tells this memory from an earlier one that had the same descriptor.
         inode = os.fstat(self._fd).st_ino
         self.handle: dict[str, Any] = {
