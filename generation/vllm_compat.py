@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -149,6 +150,7 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if _may_fork(settings):
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # create_engine_config has just forced "spawn"
+            sys.modules.pop(settings.worker_extension.rpartition(".")[0], None)  # imported anew, it reads what is set here
         with inheritance_untouched():
             return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=True)
 
