@@ -150,7 +150,8 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if _may_fork(settings):
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # create_engine_config has just forced "spawn"
-            sys.modules.pop(settings.worker_extension.rpartition(".")[0], None)  # imported anew, it reads what is set here
+            # Imported anew in the child, it goes by the child's environment.
+            sys.modules.pop(settings.worker_extension.rpartition(".")[0], None)
         with inheritance_untouched():
             return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=True)
 
