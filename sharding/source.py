@@ -2,9 +2,10 @@
 
 Three ways were weighed for FSDP2: `full_tensor()` (a full copy per parameter and a copy into the buffer), one
 flattened all-gather per bucket (a second bucket of memory, since ranks' shards arrive interleaved), and this one: an
-all-gather per parameter whose output *is* the parameter's slot. FSDP2 shards dimension 0 in equal chunks with only the
-last ones short, so what arrives rank after rank is the parameter itself, with the padding behind it: no copy and no
-extra memory. ZeRO-3 cuts the flattened parameter into equal stretches, the last one padded: the same holds.
+all-gather of each parameter whose output *is* the parameter's slot, those of a bucket coalesced into one collective.
+FSDP2 shards dimension 0 in equal chunks with only the last ones short, so what arrives rank after rank is the parameter
+itself, with the padding behind it: no copy and no extra memory. ZeRO-3 cuts the flattened parameter into equal
+stretches, the last one padded: the same holds.
 """
 
 import math
@@ -20,6 +21,11 @@ from .collectives import rank
 from .plan import Manifest, Piece, SourceParameter
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+
+LARGE_BYTES = 1 << 20
+"""Bytes of a slot. Gloo coalesces through flat copies of everything, in and out: that takes a fifth of the time where
+parameters are some KiB and mostly wait for messages, and more time where they are large. NCCL makes no copies.
+"""
 
 PieceLayout = Callable[[str, torch.Size], Sequence[tuple[str, int, tuple[int, ...]]]]
 """(parameter name, shape) -> [(checkpoint name, offset in elements, shape)]: contiguous runs that cover the parameter.
@@ -86,17 +92,29 @@ class FsdpWeightSource:
     @torch.no_grad()
     def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
         """See `WeightSource.gather_into`. Casts on the shard, before the gather: less to cast and less to send."""
-        pending = []
+        shared: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
         for name, slot in zip(names, slots, strict=True):
-            group = shard_group(self._tensors[name])
-            if group is None:
+            if (group := shard_group(self._tensors[name])) is not None:
+                shared.setdefault(group, []).append((name, slot))
+            else:
                 _, whole = self.held(name)
                 slot.view(self._dtype)[: whole.numel()].copy_(whole)
-                continue
-            shard = self._padded_shard(name, slot.numel() // dist.get_world_size(group))
-            pending.append((all_gather(slot, shard, group=group, async_op=True), shard))
+        pending = [self._start(group, pairs) for group, some in shared.items() for pairs in _batches(some)]
         for work, _ in pending:
             work.wait()
+
+    def _start(self, group: dist.ProcessGroup, pairs: list[tuple[str, torch.Tensor]]) -> tuple[Any, list[torch.Tensor]]:
+        """Begin to gather parameters into their slots, as one collective; what to wait for, and memory to keep until
+        then.
+        """
+        parts = dist.get_world_size(group)
+        shards = [self._padded_shard(name, slot.numel() // parts) for name, slot in pairs]
+        if len(pairs) == 1:
+            return all_gather(pairs[0][1], shards[0], group=group, async_op=True), shards
+        with dist._coalescing_manager(group, async_ops=True) as works:
+            for (_, slot), shard in zip(pairs, shards, strict=True):
+                all_gather(slot, shard, group=group)
+        return works, shards
 
     @torch.no_grad()
     def held(self, name: str) -> tuple[int, torch.Tensor]:
@@ -129,6 +147,15 @@ class FsdpWeightSource:
         shard = torch.zeros(nbytes // self._dtype.itemsize, dtype=self._dtype, device=local.device)
         shard[: local.numel()].copy_(local)
         return shard.view(torch.uint8)
+
+
+def _batches(pairs: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
+    """Names and slots that are gathered by one collective each: all of a bucket, except that large ones go alone where
+    gloo would copy them twice.
+    """
+    large = [pair for pair in pairs if not pair[1].is_cuda and pair[1].numel() > LARGE_BYTES]
+    small = [pair for pair in pairs if pair[1].is_cuda or pair[1].numel() <= LARGE_BYTES]
+    return [[pair] for pair in large] + ([small] if small else [])
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:

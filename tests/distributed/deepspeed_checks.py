@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from sharding.source import FsdpWeightSource
 from tests.distributed import policy_checks as checks
 from tests.distributed import three_steps
-from tests.gathering import sent
+from tests.gathering import assert_ranks_hold, sent
 from trainer import checkpoint
 from trainer.config import ModelConfig, PolicyConfig
 from trainer.distributed import init_process_group
@@ -54,7 +54,7 @@ def check_fsdp_steps(folder: Path, **settings: Any) -> None:
 
 
 def check_source(folder: Path, stage: int, kind: str, tied: bool, dtype: torch.dtype) -> None:
-    """What the engine would be sent is the checkpoint, cast once."""
+    """What the engine would be sent, and is compared with, is the checkpoint, cast once."""
     source_folder = checks.model_folder(folder, kind, tied)
     policy = zero_policy(source_folder, stage)
     source = FsdpWeightSource(
@@ -63,6 +63,7 @@ def check_source(folder: Path, stage: int, kind: str, tied: bool, dtype: torch.d
     expected, got = load_file(source_folder / "model.safetensors"), sent(source)
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name].to(dtype)) for name in expected)
+    assert_ranks_hold(source, {name: weight.to(dtype) for name, weight in expected.items()})
     if stage == 3:
         assert all(p.numel() == 0 for _, p in policy.named_parameters()), "nothing may stay gathered"
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from sharding.source import FsdpWeightSource
 from tests.distributed import critic_checks, three_steps
 from tests.distributed import policy_checks as checks
+from tests.gathering import assert_ranks_hold
 from trainer import checkpoint
 from trainer.distributed import init_process_group
 from trainer.policy import FsdpPolicy
@@ -48,6 +49,7 @@ def check_shards(folder: Path) -> None:
     for parameter, slot in zip(parameters, slots, strict=True):
         whole = stored[parameter.name]
         assert torch.equal(slot[: whole.nbytes].view(torch.float32).view(whole.shape), whole), parameter.name
+    assert_ranks_hold(source, stored)
     policy.save_pretrained(folder / "hsdp_export")
     exported = load_file(folder / "hsdp_export" / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())

@@ -15,9 +15,9 @@ def two_ranks() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    from sharding import source as sources
     from sharding import worker_extension
     from sharding.collectives import RemoteError, rank
-    from sharding.source import FsdpWeightSource
     from tests.in_process import InProcess, SmallModel, small_weights
     from trainer.distributed import destroy_process_group, init_process_group
 
@@ -26,7 +26,7 @@ def two_ranks() -> None:
     mesh = init_device_mesh("cpu", (2,))
     tensors = {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in small_weights(1).items()}
 
-    class Faulty(FsdpWeightSource):
+    class Faulty(sources.FsdpWeightSource):
         broken = False
 
         def _padded_shard(self, name: str, nbytes: int) -> torch.Tensor:
@@ -35,7 +35,8 @@ def two_ranks() -> None:
                 shard[5] ^= 32
             return shard
 
-    for verify, ranks in (("full", 2), ("sample", 2), ("full", 1)):
+    for verify, ranks, large in (("full", 2, 60), ("sample", 2, 0), ("full", 1, 1 << 20)):
+        sources.LARGE_BYTES = large  # some are gathered alone, all of them, none
         source = Faulty(list(tensors.items()), torch.bfloat16)
         model = SmallModel(rank() % ranks, ranks, torch.bfloat16)
         both = InProcess(source, model, Path(tempfile.mkdtemp()), verify=verify)

@@ -17,7 +17,7 @@ from sharding.link import Link
 from sharding.load_watcher import LoadWatcher
 from sharding.plan import ALIGNMENT, BucketPlan, Piece, SourceParameter
 from sharding.recording import storage_key
-from sharding.source import FsdpWeightSource
+from sharding.source import LARGE_BYTES, FsdpWeightSource, _batches
 from sharding.transport import BUFFERS, SharedMemoryStaging, make_staging, open_staging, stamp, stamped
 from sharding.worker_memory import release_pages
 
@@ -58,6 +58,14 @@ def test_p11_what_is_sent_equals_the_master_cast_once(dtype: torch.dtype) -> Non
     for (name, tensor), slot in zip(tensors.items(), slots, strict=True):
         assert torch.equal(slot.view(dtype).view(tensor.shape), tensor.to(dtype))
         assert described[name].nbytes == tensor.numel() * dtype.itemsize
+
+
+def test_small_parameters_of_a_bucket_share_a_collective() -> None:
+    sizes = {"embed": LARGE_BYTES + 1, "norm": 64, "up": 2 * LARGE_BYTES, "down": LARGE_BYTES}
+    pairs = [(name, torch.empty(size, dtype=torch.uint8)) for name, size in sizes.items()]
+    names = [[name for name, _ in batch] for batch in _batches(pairs)]
+    assert names == [["embed"], ["up"], ["norm", "down"]]
+    assert _batches(pairs[:1]) == [pairs[:1]] and _batches([]) == []
 
 
 def test_a_layout_that_does_not_cover_its_parameter_is_refused() -> None:
