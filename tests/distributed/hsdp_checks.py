@@ -58,7 +58,11 @@ def check_shards(folder: Path) -> None:
 def four_ranks(models: str, results: str) -> None:
     init_process_group(60, "cpu")
     folder = Path(models)
+    kinds = [checks.model_folder(folder, kind, tied) for kind, tied in checks.KINDS]
     run: dict[str, Callable[[], None]] = {
+        f"sent {kind.name}": lambda kind=kind: checks.check_sent(checks.make_policy(kind)) for kind in kinds
+    }
+    run |= {
         "steps": lambda: check_next_steps(make_policy(folder), folder, 1, 3),
         "handed over": lambda: check_handed_over(folder),
         "shards": lambda: check_shards(folder),

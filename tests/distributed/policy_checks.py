@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -26,11 +27,13 @@ from transformers import (
 from transformers.utils import logging
 
 from sharding.source import FsdpWeightSource
+from tests.gathering import assert_ranks_hold, sent
 from trainer.algorithms import aggregation
 from trainer.batching import MicroBatch, Sample, assign_to_ranks, micro_batches
 from trainer.config import ModelConfig, PolicyConfig
 from trainer.distributed import agree, all_reduce_sum, destroy_process_group, init_process_group, rank, world_size
 from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs
+from trainer.policy.checkpoint_names import checkpoint_views
 from trainer.policy.updates import TrainingDiverged
 
 logging.disable_progress_bar()
@@ -212,6 +215,19 @@ def check_loading(folder: Path, kind: str, tied: bool) -> None:
     assert all(not p.to_local().is_meta for _, p in policy.named_parameters()), "parameters must be sharded again"
 
 
+def check_sent(policy: Any) -> None:
+    """What engines would be sent, and are compared with, is the checkpoint that the policy comes from, cast once."""
+    stored = load_file(policy.source / "model.safetensors")
+    for dtype in (torch.float32, torch.bfloat16):
+        layout = lambda name, shape: checkpoint_views(policy.model, name, shape)  # noqa: E731
+        source = FsdpWeightSource(list(policy.named_parameters()), dtype, layout)
+        expected, got = {name: weight.to(dtype) for name, weight in stored.items()}, sent(source)
+        assert got.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert torch.equal(got[name], weight), name
+        assert_ranks_hold(source, expected)
+
+
 def check_gradients(
     folder: Path, kind: str, tied: bool, budget: int, name: str, packing: bool = False, **settings: Any
 ) -> None:
@@ -391,6 +407,7 @@ def two_ranks(models: str, results: str) -> None:
     checks: dict[str, Callable[[], None]] = {}
     for kind, tied in KINDS:
         checks[f"loading {kind} {tied}"] = lambda k=kind, t=tied: check_loading(folder, k, t)
+        checks[f"sent {kind} {tied}"] = lambda k=kind, t=tied: check_sent(make_policy(model_folder(folder, k, t)))
         for name, packing in [("token_mean", False), ("sequence_mean", True)]:
             checks[f"gradients {kind} {tied} {packing}"] = lambda k=kind, t=tied, n=name, p=packing: check_gradients(
                 folder, k, t, 33, n, p

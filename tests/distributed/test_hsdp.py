@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import critic_checks, hsdp_checks
+from tests.distributed import policy_checks as checks
 from tests.distributed.launch import run_ranks
 from trainer import checkpoint
 
@@ -34,6 +35,12 @@ def test_p20_a_checkpoint_goes_to_two_by_two_ranks_and_back(found: dict[str, str
 
 def test_p8_half_a_model_on_a_rank_is_sent_and_exported_whole(found: dict[str, str]) -> None:
     assert found["shards"] == ""
+
+
+@pytest.mark.parametrize(("kind", "tied"), checks.KINDS)
+def test_p8_four_ranks_send_the_checkpoint(found: dict[str, str], kind: str, tied: bool) -> None:
+    """A quarter of the model on each."""
+    assert found[f"sent {checks.model_folder(Path(), kind, tied).name}"] == ""
 
 
 @pytest.mark.parametrize("what", ["critic", "shared trunk", "critic's state"])

@@ -38,6 +38,17 @@ def test_p8_loads_like_from_pretrained_on_two_ranks(two_ranks: dict[str, str], k
     assert two_ranks[f"loading {kind} {tied}"] == ""
 
 
+@BY_KIND
+def test_p8_one_rank_sends_the_checkpoint(one_rank: None, models: Path, kind: str, tied: bool) -> None:
+    """On four ranks: test_hsdp.py; from ZeRO: test_deepspeed.py; what an engine makes of it: engine/test_sync.py."""
+    checks.check_sent(checks.make_policy(checks.model_folder(models, kind, tied)))
+
+
+@BY_KIND
+def test_p8_two_ranks_send_the_checkpoint(two_ranks: dict[str, str], kind: str, tied: bool) -> None:
+    assert two_ranks[f"sent {kind} {tied}"] == ""
+
+
 @pytest.mark.parametrize("name", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("budget", [10_000, 40])
 def test_p14_gradients_of_one_and_four_micro_batches(one_rank: None, models: Path, budget: int, name: str) -> None:

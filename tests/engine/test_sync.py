@@ -1,4 +1,11 @@
-"""The weight path on a real engine: what arrives is what was sent, or somebody says which weight is not."""
+"""The weight path on a real engine: what arrives is what was sent, or somebody says which weight is not.
+
+Each family of models goes from one rank into one engine here, plain and packed. From how many ranks it comes, no engine
+can see: what one, two and four ranks of FSDP2 and ZeRO-3 send is the checkpoint, byte for byte, for each family
+(test_policy.py, test_hsdp.py, test_deepspeed.py). How an engine shares it out to its workers does not depend on that
+either; two ranks into an engine of two workers are tried in test_collective_ranks.py and, on the same devices, in
+test_run.py, where two ranks with an engine each are, too.
+"""
 
 from pathlib import Path
 
