@@ -40,6 +40,7 @@ def test_a_digest_is_what_python_integers_give(dtype: torch.dtype, turned: bool)
     weight = (torch.randn(9, 13, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
     block = weight.t() if turned else weight
     multipliers = digests._multipliers(block.device).tolist()
+    assert all(multiplier % 2 for multiplier in multipliers)
     form = {1: "b", 2: "h", 4: "i"}[dtype.itemsize]
     raw = bytes(block.contiguous().view(torch.uint8).flatten().tolist())
     words = struct.unpack(f"{block.numel()}{form}", raw)

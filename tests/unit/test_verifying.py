@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gathering import assert_ranks_hold
 from in_process import InProcess, SmallModel, small_weights
 
 from sharding import receiving, worker_extension
@@ -67,10 +68,10 @@ def in_a_recorded_offset(both: InProcess, patch: pytest.MonkeyPatch) -> str:
 def in_a_recorded_target(both: InProcess, patch: pytest.MonkeyPatch) -> str:
     recording = both.worker.hotbunk_recording
     assert recording is not None
-    (copy,) = recording.copies["a"]
-    a_row_below = both.worker.model.rows.data[1 : 1 + len(copy.target)]
-    patch.setitem(recording.copies, "a", [dataclasses.replace(copy, target=a_row_below)])
-    return "a"
+    (copy,) = recording.copies["b"]
+    a_row_above = both.worker.model.rows.data[-len(copy.target) - 1 : -1]
+    patch.setitem(recording.copies, "b", [dataclasses.replace(copy, target=a_row_above)])
+    return "a, b"
 
 
 def in_a_parameter(both: InProcess, patch: pytest.MonkeyPatch) -> str:
@@ -162,6 +163,12 @@ def test_bfloat16_of_float32_masters(tmp_path: Path) -> None:
         both.sync(version)
         assert torch.equal(both.worker.model.norm, source.weights["norm"].bfloat16())
     both.manager.close()
+
+
+def test_weights_that_share_a_parameter_are_compared_at_their_places() -> None:
+    fused = torch.randn(5, 4)
+    source = FsdpWeightSource([("ab", fused)], torch.float32, lambda *_: [("a", 0, (2, 4)), ("b", 8, (3, 4))])
+    assert_ranks_hold(source, {"a": fused[:2].clone(), "b": fused[2:].clone()})
 
 
 def test_samples_are_alike_everywhere_and_all_in_the_end() -> None:
