@@ -1,4 +1,4 @@
-"""Sharded policy, engine apart: two FSDP ranks gather, one broadcasts, both workers of a TP=2 engine load."""
+"""Sharded policy, engine apart: four FSDP ranks gather, one broadcasts, both workers of a TP=2 engine load."""
 
 from concurrent.futures import Future
 from pathlib import Path
@@ -44,7 +44,7 @@ def check_ranks(model: str, folder: str) -> None:
     init_process_group(280, "cpu")
     leader = start_engine() if rank() == 0 else None
     whole, sharded = HfPolicy(model), HfPolicy(model)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (4,))
     for layer in sharded.model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded.model, mesh=mesh)
@@ -57,7 +57,7 @@ def check_ranks(model: str, folder: str) -> None:
         state = dict(whole.model.named_parameters())
         with torch.no_grad():
             for name, parameter in sharded.model.named_parameters():
-                rows = state[name].chunk(2)
+                rows = state[name].chunk(4)
                 local = parameter.to_local()
                 local.copy_(rows[rank()] if len(rows) > rank() else local)
 
@@ -86,7 +86,7 @@ def check_ranks(model: str, folder: str) -> None:
             promise.result(60)
         refused = call("update_weights_from_collective_async")
         with pytest.raises(RemoteError, match=r"weights rank 1 failed: .*model\.other is missing"):
-            sender.send(9, refused)  # on both ranks
+            sender.send(9, refused)  # on all ranks
         for answer in refused:
             with pytest.raises(RuntimeError, match=r"worker 0 on cpu:0 .*worker 1 on cpu:1 "):
                 answer.result(60)
@@ -95,11 +95,13 @@ def check_ranks(model: str, folder: str) -> None:
         randomise(3)
         sender.send(whole.version, call("update_weights_from_collective_async"))  # no answer was left in a queue
         check()
-    randomise(4)
-    StorageWriter(Path(folder), source, bucket_bytes=1 << 16).write(whole.version)
-    for load in call("load_weights_from_storage_async", folder):
-        load.result(60)
-    check()
+    alone = FsdpWeightSource(list(parameter_names(whole.model).items()), torch.float32, layout)
+    for weights in (source, alone):  # cut in four, and as a single rank has them
+        randomise(whole.version + 4)
+        StorageWriter(Path(folder), weights, bucket_bytes=1 << 16).write(whole.version)
+        for load in call("load_weights_from_storage_async", folder):
+            load.result(60)
+        check()
     if leader is not None:
         stop(leader)
     destroy_process_group()
@@ -107,4 +109,4 @@ def check_ranks(model: str, folder: str) -> None:
 
 @pytest.mark.timeout(560)
 def test_n11_t33_sharded_ranks_serve_a_tensor_parallel_engine_apart(tiny_qwen2: Path, tmp_path: Path) -> None:
-    run_ranks(check_ranks, nproc=2, timeout=500, arguments=[str(tiny_qwen2), str(tmp_path / "weights")])
+    run_ranks(check_ranks, nproc=4, timeout=500, arguments=[str(tiny_qwen2), str(tmp_path / "weights")])
