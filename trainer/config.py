@@ -178,7 +178,9 @@ class SyncConfig(Section):
         default="sample",
         description="compare what every worker holds with what the ranks do: not, a sample of it, or all of it",
     )
-    bucket_mib: Count = Field(default=512, description="size of a staging buffer; two exist while weights travel")
+    bucket_mib: Count = Field(
+        default=512, description="size of a staging buffer, if no weight is larger; two exist while weights travel"
+    )
     timeout_s: Seconds = Field(default=300, description="longest wait for any answer of a worker")
     replay: bool = Field(
         default=True, description="record what vLLM's loaders do with the first weights, and from then on repeat it"
