@@ -283,6 +283,7 @@ def _check_model(config: TrainConfig, ranks: int, command: Command) -> Iterator[
         yield f"model.path: {folder} holds no *.safetensors with the model's weights"
     if command != "eval":
         yield from _check_packing(config, model)
+        yield from _check_quantization(config, model)
     if command == "sft":
         return
     limit = _position_limit(model)
@@ -305,6 +306,18 @@ def _check_packing(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
             f"batch.packing is true, but the model has layers ({', '.join(others)}) that would carry over from one "
             "sequence to the next: set it to false"
         )
+
+
+def _check_quantization(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
+    """P10: vLLM re-packs quantised weights as it loads them, and no such layout has been synced and compared here."""
+    extra = config.engine.extra
+    overrides = extra.get("hf_overrides")
+    overridden = isinstance(overrides, dict) and overrides.get("quantization_config")
+    if extra.get("quantization") is not None or overridden:
+        key = "hf_overrides.quantization_config" if overridden else "quantization"
+        yield f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
+    if model.get("quantization_config"):
+        yield f"model.path: {config.model.path} is quantised, and cannot be trained: name the model it was made from"
 
 
 def _position_limit(model: dict[str, Any]) -> int | None:

@@ -146,6 +146,26 @@ def test_p3_expandable_segments_are_refused_on_cuda(
     assert problems(config, {"run": {"device": "cpu"}}, **{variable: setting}) == []
 
 
+@pytest.mark.parametrize(
+    ("extra", "key"),
+    [
+        ({"quantization": "fp8"}, "quantization"),
+        ({"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}}, "hf_overrides.quantization_config"),
+    ],
+)
+def test_p10_quantised_engines_and_models_are_refused_in_training(
+    config: dict, tmp_path: Path, extra: dict, key: str
+) -> None:
+    (found,) = problems(config, {"engine": {"extra": extra}})
+    assert found == f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
+    assert problems(config, {"engine": {"extra": extra}}, "eval") == []  # which syncs nothing
+    assert problems(config, {"engine": {"extra": {"quantization": None, "hf_overrides": {}}}}) == []
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"quantization_config": {"quant_method": "gptq"}}))
+    reason = "is quantised, and cannot be trained: name the model it was made from"
+    for command in ("train", "sft"):
+        assert problems(config, {}, command) == [f"model.path: {tmp_path} {reason}"]
+
+
 def test_hidden_gpus_make_a_cpu_run(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert resolve_device(TrainConfig.model_validate(config | {"run": {"device": "auto"}})) == "cpu"
