@@ -3,7 +3,8 @@
     run_ranks(function, nproc=2, timeout=60, arguments=[str(tmp_path)])
 
 The function lives in an importable file, takes strings, and joins the process group itself; whatever fails on a rank
-fails the test with every rank's output. As a script, this file is what the ranks run.
+fails the test with every rank's output, and so does a rank that has not come to the function's end. What such a test
+checks it therefore asserts on the ranks. As a script, this file is what the ranks run.
 """
 
 import importlib.util
@@ -11,21 +12,29 @@ import inspect
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
 from trainer import lifetime
 
 ROOT = Path(__file__).resolve().parents[2]
+_DONE = "HOTBUNK_TEST_DONE"  # the folder in which each rank leaves its number at its end
 
 
 def run_ranks(
-    target: Callable[..., Any] | Path, nproc: int, timeout: float = 120.0, arguments: list[str] | None = None
+    target: Callable[..., Any] | Path,
+    nproc: int,
+    timeout: float = 120.0,
+    arguments: list[str] | None = None,
+    lost: tuple[int, ...] = (),
 ) -> str:
     """Run a function or a script on `nproc` ranks; returns what they printed, stdout and stderr together.
+
+    `lost` are ranks that leave in the middle of the function, for a test of what the others make of it.
 
     Raises AssertionError with the output when a rank fails, or when `timeout` seconds have passed; then every process
     is killed first.
@@ -36,6 +45,15 @@ def run_ranks(
         command = [__file__, inspect.getfile(target), target.__qualname__, *(arguments or [])]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *command]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
+    with tempfile.TemporaryDirectory() as done:
+        output = _launch(launcher, environment | {_DONE: done}, timeout)
+        ended = sorted(int(file.name) for file in Path(done).iterdir())
+    expected = [rank for rank in range(nproc) if rank not in lost]
+    assert isinstance(target, Path) or ended == expected, f"only ranks {ended} came to the end:\n{output}"
+    return output
+
+
+def _launch(launcher: list[str], environment: dict[str, str], timeout: float) -> str:
     process = subprocess.Popen(
         launcher, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -44,11 +62,21 @@ def run_ranks(
     except subprocess.TimeoutExpired:
         _kill_tree(process)
         output, _ = process.communicate()
-        raise AssertionError(f"{command} took longer than {timeout} s on {nproc} ranks:\n{output}") from None
+        raise AssertionError(f"{launcher} took longer than {timeout} s:\n{output}") from None
     finally:
         _kill_tree(process)
-    assert process.returncode == 0, f"{command} exited with {process.returncode} on {nproc} ranks:\n{output}"
+    assert process.returncode == 0, f"{launcher} exited with {process.returncode}:\n{output}"
     return output
+
+
+def leave() -> NoReturn:
+    """The end of a function whose process group is broken, and would hold up its process."""
+    _note_end()
+    os._exit(0)
+
+
+def _note_end() -> None:
+    (Path(os.environ[_DONE]) / os.environ["RANK"]).touch()
 
 
 def _kill_tree(process: subprocess.Popen[str]) -> None:
@@ -70,6 +98,7 @@ def _main(file: str, function: str, *arguments: str) -> int:
     sys.modules[specification.name] = module
     specification.loader.exec_module(module)
     getattr(module, function)(*arguments)
+    _note_end()
     return 0
 
 

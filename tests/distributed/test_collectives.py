@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import leave, run_ranks
 from trainer import distributed
 from trainer.distributed import RemoteError, agree, agreed, all_gather_bytes, all_reduce_max, all_reduce_sum
 from trainer.watchdog import EXIT_CODE, Watchdog
@@ -77,7 +77,7 @@ def disagreement() -> None:
 
 
 def test_a_rank_that_died_is_noticed_at_the_next_agreement(tmp_path: Path) -> None:
-    run_ranks(death, RANKS, arguments=[str(tmp_path)])
+    run_ranks(death, RANKS, arguments=[str(tmp_path)], lost=(1,))
     for rank in (0, 2):
         assert "lost contact with another rank at the end of phase reward" in (tmp_path / str(rank)).read_text()
 
@@ -91,7 +91,7 @@ def death(folder: str) -> None:
         agree(None, "reward")
     except RemoteError as error:
         (Path(folder) / str(distributed.rank())).write_text(str(error))
-    os._exit(0)
+    leave()
 
 
 def test_a_phase_past_its_deadline_ends_all_ranks_with_phases_and_stacks() -> None:
