@@ -25,6 +25,7 @@ class EngineSettings:
             updates, as on CUDA; faster for models of a few million parameters, slower from about 100 million on
             (VLLM.md).
         sleep: free the engine's memory while the trainer works.
+        shared_weights: the trainer computes with this engine's weights (`sharding.sharing`), so that they cannot sleep.
         fp32_head: compute logits in float32 whatever `dtype` is.
         lora_rank: answer with a LoRA adapter of at most this rank, once the trainer has sent one; 0: none.
         extra: further vLLM engine arguments, by vLLM's own names.
@@ -42,6 +43,7 @@ class EngineSettings:
     load_format: str = "auto"
     seed: int = 0
     sleep: bool = True
+    shared_weights: bool = False
     trust_remote_code: bool = False
     device_indices: tuple[int, ...] = ()
     cpu_threads: int = 1

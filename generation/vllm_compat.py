@@ -117,6 +117,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # A prompt that is cut in two asks its seeded generator for an offset, which CPU generators do not have, and the
         # engine dies (0.32, gpu_model_runner); so prompts are never cut, and a step can hold the longest one.
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, settings.max_model_len)}
+    if settings.shared_weights and not settings.on_cpu:
+        arguments["worker_cls"] = "sharding.sharing_worker.SharingWorker"
     if settings.lora_rank:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}

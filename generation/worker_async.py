@@ -322,17 +322,19 @@ class VllmAsyncGenerationWorker:
         """Give memory back. Unfinished requests are aborted, caches cleared.
 
         Args:
-            level: 2 drops weights and KV cache. 1 keeps the weights, and their version, in host memory; on CPU, where
-                they are already, it frees nothing.
+            level: 2 drops weights and KV cache. 1 keeps the weights, and their version, in host memory, which on CPU
+                they are in already; weights that are shared stay where they are.
         """
         if level not in (1, 2):
             raise ValueError(f"an engine sleeps at level 1, which keeps the weights, or 2, not {level}")
+        if level == 2 and self.settings.shared_weights:
+            raise ValueError("an engine whose weights are the trainer's cannot drop them: let it sleep at level 1")
         if not self.settings.sleep:
             return
         self.state.sleep(keeps_weights=level == 1)
         await self._unless_dead(self.engine.sleep(level=level))
-        if self.settings.on_cpu and level == 2:
-            await self.call_workers("hotbunk_release_memory")
+        if self.settings.on_cpu:
+            await self.call_workers("hotbunk_release_memory", level == 2)
 
     async def wake_up_async(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Take memory back: first `["weights"]`, and when a sync has filled them, `["kv_cache"]`."""

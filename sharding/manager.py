@@ -28,8 +28,9 @@ from .link import Link
 from .manifest import some
 from .plan import BucketPlan
 from .sending import AdapterFormat, SyncReport, SyncSettings, announce, different_weights, push
+from .sharing import open_shared
 from .source import ShardedSource
-from .transport import BUFFERS, Staging, make_staging
+from .transport import BUFFERS, NoStaging, Staging, make_staging
 from .verifying import DigestCheck
 
 PROBE_TOKENS = 48
@@ -92,7 +93,11 @@ class ShardingManager:
         tensor_parallel_size: int = 1,
         leader: Leader | None = None,
         adapter: AdapterFormat | None = None,
+        compute_in: Callable[[dict[str, torch.Tensor]], None] | None = None,
     ) -> None:
+        """`compute_in`: takes the engine's own memory of each parameter, flat, for the trainer to compute in from then
+        on, so that nothing needs to be copied; on one rank, with an engine of one worker whose `shared_weights` is set.
+        """
         self._source, self._device, self._settings = source, device, settings
         self._group_size, self._leader, self._adapter = tensor_parallel_size, leader, adapter
         self._parameters = source.parameters()
@@ -102,7 +107,8 @@ class ShardingManager:
         self._staging: Staging | None = None
         self._session = 0
         self._stamps = itertools.count(1)
-        self._plain = False
+        self._plain = self._in_place = False
+        self._compute_in = compute_in
         self._tenants: list[Tenant] = []
         self.report = SyncReport(version=-1)
         self.staging_opened = self.staging_closed = 0
@@ -142,6 +148,8 @@ class ShardingManager:
             self._lead("waking the weights", lambda engine: engine.wake_up_async(["weights"]))
         with self._timed("sync"):
             self._sync(policy.version)
+            if self._compute_in is not None and not self._in_place:
+                self._share(self._compute_in)
         probe = self._probe(policy)
         self._make_room(policy, weights=True)
         with self._timed("wake"):
@@ -152,9 +160,9 @@ class ShardingManager:
     def sleep(self) -> None:
         """Engines asleep, their memory given back, and what the trainer had put away in its place.
 
-        A base that no sync brings is kept in the host's memory.
+        A base that no sync brings is kept in the host's memory, and shared weights where they are.
         """
-        level = 2 if self._adapter is None else 1
+        level = 2 if self._adapter is None and self._compute_in is None else 1
         with self._timed("sleep"):
             self._lead("putting the engine to sleep", lambda engine: engine.sleep_async(level))
         with self._timed("onload"):
@@ -189,7 +197,7 @@ class ShardingManager:
     def _sync(self, version: int) -> None:
         with agreed("allocating the staging memory"):
             if self._staging is None:
-                self._staging = make_staging(self._plan.capacity, self._device)
+                self._staging = NoStaging() if self._in_place else make_staging(self._plan.capacity, self._device)
         self._session += 1
         call = self._start_receiving()
         timeout = self._settings.timeout
@@ -220,7 +228,10 @@ class ShardingManager:
         parameters, replay = self._plan.parameters(), self._settings.replay
         answer = announce(link, parameters, self._staging, version, replay, adapter, check.request)
         self._plain = bool(answer.get("plain"))
-        self._push(link, "bucket", self._plan)
+        if self._in_place:
+            link.ask("in_place")
+        else:
+            self._push(link, "bucket", self._plan)
         link.post("finish")
         check.expect(answer.get("views", {}))  # while the worker finishes
         different = check.different(link.collect().get("digests", {}))
@@ -250,7 +261,7 @@ class ShardingManager:
 
     def _finish(self, link: Link, call: "Future[Any] | None", version: int) -> None:
         assert self._staging is not None
-        self.report.staging_bytes = BUFFERS * self._plan.capacity
+        self.report.staging_bytes = 0 if self._in_place else BUFFERS * self._plan.capacity
         free = self._device.type == "cuda"  # the KV cache needs it; on CPU fresh pages cost more than kept ones
         answer = link.ask("end", close=free)
         link.ended = True
@@ -267,9 +278,22 @@ class ShardingManager:
                 self._leader.engine.adapter = None if self._adapter is None else self._session
         self._lead("resetting the prefix cache", lambda engine: engine.reset_prefix_cache_async())
 
+    def _share(self, compute_in: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        """Have the trainer compute in the engine's memory, which holds its weights by now."""
+        self._free_staging()
+        with agreed("sharing the engine's weights"):
+            assert self._leader is not None
+            engine, timeout = self._leader.engine, self._settings.timeout
+            shared = self._leader.thread.run(engine.call_workers("hotbunk_share_weights"), timeout, "sharing weights")
+            if shared[0]["error"]:
+                raise SyncError(shared[0]["error"])
+            compute_in(open_shared(shared[0]["handle"], shared[0]["places"], self._parameters, self._device))
+        self._in_place = True
+
     def _fail(self, link: Link, call: "Future[Any] | None") -> None:
         """Get the workers out of their receive loops; the engine stays without a version until a complete sync."""
         link.abort()
+        self._in_place = False  # the next update brings every weight, and shares them again
         if self._leader is not None:
             self._leader.engine.state.fail_sync()
         if call is not None:

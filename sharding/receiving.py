@@ -22,7 +22,7 @@ class Carrier(Protocol):
     """How an update reaches this worker: its messages in order, and the memory that each bucket lies in."""
 
     def next(self) -> dict[str, Any]:
-        """The next message: `begin`, any number of `bucket`s, `finish`, `compare`s, and `end` or `abort`."""
+        """The next message: `begin`, `bucket`s or one `in_place`, `finish`, `compare`s, `end` or `abort`."""
 
     def answer(self, **fields: Any) -> None:
         """The message was served."""
@@ -130,6 +130,8 @@ class Receiver:
                 answer = {"plain": self._loader.plain, "views": self._views_to_verify()}
             case "bucket":
                 self._loader.load(self._views(carrier, message))
+            case "in_place":
+                self._take_in_place()
             case "finish":
                 self._loader.finish()
                 self.outcome.ordinary = self._loader.ordinary()
@@ -157,6 +159,11 @@ class Receiver:
             self._sealed = {
                 name: recording.sealed[name] for name in self._verify["weights"] if recording.replayable(name)
             }
+
+    def _take_in_place(self) -> None:
+        if self._worker.hotbunk_shared is None or not isinstance(self._loader, WeightLoader):
+            raise channels.SyncError("weights were announced as shared, but this worker shares none with the trainer")
+        self._loader.take_in_place()
 
     def _views_to_verify(self) -> dict[str, list[View]]:
         """What is read of the weights that the trainer wants to verify, where they are replayed."""

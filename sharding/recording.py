@@ -123,6 +123,14 @@ class Recording:
         """Whether the loaders are not needed for this weight."""
         return name in self.copies and name not in self.ordinary
 
+    def is_one_run(self, name: str) -> bool:
+        """Whether a parameter holds this weight just as it is sent, all of it and contiguous."""
+        if not self.replayable(name) or len(self.copies[name]) > 1:
+            return False
+        (copy,) = self.copies[name]
+        whole = copy.offset == 0 and copy.target.numel() == math.prod(self.weights[name][0])
+        return whole and copy.stride == copy.target.stride() and copy.target.is_contiguous()
+
     def targets(self, name: str) -> list[Tensor]:
         """The views of parameters that a weight is copied to."""
         return [copy.target for copy in self.copies[name]]
@@ -152,6 +160,21 @@ class Recording:
     def fits(self, model: torch.nn.Module, weights: Manifest) -> bool:
         """Whether it can be replayed: with these weights, into the memory the model's parameters have now."""
         return self.complete and self.weights == weights and self.parameters == parameter_storages(model)
+
+    @torch.no_grad()
+    def move(self, model: torch.nn.Module, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Have the model's parameters, and what is recorded of them, in other memory that holds the same.
+
+        Args:
+            storages: `storage_key` of the old memory -> the new.
+        """
+        targets = [copy.target for copies in self.copies.values() for copy in copies]
+        targets += [target for copies in self.sealed.values() for _, target in copies]
+        targets += [target for target, _ in self.fills]
+        for tensor in [*model.parameters(), *model.buffers(), *targets]:
+            if (storage := storages.get(storage_key(tensor))) is not None:
+                tensor.set_(storage, int(tensor.storage_offset()), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        self.parameters = parameter_storages(model)
 
     def check(self, whole: bool) -> None:
         """End the recording: what does not add up is left to the loaders.

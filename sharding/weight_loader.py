@@ -56,6 +56,10 @@ class Arrivals:
             if (form := [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]) != self._expected[name]:
                 raise SyncError(f"{name} arrived as {form} and was announced as {self._expected[name]}")
 
+    def check_off_all(self) -> None:
+        """Nothing needs to be sent."""
+        self._arrived = set(self._expected)
+
     def complaints(self, read: set[str]) -> list[str]:
         """What did not arrive, and what arrived but is not among the weights that the engine has `read`."""
         complaints = []
@@ -108,6 +112,21 @@ class WeightLoader:
         with self._vllm():
             initialize_layerwise_reload(self._model)
         self._reloading = True
+
+    def take_in_place(self) -> None:
+        """The announced weights are in the model already: its parameters are the trainer's (`sharding.sharing`).
+
+        Raises:
+            SyncError: they are no longer in the memory that was shared.
+        """
+        if self.recording is None or not self.recording.complete:
+            raise SyncError(
+                f"{type(self._model).__name__} has other parameters, or is sent other weights, than when its memory "
+                "was shared with the trainer"
+            )
+        self._arrivals.check_off_all()
+        for name in self.recording.weights:
+            self._watcher.note_replayed(name, self.recording.targets(name))
 
     def load(self, weights: NamedTensors) -> None:
         """Load some of the announced weights. When it returns, their memory may be overwritten.

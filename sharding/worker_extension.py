@@ -18,9 +18,10 @@ from .manifest import check_manifest, checkpoint_manifest
 from .plan import Manifest
 from .receiving import Carrier, Receiver, StagingCarrier, engine_dtype
 from .recording import Recording
+from .sharing import SharedWeights
 from .storage import StorageCarrier
 from .weight_loader import holds_plain_weights
-from .worker_memory import release_engine_memory, resident_bytes
+from .worker_memory import release_pages, release_weights, resident_bytes
 
 # vLLM imports this module before it builds the model: without oneDNN, linear layers keep their weights as they are
 # loaded.
@@ -43,6 +44,7 @@ class VllmInternalWorkerExtension:
     hotbunk_promised: Manifest | None = None
     hotbunk_weights: Manifest | None = None
     hotbunk_recording: Recording | None = None
+    hotbunk_shared: SharedWeights | None = None
 
     def report_device_id(self) -> str:
         """The device this worker runs on: its UUID on CUDA, `cpu:<rank in the engine group>` on CPU."""
@@ -72,6 +74,20 @@ class VllmInternalWorkerExtension:
             return self._hotbunk_outcome("no rank to receive from: hotbunk_connect comes first")
         self.hotbunk_staging.start(session, timeout_s)
         return self._hotbunk_receive(self.hotbunk_staging)
+
+    def hotbunk_share_weights(self) -> Outcome:
+        """Let the trainer compute with this model's parameters, after an update that was recorded.
+
+        `handle` and `places`: see `SharedWeights`.
+        """
+
+        def share() -> None:
+            if self.hotbunk_shared is None:
+                self.hotbunk_shared = SharedWeights(self.get_model(), self.hotbunk_recording, self.device)  # type: ignore[attr-defined]
+
+        outcome = self._hotbunk_try(share)
+        shared = self.hotbunk_shared
+        return outcome if shared is None else outcome | {"handle": shared.handle, "places": shared.places}
 
     def prepare_refit_info(self, info: Manifest) -> Outcome:
         """Say what every update from now on must bring: checkpoint name -> [shape, dtype]. {} takes it back."""
@@ -173,10 +189,12 @@ class VllmInternalWorkerExtension:
         where = f"worker {rank} on {self.report_device_id()} (pid {os.getpid()})"
         return {"error": error and f"{where}: {error}", "rank": rank, **fields}
 
-    def hotbunk_release_memory(self) -> None:
-        """CPU only: free KV cache and weights of the sleeping engine."""
-        model = self.get_model()  # type: ignore[attr-defined]
-        release_engine_memory(model, _tensors(self.model_runner.kv_caches), holds_plain_weights(model, _PLAIN_ON_CPU))  # type: ignore[attr-defined]
+    def hotbunk_release_memory(self, weights: bool) -> None:
+        """CPU only: free the KV cache of the sleeping engine, and its weights if `weights`."""
+        release_pages(_tensors(self.model_runner.kv_caches))  # type: ignore[attr-defined]
+        if weights:
+            model = self.get_model()  # type: ignore[attr-defined]
+            release_weights(model, holds_plain_weights(model, _PLAIN_ON_CPU))
 
     def hotbunk_memory_bytes(self) -> int:
         """Resident bytes of this process on CPU; bytes in use on the whole device on CUDA, whoever uses them."""

@@ -34,8 +34,8 @@ def release_pages(tensors: Iterable[torch.Tensor]) -> int:
     return freed
 
 
-def release_engine_memory(model: torch.nn.Module, kv_caches: list[torch.Tensor], plain: bool) -> None:
-    """Free the KV cache and all weights of a sleeping engine; a complete weight update brings the latter back.
+def release_weights(model: torch.nn.Module, plain: bool) -> None:
+    """Free all weights of a sleeping engine; a complete weight update brings them back.
 
     Args:
         plain: weights are as in the checkpoint; otherwise oneDNN's packed copies, which live in each layer's
@@ -45,7 +45,7 @@ def release_engine_memory(model: torch.nn.Module, kv_caches: list[torch.Tensor],
         for module in model.modules():
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = None  # type: ignore[assignment]
-    release_pages([*kv_caches, *(p.data for p in model.parameters() if p.numel())])
+    release_pages(p.data for p in model.parameters() if p.numel())
     gc.collect()
     _libc.malloc_trim(0)
 

@@ -2,7 +2,7 @@
 
 import tempfile
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -62,6 +62,13 @@ class HfPolicy:
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         return self.logprobs(token_ids)
 
+    @torch.no_grad()
+    def compute_in(self, memory: dict[str, torch.Tensor]) -> None:
+        """Have the parameters in other memory, which must hold the same already."""
+        for name, parameter in parameter_names(self.model).items():
+            assert torch.equal(memory[name].view(parameter.shape), parameter), name
+            parameter.data = memory[name].view(parameter.shape)
+
     def release(self, weights: bool) -> int:
         return 0
 
@@ -80,19 +87,29 @@ class Colocated:
         bucket: int = 1 << 18,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        shared: bool = False,
+        policy: Any = None,
         **engine: object,
     ):
-        self.leader = start_engine(folder, plain, dtype=str(dtype).removeprefix("torch."), **engine)
-        self.policy = HfPolicy(folder, device, dtype)
+        """`shared`: the policy, one that has `compute_in`, computes with the engine's weights."""
+        name = str(dtype).removeprefix("torch.")
+        self.leader = start_engine(folder, plain, dtype=name, shared_weights=shared, **engine)
+        self.policy = policy or HfPolicy(folder, device, dtype)
         self.source = FsdpWeightSource(
-            list(parameter_names(self.policy.model).items()),
+            list(parameter_names(self.policy.model).items() if policy is None else policy.named_parameters()),
             dtype,
             lambda name, shape: checkpoint_views(self.policy.model, name, shape),
         )
         self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-test-")
         settings = SyncSettings(verify, bucket, timeout=60)  # type: ignore[arg-type]
+        compute_in = self.policy.compute_in if shared else None
         self.manager = ShardingManager(
-            self.source, self.policy.device, settings, Path(self._folder.name), leader=self.leader
+            self.source,
+            self.policy.device,
+            settings,
+            Path(self._folder.name),
+            leader=self.leader,
+            compute_in=compute_in,
         )
         self.manager.connect()
 

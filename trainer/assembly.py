@@ -18,7 +18,7 @@ from trainer.data import load_tokenizer
 from trainer.distributed import is_main
 from trainer.errors import UserError
 from trainer.identity import Identity, differences
-from trainer.policy import FrozenPolicy, Policy, Scorer, make_policy
+from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
 from trainer.policy.attention import require_packing
 from trainer.policy.checkpoint_names import checkpoint_views
 from trainer.policy.critic import Critic, make_critic
@@ -52,7 +52,7 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
     updates = config.run.steps * config.batch.updates_per_step * algorithm.num_iterations
     values = algorithm.advantage == "gae"
     head = values and config.critic.shared
-    policy = make_policy(config.model, config.policy, device, updates, config.lora, value_head=head)
+    policy = make_policy(config.model, config.policy, device, updates, config.lora, head, config.sync.zero_copy)
     if config.batch.packing:
         require_packing(policy.model)
     reference: Scorer | None = None
@@ -74,7 +74,8 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
     settings = SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s, config.sync.replay)
     folder = lifetime.private_folder()
     size = config.engine.tensor_parallel_size
-    return ShardingManager(source, policy.device, settings, folder, size, leader, adapter)
+    compute_in = policy.compute_in if isinstance(policy, InPlacePolicy) else None
+    return ShardingManager(source, policy.device, settings, folder, size, leader, adapter, compute_in)
 
 
 def weight_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:

@@ -186,6 +186,11 @@ class SyncConfig(Section):
         default=True, description="record what vLLM's loaders do with the first weights, and from then on repeat it"
     )
 
+    zero_copy: bool = Field(
+        default=False,
+        description="one rank, unpacked weights: the policy computes with the engine's own, so that a step is the sync",
+    )
+
     @field_validator("verify", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:

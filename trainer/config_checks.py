@@ -79,6 +79,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_sampling(config)
         problems += _check_resume(config)
         problems += _check_retention(config)
+        problems += _check_zero_copy(config, ranks)
     return [*problems, *_check_model(config, ranks, command)]
 
 
@@ -272,6 +273,32 @@ def _check_retention(config: TrainConfig) -> Iterator[str]:
         yield f"checkpoint.keep_best goes by {metric}, but eval.every is 0: set that, or checkpoint.best_metric"
 
 
+def _check_zero_copy(config: TrainConfig, ranks: int) -> Iterator[str]:
+    """What must hold for trainer and engine to have one memory for one layout of whole weights."""
+    sync, engine, policy = config.sync, config.engine, config.policy
+    if not sync.zero_copy:
+        return
+    packed = resolve_device(config) == "cpu" and not engine.plain_cpu_weights
+    reasons = {
+        f"there are {ranks} ranks: start one": ranks > 1,
+        "engine.tensor_parallel_size cuts them: set it to 1": engine.tensor_parallel_size > 1,
+        "policy.backend is deepspeed, which has its own: set it to fsdp": policy.backend != "fsdp",
+        "lora.rank adds adapters to them: set it to 0": config.lora.rank > 0,
+        f"engine.dtype is not policy.dtype: set it to {policy.dtype}": engine.dtype not in (None, policy.dtype),
+        "engine.plain_cpu_weights is false, so that vLLM packs them: set it to true": packed,
+        "sync.replay is false, and only the record tells where they are: set it to true": not sync.replay,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield f"sync.zero_copy shares whole weights between one rank and its engine, but {reason}"
+
+
+def _check_kept_as_sent(model: dict[str, Any]) -> Iterator[str]:
+    """vLLM shuffles the weights of experts, and keeps products of those of latent attention (VLLM.md 1.7)."""
+    for key, what in (("num_experts", "experts"), ("n_routed_experts", "experts"), ("kv_lora_rank", "attention")):
+        if model.get(key):
+            yield f"sync.zero_copy: vLLM does not keep the {what} of this model as trained ({key}): set it to false"
+
+
 def _check_model(config: TrainConfig, ranks: int, command: Command) -> Iterator[str]:
     try:
         model = model_config(config.model.path)
@@ -281,6 +308,8 @@ def _check_model(config: TrainConfig, ranks: int, command: Command) -> Iterator[
     folder = Path(config.model.path)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         yield f"model.path: {folder} holds no *.safetensors with the model's weights"
+    if command == "train" and config.sync.zero_copy:
+        yield from _check_kept_as_sent(model)
     if command != "eval":
         yield from _check_packing(config, model)
         yield from _check_quantization(config, model)

@@ -36,6 +36,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         load_format=engine.load_format,
         seed=config.run.seed,
         sleep=engine.sleep,
+        shared_weights=config.sync.zero_copy,
         trust_remote_code=config.model.trust_remote_code,
         device_indices=tuple(group) if on_cuda else (),
         cpu_threads=max(1, len(cores) // local_ranks),

@@ -108,7 +108,7 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
     kv_cache, remark = kv_cache_bytes(config, model, weights, device_gib)
     asleep = 0 if engine.sleep else 1
     return [
-        Part("engine: weights", weights, asleep * weights),
+        Part("engine: weights", weights, weights if config.sync.zero_copy else asleep * weights),
         Part("engine: KV cache", kv_cache, asleep * kv_cache, remark),
         Part("staging buffers", staging_bytes(config, model, ranks), 0, "while weights travel"),
     ]
@@ -166,12 +166,15 @@ def _learning_parts(name: str, config: TrainConfig, policy: PolicyConfig, model:
         parts.append(Part(f"{name}: weights to compute with", 0 if put_away == 2 else kept, kept))
     whole = sum(shape.numel() for shape in (model.adapters or model.shapes).values())
     stays = 0 if put_away == 2 or (deepspeed and put_away) else 1
+    in_place = config.sync.zero_copy and name == "policy"  # it computes with weights that are the engine's
+    whole_already = in_place or (deepspeed and stage < 3)
+    masters = 0 if in_place and width == _MASTER else _MASTER * on_device
     return [
         *parts,
-        Part(f"{name}: float32 weights", stays * _MASTER * on_device, _MASTER * on_device),
+        Part(f"{name}: float32 weights", stays * masters, masters),
         Part(f"{name}: Adam's moments", 0 if put_away else _MOMENTS * on_device, _MOMENTS * on_device),
         Part(f"{name}: gradients", 0, _GRADIENT * (whole if deepspeed and stage == 1 else trained)),
-        Part(f"{name}: gathered weights", 0, 0 if deepspeed and stage < 3 else width * _gathered(policy, model)),
+        Part(f"{name}: gathered weights", 0, 0 if whole_already else width * _gathered(policy, model)),
     ]
 
 

@@ -86,6 +86,31 @@ if __name__ == "__main__":
 """
 
 
+def test_a_run_in_shared_memory_learns_and_is_continued_by_one_that_copies(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """In bfloat16, where masters and weights are two; on one rank, as it must be."""
+    recipe = write_recipe(
+        tmp_path,
+        tiny_model(),
+        run={"steps": 3},
+        policy={"dtype": "bfloat16"},
+        engine={"plain_cpu_weights": True},
+        checkpoint={"every": 3},
+        eval={"every": 3},
+    )
+    shared = Run(recipe, "--sync.zero_copy", "true", ranks=1, name="run")
+    assert shared.wait() == 0, shared.output()
+    shared.assert_gone()
+    copying = Run(recipe, "--run.steps", "5", ranks=1, name="run")
+    assert copying.wait() == 0, copying.output()
+    rows = copying.rows()
+    assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [row["sync/verified"] for row in rows] == [1, 2, 3, 5, 6, 8]
+    assert all(row["gap/mean"] < 0.02 for row in rows[1:]) and all(row["grad_norm"] > 0 for row in rows[1:])
+    assert rows[3]["eval/reward"] != rows[0]["eval/reward"]
+
+
 def test_the_exported_model_answers_alike_in_plain_transformers_and_plain_vllm(whole: Run) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -227,3 +227,40 @@ def test_all_problems_are_named_at_once(config: dict) -> None:
     }
     found = problems(config, changes)
     assert len(found) == 4, found
+
+
+ZERO_COPY = {"sync": {"zero_copy": True}, "engine": {"plain_cpu_weights": True}}
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "world", "sentence"),
+    [
+        ("engine", {"tensor_parallel_size": 2}, 2, "there are 2 ranks: start one"),
+        ("engine", {"tensor_parallel_size": 2}, 2, "engine.tensor_parallel_size cuts them: set it to 1"),
+        ("engine", {"dtype": "float32"}, 1, "engine.dtype is not policy.dtype: set it to bfloat16"),
+        ("engine", {"plain_cpu_weights": False}, 1, "vLLM packs them: set it to true"),
+        ("policy", {"backend": "deepspeed"}, 1, "which has its own: set it to fsdp"),
+        ("lora", {"rank": 8}, 1, "lora.rank adds adapters to them: set it to 0"),
+        ("sync", {"replay": False}, 1, "only the record tells where they are: set it to true"),
+    ],
+)
+def test_weights_are_shared_only_where_both_hold_them_whole_and_alike(
+    config: dict, section: str, changes: dict, world: int, sentence: str
+) -> None:
+    assert problems(config, ZERO_COPY) == []
+    changed = ZERO_COPY | {section: ZERO_COPY.get(section, {}) | changes}
+    assert any("sync.zero_copy" in p and sentence in p for p in problems(config, changed, WORLD_SIZE=str(world)))
+    without = changed | {"sync": changed["sync"] | {"zero_copy": False}}
+    assert not any("zero_copy" in p for p in problems(config, without, WORLD_SIZE=str(world)))
+    assert not any("zero_copy" in p for p in problems(config, changed, "eval", WORLD_SIZE=str(world)))
+
+
+@pytest.mark.parametrize(
+    ("key", "what"), [("num_experts", "experts"), ("n_routed_experts", "experts"), ("kv_lora_rank", "attention")]
+)
+def test_weights_that_vllm_keeps_otherwise_are_not_shared(config: dict, tmp_path: Path, key: str, what: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {key: 4}))
+    (sentence,) = problems(config, ZERO_COPY)
+    assert (
+        sentence == f"sync.zero_copy: vLLM does not keep the {what} of this model as trained ({key}): set it to false"
+    )

@@ -107,6 +107,18 @@ def test_what_is_put_away_on_cuda_is_not_there_while_answers_are_generated(
         assert all(training > 0 for _, training in parts.values())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_trainer_and_engine_share_are_there_once(tiny_qwen2: Path, dtype: str) -> None:
+    config = recipe(tiny_qwen2, policy={"dtype": dtype}, sync={"zero_copy": True})
+    sizes = model_sizes(config, config.model.path)
+    parts = by_name([*trainer_parts(config, sizes, 1), *engine_parts(config, sizes, 1, 1.0)])
+    width = {"float32": 4, "bfloat16": 2}[dtype]
+    assert parts["engine: weights"] == (width * sizes.total, width * sizes.total)
+    masters = 0 if dtype == "float32" else 4 * sizes.total
+    assert parts["policy: float32 weights"] == (masters, masters)
+    assert parts["policy: gathered weights"] == (0, 0)
+
+
 def test_a_teacher_takes_the_references_place(tiny_qwen2: Path, tiny_qwen2_untied: Path) -> None:
     config = recipe(tiny_qwen2, algorithm={"advantage": "distill", "teacher": str(tiny_qwen2_untied)})
     parts = by_name(trainer_parts(config, model_sizes(config, config.model.path), 1))

@@ -5,9 +5,20 @@ import torch
 from trainer.config import LoraConfig, ModelConfig, PolicyConfig
 from trainer.policy.base import LossFn, Outputs, Policy, Scorer, UpdateStats
 from trainer.policy.fsdp import FrozenPolicy, FsdpPolicy
+from trainer.policy.in_place import InPlacePolicy
 from trainer.policy.lora import NO_ADAPTERS
 
-__all__ = ["FrozenPolicy", "FsdpPolicy", "LossFn", "Outputs", "Policy", "Scorer", "UpdateStats", "make_policy"]
+__all__ = [
+    "FrozenPolicy",
+    "FsdpPolicy",
+    "InPlacePolicy",
+    "LossFn",
+    "Outputs",
+    "Policy",
+    "Scorer",
+    "UpdateStats",
+    "make_policy",
+]
 
 
 def make_policy(
@@ -17,8 +28,14 @@ def make_policy(
     total_updates: int,
     lora: LoraConfig = NO_ADAPTERS,
     value_head: bool = False,
+    in_place: bool = False,
 ) -> Policy:
-    """The policy to train, on the backend that policy.backend names; with a value head on FSDP2 only."""
+    """The policy to train, on the backend that policy.backend names; with a value head on FSDP2 only.
+
+    `in_place`: one that can compute with an engine's weights.
+    """
+    if in_place:
+        return InPlacePolicy(model, policy, device, total_updates, value_head)
     if policy.backend == "fsdp":
         return FsdpPolicy(model, policy, device, total_updates, lora=lora, value_head=value_head)
     from trainer.policy.deepspeed import DeepSpeedPolicy  # importing DeepSpeed takes seconds

@@ -108,10 +108,12 @@ def _load_parameter(
     device: torch.device,
     start: StartValue,
 ) -> nn.Parameter:
-    """This rank's rows of one parameter, as a sharded tensor like `parameter`, with data."""
-    if not isinstance(parameter, DTensor):
-        raise TypeError(f"{name} is not sharded: load_sharded comes after fully_shard")
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    """This rank's rows of one parameter, or all where it is not sharded, as a tensor like `parameter`, with data."""
+    shape: tuple[int, ...] = parameter.shape
+    offset: tuple[int, ...] = (0,)
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     begin = offset[0] * math.prod(parameter.shape[1:])
     end = begin + math.prod(shape)
     if (whole := start(name, parameter.shape)) is not None:
@@ -119,6 +121,8 @@ def _load_parameter(
     else:
         views = checkpoint_views(model, name, parameter.shape)
         local = files.read(views, begin, end, parameter.dtype, device)
+    if not isinstance(parameter, DTensor):
+        return nn.Parameter(local.view(shape), requires_grad=parameter.requires_grad)
     sharded = DTensor.from_local(
         local.view(shape),
         parameter.device_mesh,

@@ -60,15 +60,22 @@ class ShardedModel:
         if not trainable:
             module.requires_grad_(False)
         self._shard()
-        loading.load_sharded(model, source, device, start)
+        self._load(start)
         if trainable:
             self.optimizer = make_adamw(
                 list(self.trained().values()), settings.lr, settings.betas, settings.eps, settings.weight_decay
             )
-        self._memory = ShiftMemory(settings.offload, self._moments, module.parameters)
+        self._memory = ShiftMemory(settings.offload, self._moments, self._weights)
+
+    def _load(self, start: loading.StartValue) -> None:
+        loading.load_sharded(self.model, self.source, self.device, start)
 
     def _moments(self) -> Iterator[Tensor]:
         return (state[key] for state in self.optimizer.state.values() for key in MOMENTS)
+
+    def _weights(self) -> Iterator[Tensor]:
+        """What a generation shift can do without once the engines have it."""
+        return self.module.parameters()
 
     def release(self, weights: bool) -> int:
         """Put away what `policy.offload` says; see `ShiftMemory`."""
@@ -87,21 +94,25 @@ class ShardedModel:
         """One FSDP unit a decoder layer, and one for the rest: embeddings, final norm and output head."""
         mesh = shard_mesh(self.device, self.config.shard_size)
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+        self._compile()
         for layer in self.model.base_model.layers:
-            if self.config.compile:
-                # Layer by layer, so that all layers are one compilation and FSDP's hooks stay between the graphs; for
-                # any length, since no two packs have the same.
-                layer.compile(dynamic=True)
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=self.config.reshard_after_forward)
         # The root's weights are needed again right after the forward pass, so they stay until the backward pass is
         # over.
-        self._root = fully_shard(self.module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        fully_shard(self.module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
         for unit in self._units():
             # The loss is divided by the whole step's count already (P14), so gradients are summed over ranks, not
             # averaged. A divide factor alone would ask for a scaled reduction that gloo does not have.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         self._replicas = world_size() // mesh.size(-1)
+
+    def _compile(self) -> None:
+        """Layer by layer, so that all layers are one compilation and FSDP's hooks stay between the graphs; for any
+        length, since no two packs have the same.
+        """
+        for layer in self.model.base_model.layers if self.config.compile else ():
+            layer.compile(dynamic=True)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Sharded parameters under the names they have in the Transformers model, tied ones once."""
@@ -110,7 +121,7 @@ class ShardedModel:
     def trained(self) -> dict[str, nn.Parameter]:
         """Those that learn, by name: of the model's, and a head's beside it."""
         heads = {name: p for name, p in self.module.named_parameters() if not name.startswith("model.")}
-        return {name: p for name, p in (dict(self.named_parameters()) | heads).items() if p.requires_grad}
+        return {name: p for name, p in (parameter_names(self.model) | heads).items() if p.requires_grad}
 
     @torch.no_grad()
     def _without_gradients(self, batches: list[MicroBatch], forward: Callable[[MicroBatch], Result]) -> list[Result]:
@@ -130,14 +141,13 @@ class ShardedModel:
         self.module.train()
         figures = Figures(self.device)
         for number, batch in enumerate(batches, start=1):
-            # Between replicas gradients travel once an update, not once a micro-batch.
-            self._root.set_requires_all_reduce(number == len(batches))
+            for unit in self._units():  # between replicas gradients travel once an update, not once a micro-batch
+                unit.set_requires_all_reduce(number == len(batches), recurse=False)
             loss, sums = loss_of(batch)
             loss.backward()
             figures.add(loss, sums)
         self._reshard()
-        sharded = (p.grad for p in self.module.parameters())
-        gradients = [gradient.to_local() for gradient in sharded if isinstance(gradient, DTensor)]
+        gradients = [local_part(p.grad) for p in self.trained().values() if p.grad is not None]
         # Every replica has the same gradients: each shard counts once.
         squared_norm = torch.nn.utils.get_total_norm(gradients).double() ** 2 / self._replicas
         totals = figures.over_ranks(squared_norm=squared_norm)
@@ -195,6 +205,11 @@ class ShardedModel:
 
     def _units(self) -> Iterator[FSDPModule]:
         return (unit for unit in self.module.modules() if isinstance(unit, FSDPModule))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:

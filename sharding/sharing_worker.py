@@ -1,0 +1,15 @@
+"""A vLLM worker on CUDA whose weights lie in memory that other processes can open."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from vllm.v1.worker.gpu_worker import Worker
+
+
+class SharingWorker(Worker):
+    """Weights come from torch's own allocator: what vLLM's sleeping pool maps has no CUDA IPC handle.
+
+    The pool still holds the KV cache, and so that is all that sleep frees. Read in vLLM 0.26 and 0.32.
+    """
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:  # type: ignore[type-arg]
+        return nullcontext() if tag == "weights" else super()._maybe_get_memory_pool_context(tag)

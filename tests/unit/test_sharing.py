@@ -1,0 +1,101 @@
+"""Which weights an engine can share with the trainer, and where they lie in its memory."""
+
+import pytest
+import torch
+from in_process import SmallModel, small_weights
+from torch import Tensor
+
+from sharding.channel import SyncError
+from sharding.plan import Piece, SourceParameter
+from sharding.sharing import SharedWeights, contiguous_runs, open_shared
+from sharding.weight_loader import WeightLoader
+from tests.in_process import Worker
+
+CPU = torch.device("cpu")
+
+
+def loaded(model: SmallModel, names: list[str]) -> WeightLoader:
+    """A loader that has recorded an update of these weights."""
+    worker = Worker(model)
+    loader = WeightLoader(model, worker.vllm_config, plain=True)  # type: ignore[arg-type]
+    weights = {name: weight for name, weight in small_weights(1).items() if name in names}
+    loader.begin({name: [list(w.shape), "float32"] for name, w in weights.items()})
+    loader.load(list(weights.items()))
+    for name in [n for n, _ in model.named_parameters() if n not in {"rows", *names}]:
+        delattr(model, name)  # what nobody sends would be an error
+    loader.finish()
+    return loader
+
+
+def whole(name: str, *pieces: tuple[str, tuple[int, ...], int]) -> SourceParameter:
+    """A parameter of float32 pieces: name, shape, offset in bytes."""
+    found = tuple(Piece(n, "float32", shape, offset) for n, shape, offset in pieces)
+    return SourceParameter(name, sum(4 * torch.Size(p.shape).numel() for p in found), found)
+
+
+@pytest.fixture
+def shared() -> tuple[SmallModel, SharedWeights, dict[str, Tensor]]:
+    model = SmallModel()
+    loader = loaded(model, ["a", "b", "columns", "norm"])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return model, SharedWeights(model, loader.recording, CPU), before
+
+
+def test_what_the_trainer_writes_is_in_the_model_and_nothing_else_changes(
+    shared: tuple[SmallModel, SharedWeights, dict[str, Tensor]],
+) -> None:
+    model, weights, before = shared
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "moved as they were"
+    parameters = [whole(n, (n, tuple(w.shape), 0)) for n, w in small_weights(1).items() if n != "scaled"]
+    memory = open_shared(weights.handle, weights.places, parameters, CPU)
+    for name, weight in small_weights(1).items():
+        if name != "scaled":
+            assert torch.equal(memory[name].view(weight.shape), weight), name
+    memory["b"][:] = -7
+    assert torch.equal(model.rows[:12], before["rows"][:12]) and (model.rows[12:] == -7).all()
+    assert torch.equal(model.columns, before["columns"])
+    with torch.no_grad():
+        model.columns += 1
+    assert torch.equal(memory["columns"].view(5, 8), before["columns"] + 1), "and the other way round"
+
+
+def test_a_fused_parameter_is_found_where_its_parts_are_neighbours(
+    shared: tuple[SmallModel, SharedWeights, dict[str, Tensor]],
+) -> None:
+    """Transformers keeps some weights fused, as vLLM does: then one is the other."""
+    model, weights, _ = shared
+    fused = whole("ab", ("a", (12, 6), 0), ("b", (8, 6), 12 * 6 * 4))
+    memory = open_shared(weights.handle, weights.places, [fused], CPU)
+    assert torch.equal(memory["ab"].view(20, 6), model.rows)
+    turned = whole("ba", ("b", (8, 6), 0), ("a", (12, 6), 8 * 6 * 4))
+    with pytest.raises(SyncError, match="keeps the parts of ba apart.*set sync.zero_copy to false"):
+        open_shared(weights.handle, weights.places, [turned], CPU)
+
+
+def test_weights_that_are_computed_or_cut_are_refused_by_name() -> None:
+    model = SmallModel()
+    loader = loaded(model, ["a", "b", "columns", "norm", "scaled"])
+    with pytest.raises(SyncError, match="SmallModel does not keep scaled as sent and in one piece"):
+        contiguous_runs(model, loader.recording)
+    cut = SmallModel(rank=1, ranks=2)
+    loader = loaded(cut, ["a", "b", "columns", "norm"])
+    with pytest.raises(SyncError, match="does not keep a, b, columns as sent"):
+        contiguous_runs(cut, loader.recording)
+    with pytest.raises(SyncError, match="re-processes its weights"):
+        contiguous_runs(model, None)
+
+
+def test_later_updates_know_the_memory_that_the_model_was_moved_to() -> None:
+    """An update with weights after all, as after one that failed, replays into the shared memory."""
+    model = SmallModel()
+    loader = loaded(model, ["a", "b", "columns", "norm"])
+    assert loader.recording is not None
+    SharedWeights(model, loader.recording, CPU)
+    others = {name: weight for name, weight in small_weights(2).items() if name != "scaled"}
+    again = WeightLoader(model, Worker(model).vllm_config, plain=True, recording=loader.recording)  # type: ignore[arg-type]
+    again.begin({name: [list(w.shape), "float32"] for name, w in others.items()})
+    assert again.recording is loader.recording
+    again.load(list(others.items()))
+    again.finish()
+    assert torch.equal(model.rows, torch.cat([others["a"], others["b"]]))
+    assert torch.equal(model.columns, others["columns"]) and torch.equal(model.norm, others["norm"])
