@@ -1,9 +1,15 @@
 """Digests: what a rank and its worker compare instead of the weights themselves.
 
-A digest is the sum of multiplier times element, its bits read as an integer, modulo 2^64; every place has an odd random
-multiplier of its own. One wrong element always changes it; two that changed places escape once in 2^32. Since it is a
-sum, ranks that hold a part each can digest their parts. Hashes of bytes know no parts, and have no kernels for CUDA in
-torch; `torch.hash_tensor` does not see places; sums of floating-point numbers depend on their order.
+A digest is the sum of multiplier times word, the 4 bytes of a word read as an integer, modulo 2^64; every place has an
+odd random multiplier of its own. One wrong element always changes it; two that changed places escape once in 2^32.
+Since it is a sum, ranks that hold a part each can digest their parts, with zeros for what others hold. Hashes of bytes
+know no parts, and have no kernels for CUDA in torch; `torch.hash_tensor` does not see places; sums of floating-point
+numbers depend on their order.
+
+Multipliers of one block are those of the next times a constant, so that block after block is added to the multiple of
+one running sum for each place in a block: a single pass over the memory, in torch's own threads. Of what else was
+timed, words of 8 bytes are twice as fast, but of an element's sign at their top such a sum does not know the place;
+telling halves apart again costs what they gain, as do matrix products of bytes in 8-bit integers or in float64.
 """
 
 import functools
@@ -13,36 +19,48 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .recording import View
 
-BLOCK = 1 << 16
-"""Elements digested at once, and so how much memory that takes: 8 bytes for each."""
+BLOCK = 1 << 18
+"""Elements digested at once, and so how much memory that takes: 20 bytes for each of 4 bytes, less for smaller ones."""
 
 WINDOW = 1 << 14
 """`verify: sample` digests at most so many elements of a view."""
 
 MODULUS = 1 << 64
-_STEP = 0x9E3779B97F4A7C15  # odd: the multipliers of a block are those of the one behind it times this
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_WORD = 4  # bytes
+_STEP = 0x9E3779B97F4A7C15 - MODULUS  # odd: the multipliers of a block are those of the one behind it times this
 
 
 def digest(blocks: Iterable[Tensor]) -> int:
     """Of all elements of these tensors in order, each tensor of at most `BLOCK`; in [0, 2^64)."""
-    sums = []
+    sums: Tensor | None = None
     for block in blocks:
-        multipliers = _multipliers(block.device)[: block.numel()].view(block.shape)
-        sums.append((block.view(_INTEGERS[block.element_size()]) * multipliers).sum())
-    total = 0
-    for value in torch.stack(sums).tolist() if sums else []:
-        total = (total * _STEP + value) % MODULUS
-    return total
+        words = _words(block)
+        count = len(words)
+        if sums is None:
+            sums = torch.zeros_like(words, dtype=torch.int64)
+        elif count > len(sums):
+            sums = pad(sums, (0, count - len(sums)))
+        torch.add(words, sums[:count], alpha=_STEP, out=sums[:count])
+        sums[count:].mul_(_STEP)
+    return 0 if sums is None else int(sums.mul_(_multipliers(2 * BLOCK, sums.device)[: len(sums)]).sum()) % MODULUS
+
+
+def _words(block: Tensor) -> Tensor:
+    """A block's bytes as int32 [n], zeros behind them up to a whole word; a copy where it does not lie so."""
+    flat = block.contiguous().view(-1)
+    if flat.nbytes % _WORD or flat.storage_offset() * flat.itemsize % _WORD:
+        flat = pad(flat, (0, -flat.nbytes % _WORD // flat.itemsize))  # never the memory itself
+    return flat.view(torch.int32)
 
 
 @functools.lru_cache
-def _multipliers(device: torch.device) -> Tensor:
+def _multipliers(count: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**63), 2**63 - 1, (BLOCK,), generator=generator)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
     return drawn.bitwise_or_(1).to(device)
 
 
@@ -99,8 +117,10 @@ def part_of(view: View, values: Tensor, first: int, dtype: torch.dtype) -> Tenso
     offset, shape, stride = view
     start = offset - first
     span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    found = torch.zeros(span, dtype=dtype, device=values.device)
     begin, end = max(start, 0), min(start + span, values.numel())
+    if end - begin == span:
+        return values.as_strided(shape, stride, values.storage_offset() + start).to(dtype)
+    found = torch.zeros(span, dtype=dtype, device=values.device)
     if begin < end:
         found[begin - start : end - start].copy_(values[begin:end])
     return found.as_strided(shape, stride)

@@ -34,19 +34,31 @@ def places(view: View) -> list[int]:
     return [offset + sum(i * s for i, s in zip(index, stride, strict=True)) for index in indices]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_digest_is_what_python_integers_give(dtype: torch.dtype, turned: bool) -> None:
-    weight = (torch.randn(9, 13, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
-    block = weight.t() if turned else weight
-    multipliers = digests._multipliers(block.device).tolist()
-    assert all(multiplier % 2 for multiplier in multipliers)
-    form = {1: "b", 2: "h", 4: "i"}[dtype.itemsize]
+@pytest.mark.parametrize("columns", [12, 13])
+def test_a_digest_is_what_python_integers_give(dtype: torch.dtype, turned: bool, columns: int) -> None:
+    """Of two blocks, of which the second is shorter, behind an element that puts them off the words of memory."""
+    memory = (torch.randn(1 + 9 * columns, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
+    weight = memory[1:].view(9, columns)
+    blocks = [weight.t(), weight.t()[1:4]] if turned else [weight, weight[1:4]]
+    sums = [sum(m * w for m, w in zip(multipliers(), words(block), strict=False)) for block in blocks]
+    assert digest(blocks) == (sums[0] * digests._STEP + sums[1]) % MODULUS
+    assert digest(blocks[::-1]) == (sums[1] * digests._STEP + sums[0]) % MODULUS
+
+
+def multipliers() -> list[int]:
+    found = digests._multipliers(300, torch.device("cpu")).tolist()
+    whole = digests._multipliers(2 * digests.BLOCK, torch.device("cpu"))
+    assert all(multiplier % 2 for multiplier in found) and found == whole[:300].tolist()
+    return found
+
+
+def words(block: Tensor) -> tuple[int, ...]:
+    """By Python: the bytes of all elements in order, and zeros up to a whole word."""
     raw = bytes(block.contiguous().view(torch.uint8).flatten().tolist())
-    words = struct.unpack(f"{block.numel()}{form}", raw)
-    expected = sum(m * w for m, w in zip(multipliers, words, strict=False)) % MODULUS
-    assert digest([block]) == expected
-    assert digest([block, block]) == (expected * digests._STEP + expected) % MODULUS
+    raw += bytes(-len(raw) % 4)
+    return struct.unpack(f"{len(raw) // 4}i", raw)
 
 
 def test_every_single_bit_every_exchange_and_every_shift_changes_it() -> None:
@@ -97,10 +109,11 @@ def test_windows_reach_every_element_in_the_end() -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("seed", [None, 3])
-def test_parts_of_ranks_add_up_to_the_digest_of_the_whole(seed: int | None) -> None:
-    """However the weight is cut, and whatever view of it a worker reads: rows, columns, turned, all."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_parts_of_ranks_add_up_to_the_digest_of_the_whole(dtype: torch.dtype, seed: int | None) -> None:
+    """However the weight is cut, within words too, and whatever view of it a worker reads: rows, columns, turned, all."""
     generator, draw = torch.Generator().manual_seed(3), random.Random(0)
-    weight = torch.randn(11, 6, generator=generator)
+    weight = (torch.randn(11, 6, generator=generator) * 50).to(dtype)
     for _ in range(20):
         bounds = [0, *sorted(draw.choices(range(67), k=3)), 66]
         for target in (weight[2:9], weight[:, 1:4], weight.t(), weight, weight[:, 2:3]):
@@ -112,7 +125,7 @@ def own_part(weight: Tensor, begin: int, end: int, read: Tensor, seed: int | Non
     """What a rank that holds [begin, end) of the flat weight says of a view of it."""
     views = [(int(read.storage_offset()), tuple(read.shape), read.stride())]
     values = weight.view(-1)[begin:end]
-    return digest(part_of(part, values, begin, torch.float32) for parts in cut(views, seed) for part in parts)
+    return digest(part_of(part, values, begin, weight.dtype) for parts in cut(views, seed) for part in parts)
 
 
 def test_parts_are_cast_as_they_are_sent() -> None:
