@@ -111,7 +111,7 @@ def test_windows_reach_every_element_in_the_end() -> None:
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_parts_of_ranks_add_up_to_the_digest_of_the_whole(dtype: torch.dtype, seed: int | None) -> None:
-    """However the weight is cut, within words too, and whatever view of it a worker reads: rows, columns, turned, all."""
+    """However it is cut, within words too, and whatever view of it a worker reads: rows, columns, turned, all."""
     generator, draw = torch.Generator().manual_seed(3), random.Random(0)
     weight = (torch.randn(11, 6, generator=generator) * 50).to(dtype)
     for _ in range(20):
