@@ -32,6 +32,7 @@ from trainer.distributed import destroy_process_group, init_process_group
 from trainer.policy import loading
 from trainer.policy.checkpoint_names import CheckpointView, checkpoint_views
 from trainer.policy.fsdp import FsdpPolicy
+from trainer.policy.in_place import InPlacePolicy
 
 PRESETS = {  # hidden size, intermediate size, layers, heads, key-value heads, vocabulary; all with tied embeddings
     "1M": (128, 512, 4, 4, 2, 288),
@@ -113,14 +114,16 @@ class _RandomWeights:
         return values.fill_(1.0) if "norm" in views[0].name else values.uniform_(-0.05, 0.05)
 
 
-def random_policy(folder: Path, dtype: str, device: torch.device, **settings: Any) -> FsdpPolicy:
+def random_policy(
+    folder: Path, dtype: str, device: torch.device, in_place: bool = False, **settings: Any
+) -> FsdpPolicy:
     """The trainer's own policy, float32 masters sharded over the ranks, with random weights.
 
-    `settings` are further keys of the section `policy`.
+    `in_place`: one that computes with an engine's weights. `settings` are further keys of the section `policy`.
     """
     config = PolicyConfig.model_validate({"dtype": dtype} | settings)
     with mock.patch.object(loading, "SafetensorsFolder", _RandomWeights):
-        return FsdpPolicy(ModelConfig(path=str(folder)), config, device)
+        return (InPlacePolicy if in_place else FsdpPolicy)(ModelConfig(path=str(folder)), config, device)
 
 
 def start_engine(folder: Path, device: torch.device, extra: dict[str, Any] | None = None, **settings: Any) -> Leader:
@@ -153,11 +156,11 @@ def weight_source(policy: FsdpPolicy, dtype: str) -> FsdpWeightSource:
 
 
 def connected_manager(
-    source: FsdpWeightSource, device: torch.device, settings: SyncSettings, leader: Leader
+    source: FsdpWeightSource, device: torch.device, settings: SyncSettings, leader: Leader, compute_in: Any = None
 ) -> ShardingManager:
-    """A sharding manager between the two, as training has it."""
+    """A sharding manager between the two, as training has it; `compute_in` as the manager's."""
     folder = Path(tempfile.mkdtemp(dir=lifetime.private_folder()))
-    manager = ShardingManager(source, device, settings, folder, leader=leader)
+    manager = ShardingManager(source, device, settings, folder, leader=leader, compute_in=compute_in)
     manager.connect()
     return manager
 

@@ -14,6 +14,7 @@ One engine a rank and size is started with random weights (nothing is read from 
     gather       the policy's shards, cast and gathered into staging; nobody reads them
     sync         all of it as in training, for each setting of sync.verify; the engine stays awake
     after sleep  the same, but the engine has given its memory back before, as in training
+    zero copy    sync.zero_copy: the policy computes with the engine's own weights; one rank, unpacked weights
     TRL, ...     others' ways, see peers.py
 
 Threads: as many as OMP_NUM_THREADS says on either side, 1 if it says nothing.
@@ -58,6 +59,7 @@ from sharding.plan import BucketPlan
 from sharding.source import FsdpWeightSource
 from sharding.transport import BUFFERS, Staging, make_staging, open_staging
 from trainer import lifetime
+from trainer.policy.in_place import InPlacePolicy
 
 GIB = 2**30
 LOADS = {"replay": "load: replay", "loaders": "load: vLLM's, watched", "one by one": "load: vLLM's, one by one"}
@@ -69,18 +71,22 @@ class Bench:
     def __init__(self, options: argparse.Namespace, preset: str) -> None:
         self.options, self.preset, self.device = options, preset, this_device()
         self.dtype = getattr(torch, options.dtype)
-        folder = write_config(Path(tempfile.mkdtemp()) / "model", preset, options.dtype)
+        self.folder = write_config(Path(tempfile.mkdtemp()) / "model", preset, options.dtype)
         on_cuda = self.device.type == "cuda"
         os.environ.update(IPC_ENVIRONMENT if on_cuda else {})
-        self.leader = start_engine(
-            folder, self.device, extra=IPC_ARGUMENTS if on_cuda else None, dtype=options.dtype,
-            plain_cpu_weights=not options.packed, worker_extension="bench_worker.BenchWorker",
-        )  # fmt: skip
-        self.policy = random_policy(folder, options.dtype, self.device)
-        self.source = weight_source(self.policy, options.dtype)
+        self.begin(extra=IPC_ARGUMENTS if on_cuda else None, worker_extension="bench_worker.BenchWorker")
         self.plan = BucketPlan(self.source.parameters(), options.bucket_mib << 20)
         self.ways: dict[str, Way] = {}
         self.shift: dict[str, list[float]] = {}
+
+    def begin(self, shared: bool = False, **engine: Any) -> None:
+        """Start the engine and build the policy; `shared`: for one memory of both."""
+        dtype, plain = self.options.dtype, not self.options.packed
+        self.leader = start_engine(
+            self.folder, self.device, dtype=dtype, plain_cpu_weights=plain, shared_weights=shared, **engine
+        )
+        self.policy = random_policy(self.folder, dtype, self.device, in_place=shared)
+        self.source = weight_source(self.policy, dtype)
 
     def run(self) -> None:
         """Everything."""
@@ -92,6 +98,8 @@ class Bench:
         self.sync("after sleep, verify off", "off", sleep=True)
         if self.options.peers and not self.options.packed:
             self.peers()
+        if world_size() == 1 and not self.options.packed:
+            self.share()
 
     def load(self) -> None:
         """What needs no trainer."""
@@ -123,7 +131,8 @@ class Bench:
         engine = self.leader.engine
         engine.settings = dataclasses.replace(engine.settings, sleep=sleep)
         settings = SyncSettings(verify, self.options.bucket_mib << 20)
-        manager = connected_manager(self.source, self.device, settings, self.leader)
+        compute_in = self.policy.compute_in if isinstance(self.policy, InPlacePolicy) else None
+        manager = connected_manager(self.source, self.device, settings, self.leader, compute_in)
         reports = []
         for _ in range(count):
             self.policy.updates.applied += 1
@@ -134,6 +143,13 @@ class Bench:
             reports.append(manager.report)
         manager.close()
         return reports
+
+    def share(self) -> None:
+        """With an engine and a policy of its own: the first update copies, the others need not."""
+        self.leader.engine.close()
+        del self.policy, self.source
+        self.begin(shared=True)
+        self.sync("zero copy, verify sample", "sample")
 
     def peers(self) -> None:
         """What is possible here of others' ways."""
