@@ -94,7 +94,7 @@ class LoadWatcher(TorchDispatchMode):
             self.read.add(name)
             self._note(target, name)
             if self.recording is not None:
-                self.recording.note_copy(name, self._origins[name], source, target)
+                self.recording.note_copy(name, self._origins.get(name), source, target)
             return func(target, source)
         if not _same_bits(target, source.to(target.dtype).expand_as(target)):
             self.different.add(name)

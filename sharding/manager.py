@@ -245,11 +245,11 @@ class ShardingManager:
 
     def _verify(self, link: Link, check: DigestCheck, different: list[str]) -> None:
         """Report what digests found, and send the weights again that workers leave to their loaders, for those to
-        compare; unpacked weights only.
+        compare, unless they are re-processed: that takes the probe.
         """
-        if self._settings.verify == "off" or not self._plain:
+        if self._settings.verify == "off":
             return
-        if check.ordinary:
+        if check.ordinary and self._plain:
             plan = BucketPlan(check.ordinary, self._settings.bucket_bytes)
             different = different + different_weights(self._push(link, "compare", plan))
         if different and link.error is None:
@@ -257,7 +257,7 @@ class ShardingManager:
                 f"the worker on {self._device_id} does not hold what was sent: {some(different)} differ"
             )
         agree(link.error, "verifying weights")
-        self.report.verified = self._settings.verify
+        self.report.verified = self._settings.verify if self._plain else ""
 
     def _finish(self, link: Link, call: "Future[Any] | None", version: int) -> None:
         assert self._staging is not None

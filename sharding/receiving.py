@@ -2,6 +2,7 @@
 
 import gc
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -90,14 +91,18 @@ class Receiver:
     """Serves one update to one worker's model. See `Carrier.next` for the messages, of which every one is answered."""
 
     def __init__(
-        self, worker: Any, plain: bool, promised: Manifest | None = None, recording: Recording | None = None
+        self,
+        worker: Any,
+        reprocessed: Sequence[torch.nn.Module],
+        promised: Manifest | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self.outcome = Outcome()
         self.weights: Manifest = {}
         self._verify: dict[str, Any] = {}
         self._sealed: dict[str, list[tuple[View, torch.Tensor]]] = {}
         self._worker, self._promised = worker, promised
-        self._loader: Loader = WeightLoader(worker.get_model(), worker.vllm_config, plain, recording)
+        self._loader: Loader = WeightLoader(worker.get_model(), worker.vllm_config, reprocessed, recording)
 
     def receive(self, carrier: Carrier) -> Outcome:
         """Until the sender ends the update or something fails here; never raises, and never leaves half a model."""

@@ -97,12 +97,17 @@ class Recording:
         """An empty recording of these weights, for a model as it is now."""
         return cls(weights, parameter_storages(model))
 
-    def note_copy(self, name: str, weight: "Origin", source: Tensor, target: Tensor) -> None:
-        """A loader copies `source`, a view of the weight unless it computed it, to `target`."""
-        if storage_key(source) != weight.storage:
+    def note_copy(self, name: str, weight: "Origin | None", source: Tensor, target: Tensor) -> None:
+        """A loader copies `source`, a view of the weight unless it computed it, to `target`.
+
+        Without `weight` it is one that came earlier, and that its loader has kept.
+        """
+        if weight is None:
+            self.ordinary[name] = "its loader waits for others"
+        elif storage_key(source) != weight.storage:
             self.ordinary[name] = "its loader computes with it"
         elif storage_key(target) not in self.parameters:
-            self.ordinary[name] = "its loader copies it to something that is no parameter"
+            self.ordinary[name] = "what its loader copies it to is re-processed, or no parameter"
         elif source.dtype != target.dtype:
             self.ordinary[name] = f"its loader casts it to {target.dtype}"
         else:

@@ -1,41 +1,23 @@
 """Loading a stream of weights into a running vLLM model, so that all of it arrives or the culprit is named.
 
-Two ways, decided by the model (`holds_plain_weights`): in place through `model.load_weights`, where parameters still
-have the checkpoint's layout; or through vLLM's layerwise reload, where they were re-processed after loading (packed for
-oneDNN on CPU, experts shuffled, quantised, MLA). VLLM.md 1.7 lists the traps; each remedy below carries its letter.
+Two ways, decided by module: in place through `model.load_weights`, recorded and replayed, where parameters still have
+the checkpoint's layout; or through vLLM's layerwise reload, where they were re-processed after loading
+(`reprocessing.py`).
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from .channel import SyncError
 from .load_watcher import LoadWatcher
 from .manifest import some
 from .plan import Manifest
 from .recording import NamedTensors, Recording, storage_key
-
-_PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
-
-
-def holds_plain_weights(model: torch.nn.Module, plain_on_cpu: bool) -> bool:
-    """Whether every parameter still has its checkpoint's layout, so that it can be written, and read back, in place.
-
-    Args:
-        plain_on_cpu: oneDNN packing was switched off before the model was built.
-    """
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None and type(method).__name__ not in _PLAIN_METHODS:
-            return False
-        if hasattr(module, "W_UK_T") or hasattr(module, "W_UV"):  # MLA keeps products of its weights (1.7 g)
-            return False
-    return plain_on_cpu or not on_cpu
+from .reprocessing import Reload
 
 
 class Arrivals:
@@ -75,43 +57,37 @@ class WeightLoader:
     loaded.
 
     Attributes:
-        plain: in place (True) or layerwise.
+        plain: every module is written in place.
         recording: what the loaders did, of this update or of an earlier one; None where nothing is recorded.
     """
 
     def __init__(
-        self, model: torch.nn.Module, vllm_config: VllmConfig, plain: bool, recording: Recording | None = None
+        self,
+        model: torch.nn.Module,
+        vllm_config: VllmConfig,
+        reprocessed: Sequence[torch.nn.Module] = (),
+        recording: Recording | None = None,
     ) -> None:
-        self.plain, self.recording = plain, recording
+        """`reprocessed`: modules that are not written in place."""
+        self.plain, self.recording = not reprocessed, recording
         self._model = model
         self._config = vllm_config
+        self._reload = Reload(model, list(reprocessed), vllm_config)
+        self._records = model not in reprocessed
         self._watcher = LoadWatcher()
         self._arrivals = Arrivals({})
-        self._reloading = False
 
     def begin(self, weights: Manifest, replay: bool = True) -> None:
         """Start an update that will bring exactly these weights; `replay` records what the loaders do, or repeats it.
 
-        Weights that are re-processed after loading are not recorded.
+        Weights that are re-processed after loading cannot be replayed.
         """
         self._arrivals = Arrivals(weights)
-        if not (self.plain and replay):
+        if not (self._records and replay):
             self.recording = None
         elif self.recording is None or not self.recording.fits(self._model, weights):
             self.recording = self._watcher.recording = Recording.of(self._model, weights)
-        if self.plain:
-            return
-        for module in self._model.modules():
-            method = getattr(module, "quant_method", None)
-            if (
-                method is not None
-                and hasattr(method, "moe_kernel")
-                and next(self._model.parameters()).device.type == "cpu"
-            ):
-                method.moe_kernel = None  # else the CPU prepack is skipped from the second load on (1.7 e)
-        with self._vllm():
-            initialize_layerwise_reload(self._model)
-        self._reloading = True
+        self._reload.begin()
 
     def take_in_place(self) -> None:
         """The announced weights are in the model already: its parameters are the trainer's (`sharding.sharing`).
@@ -135,10 +111,10 @@ class WeightLoader:
             SyncError: a weight that was not announced as it is, that came before, or that the model refuses.
         """
         self._arrivals.check_off(weights)
-        if not self.plain:
-            weights = copy_of(weights)  # layerwise keeps references until a fused module is complete (1.7 c)
         if self.recording is not None and self.recording.complete:
             weights = self._replay(self.recording, weights)
+        if not self.plain:
+            weights = copy_of(weights)  # a reload keeps references until a fused module is complete (1.7 c)
         self._run_loaders(weights)
         if self.recording is not None and not self.recording.complete:
             self._try_out(self.recording, weights)
@@ -196,8 +172,8 @@ class WeightLoader:
                 self.recording.refill()
         elif self.recording is not None:
             self.recording.check(whole=self._config.parallel_config.tensor_parallel_size == 1)
-        untouched = self._untouched_parameters() if self.plain else self._untouched_modules()
-        self._finalize()
+        untouched = self._untouched_parameters() + self._reload.untouched()
+        self._finish_reload()
         complaints = self._arrivals.complaints(self._watcher.read)
         if untouched:
             complaints.append(f"never sent, so the engine would keep old values: {some(untouched)}")
@@ -215,38 +191,20 @@ class WeightLoader:
         return None if self.recording is None else self.recording.ordinary
 
     def abort(self) -> None:
-        """Give up this update. No parameter stays on meta (1.7 f); the next complete update repairs their values."""
-        self._finalize()
+        """Give up this update; the next complete one repairs the values."""
+        self._finish_reload()
 
-    def _finalize(self) -> None:
-        if not self._reloading:
-            return
-        self._reloading = False
-        with self._vllm():
-            with self._watcher:  # modules with padding, such as a vocabulary of odd size, are loaded only now
-                finalize_layerwise_reload(self._model, self._config.model_config)
-            _repack_tied(self._model)
+    def _finish_reload(self) -> None:
+        with self._watcher:  # modules with padding, such as a vocabulary of odd size, are loaded only now
+            self._reload.finish()
 
     def _untouched_parameters(self) -> list[str]:
+        elsewhere = self._reload.parameters()
         return [
             name
             for name, parameter in self._model.named_parameters()
-            if parameter.numel() and storage_key(parameter) not in self._watcher.written
+            if parameter.numel() and parameter not in elsewhere and storage_key(parameter) not in self._watcher.written
         ]
-
-    def _untouched_modules(self) -> list[str]:
-        """Modules with parameters that nothing was sent for, unless they share them with one that was loaded (tied)."""
-        missing: dict[str, set[int]] = {}
-        loaded: set[int] = set()
-        for name, module in self._model.named_modules():
-            info = get_layerwise_info(module)
-            parameters = info.kernel_tensors[0] if info.kernel_tensors else module._parameters
-            own = {id(p) for p in parameters.values() if p is not None}
-            if not info.can_load() or info.load_numel > 0:
-                loaded |= own
-            elif info.load_numel_total and info.restore_metadata[0]:  # MLA's attention keeps only products (1.7 g)
-                missing[name] = own
-        return [name for name, own in missing.items() if not own <= loaded]  # without parameters: nothing to miss
 
     def _vllm(self) -> AbstractContextManager[Any]:
         return set_current_vllm_config(self._config)
@@ -255,14 +213,3 @@ class WeightLoader:
 def copy_of(weights: NamedTensors) -> NamedTensors:
     """The same weights in memory of their own."""
     return [(name, tensor.clone()) for name, tensor in weights]
-
-
-def _repack_tied(model: torch.nn.Module) -> None:
-    """Pack again for all but the first of the modules that share a weight (1.7 b: a tied head stays stale on CPU)."""
-    owners: dict[int, torch.nn.Module] = {}
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is None or not weight.numel():
-            continue
-        if owners.setdefault(id(weight), module) is not module:
-            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]

@@ -18,9 +18,9 @@ from .manifest import check_manifest, checkpoint_manifest
 from .plan import Manifest
 from .receiving import Carrier, Receiver, StagingCarrier, engine_dtype
 from .recording import Recording
+from .reprocessing import reprocessed_modules
 from .sharing import SharedWeights
 from .storage import StorageCarrier
-from .weight_loader import holds_plain_weights
 from .worker_memory import release_pages, release_weights, resident_bytes
 
 # vLLM imports this module before it builds the model: without oneDNN, linear layers keep their weights as they are
@@ -163,8 +163,8 @@ class VllmInternalWorkerExtension:
         return self._hotbunk_try(look) | {"weights": found}
 
     def _hotbunk_receive(self, carrier: Carrier) -> Outcome:
-        plain = holds_plain_weights(self.get_model(), _PLAIN_ON_CPU)  # type: ignore[attr-defined]
-        receiver = Receiver(self, plain, self.hotbunk_promised, self.hotbunk_recording)
+        reprocessed = reprocessed_modules(self.get_model(), _PLAIN_ON_CPU)  # type: ignore[attr-defined]
+        receiver = Receiver(self, reprocessed, self.hotbunk_promised, self.hotbunk_recording)
         outcome = receiver.receive(carrier)
         self.hotbunk_recording = receiver.recording
         if outcome.error is None:
@@ -194,7 +194,7 @@ class VllmInternalWorkerExtension:
         release_pages(_tensors(self.model_runner.kv_caches))  # type: ignore[attr-defined]
         if weights:
             model = self.get_model()  # type: ignore[attr-defined]
-            release_weights(model, holds_plain_weights(model, _PLAIN_ON_CPU))
+            release_weights(model, reprocessed_modules(model, _PLAIN_ON_CPU))
 
     def hotbunk_memory_bytes(self) -> int:
         """Resident bytes of this process on CPU; bytes in use on the whole device on CUDA, whoever uses them."""

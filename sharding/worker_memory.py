@@ -34,17 +34,16 @@ def release_pages(tensors: Iterable[torch.Tensor]) -> int:
     return freed
 
 
-def release_weights(model: torch.nn.Module, plain: bool) -> None:
+def release_weights(model: torch.nn.Module, reprocessed: list[torch.nn.Module]) -> None:
     """Free all weights of a sleeping engine; a complete weight update brings them back.
 
     Args:
-        plain: weights are as in the checkpoint; otherwise oneDNN's packed copies, which live in each layer's
-            `cpu_linear`, are dropped, and made again by the layerwise reload.
+        reprocessed: modules that are loaded layerwise; oneDNN's packed copies, which live in each layer's `cpu_linear`,
+            are dropped, and made again then.
     """
-    if not plain:
-        for module in model.modules():
-            if hasattr(module, "cpu_linear"):
-                module.cpu_linear = None  # type: ignore[assignment]
+    for module in (inner for outer in reprocessed for inner in outer.modules()):
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = None  # type: ignore[assignment]
     release_pages(p.data for p in model.parameters() if p.numel())
     gc.collect()
     _libc.malloc_trim(0)

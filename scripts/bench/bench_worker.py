@@ -32,7 +32,7 @@ class BenchWorker(VllmInternalWorkerExtension):
         weights = resident(manifest, worker.device)
 
         def update(replay: bool) -> None:
-            loader = WeightLoader(model, worker.vllm_config, plain=recording is not None, recording=recording)
+            loader = WeightLoader(model, worker.vllm_config, () if recording else [model], recording)
             loader.begin(manifest, replay)
             loader.load(weights)
             loader.finish()

@@ -7,13 +7,16 @@ either; four ranks and one into an engine of two workers are tried in test_colle
 two workers and into two engines of one in test_run.py.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from colocated import Colocated, start_engine, stop
 from make_tiny import make_tiny_model
 
 from generation.sampling import SamplingSettings
+from sharding.collectives import RemoteError
 
 MODELS = [
     ("qwen2", True),
@@ -25,7 +28,8 @@ MODELS = [
     ("qwen3_moe", False),
     ("deepseek_v2", False),
 ]
-REPROCESSED = {"qwen3_moe", "deepseek_v2"}  # experts shuffled, products of MLA's weights kept: whatever `plain` says
+REPROCESSED = {"qwen3_moe": {"experts"}, "deepseek_v2": {"experts", "kv_b_proj"}}
+"""Modules that vLLM re-processes whatever `plain` says: it shuffles experts, and keeps products of MLA's weights."""
 PROMPT = [14, 50, 77, 120, 9]
 
 
@@ -42,7 +46,7 @@ def test_p8_p12_sync_of_random_weights_equals_a_fresh_engine(
             both.policy.randomise(seed)
             with both.manager.generation_shift(both.policy):
                 assert both.manager.report.verified == ("full" if in_place else "probe")
-                assert both.manager.report.ordinary == ({} if in_place else None)  # nothing is left to the loaders
+                assert left_to_loaders(both) == (REPROCESSED.get(architecture, set()) if plain else None)
                 for temperature in (1.0, 0.6):
                     sampled = both.complete(PROMPT, SamplingSettings(max_tokens=40, temperature=temperature), seed)
                     assert both.gap(PROMPT, sampled, temperature) < 1e-4
@@ -58,6 +62,47 @@ def test_p8_p12_sync_of_random_weights_equals_a_fresh_engine(
         stop(fresh)
     assert greedy.token_ids == expected.token_ids
     assert greedy.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_p8_of_a_mixture_the_experts_are_probed_and_all_else_is_compared(tmp_path: Path) -> None:
+    """A wrong byte is found either way, and named where the module keeps what it was sent."""
+    folder = make_tiny_model(tmp_path / "start", architecture="qwen3_moe", tied=False, layers=2)
+    with Colocated(folder) as both:
+        both.manager.sleep()
+        gather = both.source.gather_into
+        for seed, (name, complaint) in enumerate(
+            [
+                ("", ""),
+                (
+                    "model.layers.1.self_attn.q_proj.weight",
+                    "what was sent: model.layers.1.self_attn.q_proj.weight differ",
+                ),
+                ("", ""),
+                ("model.layers.1.mlp.experts.down_proj", "its weights are not the policy's"),
+                ("model.layers.1.mlp.gate.weight", "what was sent: model.layers.1.mlp.gate.weight differ"),
+                ("", ""),
+            ]
+        ):
+            both.policy.randomise(seed)
+
+            def flipped(names: list[str], slots: list[torch.Tensor], name: str = name) -> None:
+                gather(names, slots)
+                if name in names:
+                    slots[names.index(name)].view(torch.float32)[:512].mul_(-9.0)
+
+            both.source.gather_into = flipped  # type: ignore[method-assign]
+            with nullcontext() if not name else pytest.raises(RemoteError, match=complaint):
+                both.manager.wake(both.policy)
+            assert (both.leader.engine.state.version is None) == bool(name)
+            both.manager.sleep()
+
+
+def left_to_loaders(both: Colocated) -> set[str] | None:
+    """The modules whose weights cannot be replayed; None where no module's can."""
+    ordinary = both.manager.report.ordinary
+    if ordinary is None:
+        return None
+    return {"experts" if ".experts." in name else name.split(".")[-2] for name in ordinary}
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
