@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from .recording import View
 
-BLOCK = 1 << 18
+BLOCK = 1 << 17
 """Elements digested at once, and so how much memory that takes: 20 bytes for each of 4 bytes, less for smaller ones."""
 
 WINDOW = 1 << 14

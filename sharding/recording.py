@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .plan import Manifest
 
@@ -27,7 +26,7 @@ View = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 def storage_key(tensor: Tensor) -> int:
     """A number that stands for the tensor's memory as long as somebody holds a reference to it, weak or not."""
-    return StorageWeakRef(tensor.untyped_storage()).cdata
+    return int(tensor.untyped_storage()._cdata)  # as `StorageWeakRef(...).cdata`, in a tenth of the time
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ class Copy:
 
     def source(self, weight: Tensor) -> Tensor:
         """The view of a weight that lies elsewhere now."""
+        if weight.shape == self.shape and weight.stride() == self.stride and not self.offset:
+            return weight  # most are copied whole, and a view takes longer to make than to find needless
         return weight.as_strided(self.shape, self.stride, weight.storage_offset() + self.offset)
 
     def sealed(self) -> tuple[View, Tensor]:
