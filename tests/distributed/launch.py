@@ -1,72 +1,90 @@
-"""Run a function on several real torchrun ranks from a test.
+"""Run a function on several real ranks from a test.
 
     run_ranks(function, nproc=2, timeout=60, arguments=[str(tmp_path)])
 
 The function lives in an importable file, takes strings, and joins the process group itself; whatever fails on a rank
 fails the test with every rank's output, and so does a rank that has not come to the function's end. What such a test
-checks it therefore asserts on the ranks. As a script, this file is what the ranks run.
+checks it therefore asserts on the ranks.
+
+The ranks are processes with the variables and the store that torchrun gives its own. They are forked from a process
+that has imported what they all need, and nothing else: started one by one they would spend most of their time, and of
+the suite's, on imports. What torchrun itself does to ranks, test_run.py and test_lifetime.py try with the real one.
 """
 
-import importlib.util
-import inspect
+import faulthandler
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
+from torch.distributed import TCPStore
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from trainer import lifetime
 
 ROOT = Path(__file__).resolve().parents[2]
 _DONE = "HOTBUNK_TEST_DONE"  # the folder in which each rank leaves its number at its end
+_GRACE_SECONDS = 3.0  # what the others have to tell and leave by themselves, when a rank has failed
+
+multiprocessing.set_forkserver_preload(["pytest", "trainer.loop", "vllm.v1.engine.async_llm"])
 
 
 def run_ranks(
-    target: Callable[..., Any] | Path,
+    target: Callable[..., Any],
     nproc: int,
     timeout: float = 120.0,
     arguments: list[str] | None = None,
     lost: tuple[int, ...] = (),
 ) -> str:
-    """Run a function or a script on `nproc` ranks; returns what they printed, stdout and stderr together.
+    """Run a function on `nproc` ranks; returns what they printed, stdout and stderr together.
 
     `lost` are ranks that leave in the middle of the function, for a test of what the others make of it.
 
     Raises AssertionError with the output when a rank fails, or when `timeout` seconds have passed; then every process
     is killed first.
     """
-    if isinstance(target, Path):
-        command = [str(target), *(arguments or [])]
-    else:
-        command = [__file__, inspect.getfile(target), target.__qualname__, *(arguments or [])]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *command]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank, as torchrun's does
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     with tempfile.TemporaryDirectory() as done:
-        output = _launch(launcher, environment | {_DONE: done}, timeout)
-        ended = sorted(int(file.name) for file in Path(done).iterdir())
-    expected = [rank for rank in range(nproc) if rank not in lost]
-    assert isinstance(target, Path) or ended == expected, f"only ranks {ended} came to the end:\n{output}"
-    return output
-
-
-def _launch(launcher: list[str], environment: dict[str, str], timeout: float) -> str:
-    process = subprocess.Popen(
-        launcher, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        log = Path(done) / "output"
+        given = (environment | {_DONE: done}, log, target, arguments or [])
+        ranks = start_processes(_run_rank, given, nproc, join=False, start_method="forkserver")
+        assert ranks is not None
+        failure = _wait(ranks, timeout)
+        output = log.read_text(errors="replace")
+        ended = [rank for rank in range(nproc) if (Path(done) / str(rank)).exists()]
+    assert not failure, f"{failure}:\n{output}"
+    assert ended == [rank for rank in range(nproc) if rank not in lost], (
+        f"only ranks {ended} came to the end:\n{output}"
     )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        _kill_tree(process)
-        output, _ = process.communicate()
-        raise AssertionError(f"{launcher} took longer than {timeout} s:\n{output}") from None
-    finally:
-        _kill_tree(process)
-    assert process.returncode == 0, f"{launcher} exited with {process.returncode}:\n{output}"
     return output
+
+
+def _wait(ranks: ProcessContext, timeout: float) -> str:
+    """Until all have ended; returns what is wrong with that, if anything is. None of them is left."""
+    deadline = time.monotonic() + timeout
+    try:
+        while not ranks.join(max(0.0, deadline - time.monotonic()), _GRACE_SECONDS):
+            if time.monotonic() >= deadline:
+                return f"they took longer than {timeout} s"
+    except ProcessExitedException as error:
+        return str(error)
+    finally:
+        for pid in ranks.pids():
+            _kill_tree(pid)
+    return ""
 
 
 def leave() -> NoReturn:
@@ -79,30 +97,38 @@ def _note_end() -> None:
     (Path(os.environ[_DONE]) / os.environ["RANK"]).touch()
 
 
-def _kill_tree(process: subprocess.Popen[str]) -> None:
-    """torchrun gives each rank a session of its own, so killing the launcher's process group would not reach them."""
-    if process.poll() is not None:
+def _kill_tree(pid: int) -> None:
+    """A rank and its children, which are in sessions of their own."""
+    try:
+        family = psutil.Process(pid)
+        members = [*family.children(recursive=True), family]
+    except psutil.NoSuchProcess:
         return
-    family = psutil.Process(process.pid)
-    for member in [*family.children(recursive=True), family]:
+    for member in members:
         try:
             member.kill()
         except psutil.NoSuchProcess:
             continue
 
 
-def _main(file: str, function: str, *arguments: str) -> int:
-    specification = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    getattr(module, function)(*arguments)
-    _note_end()
-    return 0
+def _run_rank(
+    rank: int, environment: dict[str, str], log: Path, target: Callable[..., Any], arguments: list[str]
+) -> NoReturn:
+    """What each rank is, from its first line to its end."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    os.chdir(ROOT)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable()
 
+    def main() -> int:
+        target(*arguments)
+        _note_end()
+        return 0
 
-if __name__ == "__main__":
     # A rank leaves as the command line's ranks do: the interpreter's own shutdown now and then aborts in the destructor
     # of a gloo group that a device mesh still holds ("terminate called without an active exception").
-    lifetime.run(lambda: _main(*sys.argv[1:]))
+    lifetime.run(main)

@@ -1,4 +1,4 @@
-"""P20 on real torchrun ranks: FSDP2 shards of a vocabulary that divides by nothing, loaded by more or fewer ranks."""
+"""P20 on real ranks: FSDP2 shards of a vocabulary that divides by nothing, loaded by more or fewer ranks."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Exchanges between real torchrun ranks, against what plain Python computes."""
+"""Exchanges between real ranks, against what plain Python computes."""
 
 import math
 import os
@@ -104,7 +104,7 @@ def test_a_phase_past_its_deadline_ends_all_ranks_with_phases_and_stacks() -> No
     for rank, where in ((0, "waits_in_a_collective"), (1, "hangs_in_python"), (2, "waits_in_a_collective")):
         stacks = "\n".join(line for line in output.splitlines() if line.startswith(f"rank {rank} | "))
         assert where in stacks, rank
-    assert f"exitcode  : {EXIT_CODE}" in output
+    assert f"terminated with exit code {EXIT_CODE}" in output
     assert "left without hearing" not in output
 
 
@@ -136,7 +136,7 @@ def test_ranks_that_lost_the_store_end_by_themselves() -> None:
 
 
 def store_dies() -> None:
-    """As with launchers other than torchrun: rank 0 holds the store, and takes it along."""
+    """As with launchers that keep no store of their own: rank 0 holds it, and takes it along."""
     distributed.init_process_group(60, device="cpu")
     rank = distributed.rank()
     own = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None

@@ -111,7 +111,7 @@ def check_failures(folder: str) -> None:
         fail("sending weights failed on rank 1: SyncError: .*(the engine core is gone|cannot be reached)")
     if rank() == 0:
         assert engine.worker.poll() is None, "the other worker waits for another update"
-    with on_rank_one(lambda: os._exit(0)):  # so that torchrun does not end the other one
+    with on_rank_one(lambda: os._exit(0)):  # so that nobody ends the other one
         fail("(?i)connection|lost contact", RuntimeError)
     engine.worker.kill()
     leave()

@@ -47,7 +47,8 @@ def service(model: Path) -> Iterator[AsyncVLLM]:
 
 def engine_processes() -> list[psutil.Process]:
     children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in children if "resource_tracker" not in " ".join(p.cmdline())]
+    helpers = ("resource_tracker", "forkserver")  # of this process's own multiprocessing
+    return [p for p in children if not any(helper in " ".join(p.cmdline()) for helper in helpers)]
 
 
 def nothing_unfinished(service: AsyncVLLM) -> bool:
