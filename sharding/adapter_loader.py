@@ -13,7 +13,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from .channel import SyncError
 from .load_watcher import LoadWatcher
 from .plan import Manifest
-from .recording import NamedTensors
+from .recording import NamedTensors, Part
 from .weight_loader import Arrivals, copy_of
 
 
@@ -45,6 +45,13 @@ class AdapterLoader:
         """Take some of the announced factors. When it returns, their memory may be overwritten."""
         self._arrivals.check_off(weights)
         self._factors += copy_of(weights)
+
+    def load_parts(self, parts: list[Part]) -> None:
+        """None come, as `whole` says."""
+        raise SyncError(f"{parts[0][0]} arrived in parts, but vLLM needs an adapter's factors whole")
+
+    def whole(self) -> None:
+        """All factors."""
 
     def compare(self, weights: NamedTensors) -> list[str]:
         """Nothing to compare, as `plain` says."""

@@ -2,6 +2,7 @@
 
 Every trainer rank gathers, rank 0 broadcasts. Source, plan, manifest, loader and receiver are those of the sharding
 manager; what differs is that one sender serves many workers, and that a bucket is broadcast where it would be mapped.
+Weights travel whole, however large: to be verified they pass through the workers' loaders a second time.
 """
 
 import itertools
@@ -257,7 +258,7 @@ class CollectiveSender:
         return Workers(self._channels, self._group, staging, self._session, timeout, lambda: _raise_if_failed(calls))
 
     def _update(self, peer: Workers | Nobody, staging: LocalStaging, report: SyncReport) -> None:
-        answer = announce(peer, self._parameters, staging, report.version, self._settings.replay)
+        answer = announce(peer, self._parameters, report.version, self._settings.replay)
         push(self._source, self._plan, staging, peer, "bucket", self._stamps)
         peer.post("finish")
         peer.collect()
@@ -273,7 +274,7 @@ class CollectiveSender:
     def _verify(self, peer: Workers | Nobody, staging: LocalStaging, report: SyncReport) -> None:
         """Send weights again, for the workers to compare with what they hold; where they are kept as they are sent."""
         parameters = parameters_to_verify(self._parameters, self._settings.verify, report.version)
-        plan = BucketPlan(parameters, self._settings.bucket_bytes)
+        plan = BucketPlan(parameters, self._plan.capacity)  # they may be packed otherwise than among all
         different = different_weights(push(self._source, plan, staging, peer, "compare", self._stamps))
         error = peer.error or (
             SyncError(f"engines do not hold what was sent: {some(different)} differ") if different else None

@@ -106,17 +106,19 @@ class CollectiveCarrier:
     def _read(self) -> tuple[dict[str, Any], Work | None]:
         message = self._channel.receive(self._timeout, "message from the trainer; is its send() running?")
         work = None
-        if "nbytes" in message and self._buffers:
+        if "nbytes" in message:
+            self._allocate(message["handle"]["nbytes"])
             work = self._group.start(self._buffers[message["buffer"]][: message["nbytes"] + STAMP_BYTES])
         return message, work
+
+    def _allocate(self, nbytes: int) -> None:
+        """Buffers as large as the trainer's. On its type of device: gloo carries no device memory, NCCL no other."""
+        if not self._buffers:
+            self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
 
     def answer(self, **fields: Any) -> None:
         """See `Carrier`."""
         self._channel.send("done", session=self._session, **fields)
-
-    def open(self, handle: dict[str, Any]) -> None:
-        """See `Carrier`. A group of one device type only: gloo carries no device memory, NCCL no other."""
-        self._buffers = [torch.empty(handle["nbytes"], dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
         """See `Carrier`. The other buffer is free by now, so whatever was announced for it may already come."""

@@ -8,7 +8,9 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -55,6 +57,11 @@ def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch
     parts = [torch.empty_like(tensor) for _ in range(world_size())]
     dist.all_gather(parts, tensor, group=group)
     return parts
+
+
+def exchange(own: Any) -> list[Any]:
+    """Every rank's, in rank order: plain types, which travel as msgpack. Collective."""
+    return [msgspec.msgpack.decode(packed) for packed in all_gather_bytes(msgspec.msgpack.encode(own))]
 
 
 def agree(error: BaseException | None, phase: str, group: dist.ProcessGroup | None = None) -> None:

@@ -16,21 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import torch
 
 from generation.event_loop import EngineThread
 from generation.worker_async import VllmAsyncGenerationWorker
 
 from .channel import Listener, SyncError
-from .collectives import agree, agreed, all_gather_bytes, rank
+from .collectives import agree, agreed, exchange, rank
 from .link import Link
 from .manifest import some
 from .plan import BucketPlan
 from .sending import AdapterFormat, SyncReport, SyncSettings, announce, different_weights, push
 from .sharing import open_shared
 from .source import ShardedSource
-from .transport import BUFFERS, NoStaging, Staging, make_staging
+from .transport import BUFFERS, Staging, make_staging
 from .verifying import DigestCheck
 
 PROBE_TOKENS = 48
@@ -107,7 +106,7 @@ class ShardingManager:
         self._staging: Staging | None = None
         self._session = 0
         self._stamps = itertools.count(1)
-        self._plain = self._in_place = False
+        self._plain = self._records = self._in_place = False
         self._compute_in = compute_in
         self._tenants: list[Tenant] = []
         self.report = SyncReport(version=-1)
@@ -116,7 +115,7 @@ class ShardingManager:
     def connect(self) -> None:
         """Pair every rank with the worker on its device. Collective; engines must be running."""
         mine = {"device_id": self._device_id, "endpoint": self._channel.endpoint, "secret": self._channel.secret}
-        ranks = [msgspec.msgpack.decode(packed) for packed in all_gather_bytes(msgspec.msgpack.encode(mine))]
+        ranks = exchange(mine)
         first = rank() // self._group_size * self._group_size
         endpoints = {r["device_id"]: [r["endpoint"], r["secret"]] for r in ranks[first : first + self._group_size]}
         self._lead("connecting workers", lambda engine: engine.call_workers("hotbunk_connect", endpoints))
@@ -195,9 +194,6 @@ class ShardingManager:
                 self._leader.thread.run(action(self._leader.engine), self._settings.timeout, phase)
 
     def _sync(self, version: int) -> None:
-        with agreed("allocating the staging memory"):
-            if self._staging is None:
-                self._staging = NoStaging() if self._in_place else make_staging(self._plan.capacity, self._device)
         self._session += 1
         call = self._start_receiving()
         timeout = self._settings.timeout
@@ -222,21 +218,38 @@ class ShardingManager:
 
     def _send(self, link: Link, version: int, check: DigestCheck) -> list[str]:
         """Returns the weights that a worker does not hold as the ranks do."""
-        assert self._staging is not None
         # The session is a number that no adapter had before, so nothing cached by number or name can be an old one's.
         adapter = None if self._adapter is None else {"number": self._session, "config": self._adapter.config}
         parameters, replay = self._plan.parameters(), self._settings.replay
-        answer = announce(link, parameters, self._staging, version, replay, adapter, check.request)
-        self._plain = bool(answer.get("plain"))
+        answer = announce(link, parameters, version, replay, adapter, check.request)
+        self._plain, self._records = bool(answer.get("plain")), bool(answer.get("records"))
         if self._in_place:
             link.ask("in_place")
         else:
+            self._make_staging([] if link.error else answer.get("whole"))
             self._push(link, "bucket", self._plan)
         link.post("finish")
         check.expect(answer.get("views", {}))  # while the worker finishes
         different = check.different(link.collect().get("digests", {}))
         agree(link.error, "sending weights")
         return different
+
+    def _make_staging(self, whole: list[str] | None) -> None:
+        """Two buffers of at most a bucket, but for weights that some worker's loaders need whole. Collective.
+
+        Args:
+            whole: those weights, as this rank's worker has it; None: all.
+        """
+        bound = self._settings.bucket_bytes
+        if any(parameter.nbytes > bound for parameter in self._parameters):  # alike on all ranks
+            asked = exchange(whole)
+            plan = BucketPlan(self._parameters, bound, None if None in asked else set().union(*asked))
+            if plan.capacity != self._plan.capacity:
+                self._free_staging()
+            self._plan = plan
+        with agreed("allocating the staging memory"):
+            if self._staging is None:
+                self._staging = make_staging(self._plan.capacity, self._device)
 
     def _push(self, link: Link, kind: str, plan: BucketPlan) -> list[dict[str, Any]]:
         assert self._staging is not None
@@ -250,7 +263,7 @@ class ShardingManager:
         if self._settings.verify == "off":
             return
         if check.ordinary and self._plain:
-            plan = BucketPlan(check.ordinary, self._settings.bucket_bytes)
+            plan = BucketPlan(check.ordinary, self._plan.capacity)  # they may be packed otherwise than among all
             different = different + different_weights(self._push(link, "compare", plan))
         if different and link.error is None:
             link.error = SyncError(
@@ -260,9 +273,10 @@ class ShardingManager:
         self.report.verified = self._settings.verify if self._plain else ""
 
     def _finish(self, link: Link, call: "Future[Any] | None", version: int) -> None:
-        assert self._staging is not None
         self.report.staging_bytes = 0 if self._in_place else BUFFERS * self._plan.capacity
-        free = self._device.type == "cuda"  # the KV cache needs it; on CPU fresh pages cost more than kept ones
+        less = self._compute_in is not None or (self._records and self._plan.capacity > self._settings.bucket_bytes)
+        # On CUDA the KV cache needs it; on CPU fresh pages cost more than kept ones, unless less will do from now on.
+        free = self._device.type == "cuda" or less
         answer = link.ask("end", close=free)
         link.ended = True
         self.staging_opened, self.staging_closed = answer.get("opened", 0), answer.get("closed", 0)

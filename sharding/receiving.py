@@ -14,7 +14,7 @@ from .adapter_loader import AdapterLoader
 from .digests import held
 from .manifest import check_manifest
 from .plan import Manifest
-from .recording import NamedTensors, Recording, View
+from .recording import NamedTensors, Part, Recording, View
 from .transport import STAMP_BYTES, open_staging, stamped
 from .weight_loader import WeightLoader
 
@@ -27,9 +27,6 @@ class Carrier(Protocol):
 
     def answer(self, **fields: Any) -> None:
         """The message was served."""
-
-    def open(self, handle: dict[str, Any]) -> None:
-        """Make the memory ready that `begin` describes."""
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
         """The bucket that a message announces, uint8 [nbytes]; what it holds was checked.
@@ -59,6 +56,10 @@ class Loader(Protocol):
         """See `WeightLoader`, as for the others."""
 
     def load(self, weights: NamedTensors) -> None: ...
+
+    def load_parts(self, parts: list[Part]) -> None: ...
+
+    def whole(self) -> list[str] | None: ...
 
     def compare(self, weights: NamedTensors) -> list[str]: ...
 
@@ -131,10 +132,9 @@ class Receiver:
         answer: dict[str, Any] = {}
         match message["kind"]:
             case "begin":
-                self._begin(carrier, message)
-                answer = {"plain": self._loader.plain, "views": self._views_to_verify()}
+                answer = self._begin(message)
             case "bucket":
-                self._loader.load(self._views(carrier, message))
+                self._load(carrier.bucket(message), message)
             case "in_place":
                 self._take_in_place()
             case "finish":
@@ -142,7 +142,7 @@ class Receiver:
                 self.outcome.ordinary = self._loader.ordinary()
                 answer = {"digests": self._digests()}
             case "compare":
-                views = self._views(carrier, message)  # taken off the carrier in any case
+                views = self._views(carrier.bucket(message), message)  # taken off the carrier in any case
                 answer = {"different": self._loader.compare(views) if self._loader.plain else []}
             case other:
                 raise channels.SyncError(f"unknown message {other!r}")
@@ -150,12 +150,11 @@ class Receiver:
             torch.cuda.current_stream().synchronize()
         return answer
 
-    def _begin(self, carrier: Carrier, message: dict[str, Any]) -> None:
+    def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
         self.weights = {name: [list(shape), dtype] for name, (shape, dtype) in message["weights"].items()}
         check_manifest(self.weights, self._promised, engine_dtype(self._worker))
         if (adapter := message.get("adapter")) is not None:
             self._loader = AdapterLoader(self._worker.model_runner, adapter["number"], adapter["config"])
-        carrier.open(message["handle"])
         self._loader.begin(self.weights, message.get("replay", True))
         self.outcome.version, self.outcome.tensors = message["version"], len(self.weights)
         self._verify = message.get("verify") or {"weights": []}
@@ -164,6 +163,9 @@ class Receiver:
             self._sealed = {
                 name: recording.sealed[name] for name in self._verify["weights"] if recording.replayable(name)
             }
+        whole = self._loader.whole()
+        records = recording is not None and whole is None
+        return {"plain": self._loader.plain, "views": self._views_to_verify(), "whole": whole, "records": records}
 
     def _take_in_place(self) -> None:
         if self._worker.hotbunk_shared is None or not isinstance(self._loader, WeightLoader):
@@ -179,16 +181,32 @@ class Receiver:
         seed = self._verify.get("seed")
         return {name: held([target for _, target in copies], seed) for name, copies in self._sealed.items()}
 
-    def _views(self, carrier: Carrier, message: dict[str, Any]) -> NamedTensors:
-        """The tensors of a bucket: views of the carrier's memory, dropped before the bucket is acknowledged."""
-        buffer = carrier.bucket(message)
-        views = []
-        for name, dtype_name, shape, offset in message["pieces"]:
-            dtype = getattr(torch, dtype_name)
-            nbytes = torch.Size(shape).numel() * dtype.itemsize
-            views.append((name, buffer[offset : offset + nbytes].view(dtype).view(shape)))
-            self.outcome.nbytes += nbytes if message["kind"] == "bucket" else 0
-        return views
+    def _load(self, buffer: torch.Tensor, message: dict[str, Any]) -> None:
+        weights, parts = self._views(buffer, message), self._parts(buffer, message)
+        self.outcome.nbytes += sum(w.nbytes for _, w in weights) + sum(values.nbytes for _, _, values in parts)
+        self._loader.load(weights)
+        if parts:
+            self._loader.load_parts(parts)
+
+    def _views(self, buffer: torch.Tensor, message: dict[str, Any]) -> NamedTensors:
+        """The weights that are whole in a bucket: views of its memory, dropped before the bucket is acknowledged."""
+        return [
+            (name, _elements(buffer, dtype, offset, torch.Size(shape).numel()).view(shape))
+            for name, dtype, shape, offset in message["pieces"]
+        ]
+
+    def _parts(self, buffer: torch.Tensor, message: dict[str, Any]) -> list[Part]:
+        """What a bucket holds of others, in the same way."""
+        return [
+            (name, first, _elements(buffer, dtype, offset, count))
+            for name, dtype, first, count, offset in message.get("stretches", [])
+        ]
+
+
+def _elements(buffer: torch.Tensor, dtype_name: str, offset: int, count: int) -> torch.Tensor:
+    """So many elements from byte `offset` of a bucket on."""
+    dtype = getattr(torch, dtype_name)
+    return buffer[offset : offset + count * dtype.itemsize].view(dtype)
 
 
 def engine_dtype(worker: Any) -> str:
@@ -239,8 +257,8 @@ class StagingCarrier:
         """See `Carrier`."""
         self._channel.send("done", session=self._session, **fields)
 
-    def open(self, handle: dict[str, Any]) -> None:
-        """See `Carrier`. What is open already stays open."""
+    def _open(self, handle: dict[str, Any]) -> None:
+        """Map the memory that a bucket lies in. What is open already stays open."""
         if handle == self._handle:
             return
         self._close()
@@ -250,6 +268,7 @@ class StagingCarrier:
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
         """See `Carrier`."""
+        self._open(message["handle"])
         return stamped_bucket(self._buffers[message["buffer"]], message)
 
     def leave(self, message: dict[str, Any]) -> None:

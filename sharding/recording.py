@@ -11,8 +11,8 @@ A weight whose loader computes something, rather than copying, is left to its lo
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch import Tensor
 from .plan import Manifest
 
 NamedTensors = list[tuple[str, Tensor]]
+Part = tuple[str, int, Tensor]
+"""Some of a weight's elements: its name, the number of the first, and the values [n]."""
+
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, shape and stride, in elements."""
 
@@ -48,6 +51,23 @@ class Copy:
         if weight.shape == self.shape and weight.stride() == self.stride and not self.offset:
             return weight  # most are copied whole, and a view takes longer to make than to find needless
         return weight.as_strided(self.shape, self.stride, weight.storage_offset() + self.offset)
+
+    def within(self, first: int, last: int) -> Iterator["Copy"]:
+        """What of it reads the weight's elements [first, last), with offsets from the first of them.
+
+        Rows that lie inside stay together; of those that only begin or end there, the inner dimensions are looked at.
+        """
+        if not self.shape:
+            if first <= self.offset < last:
+                yield replace(self, offset=self.offset - first)
+            return
+        touched, inside = _rows_within((self.offset, self.shape, self.stride), first, last)
+        for row in (row for row in touched if row not in inside):
+            offset = self.offset + row * self.stride[0]
+            yield from Copy(offset, self.shape[1:], self.stride[1:], self.target[row]).within(first, last)
+        if inside:
+            offset = self.offset + inside.start * self.stride[0] - first
+            yield Copy(offset, (len(inside), *self.shape[1:]), self.stride, self.target[inside.start : inside.stop])
 
     def sealed(self) -> tuple[View, Tensor]:
         """The view of the weight, and the target as a tensor of its own."""
@@ -79,6 +99,7 @@ class Recording:
         copies: weight -> its copies.
         fills: views of parameters that a loader filled with one number, and the number: padding.
         ordinary: weights that cannot be replayed, and why.
+        parts: what `copies` comes to for a part of a weight: the weight, number of the first element, how many.
         sealed: weight -> the view and the target of each copy, as the loaders made them: `copies` once more, so that a
             copy that is another later on is found out.
         complete: an update went through, and what is recorded covers every parameter.
@@ -90,6 +111,7 @@ class Recording:
     copies: dict[str, list[Copy]] = field(default_factory=dict)
     fills: list[tuple[Tensor, float]] = field(default_factory=list)
     ordinary: dict[str, str] = field(default_factory=dict)
+    parts: dict[tuple[str, int, int], list[Copy]] = field(default_factory=dict)
     sealed: dict[str, list[tuple[View, Tensor]]] = field(default_factory=dict)
     complete: bool = False
 
@@ -143,10 +165,15 @@ class Recording:
 
     def replay(self, weights: NamedTensors) -> None:
         """Make the recorded copies of these weights, all of which are replayable, wherever they lie now."""
-        pairs = [(copy.target, copy.source(weight)) for name, weight in weights for copy in self.copies[name]]
-        if pairs:
-            targets, sources = map(list, zip(*pairs, strict=True))
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+        _copy_all([(copy.target, copy.source(weight)) for name, weight in weights for copy in self.copies[name]])
+
+    def replay_part(self, name: str, first: int, values: Tensor) -> list[Copy]:
+        """As `replay`, of a weight's elements from number `first` on; which copies that came to is worked out once."""
+        key = (name, first, values.numel())
+        if key not in self.parts:
+            self.parts[key] = [part for copy in self.copies[name] for part in copy.within(first, first + key[2])]
+        _copy_all([(copy.target, copy.source(values)) for copy in self.parts[key]])
+        return self.parts[key]
 
     def refill(self) -> None:
         """Fill the padding again; memory that was given back during sleep has forgotten it."""
@@ -181,6 +208,7 @@ class Recording:
             if (storage := storages.get(storage_key(tensor))) is not None:
                 tensor.set_(storage, int(tensor.storage_offset()), tensor.shape, tensor.stride())  # type: ignore[call-overload]
         self.parameters = parameter_storages(model)
+        self.parts.clear()  # they are views of the old memory
 
     def check(self, whole: bool) -> None:
         """End the recording: what does not add up is left to the loaders.
@@ -208,6 +236,24 @@ class Recording:
             elements = targets[0].untyped_storage().nbytes() // targets[0].element_size()
             if not _covers_once(places, elements):
                 self.distrust(names - {""}, "its parameter's elements are not each written once")
+
+
+def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Targets and sources, as one multi-tensor copy."""
+    if pairs:
+        targets, sources = map(list, zip(*pairs, strict=True))
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _rows_within(view: View, first: int, last: int) -> tuple[range, range]:
+    """Which rows of a view have an element among [first, last), and which lie inside of it."""
+    offset, (rows, *shape), (step, *stride) = view
+    if step == 0:  # all rows are the same elements
+        return range(rows), range(0)
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    first, last = first - offset, last - offset
+    touched = range(max((first - span) // step + 1, 0), min(-(-last // step), rows))
+    return touched, range(max(-(-first // step), 0), min((last - span) // step + 1, rows))
 
 
 def parameter_storages(model: torch.nn.Module) -> frozenset[int]:

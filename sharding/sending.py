@@ -21,7 +21,8 @@ class SyncSettings:
     """How weights travel.
 
     Attributes:
-        bucket_bytes: bounds either staging buffer.
+        bucket_bytes: bounds either staging buffer, but for weights that a worker needs whole: all in the first update,
+            later on those that it cannot replay.
         timeout: of every wait for a worker, s.
         replay: workers record what vLLM's loaders do in the first update, and repeat it from then on
             (`sharding.recording`).
@@ -101,7 +102,6 @@ class Nobody:
 def announce(
     peer: Peer,
     parameters: list[SourceParameter],
-    staging: Staging,
     version: int,
     replay: bool = True,
     adapter: dict[str, Any] | None = None,
@@ -115,9 +115,10 @@ def announce(
 
     Returns:
         `plain`: whether the receiver keeps weights as they are sent, so that they can be compared. `views`: what it
-        reads of the weights in `verify`. {} after a failure.
+        reads of the weights in `verify`. `whole`: which weights have to arrive whole; None: all. `records`: whether it
+        notes down in this update what it can replay in later ones. {} after a failure.
     """
-    fields = {"weights": manifest_of(parameters), "handle": staging.handle, "version": version, "replay": replay}
+    fields = {"weights": manifest_of(parameters), "version": version, "replay": replay}
     peer.post("begin", **fields, adapter=adapter, verify=verify)
     return peer.collect()
 
@@ -136,16 +137,23 @@ def push(
         at, mark = number % BUFFERS, next(stamps)
         gather(source, bucket, staging.buffers[at], mark)
         staging.flush()
-        pieces = [(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()]
-        peer.post(kind, buffer=at, nbytes=bucket.nbytes, stamp=mark, pieces=pieces)
+        holds = {
+            "pieces": [(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()],
+            "stretches": [(s.name, s.dtype, s.first, s.count, s.offset) for s in bucket.stretches()],
+        }
+        peer.post(kind, handle=staging.handle, buffer=at, nbytes=bucket.nbytes, stamp=mark, **holds)
     answers += [peer.collect() for _ in plan.buckets[-BUFFERS:]]
     return answers
 
 
 def gather(source: WeightSource, bucket: Bucket, buffer: torch.Tensor, mark: int) -> None:
     """Fill a staging buffer with a bucket, and its stamp behind it."""
-    slots = [buffer[s.offset : s.offset + s.parameter.nbytes] for s in bucket.slots]
-    source.gather_into([s.parameter.name for s in bucket.slots], slots)
+    slots = [(slot, buffer[slot.offset : slot.offset + slot.nbytes]) for slot in bucket.slots]
+    whole = {slot.parameter.name: memory for slot, memory in slots if slot.whole}
+    source.gather_into(list(whole), list(whole.values()))
+    for slot, memory in slots:
+        if not slot.whole:
+            source.gather_part(slot.parameter.name, slot.start, memory)
     stamp(buffer[: bucket.nbytes + STAMP_BYTES], mark)
 
 

@@ -5,7 +5,8 @@ flattened all-gather per bucket (a second bucket of memory, since ranks' shards 
 all-gather of each parameter whose output *is* the parameter's slot, those of a bucket coalesced into one collective.
 FSDP2 shards dimension 0 in equal chunks with only the last ones short, so what arrives rank after rank is the parameter
 itself, with the padding behind it: no copy and no extra memory. ZeRO-3 cuts the flattened parameter into equal
-stretches, the last one padded: the same holds.
+stretches, the last one padded: the same holds. So it does of a part of a parameter that is too large for a bucket: the
+same stretch of every rank's shard.
 """
 
 import math
@@ -42,6 +43,12 @@ class WeightSource(Protocol):
         """Fill each slot (uint8 [nbytes], on the policy's device) with the whole parameter in the engine's dtype.
 
         Collective: every rank calls it with the same names in the same order.
+        """
+
+    def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
+        """Fill a slot with a part of a parameter, see `Slot`: of every shard what is `start` bytes behind its start.
+
+        Collective, as `gather_into`.
         """
 
 
@@ -84,10 +91,10 @@ class FsdpWeightSource:
         pieces = tuple(Piece(n, dtype, s, offset * size) for n, offset, s in self._layout(name, shape))
         if sum(math.prod(p.shape) for p in pieces) != shape.numel():
             raise ValueError(f"the checkpoint layout of {name} {tuple(shape)} does not cover it: {pieces}")
-        elements = shape.numel()
-        if (group := shard_group(tensor)) is not None:
-            elements = dist.get_world_size(group) * _largest_shard(tensor, dist.get_world_size(group))
-        return SourceParameter(name, elements * size, pieces)
+        if (group := shard_group(tensor)) is None:
+            return SourceParameter(name, shape.numel() * size, pieces)
+        ranks = dist.get_world_size(group)
+        return SourceParameter(name, ranks * _largest_shard(tensor, ranks) * size, pieces, ranks)
 
     @torch.no_grad()
     def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
@@ -102,6 +109,14 @@ class FsdpWeightSource:
         pending = [self._start(group, pairs) for group, some in shared.items() for pairs in _batches(some)]
         for work, _ in pending:
             work.wait()
+
+    @torch.no_grad()
+    def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
+        """See `WeightSource.gather_part`."""
+        if (group := shard_group(self._tensors[name])) is None:
+            slot.copy_(self._padded_shard(name, slot.numel(), start))
+        else:
+            all_gather(slot, self._padded_shard(name, slot.numel() // dist.get_world_size(group), start), group=group)
 
     def _start(self, group: dist.ProcessGroup, pairs: list[tuple[str, torch.Tensor]]) -> tuple[Any, list[torch.Tensor]]:
         """Begin to gather parameters into their slots, as one collective; what to wait for, and memory to keep until
@@ -119,13 +134,17 @@ class FsdpWeightSource:
     @torch.no_grad()
     def held(self, name: str) -> tuple[int, torch.Tensor]:
         """See `ShardedSource.held`."""
+        first, own = self._own(name)
+        return first, self._to_send(name, own, first)
+
+    def _own(self, name: str) -> tuple[int, torch.Tensor]:
+        """As `held`, before anything is added."""
         tensor = self._tensors[name]
         group = shard_group(tensor)
         if group is None:
-            return 0, self._to_send(name, _whole(tensor).reshape(-1), 0)
+            return 0, _whole(tensor).reshape(-1)
         local = tensor.to_local().reshape(-1) if isinstance(tensor, DTensor) else partition(tensor)
-        first = dist.get_rank(group) * _largest_shard(tensor, dist.get_world_size(group))
-        return first, self._to_send(name, local, first)
+        return dist.get_rank(group) * _largest_shard(tensor, dist.get_world_size(group)), local
 
     def holders(self, name: str) -> list[int]:
         """See `ShardedSource.holders`."""
@@ -139,12 +158,14 @@ class FsdpWeightSource:
         """
         return values
 
-    def _padded_shard(self, name: str, nbytes: int) -> torch.Tensor:
-        """This rank's part in the engine's dtype, as uint8 [nbytes], with zeros behind it where it is smaller."""
-        _, local = self.held(name)
-        if local.dtype == self._dtype and local.nbytes == nbytes:
+    def _padded_shard(self, name: str, nbytes: int, start: int = 0) -> torch.Tensor:
+        """This rank's shard in the engine's dtype from byte `start` on, as uint8 [nbytes]; zeros where it has ended."""
+        begin, count = start // self._dtype.itemsize, nbytes // self._dtype.itemsize
+        first, own = self._own(name)
+        local = self._to_send(name, own[begin : begin + count], first + begin)
+        if local.dtype == self._dtype and local.numel() == count:
             return local.view(torch.uint8)
-        shard = torch.zeros(nbytes // self._dtype.itemsize, dtype=self._dtype, device=local.device)
+        shard = torch.zeros(count, dtype=self._dtype, device=local.device)
         shard[: local.numel()].copy_(local)
         return shard.view(torch.uint8)
 
@@ -211,6 +232,10 @@ class StreamSource:
             slot.view(getattr(torch, self._info[name][1]))[: whole.numel()].copy_(whole.reshape(-1))
         if len(self._seen) == len(self._info):
             self._take()  # there may be none behind the last
+
+    def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
+        """See `WeightSource.gather_part`; a weight is let go as soon as it has been sent, so it is sent whole."""
+        raise SyncError(f"{name} comes from an iterator and cannot be sent in parts")
 
     def _take(self) -> bool:
         name, tensor = next(self._weights, (None, None))

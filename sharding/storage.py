@@ -4,7 +4,8 @@
     folder/manifest.json      names the slot that is complete, with every weight's place and every bucket's digest
 
 A writer only writes the slot that the manifest does not name, once the last reader has left it, and replaces the
-manifest last, in one step. So a reader finds a complete update or the one before it, and never half of either.
+manifest last, in one step. So a reader finds a complete update or the one before it, and never half of either. A weight
+is never cut: readers that have recorded nothing need it whole.
 """
 
 import fcntl
@@ -202,7 +203,7 @@ class StorageCarrier:
 
     def _update(self) -> Generator[dict[str, Any], None, None]:
         self._lock_current()
-        yield {"kind": "begin", "handle": {}, **{key: self._manifest[key] for key in ("weights", "version")}}
+        yield {"kind": "begin", **{key: self._manifest[key] for key in ("weights", "version")}}
         yield from self._buckets("bucket")
         yield {"kind": "finish"}
         if self._verify and self._plain:
@@ -254,9 +255,6 @@ class StorageCarrier:
         self._plain = fields.get("plain", self._plain)
         if different := fields.get("different"):
             raise SyncError(f"the model does not hold what was read: {', '.join(different[:6])} differ")
-
-    def open(self, handle: dict[str, Any]) -> None:
-        """See `Carrier`."""
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
         """See `Carrier`."""

@@ -121,20 +121,6 @@ class LocalStaging:
         self.buffers = []
 
 
-class NoStaging:
-    """Nothing is sent: the trainer computes in the engine's memory."""
-
-    def __init__(self) -> None:
-        self.buffers: list[torch.Tensor] = []
-        self.handle: dict[str, Any] = {"kind": "none"}
-
-    def flush(self) -> None:
-        """See `Staging`."""
-
-    def close(self) -> None:
-        """See `Staging`."""
-
-
 def _with_stamp(nbytes: int) -> int:
     return -(-nbytes // STAMP_BYTES) * STAMP_BYTES + STAMP_BYTES
 
@@ -151,8 +137,6 @@ def open_staging(handle: dict[str, Any], device: torch.device) -> list[torch.Ten
     Raises:
         OSError: the trainer's process is gone, or belongs to another user.
     """
-    if handle["kind"] == "none":
-        return []
     if handle["kind"] == "cuda_ipc":
         return [_open_cuda(list(args), handle["nbytes"], device) for args in handle["buffers"]]
     fd = os.open(f"/proc/{handle['pid']}/fd/{handle['fd']}", os.O_RDWR | os.O_CLOEXEC)

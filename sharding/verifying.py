@@ -7,10 +7,9 @@ in between is trusted: not the cast, the gather, the staging buffer, nor what th
 import random
 from typing import Any, Literal
 
-import msgspec
 import torch
 
-from .collectives import all_gather_bytes
+from .collectives import exchange
 from .digests import MODULUS, cut, digest, part_of
 from .plan import SourceParameter
 from .recording import View
@@ -61,11 +60,11 @@ class DigestCheck:
         """
         if not self._drawn:
             return
-        readers: list[dict[str, list[View]]] = _exchange(views)
+        readers: list[dict[str, list[View]]] = exchange(views)
         asked = {name: _distinct([r[name] for r in readers if name in r]) for name in self._places}
         unknown = {self._places[name][0].name for name in asked if any(name not in r for r in readers)}
         self.ordinary = [parameter for parameter in self._drawn if parameter.name in unknown]
-        parts = _exchange({name: self._digests(name, ways) for name, ways in asked.items() if ways})
+        parts = exchange({name: self._digests(name, ways) for name, ways in asked.items() if ways})
         for name, own in views.items():
             which, holders = asked[name].index(own), self._source.holders(self._places[name][0].name)
             self._expected[name] = sum(parts[holder][name][which] for holder in holders) % MODULUS
@@ -84,11 +83,6 @@ class DigestCheck:
     def different(self, held: dict[str, int]) -> list[str]:
         """The weights whose digests, as the worker holds them, are not those of what the ranks have."""
         return [name for name, value in self._expected.items() if held.get(name) != value]
-
-
-def _exchange(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's, in rank order. Collective."""
-    return [msgspec.msgpack.decode(packed) for packed in all_gather_bytes(msgspec.msgpack.encode(own))]
 
 
 def _distinct(ways: list[list[View]]) -> list[list[View]]:

@@ -5,6 +5,8 @@ the checkpoint's layout; or through vLLM's layerwise reload, where they were re-
 (`reprocessing.py`).
 """
 
+import bisect
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,7 +18,7 @@ from .channel import SyncError
 from .load_watcher import LoadWatcher
 from .manifest import some
 from .plan import Manifest
-from .recording import NamedTensors, Recording, storage_key
+from .recording import NamedTensors, Part, Recording, storage_key
 from .reprocessing import Reload
 
 
@@ -26,13 +28,14 @@ class Arrivals:
     def __init__(self, expected: Manifest) -> None:
         self._expected = expected
         self._arrived: set[str] = set()
+        self._parts: dict[str, list[tuple[int, int]]] = {}  # of weights that come in parts, which elements, in order
 
     def check_off(self, weights: NamedTensors) -> None:
         """Raise SyncError for a weight that was not announced as it is, or that came before."""
         if strangers := sorted({name for name, _ in weights} - self._expected.keys()):
             raise SyncError(f"weights arrived that were not announced: {some(strangers)}")
         for name, tensor in weights:
-            if name in self._arrived:
+            if name in self._arrived or name in self._parts:
                 raise SyncError(f"{name} arrived a second time")
             self._arrived.add(name)
             if (form := [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]) != self._expected[name]:
@@ -42,14 +45,38 @@ class Arrivals:
         """Nothing needs to be sent."""
         self._arrived = set(self._expected)
 
+    def check_off_parts(self, parts: list[Part]) -> None:
+        """As `check_off`, for parts of weights."""
+        for name, first, values in parts:
+            if name not in self._expected:
+                raise SyncError(f"a part of a weight arrived that was not announced: {name}")
+            shape, dtype = self._expected[name]
+            last, elements = first + values.numel(), math.prod(shape)
+            if not 0 <= first < last <= elements or str(values.dtype) != f"torch.{dtype}":
+                was = f"{elements} of torch.{dtype} were announced"
+                raise SyncError(f"elements {first} to {last} of {name} arrived as {values.dtype}, and {was}")
+            if name in self._arrived or _overlaps(self._parts.setdefault(name, []), first, last):
+                raise SyncError(f"elements {first} to {last} of {name} arrived a second time")
+            bisect.insort(self._parts[name], (first, last))
+
     def complaints(self, read: set[str]) -> list[str]:
         """What did not arrive, and what arrived but is not among the weights that the engine has `read`."""
         complaints = []
-        if lost := sorted(self._expected.keys() - self._arrived):
+        for name, places in self._parts.items():
+            arrived, elements = sum(last - first for first, last in places), math.prod(self._expected[name][0])
+            if arrived < elements:
+                complaints.append(f"only {arrived} of {elements} elements of {name} were sent")
+        if lost := sorted(self._expected.keys() - self._arrived - self._parts.keys()):
             complaints.append(f"announced but never sent: {some(lost)}")
-        if unread := sorted(self._arrived - read):
+        if unread := sorted((self._arrived | self._parts.keys()) - read):
             complaints.append(f"sent but read by no part of the engine's model: {some(unread)}")
         return complaints
+
+
+def _overlaps(places: list[tuple[int, int]], first: int, last: int) -> bool:
+    """Whether some of the elements [first, last) are in one of these places, which are in order and apart."""
+    at = bisect.bisect_left(places, (last, 0))  # the first that starts behind them
+    return at > 0 and places[at - 1][1] > first
 
 
 class WeightLoader:
@@ -118,6 +145,27 @@ class WeightLoader:
         self._run_loaders(weights)
         if self.recording is not None and not self.recording.complete:
             self._try_out(self.recording, weights)
+
+    def load_parts(self, parts: list[Part]) -> None:
+        """Load parts of weights, as `load`; of those that `whole` does not name.
+
+        Raises:
+            SyncError: as `load` does; or a weight has to come whole.
+        """
+        self._arrivals.check_off_parts(parts)
+        recording = self.recording
+        for name, first, values in parts:
+            if recording is None or not recording.complete or not recording.replayable(name):
+                raise SyncError(f"{name} arrived in parts, and its loader needs it whole")
+            copies = recording.replay_part(name, first, values)
+            self._watcher.note_replayed(name, [copy.target for copy in copies])
+
+    def whole(self) -> list[str] | None:
+        """The weights of this update that cannot come in parts, since their loaders need them; None: all."""
+        recording = self.recording
+        if recording is None or not recording.complete:
+            return None
+        return [name for name in recording.weights if not recording.replayable(name)]
 
     def _replay(self, recording: Recording, weights: NamedTensors) -> NamedTensors:
         """Copy what can be copied without loaders; returns the rest."""

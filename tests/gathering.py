@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from sharding.digests import held
+from sharding.plan import BucketPlan
+from sharding.sending import gather
 from sharding.source import ShardedSource, WeightSource
+from sharding.transport import STAMP_BYTES
 from sharding.verifying import DigestCheck
 
 
@@ -21,6 +24,26 @@ def sent(source: WeightSource) -> dict[str, Tensor]:
             dtype = getattr(torch, piece.dtype)
             stretch = slot[piece.offset : piece.offset + math.prod(piece.shape) * dtype.itemsize]
             found[piece.name] = stretch.view(dtype).view(piece.shape)
+    return found
+
+
+def sent_in_parts(source: WeightSource, bucket_bytes: int) -> dict[str, Tensor]:
+    """As `sent`, through a buffer of so many bytes, whatever the weights; every element arrives once. Collective."""
+    parameters = source.parameters()
+    pieces = [piece for parameter in parameters for piece in parameter.pieces]
+    found = {p.name: torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in pieces}
+    times = {name: torch.zeros(weight.numel(), dtype=torch.int32) for name, weight in found.items()}
+    for bucket in BucketPlan(parameters, bucket_bytes, whole=()).buckets:
+        assert bucket.nbytes <= bucket_bytes
+        buffer = torch.full((bucket.nbytes + STAMP_BYTES,), 255, dtype=torch.uint8)
+        gather(source, bucket, buffer, 1)
+        stretches = [(p.name, 0, math.prod(p.shape), p.offset) for p in bucket.pieces()]
+        stretches += [(s.name, s.first, s.count, s.offset) for s in bucket.stretches()]
+        for name, first, count, offset in stretches:
+            weight = found[name].view(-1)[first : first + count]
+            weight.copy_(buffer[offset : offset + weight.nbytes].view(weight.dtype))
+            times[name][first : first + count] += 1
+    assert all(bool((count == 1).all()) for count in times.values())
     return found
 
 

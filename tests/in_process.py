@@ -20,13 +20,13 @@ from sharding.source import ShardedSource
 class SmallModel(nn.Module):
     """What an engine's rank of `ranks` holds of four weights, and loaders as vLLM's: fused, cut, padded, computed."""
 
-    def __init__(self, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32, times: int = 1) -> None:
         super().__init__()
         self.rank, self.ranks = rank, ranks
-        self.rows = nn.Parameter(torch.zeros(20 // ranks, 6, dtype=dtype))  # 12 of `a`, then 8 of `b`
-        self.columns = nn.Parameter(torch.zeros(5, 8 // ranks, dtype=dtype))
-        self.norm = nn.Parameter(torch.zeros(7, dtype=dtype))
-        self.scaled = nn.Parameter(torch.zeros(3, dtype=dtype))
+        self.rows = nn.Parameter(torch.zeros(20 * times // ranks, 6, dtype=dtype))  # three fifths `a`, then `b`
+        self.columns = nn.Parameter(torch.zeros(5 * times, 8 // ranks, dtype=dtype))
+        self.norm = nn.Parameter(torch.zeros(7 * times, dtype=dtype))
+        self.scaled = nn.Parameter(torch.zeros(3 * times, dtype=dtype))
 
     @torch.no_grad()
     def load_weights(self, weights: Any) -> None:
@@ -42,11 +42,11 @@ class SmallModel(nn.Module):
                 self.scaled.data.copy_(weight * 2)
 
 
-def small_weights(seed: int) -> dict[str, Tensor]:
-    """What `SmallModel` loads."""
+def small_weights(seed: int, times: int = 1) -> dict[str, Tensor]:
+    """What `SmallModel` loads; both with so many times the rows."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"a": (12, 6), "b": (8, 6), "columns": (5, 8), "norm": (7,), "scaled": (3,)}
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: torch.randn(rows * times, *rest, generator=generator) for name, (rows, *rest) in shapes.items()}
 
 
 class Worker(worker_extension.VllmInternalWorkerExtension):

@@ -179,7 +179,9 @@ class SyncConfig(Section):
         description="compare what every worker holds with what the ranks do: not, a sample of it, or all of it",
     )
     bucket_mib: Count = Field(
-        default=512, description="size of a staging buffer, if no weight is larger; two exist while weights travel"
+        default=512,
+        description="size of a staging buffer, of which two exist while weights travel; in the first update, and where "
+        "engines re-process what they load, no smaller than the largest weight",
     )
     timeout_s: Seconds = Field(default=300, description="longest wait for any answer of a worker")
     replay: bool = Field(

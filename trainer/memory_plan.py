@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from sharding.plan import BucketPlan, SourceParameter
+from sharding.plan import BucketPlan, Piece, SourceParameter
 from sharding.transport import BUFFERS
 from trainer.config import LoraConfig, PolicyConfig, TrainConfig
 from trainer.config_checks import resolve_device
@@ -26,6 +26,9 @@ from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors
 GIB = 2**30
 _MASTER, _MOMENTS, _GRADIENT = 4, 8, 4
 """Bytes for each parameter: float32 weights, Adam's two moments, and gradients as they are summed."""
+
+REPROCESSED = (".experts.", ".kv_b_proj.")
+"""In the names of weights that engines do not keep as they are loaded: experts are shuffled, MLA keeps products."""
 
 Shapes = Mapping[str, torch.Size]
 
@@ -107,10 +110,12 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
     weights = _engine_dtype(config).itemsize * model.total / engine.tensor_parallel_size
     kv_cache, remark = kv_cache_bytes(config, model, weights, device_gib)
     asleep = 0 if engine.sleep else 1
+    first, later = (staging_bytes(config, model, ranks, cut) for cut in (False, True))
+    staging_remark = "while weights travel" + (f", {first / GIB:.2f} the first time" if first > later else "")
     return [
         Part("engine: weights", weights, weights if config.sync.zero_copy else asleep * weights),
         Part("engine: KV cache", kv_cache, asleep * kv_cache, remark),
-        Part("staging buffers", staging_bytes(config, model, ranks), 0, "while weights travel"),
+        Part("staging buffers", later, 0, staging_remark),
     ]
 
 
@@ -131,14 +136,22 @@ def kv_cache_bytes(config: TrainConfig, model: ModelSizes, weights: float, devic
     return size, f"{tokens:,} tokens: {tokens // engine.max_model_len} answers of {engine.max_model_len}"
 
 
-def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int) -> int:
-    """Both buffers: each as large as the largest bucket of what travels."""
+def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool) -> int:
+    """Both buffers: each as large as the largest bucket of what travels.
+
+    Args:
+        cut: weights larger than a bucket travel in parts if they may, as in all updates but the first.
+    """
     width, shards = _engine_dtype(config).itemsize, _shards(config.policy, ranks)
     travels = model.adapters if config.lora.engines_apply else model.shapes
     parameters = [
-        SourceParameter(name, shards * shard({name: shape}, shards) * width, ()) for name, shape in travels.items()
+        SourceParameter(name, shards * shard({name: shape}, shards) * width, (Piece(name, "uint8", (), 0),), shards)
+        for name, shape in travels.items()
     ]
-    return BUFFERS * BucketPlan(parameters, config.sync.bucket_mib << 20).capacity
+    packed = resolve_device(config) == "cpu" and not config.engine.plain_cpu_weights
+    whole = [name for name in travels if packed or any(part in name for part in REPROCESSED)]
+    plan = BucketPlan(parameters, config.sync.bucket_mib << 20, whole if cut and config.sync.replay else None)
+    return BUFFERS * plan.capacity
 
 
 def longest(config: TrainConfig) -> int:

@@ -52,6 +52,7 @@ from common import (
 )
 from peers import IPC_ARGUMENTS, IPC_ENVIRONMENT, Verl, VllmIpc, Way, trl
 
+from sharding import sending
 from sharding.channel import Listener, connect
 from sharding.collectives import is_main, world_size
 from sharding.manager import SyncReport, SyncSettings
@@ -75,7 +76,8 @@ class Bench:
         on_cuda = self.device.type == "cuda"
         os.environ.update(IPC_ENVIRONMENT if on_cuda else {})
         self.begin(extra=IPC_ARGUMENTS if on_cuda else None, worker_extension="bench_worker.BenchWorker")
-        self.plan = BucketPlan(self.source.parameters(), options.bucket_mib << 20)
+        whole = None if options.packed else ()  # vLLM's loaders, which pack them, need weights whole
+        self.plan = BucketPlan(self.source.parameters(), options.bucket_mib << 20, whole)
         self.ways: dict[str, Way] = {}
         self.shift: dict[str, list[float]] = {}
 
@@ -213,9 +215,7 @@ def read_staging(endpoint: str, secret: str, device: torch.device, handle: dict[
 def gather(source: FsdpWeightSource, plan: BucketPlan, staging: Staging) -> None:
     """Fill staging with every bucket in turn."""
     for number, bucket in enumerate(plan.buckets):
-        buffer = staging.buffers[number % BUFFERS]
-        slots = [buffer[s.offset : s.offset + s.parameter.nbytes] for s in bucket.slots]
-        source.gather_into([s.parameter.name for s in bucket.slots], slots)
+        sending.gather(source, bucket, staging.buffers[number % BUFFERS], number)
     staging.flush()
 
 

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 from sharding.source import FsdpWeightSource
-from tests.gathering import assert_ranks_hold, sent
+from tests.gathering import assert_ranks_hold, sent, sent_in_parts
 from trainer.algorithms import aggregation
 from trainer.batching import MicroBatch, Sample, assign_to_ranks, micro_batches
 from trainer.config import ModelConfig, PolicyConfig
@@ -221,10 +221,11 @@ def check_sent(policy: Any) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         layout = lambda name, shape: checkpoint_views(policy.model, name, shape)  # noqa: E731
         source = FsdpWeightSource(list(policy.named_parameters()), dtype, layout)
-        expected, got = {name: weight.to(dtype) for name, weight in stored.items()}, sent(source)
-        assert got.keys() == expected.keys()
-        for name, weight in expected.items():
-            assert torch.equal(got[name], weight), name
+        expected = {name: weight.to(dtype) for name, weight in stored.items()}
+        for got in (sent(source), sent_in_parts(source, 1 << 14)):
+            assert got.keys() == expected.keys()
+            for name, weight in expected.items():
+                assert torch.equal(got[name], weight), name
         assert_ranks_hold(source, expected)
 
 

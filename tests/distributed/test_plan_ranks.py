@@ -42,4 +42,4 @@ def test_planned_bytes_are_held_bytes(tiny_model: Callable[..., Path], tmp_path:
     parts = {part.name: part.generating for part in trainer_parts(config, sizes, 2)}
     assert parts["policy: float32 weights"] == held["model"]
     assert parts["policy: Adam's moments"] == held["optimizer"]
-    assert staging_bytes(config, sizes, 2) == held["staging"]
+    assert staging_bytes(config, sizes, 2, cut=False) == held["staging"]

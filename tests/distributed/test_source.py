@@ -1,7 +1,5 @@
 """Gathering shards into place, on real ranks: uneven rows, rows fewer than ranks, both dtypes, fused layouts."""
 
-import math
-
 import torch
 from launch import run_ranks
 
@@ -11,8 +9,8 @@ def check_gather() -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from sharding.collectives import rank, world_size
-    from sharding.plan import BucketPlan
     from sharding.source import FsdpWeightSource
+    from tests.gathering import sent, sent_in_parts
     from trainer.distributed import destroy_process_group, init_process_group
 
     init_process_group(60, "cpu")
@@ -26,14 +24,9 @@ def check_gather() -> None:
     tensors = {n: distribute_tensor(t, mesh, [p]) for (n, t), p in zip(whole.items(), placements, strict=True)}
     for dtype in (torch.float32, torch.bfloat16):
         source = FsdpWeightSource(list(tensors.items()), dtype)
-        plan = BucketPlan(source.parameters(), 4096)
-        for bucket in plan.buckets:
-            buffer = torch.full((bucket.nbytes,), 255, dtype=torch.uint8)
-            slots = [buffer[s.offset : s.offset + s.parameter.nbytes] for s in bucket.slots]
-            source.gather_into([s.parameter.name for s in bucket.slots], slots)
-            for piece in bucket.pieces():
-                held = buffer[piece.offset : piece.offset + math.prod(piece.shape) * dtype.itemsize]
-                assert torch.equal(held.view(dtype).view(piece.shape), whole[piece.name].to(dtype)), (rank(), piece)
+        for got in (sent(source), sent_in_parts(source, 1 << 12), sent_in_parts(source, 1 << 11)):
+            for name, weight in whole.items():
+                assert torch.equal(got[name], weight.to(dtype)), (rank(), name)
     destroy_process_group()
 
 

@@ -453,7 +453,7 @@ def send(policy: HfPolicy, link: Link) -> None:
     plan = BucketPlan(source.parameters(), 1 << 18)
     staging = make_staging(plan.capacity, policy.device)
     try:
-        announce(link, source.parameters(), staging, version=7)
+        announce(link, source.parameters(), version=7)
         push(source, plan, staging, link, "bucket", itertools.count(1))
         link.ask("finish")
         link.ask("end", close=True)

@@ -17,6 +17,7 @@ from generation.engine_state import EngineStateError
 from generation.sampling import SamplingSettings
 from sharding.collectives import RemoteError
 from sharding.link import Link
+from sharding.plan import BucketPlan
 from sharding.verifying import parameters_to_verify
 from sharding.worker_memory import resident_bytes
 
@@ -54,8 +55,6 @@ def fail_to_wake(both: Colocated, error: type[BaseException] = RemoteError) -> s
 
 def rename(both: Colocated, monkeypatch: pytest.MonkeyPatch, old: str, new: str | None) -> None:
     """Have the manager send a weight under another name, or not at all."""
-    from sharding.plan import BucketPlan
-
     parameters = []
     for parameter in both.manager._parameters:
         if parameter.name != old:
@@ -94,8 +93,6 @@ def test_p8_a_weight_of_the_wrong_shape_is_fatal_and_named(both: Colocated, monk
         replace(p, pieces=(replace(p.pieces[0], shape=(2, 64)),)) if p.name == name else p
         for p in both.manager._parameters
     ]
-    from sharding.plan import BucketPlan
-
     with monkeypatch.context() as patch:
         patch.setattr(both.manager, "_plan", BucketPlan(parameters, 1 << 18))
         assert "post_attention_layernorm" in fail_to_wake(both)
@@ -267,6 +264,24 @@ def test_p4_staging_memory_that_is_given_back_after_each_sync_is_closed_as_often
 def test_p1_staging_is_bounded_by_two_buckets(both: Colocated) -> None:
     largest = max(parameter.nbytes for parameter in both.manager._parameters)
     assert both.manager.report.staging_bytes <= 2 * max(1 << 18, largest + 512)
+
+
+def test_p1_p8_weights_larger_than_a_bucket_reach_the_engine_in_parts(
+    both: Colocated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But whole where they are packed for oneDNN."""
+    bucket, manager = 1 << 13, both.manager
+    largest = max(parameter.nbytes for parameter in manager._parameters)
+    assert largest > 4 * bucket
+    manager._free_staging()
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "_settings", replace(manager._settings, bucket_bytes=bucket))
+        patch.setattr(manager, "_plan", BucketPlan(manager._parameters, bucket))
+        assert_repaired(both)
+        assert manager.report.staging_bytes == 2 * (bucket if manager._plain else largest)
+        assert manager.report.verified == ("full" if manager._plain else "probe")
+        manager._free_staging()
+    assert_repaired(both)
 
 
 def test_verifying_samples_compares_other_weights_each_time_and_all_in_the_end(

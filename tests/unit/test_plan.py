@@ -11,7 +11,16 @@ from transformers import AutoModelForCausalLM
 
 from trainer.cli import main
 from trainer.config import TrainConfig
-from trainer.memory_plan import Part, engine_parts, kv_token_bytes, model_sizes, shard, staging_bytes, trainer_parts
+from trainer.memory_plan import (
+    ModelSizes,
+    Part,
+    engine_parts,
+    kv_token_bytes,
+    model_sizes,
+    shard,
+    staging_bytes,
+    trainer_parts,
+)
 from trainer.plan import batch_lines
 
 GIB = 2**30
@@ -89,7 +98,26 @@ def test_of_a_model_with_adapters_only_they_are_trained(tiny_qwen2: Path) -> Non
     assert parts["policy: gradients"] == (0, 4 * trained)
     assert "reference: weights" not in parts  # the base is its own
     merged = recipe(tiny_qwen2, lora=lora | {"sync": "merged"}, policy={"dtype": "bfloat16"})
-    assert staging_bytes(config, sizes, 1) < staging_bytes(merged, sizes, 1)
+    assert staging_bytes(config, sizes, 1, cut=False) < staging_bytes(merged, sizes, 1, cut=False)
+
+
+def test_staging_is_two_buckets_where_engines_replay_and_as_large_as_the_embedding_the_first_time(
+    tiny_qwen2: Path,
+) -> None:
+    shapes = {name: torch.Size([152_064, 3584]) for name in ("embedding", "head")}
+    sizes = ModelSizes(config={}, shapes=shapes, layer=0, rest=0)
+    packed = recipe(tiny_qwen2, policy={"dtype": "bfloat16"})
+    gpu = recipe(tiny_qwen2, policy={"dtype": "bfloat16"}, run={"device": "cuda"})
+    off = recipe(tiny_qwen2, policy={"dtype": "bfloat16"}, run={"device": "cuda"}, sync={"replay": False})
+    bucket, largest = 512 << 20, 152_064 * 3584 * 2
+    for ranks in (1, 2, 4):
+        assert staging_bytes(gpu, sizes, ranks, cut=True) <= 2 * bucket
+        assert staging_bytes(gpu, sizes, ranks, cut=False) == 2 * largest
+    experts = {"layers.0.mlp.experts.down_proj": torch.Size([128, 2048, 2000])}
+    mixture = ModelSizes(config={}, shapes=shapes | experts, layer=0, rest=0)
+    assert staging_bytes(gpu, mixture, 2, cut=True) == 2 * 128 * 2048 * 2000 * 2 < 2 * largest
+    for config in (packed, off):
+        assert staging_bytes(config, sizes, 2, cut=True) == 2 * largest
 
 
 @pytest.mark.parametrize(
