@@ -31,6 +31,7 @@ from .sharing import open_shared
 from .source import ShardedSource
 from .transport import BUFFERS, Staging, make_staging
 from .verifying import DigestCheck
+from .worker_memory import return_free_pages
 
 PROBE_TOKENS = 48
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
@@ -175,6 +176,8 @@ class ShardingManager:
             if self._device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()
+            else:
+                return_free_pages()
 
     def close(self) -> None:
         """Release sockets and staging memory of this rank."""

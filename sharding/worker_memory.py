@@ -46,7 +46,13 @@ def release_weights(model: torch.nn.Module, reprocessed: list[torch.nn.Module]) 
             module.cpu_linear = None  # type: ignore[assignment]
     release_pages(p.data for p in model.parameters() if p.numel())
     gc.collect()
-    _libc.malloc_trim(0)
+    return_free_pages()
+
+
+def return_free_pages() -> None:
+    """Give back what malloc keeps of freed memory, which after a training step may be gigabytes."""
+    if hasattr(_libc, "malloc_trim"):  # of glibc alone
+        _libc.malloc_trim(0)
 
 
 def resident_bytes() -> int:
