@@ -41,6 +41,7 @@ PRESETS = {  # hidden size, intermediate size, layers, heads, key-value heads, v
     "0.1B": (512, 1408, 8, 8, 4, 151936),  # small, with the vocabulary of the large
     "0.2B": (768, 3072, 12, 12, 4, 151936),
     "0.5B": (896, 4864, 24, 14, 2, 151936),  # Qwen2.5-0.5B
+    "1B": (1536, 8960, 16, 12, 2, 151936),  # Qwen2.5-1.5B with 16 of its 28 layers
     "7B": (3584, 18944, 28, 28, 4, 152064),  # Qwen2.5-7B, but for its separate output head
 }
 
