@@ -35,7 +35,7 @@ def make_policy(
     `in_place`: one that can compute with an engine's weights.
     """
     if in_place:
-        return InPlacePolicy(model, policy, device, total_updates, value_head)
+        return InPlacePolicy(model, policy, device, total_updates, value_head=value_head)
     if policy.backend == "fsdp":
         return FsdpPolicy(model, policy, device, total_updates, lora=lora, value_head=value_head)
     from trainer.policy.deepspeed import DeepSpeedPolicy  # importing DeepSpeed takes seconds

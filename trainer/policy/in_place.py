@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config import ModelConfig, PolicyConfig
 from trainer.policy import loading
 from trainer.policy.base import UpdateStats
 from trainer.policy.checkpoint_names import parameter_names
@@ -17,24 +16,13 @@ from trainer.policy.fsdp import FsdpPolicy
 class InPlacePolicy(FsdpPolicy):
     """Whole weights in the compute dtype, in memory that may be an engine's, and float32 masters for the optimizer.
 
-    Nothing is sharded: on one rank FSDP would copy every weight before each use. Gradients are summed over
-    micro-batches in float32 and applied to the masters, as FSDP does, so that weights come out bit for bit the same.
+    Made to be trained, without adapters. Nothing is sharded: on one rank FSDP would copy every weight before each use.
+    Gradients are summed over micro-batches in float32 and applied to the masters, as FSDP does, so that weights come
+    out bit for bit the same.
 
     Attributes:
         masters: what learns, by name. Where the compute dtype is float32, the weights themselves.
     """
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        policy: PolicyConfig,
-        device: torch.device,
-        total_updates: int = 1,
-        value_head: bool = False,
-    ) -> None:
-        """Arguments as `FsdpPolicy`'s."""
-        self.masters: dict[str, nn.Parameter] = {}
-        super().__init__(model, policy, device, total_updates, value_head=value_head)
 
     def _shard(self) -> None:
         self._compile()
@@ -43,6 +31,7 @@ class InPlacePolicy(FsdpPolicy):
     @torch.no_grad()
     def _load(self, start: loading.StartValue) -> None:
         super()._load(start)
+        self.masters: dict[str, nn.Parameter] = {}
         if self.module.value_head is not None:
             self.module.value_head.to(self.device)
         for name, weight in super().trained().items():
