@@ -16,6 +16,7 @@ allocated and what is in use on the whole device (CUDA).
 """
 
 import argparse
+import gc
 import os
 import tempfile
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ class Bench:
     def run(self) -> list[Cycle]:
         """Every cycle; the first one begins with an engine that sleeps."""
         self.manager.sleep()
+        gc.collect()
+        gc.freeze()  # as the trainer does before its first step
         return [self.cycle() for _ in range(self.options.rounds)]
 
     def cycle(self) -> Cycle:
