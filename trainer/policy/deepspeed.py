@@ -27,12 +27,12 @@ from trainer.policy.base import LossFn, Outputs, UpdateStats
 from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, start_value
 from trainer.policy.module import PolicyModule, outputs
-from trainer.policy.offload import ShiftMemory
+from trainer.policy.offload import InShifts, ShiftMemory
 from trainer.policy.sharded import MOMENTS
 from trainer.policy.updates import Figures, Updates
 
 
-class DeepSpeedPolicy:
+class DeepSpeedPolicy(InShifts):
     """`trainer.policy.base.Policy` says what the methods promise. Needs a process group, of one rank or more.
 
     Attributes:
@@ -81,6 +81,7 @@ class DeepSpeedPolicy:
         if self.compute_dtype != torch.float32:
             for parameter, whole in self._start_values(self.model, self.trained()):
                 safe_set_full_fp32_param(parameter, whole)  # DeepSpeed has made its masters of rounded weights
+        # DeepSpeed's own way of putting memory away takes no other Adam than its own.
         self._memory = ShiftMemory(policy.offload, self._update_memory, self._compute_weights)
 
     def _update_memory(self) -> Iterator[Tensor]:
@@ -93,19 +94,6 @@ class DeepSpeedPolicy:
 
     def _compute_weights(self) -> Iterator[Tensor]:
         return (getattr(parameter, "ds_tensor", parameter) for parameter in self.engine.module.parameters())
-
-    def release(self, weights: bool) -> int:
-        """Put away what `policy.offload` says; see `ShiftMemory`. DeepSpeed's own way takes no other Adam than its."""
-        return self._memory.release(weights)
-
-    def restore(self) -> None:
-        """Everything in its place again."""
-        self._memory.restore()
-
-    @property
-    def version(self) -> int:
-        """How many updates were applied."""
-        return self.updates.applied
 
     def _settings(self) -> dict[str, Any]:
         config = self.config

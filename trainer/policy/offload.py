@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trainer.policy.updates import Updates
+
 TensorSource = Callable[[], Iterable[Tensor]]
 
 
@@ -81,6 +83,30 @@ class ShiftMemory:
         for offload in (self._state, self._weights):
             if offload is not None:
                 offload.restore()
+
+
+class InShifts:
+    """A model that learns and takes turns with the engines, whatever shards it; a constructor sets both attributes.
+
+    Attributes:
+        updates: the optimizer steps so far.
+    """
+
+    updates: Updates
+    _memory: ShiftMemory
+
+    @property
+    def version(self) -> int:
+        """How many updates were applied."""
+        return self.updates.applied
+
+    def release(self, weights: bool) -> int:
+        """Put away what `policy.offload` says, and return its bytes; see `ShiftMemory`."""
+        return self._memory.release(weights)
+
+    def restore(self) -> None:
+        """Everything in its place again."""
+        self._memory.restore()
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -18,14 +18,14 @@ from trainer.optimizer import make_adamw
 from trainer.policy import loading
 from trainer.policy.base import UpdateStats
 from trainer.policy.checkpoint_names import parameter_names
-from trainer.policy.offload import ShiftMemory
+from trainer.policy.offload import InShifts, ShiftMemory
 from trainer.policy.updates import Figures, Updates
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Result = TypeVar("Result")
 
 
-class ShardedModel:
+class ShardedModel(InShifts):
     """Master weights sharded over the ranks, forward and backward in the compute dtype. Needs a process group.
 
     Attributes:
@@ -76,19 +76,6 @@ class ShardedModel:
     def _weights(self) -> Iterator[Tensor]:
         """What a generation shift can do without once the engines have it."""
         return self.module.parameters()
-
-    def release(self, weights: bool) -> int:
-        """Put away what `policy.offload` says; see `ShiftMemory`."""
-        return self._memory.release(weights)
-
-    def restore(self) -> None:
-        """Everything in its place again."""
-        self._memory.restore()
-
-    @property
-    def version(self) -> int:
-        """How many updates were applied."""
-        return self.updates.applied
 
     def _shard(self) -> None:
         """One FSDP unit a decoder layer, and one for the rest: embeddings, final norm and output head."""
