@@ -13,9 +13,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from .settings import LORA_RANKS, EngineSettings
 
@@ -185,6 +188,19 @@ def stop_async_llm(engine: "AsyncLLM") -> None:
     if (handler := engine.output_handler) is not None:
         handler.get_loop().call_soon_threadsafe(handler.cancel)
     engine.shutdown()
+
+
+def worker_memory() -> set[Path]:
+    """Shared memory through which the CPU workers of this process's engines exchange tensors.
+
+    vLLM's workers remove theirs at an orderly end. When they are killed nobody does: no resource tracker knows of it.
+    """
+    found: set[Path] = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(OSError):  # it has ended meanwhile
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            found |= {Path(line.split()[5]) for line in lines if "/dev/shm/vllm_dist_" in line}
+    return found
 
 
 def adapter_request(number: int | None) -> "LoRARequest | None":

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from .engine_state import EngineLifecycle, EngineStateError
@@ -23,6 +24,7 @@ from .vllm_compat import (
     start_async_llm,
     stop_async_llm,
     unfinished_requests,
+    worker_memory,
 )
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class VllmAsyncGenerationWorker:
         self.server: OpenAIServer | None = None
         self._expose_http_server = expose_http_server
         self._engine: AsyncLLM | None = None
+        self._worker_memory: set[Path] = set()
         self._request_numbers, self._calls = itertools.count(), itertools.count()
 
     @classmethod
@@ -78,6 +81,8 @@ class VllmAsyncGenerationWorker:
     async def start(self) -> None:
         """Start the engine's processes. Run it on the loop that will serve the engine; it blocks until ready."""
         self._engine = start_async_llm(self.settings)
+        if self.settings.on_cpu and self.settings.tensor_parallel_size > 1:
+            self._worker_memory = worker_memory()
 
     async def post_init_async(self) -> None:
         """After `start`: learn the workers' devices, take the checkpoint's weights, if they were loaded, for version 0,
@@ -366,3 +371,5 @@ class VllmAsyncGenerationWorker:
             stop_async_llm(engine)
             del engine
             gc.collect()  # vLLM's __del__ would otherwise complain at interpreter exit
+        for memory in self._worker_memory:
+            memory.unlink(missing_ok=True)  # its workers may have been killed

@@ -1,0 +1,38 @@
+"""Shared memory of an engine's workers that were killed goes when the engine is closed. Without an engine."""
+
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+from generation.settings import EngineSettings
+from generation.vllm_compat import worker_memory
+from generation.worker_async import VllmAsyncGenerationWorker
+
+WORKER = """
+import mmap, sys, time
+with open(sys.argv[1], "r+b") as file:
+    memory = mmap.mmap(file.fileno(), 0)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_p24_what_killed_workers_shared_is_removed_with_their_engine() -> None:
+    own, foreign = (Path(f"/dev/shm/vllm_dist_{uuid.uuid4().hex}-tp:0-[0-1]-cpushm_0") for _ in range(2))
+    worker = VllmAsyncGenerationWorker(EngineSettings("no model", 64))
+    try:
+        for file in (own, foreign):
+            file.write_bytes(b"x" * 4096)
+        process = subprocess.Popen([sys.executable, "-c", WORKER, str(own)], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        worker._worker_memory = worker_memory()
+        process.kill()
+        process.wait()
+        assert worker._worker_memory == {own}
+        worker.close()
+        worker.close()
+        assert not own.exists() and foreign.exists()
+    finally:
+        own.unlink(missing_ok=True)
+        foreign.unlink(missing_ok=True)
