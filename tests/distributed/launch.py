@@ -59,6 +59,7 @@ def run_ranks(
     }
     with tempfile.TemporaryDirectory() as done:
         log = Path(done) / "output"
+        log.touch()
         given = (environment | {_DONE: done}, log, target, arguments or [])
         ranks = start_processes(_run_rank, given, nproc, join=False, start_method="forkserver")
         assert ranks is not None
@@ -82,8 +83,9 @@ def _wait(ranks: ProcessContext, timeout: float) -> str:
     except ProcessExitedException as error:
         return str(error)
     finally:
-        for pid in ranks.pids():
-            _kill_tree(pid)
+        for process in ranks.processes:
+            _kill_tree(process.pid)
+            process.join()
     return ""
 
 
