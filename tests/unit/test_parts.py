@@ -182,6 +182,19 @@ def test_p8_a_part_that_is_missing_doubled_or_beside_its_place_is_named(tmp_path
     both.manager.close()
 
 
+def test_p1_weights_come_whole_again_to_a_worker_that_has_forgotten_its_record(tmp_path: Path) -> None:
+    both, weights = started(tmp_path)
+    both.sync(2)
+    both.worker.hotbunk_recording = None
+    for version, staging in ((3, 2 * 6144), (4, 2 * BUCKET)):
+        weights["a"] += 1
+        both.sync(version)
+        assert both.manager.report.staging_bytes == staging
+        assert_holds(both.worker.model, weights)
+    assert both.manager.staging_opened == both.manager.staging_closed + 1 == 4
+    both.manager.close()
+
+
 @pytest.mark.parametrize(("name", "start"), [("a", 0), ("b", 3072)])
 def test_a_wrong_byte_in_a_part_is_found_and_named(tmp_path: Path, name: str, start: int) -> None:
     both, _ = started(tmp_path)
