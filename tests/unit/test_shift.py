@@ -25,7 +25,7 @@ class FakeEngine:
         self.events.append(f"engine maps {tags[0]}")
 
     async def sleep_async(self, level: int) -> None:
-        self.events.append("engine sleeps")
+        self.events.append("engine sleeps" if level == 2 else "KV cache sleeps")
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         self.events.append("engine is probed")
@@ -61,14 +61,19 @@ class FakeTenant:
 class RecordingManager(ShardingManager):
     """The real one, but that nothing is sent."""
 
-    def __init__(self, events: Events, folder: Path, plain: bool) -> None:
+    def __init__(self, events: Events, folder: Path, plain: bool, shared: bool = False) -> None:
         source = FsdpWeightSource([("embed", torch.zeros(5, 2))], torch.float32)
         leader = Leader(FakeEngine(events), FakeThread())  # type: ignore[arg-type]
-        super().__init__(source, torch.device("cpu"), SyncSettings(), folder, leader=leader)
+        compute_in = (lambda memory: None) if shared else None
+        super().__init__(source, torch.device("cpu"), SyncSettings(), folder, leader=leader, compute_in=compute_in)
         self.events, self._plain = events, plain
 
     def _sync(self, version: int) -> None:
         self.events.append(f"sync to {version}")
+
+    def _share(self, compute_in: Any) -> None:
+        self.events.append("weights become one")
+        self._in_place = True
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["weights compared", "probed"])
@@ -98,3 +103,25 @@ def test_p1_the_trainer_leaves_before_the_engine_comes_and_returns_after_it_went
     assert asked == ([] if plain else [1, True]), "the policy is asked while it has its weights"
     assert manager.report.offloaded == 114
     assert {"offload", "onload"} <= manager.report.seconds.keys()
+
+
+def test_p1_weights_that_are_shared_are_so_before_the_policy_s_own_go_and_never_sleep(tmp_path: Path) -> None:
+    events: Events = []
+    manager = RecordingManager(events, tmp_path, plain=True, shared=True)
+    policy = FakeTenant("policy", events)
+    manager.sleep()
+    for _ in range(2):
+        with manager.generation_shift(policy):
+            events.append("rollouts")
+    manager.close()
+    shift = [
+        "policy releases state",
+        "engine maps weights",
+        "sync to 3",
+        "policy releases all",
+        "engine maps kv_cache",
+        "rollouts",
+        "KV cache sleeps",
+        "policy restores",
+    ]
+    assert events == ["KV cache sleeps", *shift[:3], "weights become one", *shift[3:], *shift]
