@@ -1,10 +1,14 @@
 """Which weights an engine can share with the trainer, and where they lie in its memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from in_process import SmallModel, small_weights
 from torch import Tensor
 
+from generation.settings import EngineSettings
+from generation.vllm_compat import engine_arguments
 from sharding.channel import SyncError
 from sharding.plan import Piece, SourceParameter
 from sharding.sharing import SharedWeights, contiguous_runs, open_shared
@@ -99,3 +103,20 @@ def test_later_updates_know_the_memory_that_the_model_was_moved_to() -> None:
     again.finish()
     assert torch.equal(model.rows, torch.cat([others["a"], others["b"]]))
     assert torch.equal(model.columns, others["columns"]) and torch.equal(model.norm, others["norm"])
+
+
+def test_on_cuda_weights_come_from_memory_that_has_an_ipc_handle_and_only_they(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own worker, as far as it can be here: its sleeping pool is a stand-in."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from sharding.sharing_worker import SharingWorker
+
+    monkeypatch.setattr(Worker, "_maybe_get_memory_pool_context", lambda worker, tag: f"the pool for {tag}")
+    worker = SharingWorker.__new__(SharingWorker)
+    with worker._maybe_get_memory_pool_context("weights") as pool:
+        assert pool is None
+    assert worker._maybe_get_memory_pool_context("kv_cache") == "the pool for kv_cache"
+    settings = EngineSettings("model", 64, shared_weights=True)
+    assert "worker_cls" not in engine_arguments(settings)
+    on_cuda = engine_arguments(replace(settings, device_indices=(0,)))
+    assert on_cuda["worker_cls"] == f"{SharingWorker.__module__}.{SharingWorker.__name__}"
