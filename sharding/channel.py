@@ -1,4 +1,4 @@
-"""One ZMQ pair between a rank and its worker: msgpack messages, a secret on connecting, a deadline on every wait."""
+"""One ZMQ connection of a rank and its worker: msgpack messages, a secret on connecting, a deadline on every wait."""
 
 import secrets
 import stat
@@ -48,7 +48,7 @@ def unpack(packed: bytes, waiting_for: str) -> dict[str, Any]:
 
 
 class Channel:
-    """An endpoint of the pair. Messages are dictionaries with a "kind"; nothing is ever unpickled (invariant 11)."""
+    """An end of the connection. Messages are dictionaries with a "kind"; nothing is ever unpickled (invariant 11)."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
@@ -57,11 +57,14 @@ class Channel:
         """Send one message without waiting.
 
         Raises:
-            SyncError: the peer has gone (a pair's send would otherwise wait for its return, for ever), or see `pack`.
+            SyncError: the peer has gone (a send would otherwise wait for its return, for ever), or see `pack`.
         """
+        packed = pack(kind, **fields)
         try:
-            self._socket.send(pack(kind, **fields), zmq.NOBLOCK)
-        except zmq.Again:
+            self._put(packed)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
             raise SyncError(f"nobody is connected to send {kind!r} to: the process at the other end has gone") from None
 
     def receive(
@@ -79,11 +82,21 @@ class Channel:
             SyncError: what arrived is no message.
         """
         deadline = time.monotonic() + timeout
-        while not self._socket.poll(int(max(0.0, min(POLL_MS, (deadline - time.monotonic()) * 1000)))):
-            still_alive()
+        while True:
+            if self._socket.poll(int(max(0.0, min(POLL_MS, (deadline - time.monotonic()) * 1000)))):
+                if (packed := self._take()) is not None:
+                    return unpack(packed, waiting_for)
+            else:
+                still_alive()
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"no {waiting_for} within {timeout:.0f} s")
-        return unpack(self._socket.recv(), waiting_for)
+
+    def _put(self, packed: bytes) -> None:
+        self._socket.send(packed, zmq.NOBLOCK)
+
+    def _take(self) -> bytes | None:
+        """The message that has arrived, if it is from whom we listen to."""
+        return self._socket.recv()
 
     def close(self) -> None:
         """Close the socket, unsent messages dropped."""
@@ -93,8 +106,8 @@ class Channel:
 class Listener(Channel):
     """The trainer's end.
 
-    It lives in the run's private folder and knows its peer by a secret that only the peer was told. A pair has one
-    peer: who connects later is heard only when the first one has gone.
+    It lives in the run's private folder and knows its peer by a secret that only the peer was told. Who else connects,
+    before the peer or after it, is neither heard nor in its way.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -108,7 +121,9 @@ class Listener(Channel):
         self.secret = secrets.token_hex(16)
         self.endpoint = f"ipc://{folder / name}"
         self._path = folder / name
-        socket = _pair()
+        self._speaker = self._peer = b""  # who spoke last, and whom we listen to, by numbers that ZMQ gives them
+        socket = _socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what is sent to a peer that has gone is an error
         socket.bind(self.endpoint)
         super().__init__(socket)
 
@@ -116,8 +131,9 @@ class Listener(Channel):
         """Wait for the worker and check that it is ours, on our device.
 
         Raises:
-            SyncError: a stranger, or the worker of another device, connected.
+            SyncError: a stranger, or the worker of another device, spoke. Who connects in silence is ignored.
         """
+        self._peer = b""
         hello = self.receive(timeout, f"connection from the worker on {device_id}")
         if hello["kind"] != "hello" or not secrets.compare_digest(str(hello.get("secret")), self.secret):
             raise SyncError(
@@ -127,6 +143,14 @@ class Listener(Channel):
             raise SyncError(
                 f"the worker on {hello.get('device_id')} connected to the rank on {device_id}: they must share a device"
             )
+        self._peer = self._speaker
+
+    def _put(self, packed: bytes) -> None:
+        self._socket.send_multipart([self._peer, packed], zmq.NOBLOCK)
+
+    def _take(self) -> bytes | None:
+        self._speaker, *parts = self._socket.recv_multipart()
+        return parts[-1] if self._peer in (b"", self._speaker) else None
 
     def close(self) -> None:
         """Close the socket and remove its file."""
@@ -134,15 +158,15 @@ class Listener(Channel):
         self._path.unlink(missing_ok=True)
 
 
-def _pair() -> "zmq.Socket[bytes]":
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+def _socket(kind: int) -> "zmq.Socket[bytes]":
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     return socket
 
 
 def connect(endpoint: str, secret: str, device_id: str, pid: int) -> Channel:
     """The worker's end: connect and say who we are."""
-    socket = _pair()
+    socket = _socket(zmq.DEALER)
     socket.connect(endpoint)
     channel = Channel(socket)
     channel.send("hello", secret=secret, device_id=device_id, pid=pid)

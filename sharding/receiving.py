@@ -229,7 +229,7 @@ def stamped_bucket(buffer: torch.Tensor, message: dict[str, Any]) -> torch.Tenso
 
 
 class StagingCarrier:
-    """From the rank on the same device: messages over a ZMQ pair, buckets in memory that both have mapped.
+    """From the rank on the same device: messages over a ZMQ connection, buckets in memory that both have mapped.
 
     Attributes:
         opened, closed: how often staging memory was mapped and let go; equal between syncs that free it (P4).

@@ -199,7 +199,7 @@ def test_p5_a_message_garbled_on_its_way_is_refused_by_the_worker_and_the_next_u
 
         def garbled(kind: str, waiting: list[str] = waiting, **fields: Any) -> None:
             if [kind] == waiting:
-                channel._socket.send(b"\xc1")
+                channel._put(b"\xc1")
                 waiting.clear()
             else:
                 send(kind, **fields)

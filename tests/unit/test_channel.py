@@ -41,9 +41,9 @@ GARBAGE = {
 }
 
 
-def raw_pair(endpoint: str) -> "zmq.Socket[bytes]":
+def raw_socket(endpoint: str) -> "zmq.Socket[bytes]":
     """A peer that sends whatever it likes."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(endpoint)
     return socket
 
@@ -61,7 +61,7 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) ->
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
 def test_bytes_that_are_no_message_end_the_connecting_with_a_sentence(tmp_path: Path, garbage: bytes) -> None:
     listener = Listener(tmp_path, "weights-0")
-    stray = raw_pair(listener.endpoint)
+    stray = raw_socket(listener.endpoint)
     stray.send(garbage)
     with pytest.raises(
         SyncError, match=r"(no message|without a kind) arrived instead of a connection from the worker on cpu:0"
@@ -75,7 +75,7 @@ def test_bytes_that_are_no_message_end_the_connecting_with_a_sentence(tmp_path: 
 def test_a_worker_that_answers_nonsense_fails_its_rank_alone(tmp_path: Path, garbage: bytes) -> None:
     """The rank notes it, and goes on with the others' collectives."""
     listener = Listener(tmp_path, "weights-0")
-    worker = raw_pair(listener.endpoint)
+    worker = raw_socket(listener.endpoint)
     hello = {"kind": "hello", "secret": listener.secret, "device_id": "cpu:0", "pid": 1}
     worker.send(msgspec.msgpack.encode(hello))
     listener.accept(5, "cpu:0")
@@ -91,7 +91,7 @@ def test_a_worker_that_answers_nonsense_fails_its_rank_alone(tmp_path: Path, gar
 
 def test_a_pickle_is_refused_and_not_opened(tmp_path: Path) -> None:
     listener = Listener(tmp_path, "weights-0")
-    stray = raw_pair(listener.endpoint)
+    stray = raw_socket(listener.endpoint)
     stray.send(pickle.dumps(Harmful()))
     with pytest.raises(SyncError, match="no message"):
         listener.accept(5, "cpu:0")
@@ -114,7 +114,7 @@ def test_what_is_too_large_is_refused_by_its_sender_and_never_arrives(
     worker.close()
     listener.close()
     listener = Listener(tmp_path, "weights-1")
-    stray = raw_pair(listener.endpoint)
+    stray = raw_socket(listener.endpoint)
     stray.send(b"x" * 1001)
     with pytest.raises(TimeoutError, match="no connection from the worker on cpu:0 within 1 s"):
         listener.accept(1, "cpu:0")
@@ -126,7 +126,7 @@ def test_a_stray_beside_the_worker_is_not_heard(tmp_path: Path) -> None:
     listener = Listener(tmp_path, "weights-0")
     worker = connect(listener.endpoint, listener.secret, "cpu:0", pid=1)
     listener.accept(5, "cpu:0")
-    stray = Channel(raw_pair(listener.endpoint))
+    stray = Channel(raw_socket(listener.endpoint))
     for channel, said in ((stray, "a lie"), (worker, "the truth")):
         channel.send("done", said=said)
     assert listener.receive(5, "answer")["said"] == "the truth"
@@ -134,6 +134,38 @@ def test_a_stray_beside_the_worker_is_not_heard(tmp_path: Path) -> None:
         listener.receive(0.5, "answer")
     for channel in (stray, worker, listener):
         channel.close()
+
+
+def test_a_stray_that_came_first_and_says_nothing_is_not_in_the_way(tmp_path: Path) -> None:
+    listener = Listener(tmp_path, "weights-0")
+    stray = Channel(raw_socket(listener.endpoint))
+    with pytest.raises(TimeoutError):
+        listener.accept(0.5, "cpu:0")
+    worker = connect(listener.endpoint, listener.secret, "cpu:0", pid=1)
+    listener.accept(5, "cpu:0")
+    stray.send("done", said="a lie")
+    worker.send("done", said="the truth")
+    assert listener.receive(5, "answer")["said"] == "the truth"
+    listener.send("bucket")
+    assert worker.receive(5, "message")["kind"] == "bucket"
+    with pytest.raises(TimeoutError):
+        stray.receive(0.5, "message")
+    for channel in (stray, worker, listener):
+        channel.close()
+
+
+def test_p24_what_is_sent_to_a_worker_that_has_gone_is_an_error(tmp_path: Path) -> None:
+    listener = Listener(tmp_path, "weights-0")
+    with pytest.raises(SyncError, match="nobody is connected to send 'begin' to"):
+        listener.send("begin")
+    worker = connect(listener.endpoint, listener.secret, "cpu:0", pid=1)
+    listener.accept(5, "cpu:0")
+    worker.close()
+    with pytest.raises(TimeoutError):  # time for ZMQ to notice
+        listener.receive(0.5, "answer")
+    with pytest.raises(SyncError, match="nobody is connected to send 'bucket' to"):
+        listener.send("bucket")
+    listener.close()
 
 
 UNPICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing.connection"}
