@@ -114,7 +114,8 @@ class FsdpWeightSource:
     def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
         """See `WeightSource.gather_part`."""
         if (group := shard_group(self._tensors[name])) is None:
-            slot.copy_(self._padded_shard(name, slot.numel(), start))
+            target, first = slot.view(self._dtype), start // self._dtype.itemsize
+            target.copy_(self.held(name)[1][first : first + target.numel()])
         else:
             all_gather(slot, self._padded_shard(name, slot.numel() // dist.get_world_size(group), start), group=group)
 
@@ -134,17 +135,13 @@ class FsdpWeightSource:
     @torch.no_grad()
     def held(self, name: str) -> tuple[int, torch.Tensor]:
         """See `ShardedSource.held`."""
-        first, own = self._own(name)
-        return first, self._to_send(name, own, first)
-
-    def _own(self, name: str) -> tuple[int, torch.Tensor]:
-        """As `held`, before anything is added."""
         tensor = self._tensors[name]
         group = shard_group(tensor)
         if group is None:
-            return 0, _whole(tensor).reshape(-1)
+            return 0, self._to_send(name, _whole(tensor).reshape(-1), 0)
         local = tensor.to_local().reshape(-1) if isinstance(tensor, DTensor) else partition(tensor)
-        return dist.get_rank(group) * _largest_shard(tensor, dist.get_world_size(group)), local
+        first = dist.get_rank(group) * _largest_shard(tensor, dist.get_world_size(group))
+        return first, self._to_send(name, local, first)
 
     def holders(self, name: str) -> list[int]:
         """See `ShardedSource.holders`."""
@@ -159,10 +156,12 @@ class FsdpWeightSource:
         return values
 
     def _padded_shard(self, name: str, nbytes: int, start: int = 0) -> torch.Tensor:
-        """This rank's shard in the engine's dtype from byte `start` on, as uint8 [nbytes]; zeros where it has ended."""
+        """This rank's shard in the engine's dtype from byte `start` on, as uint8 [nbytes]; zeros where it has ended.
+
+        What is added to a shard is added to all of it: bits of a product can depend on how many rows are multiplied.
+        """
         begin, count = start // self._dtype.itemsize, nbytes // self._dtype.itemsize
-        first, own = self._own(name)
-        local = self._to_send(name, own[begin : begin + count], first + begin)
+        local = self.held(name)[1][begin : begin + count]
         if local.dtype == self._dtype and local.numel() == count:
             return local.view(torch.uint8)
         shard = torch.zeros(count, dtype=self._dtype, device=local.device)

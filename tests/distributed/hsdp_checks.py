@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from sharding.source import FsdpWeightSource
 from tests.distributed import critic_checks, three_steps
 from tests.distributed import policy_checks as checks
-from tests.gathering import assert_ranks_hold
+from tests.gathering import assert_ranks_hold, sent_in_parts
 from trainer import checkpoint
 from trainer.distributed import init_process_group
 from trainer.policy import FsdpPolicy
@@ -50,6 +50,7 @@ def check_shards(folder: Path) -> None:
         whole = stored[parameter.name]
         assert torch.equal(slot[: whole.nbytes].view(torch.float32).view(whole.shape), whole), parameter.name
     assert_ranks_hold(source, stored)
+    assert all(torch.equal(weight, stored[name]) for name, weight in sent_in_parts(source, 1 << 14).items())
     policy.save_pretrained(folder / "hsdp_export")
     exported = load_file(folder / "hsdp_export" / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())

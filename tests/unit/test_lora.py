@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from generation.settings import EngineSettings
 from generation.vllm_compat import engine_arguments
 from sharding.low_rank import LowRank, MergingWeightSource
-from tests.gathering import sent
+from tests.gathering import sent, sent_in_parts
 from trainer.config import LoraConfig
 from trainer.errors import UserError
 from trainer.policy import lora
@@ -74,7 +74,9 @@ def test_p9_what_is_sent_is_what_peft_merges(tiny_qwen2: Path) -> None:
     merged = dict(peft_twin(tiny_qwen2, model).merge_and_unload().named_parameters())
     plain = dict(load(tiny_qwen2).named_parameters())
     changed = 0
-    for name, values in sent(merging_source(model)).items():
+    whole, parts = sent(merging_source(model)), sent_in_parts(merging_source(model), 1 << 12)
+    for name, values in whole.items():
+        assert torch.equal(parts[name], values), name
         torch.testing.assert_close(values, merged[name].data, atol=1e-6, rtol=1e-6)
         changed += not torch.equal(values, plain[name].data)
     assert changed == len(lora.low_rank(model)) == 2 * 7
