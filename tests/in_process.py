@@ -54,14 +54,16 @@ class Worker(worker_extension.VllmInternalWorkerExtension):
 
     device = torch.device("cpu")
 
-    def __init__(self, model: SmallModel) -> None:
-        self.model, self.rank = model, 0
-        self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(dtype=model.norm.dtype),
-            parallel_config=SimpleNamespace(tensor_parallel_size=model.ranks),
-        )
+    def __init__(self, model: Any, vllm_config: Any) -> None:
+        self.model, self.rank, self.vllm_config = model, 0, vllm_config
 
-    def get_model(self) -> SmallModel:
+    @classmethod
+    def of(cls, model: SmallModel) -> "Worker":
+        dtype = SimpleNamespace(dtype=model.norm.dtype)
+        ranks = SimpleNamespace(tensor_parallel_size=model.ranks)
+        return cls(model, SimpleNamespace(model_config=dtype, parallel_config=ranks))
+
+    def get_model(self) -> Any:
         return self.model
 
 
@@ -103,8 +105,8 @@ class InProcess:
     `sync` brings a version; what is wrong with it raises `RemoteError`.
     """
 
-    def __init__(self, source: ShardedSource, model: SmallModel, folder: Path, **settings: Any) -> None:
-        self.worker = Worker(model)
+    def __init__(self, source: ShardedSource, model: SmallModel | Worker, folder: Path, **settings: Any) -> None:
+        self.worker = model if isinstance(model, Worker) else Worker.of(model)
         self.manager = ShardingManager(
             source,
             torch.device("cpu"),

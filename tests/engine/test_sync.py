@@ -3,8 +3,8 @@
 Each family of models goes from one rank into one engine here, plain and packed. From how many ranks it comes, no engine
 can see: what one, two and four ranks of FSDP2 and ZeRO-3 send is the checkpoint, byte for byte, for each family
 (test_policy.py, test_hsdp.py, test_deepspeed.py). How an engine shares it out to its workers does not depend on that
-either; four ranks and one into an engine of two workers are tried in test_collective_ranks.py, two ranks into one of
-two workers and into two engines of one in test_run.py.
+either; test_reach.py has each family shared out to two workers by two and four ranks, whole engines of two workers are
+in test_collective_ranks.py (from four ranks and one) and test_run.py (from two).
 """
 
 from contextlib import nullcontext

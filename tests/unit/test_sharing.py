@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def loaded(model: SmallModel, names: list[str]) -> WeightLoader:
     """A loader that has recorded an update of these weights."""
-    worker = Worker(model)
+    worker = Worker.of(model)
     loader = WeightLoader(model, worker.vllm_config)  # type: ignore[arg-type]
     weights = {name: weight for name, weight in small_weights(1).items() if name in names}
     loader.begin({name: [list(w.shape), "float32"] for name, w in weights.items()})
@@ -96,7 +96,7 @@ def test_later_updates_know_the_memory_that_the_model_was_moved_to() -> None:
     assert loader.recording is not None
     SharedWeights(model, loader.recording, CPU)
     others = {name: weight for name, weight in small_weights(2).items() if name != "scaled"}
-    again = WeightLoader(model, Worker(model).vllm_config, recording=loader.recording)  # type: ignore[arg-type]
+    again = WeightLoader(model, Worker.of(model).vllm_config, recording=loader.recording)  # type: ignore[arg-type]
     again.begin({name: [list(w.shape), "float32"] for name, w in others.items()})
     assert again.recording is loader.recording
     again.load(list(others.items()))

@@ -1,0 +1,101 @@
+"""What test_reach.py checks on two and four ranks: what vLLM's model on each holds after two syncs, and a fresh one."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sharding.source import ShardedSource
+from tests.distributed import policy_checks as checks
+from tests.distributed.deepspeed_checks import zero_policy
+from trainer.assembly import weight_source
+from trainer.distributed import agree, init_process_group, rank, world_size
+
+
+def on_ranks(models: str, results: str, *cases: str) -> None:
+    """Each case, "fsdp 2" or "zero3 1", is a backend of the policy and the engines' tensor-parallel size."""
+    init_process_group(120, "cpu")
+    from vllm.v1.worker import cpu_model_runner
+
+    from sharding import worker_extension
+
+    worker_extension._PLAIN_ON_CPU, worker_extension._custom_ops._supports_onednn = True, False
+    cpu_model_runner._set_torch_accelerator_to_noop()
+    todo: dict[str, Callable[[], None]] = {}
+    for case in cases:
+        backend, size = case.split()
+        for folder in sorted(Path(models).iterdir()):
+            saved = Path(results).parent / f"saved {case} {folder.name}"
+            todo[f"{folder.name} {case}"] = partial(check_family, folder, backend, int(size), saved)
+    checks._on_ranks(todo, results)
+
+
+def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: Path) -> None:
+    """The first sync records, the second replays; in between the policy gets other weights, which it then saves."""
+    from vllm.distributed import parallel_state
+
+    from tests.in_process import InProcess
+
+    os.environ["VLLM_DIST_IDENT"] = f"reach-{os.environ['MASTER_PORT']}"  # names the shared memory of a group's workers
+    policy = zero_policy(folder, stage=3) if backend == "zero3" else checks.make_policy(folder)
+    source = weight_source(policy, torch.float32)
+    worker = vllm_worker(folder, tensor_parallel_size)
+    with tempfile.TemporaryDirectory() as private:
+        both = InProcess(source, worker, Path(private))
+        both.sync(1)
+        change(source)
+        both.sync(2)
+        both.manager.close()
+    policy.save_pretrained(saved)
+    agree(None, "saving the checkpoint")
+    fresh = vllm_worker(saved, tensor_parallel_size)
+    held, expected = tensors(worker.get_model()), tensors(fresh.get_model())
+    assert held.keys() == expected.keys()
+    different = [name for name in held if not torch.equal(held[name], expected[name])]
+    assert not different, different
+    parallel_state.destroy_model_parallel()
+
+
+def change(source: ShardedSource) -> None:
+    """Other values in every rank's part of every parameter."""
+    for parameter in source.parameters():
+        _, values = source.held(parameter.name)
+        values.mul_(torch.empty_like(values).uniform_(0.5, 1.5))
+
+
+def vllm_worker(folder: Path, tensor_parallel_size: int) -> Any:
+    """What an engine's worker on this rank is to the extension, with the model that vLLM loads from a checkpoint."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    from generation.settings import EngineSettings
+    from generation.vllm_compat import engine_arguments
+    from tests.in_process import Worker
+
+    here = {"distributed_executor_backend": "external_launcher"}
+    settings = EngineSettings(
+        str(folder), 128, tensor_parallel_size=tensor_parallel_size, plain_cpu_weights=True, extra=here
+    )
+    config = EngineArgs(**engine_arguments(settings)).create_engine_config()
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(world_size(), rank(), "env://", rank(), "gloo")
+        parallel_state.ensure_model_parallel_initialized(tensor_parallel_size, 1)
+        model = get_model(vllm_config=config)
+    return Worker(model, config)
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, buffers, and what modules keep besides, such as the products of MLA's weights."""
+    return {
+        f"{name}.{key}": value
+        for name, module in model.named_modules()
+        for key, value in {**module._parameters, **module._buffers, **vars(module)}.items()
+        if isinstance(value, Tensor)
+    }

@@ -1,0 +1,53 @@
+"""Every family of models, from two and four ranks into engines of two workers: what arrives is the checkpoint.
+
+Ranks hold the policy under FSDP2 or ZeRO-3, and each has beside it the model that one worker of an engine would have,
+built and loaded by vLLM itself. After two syncs, of which the second replays, all that this model keeps is compared,
+byte for byte, with another that vLLM loads from the checkpoint the policy has saved. Whole engines take ten to fifty
+seconds each to start: from one rank into one worker they are in engine/test_sync.py, of two workers in
+test_collective_ranks.py and test_run.py. The other pairs of rank counts and engines follow, since what is sent is
+the same from any number of ranks (test_policy.py, test_hsdp.py, test_deepspeed.py).
+"""
+
+import json
+
+import pytest
+from make_tiny import make_tiny_model
+
+from tests.distributed import reach_checks
+from tests.distributed.launch import run_ranks
+
+FAMILIES = [
+    ("qwen2", True),
+    ("qwen2", False),
+    ("qwen3", True),
+    ("llama", True),
+    ("llama", False),
+    ("gemma3", True),
+    ("qwen3_moe", False),
+    ("deepseek_v2", False),
+]
+NAMES = [f"{kind}_{'tied' if tied else 'untied'}" for kind, tied in FAMILIES]
+CASES = {2: ("fsdp 2", "zero3 2"), 4: ("fsdp 2",)}
+"""Ranks -> the policy's backend and the engines' tensor-parallel size."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
+    models = tmp_path_factory.mktemp("models")
+    for name, (kind, tied) in zip(NAMES, FAMILIES, strict=True):
+        make_tiny_model(models / name, architecture=kind, tied=tied, layers=2)
+    results = {}
+    for ranks, cases in CASES.items():
+        file = tmp_path_factory.mktemp("results") / "found.json"
+        run_ranks(reach_checks.on_ranks, ranks, timeout=280, arguments=[str(models), str(file), *cases])
+        results[ranks] = json.loads(file.read_text())
+    return results
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in CASES.items() for case in cases])
+def test_p8_what_ranks_send_is_what_vllm_loads(
+    found: dict[int, dict[str, str]], ranks: int, case: str, name: str
+) -> None:
+    assert found[ranks][f"{name} {case}"] == ""
