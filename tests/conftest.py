@@ -35,6 +35,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """How processes (`-n 2`) share the tests: by file, but all that start ranks one after another in one of them.
+
+    Engines come first, as always (pyproject.toml). pytest-xdist's own groups (`--dist loadgroup`) do nothing under
+    pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.partition("::")[0])
+            return file.parent.name if file.parent.name in ("distributed", "gpu") else str(file)
+
+    config.option.loadscopereorder = False  # else files with many tests go first
+    return Scheduler(config, log)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """`make_tiny_model` with fewer layers; the same arguments give the same folder, which is not to be written to."""

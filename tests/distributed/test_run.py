@@ -167,7 +167,6 @@ def test_p24_two_runs_side_by_side_both_finish_and_evaluation_changes_nothing(
 
 ENDINGS = {
     "launcher-INT-at-init": (0, "launcher", signal.SIGINT, "SIGINT"),
-    "launcher-KILL-in-a-step": (2, "launcher", signal.SIGKILL, ""),
     "rank-KILL-at-init": (0, "rank", signal.SIGKILL, ""),
     "engine-KILL-in-a-step": (2, "engine", signal.SIGKILL, "EngineDeadError"),
 }
@@ -177,6 +176,7 @@ ENDINGS = {
 def test_p24_whatever_ends_a_run_nothing_is_left(
     tiny_model: TinyModel, tmp_path: Path, rows: int, victim: str, number: signal.Signals, culprit: str
 ) -> None:
+    """A rank killed in a step is above; a launcher that is killed, which comes to the same, in test_lifetime.py."""
     run = Run(write_recipe(tmp_path, tiny_model(), run={"steps": 100000}, checkpoint={"every": 1}))
     try:
         run.wait_for(lambda: len(run.processes("trainer")) >= 3, "ranks")

@@ -18,7 +18,6 @@ from sharding.manager import Leader, ShardingManager, SyncSettings
 from sharding.source import FsdpWeightSource, WeightSource, one_piece
 from trainer.assembly import adapter_source, weight_source
 from trainer.config import LoraConfig, ModelConfig, PolicyConfig
-from trainer.distributed import destroy_process_group, init_process_group
 from trainer.policy import FsdpPolicy
 from trainer.policy.lora import adapter_format, factors, save_adapter
 
@@ -26,15 +25,17 @@ LORA = LoraConfig(rank=4, alpha=8)
 PROMPT = [14, 50, 77, 120, 9]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    init_process_group(60, "cpu")
-    yield
-    destroy_process_group()
+@pytest.fixture(scope="module")
+def leaders(tiny_qwen2: Path) -> Iterator[tuple[Leader, Leader]]:
+    """An engine that applies adapters, and one that knows of none; forked, as there is no process group yet."""
+    leaders = start_engine(tiny_qwen2, lora_rank=LORA.rank), start_engine(tiny_qwen2)
+    yield leaders
+    for leader in leaders:
+        stop(leader)
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_qwen2: Path, one_rank: None) -> FsdpPolicy:
+def policy(tiny_qwen2: Path, leaders: tuple[Leader, Leader], one_rank: None) -> FsdpPolicy:
     return FsdpPolicy(ModelConfig(path=str(tiny_qwen2)), PolicyConfig(dtype="float32"), torch.device("cpu"), lora=LORA)
 
 
@@ -45,15 +46,6 @@ def learn(policy: FsdpPolicy, seed: int) -> None:
     for factor in factors(policy.model).values():
         factor.to_local().copy_(torch.randn(factor.shape, generator=generator) * 0.2)
     policy.updates.applied += 1
-
-
-@contextmanager
-def engine(folder: Path, **settings: object) -> Iterator[Leader]:
-    leader = start_engine(folder, **settings)
-    try:
-        yield leader
-    finally:
-        stop(leader)
 
 
 @contextmanager
@@ -110,16 +102,18 @@ def check_shifts(shifts: ShardingManager, leader: Leader, policy: FsdpPolicy, ba
         assert largest(sampled.logprobs, adapted[len(PROMPT) - 1 :]) < 1e-4
 
 
-def test_p7_p9_an_adapter_alone_is_what_peft_says(policy: FsdpPolicy, tiny_qwen2: Path, tmp_path: Path) -> None:
-    with engine(tiny_qwen2, lora_rank=LORA.rank) as leader:
-        with manager(leader, policy, adapter_source(policy, torch.float32), alone=True) as shifts:
-            shifts.sleep()
-            check_shifts(shifts, leader, policy, tiny_qwen2, tmp_path)
-            assert shifts.report.verified == "probe"
-            assert shifts.report.nbytes < 100_000, "the adapter, not the model"
-            held = leader.thread.run(leader.engine.engine.list_loras(), 60, "the adapters held")
-            assert held == [2], "one, and never a number twice"
-        check_prefix_mismatch(leader, policy)
+def test_p7_p9_an_adapter_alone_is_what_peft_says(
+    leaders: tuple[Leader, Leader], policy: FsdpPolicy, tiny_qwen2: Path, tmp_path: Path
+) -> None:
+    leader, _ = leaders
+    with manager(leader, policy, adapter_source(policy, torch.float32), alone=True) as shifts:
+        shifts.sleep()
+        check_shifts(shifts, leader, policy, tiny_qwen2, tmp_path)
+        assert shifts.report.verified == "probe"
+        assert shifts.report.nbytes < 100_000, "the adapter, not the model"
+        held = leader.thread.run(leader.engine.engine.list_loras(), 60, "the adapters held")
+        assert held == [2], "one, and never a number twice"
+    check_prefix_mismatch(leader, policy)
 
 
 def check_prefix_mismatch(leader: Leader, policy: FsdpPolicy) -> None:
@@ -136,9 +130,11 @@ def check_prefix_mismatch(leader: Leader, policy: FsdpPolicy) -> None:
         leader.engine.state.usable_version()
 
 
-def test_p9_merged_copies_are_what_peft_says(policy: FsdpPolicy, tiny_qwen2: Path, tmp_path: Path) -> None:
-    with engine(tiny_qwen2) as leader:
-        with manager(leader, policy, weight_source(policy, torch.float32), alone=False) as shifts:
-            shifts.sleep()
-            check_shifts(shifts, leader, policy, tiny_qwen2, tmp_path)
-            assert shifts.report.verified == "full"
+def test_p9_merged_copies_are_what_peft_says(
+    leaders: tuple[Leader, Leader], policy: FsdpPolicy, tiny_qwen2: Path, tmp_path: Path
+) -> None:
+    _, leader = leaders
+    with manager(leader, policy, weight_source(policy, torch.float32), alone=False) as shifts:
+        shifts.sleep()
+        check_shifts(shifts, leader, policy, tiny_qwen2, tmp_path)
+        assert shifts.report.verified == "full"
