@@ -6,8 +6,12 @@ kernel and a broken peer shows up as a connection error at once.
 
 import json
 import math
+import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 _MESSAGE_LIMIT = 4000  # characters of an error message that travel to the other ranks
+_ENDING_SECONDS = 3.0  # a process that dies closes its connections a little before it counts as ended
+_processes: list[tuple[str, int]] = []  # of each rank: the machine, see `_machine`, and the process's number there
 
 
 class RemoteError(RuntimeError):
@@ -68,18 +74,51 @@ def agree(error: BaseException | None, phase: str, group: dist.ProcessGroup | No
     """Every rank says whether `phase` went well for it; if any did not, all raise `RemoteError` naming each culprit.
 
     A rank that failed passes its exception, which becomes the cause of the `RemoteError` there. A rank that died is
-    noticed by its closed connection, a rank that hangs by the process group's timeout.
+    noticed by its closed connection, and named by those on its machine; a rank that hangs is noticed by the process
+    group's timeout.
     """
     payload = b"" if error is None else f"{type(error).__name__}: {error}"[:_MESSAGE_LIMIT].encode()
     try:
         answers = all_gather_bytes(payload, group)
     except RuntimeError as broken:
         own = f"; its own error was {type(error).__name__}: {error}" if error is not None else ""
-        message = f"rank {rank()} lost contact with another rank at the end of phase {phase}: {broken}{own}"
+        whom = gone() or "another rank"
+        message = f"rank {rank()} lost contact with {whom} at the end of phase {phase}: {broken}{own}"
         raise RemoteError(message) from (error or broken)
     failures = [f"rank {who}: {answer.decode(errors='replace')}" for who, answer in enumerate(answers) if answer]
     if failures:
         raise RemoteError(f"phase {phase} failed on " + "; ".join(failures)) from error
+
+
+def introduce() -> None:
+    """Have every rank know the others' processes, for `gone` to look after them. Every rank must call it."""
+    _processes[:] = [(machine, pid) for machine, pid in exchange([_machine(), os.getpid()])]
+
+
+def gone() -> str:
+    """After a broken exchange: which ranks of this machine have ended, to go into a sentence; "" for none of them."""
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while not (ended := _ended_ranks()) and world_size() > 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return " and ".join(f"rank {who}, whose process {pid} has ended," for who, pid in ended)
+
+
+def _ended_ranks() -> list[tuple[int, int]]:
+    here = _machine()
+    return [(who, pid) for who, (machine, pid) in enumerate(_processes) if machine == here and _has_ended(pid)]
+
+
+def _machine() -> str:
+    """The same for all processes that see each other under the same numbers."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX"  # ended, and nobody has asked how
 
 
 @contextmanager

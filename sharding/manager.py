@@ -22,7 +22,7 @@ from generation.event_loop import EngineThread
 from generation.worker_async import VllmAsyncGenerationWorker
 
 from .channel import Listener, SyncError
-from .collectives import agree, agreed, exchange, rank
+from .collectives import RemoteError, agree, agreed, exchange, gone, rank
 from .link import Link
 from .manifest import some
 from .plan import BucketPlan
@@ -206,8 +206,10 @@ class ShardingManager:
             different = self._send(link, version, check)
             self._verify(link, check, different)
             self._finish(link, call, version)
-        except BaseException:
+        except BaseException as error:
             self._fail(link, call)
+            if isinstance(error, RuntimeError) and not isinstance(error, RemoteError) and (whom := gone()):
+                raise RemoteError(f"rank {rank()} lost contact with {whom} during a weight update: {error}") from error
             raise
 
     def _start_receiving(self) -> "Future[Any] | None":

@@ -17,6 +17,7 @@ from sharding.collectives import (  # noqa
     all_gather_bytes,
     all_reduce_max,
     all_reduce_sum,
+    introduce,
     is_main,
     rank,
     world_size,
@@ -43,6 +44,7 @@ def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=_store, rank=rank_, world_size=world, timeout=timeout)
+    introduce()
 
 
 def _stay_on_loopback() -> None:
