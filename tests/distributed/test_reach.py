@@ -39,12 +39,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]
     results = {}
     for ranks, cases in CASES.items():
         file = tmp_path_factory.mktemp("results") / "found.json"
-        run_ranks(reach_checks.on_ranks, ranks, timeout=280, arguments=[str(models), str(file), *cases])
+        run_ranks(reach_checks.on_ranks, ranks, timeout=560, arguments=[str(models), str(file), *cases])
         results[ranks] = json.loads(file.read_text())
     return results
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in CASES.items() for case in cases])
 def test_p8_what_ranks_send_is_what_vllm_loads(
