@@ -32,7 +32,13 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
         for folder in sorted(Path(models).iterdir()):
             saved = Path(results).parent / f"saved {case} {folder.name}"
             todo[f"{folder.name} {case}"] = partial(check_family, folder, backend, int(size), saved)
-    checks._on_ranks(todo, results)
+    group = f"reach-{os.environ['MASTER_PORT']}"
+    os.environ["VLLM_DIST_IDENT"] = group  # names the memory that workers share, which an engine would remove
+    try:
+        checks._on_ranks(todo, results)
+    finally:
+        for file in Path("/dev/shm").glob(f"{group}-*"):
+            file.unlink(missing_ok=True)
 
 
 def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: Path) -> None:
@@ -41,7 +47,6 @@ def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: P
 
     from tests.in_process import InProcess
 
-    os.environ["VLLM_DIST_IDENT"] = f"reach-{os.environ['MASTER_PORT']}"  # names the shared memory of a group's workers
     policy = zero_policy(folder, stage=3) if backend == "zero3" else checks.make_policy(folder)
     source = weight_source(policy, torch.float32)
     worker = vllm_worker(folder, tensor_parallel_size)
