@@ -67,6 +67,7 @@ async def rollout(
         return PolicyLLM(engine, tokenizer, settings, prompt, sample, prompts[prompt], messages, room)
 
     async def one(prompt: int, sample: int) -> None:
+        """An episode, whose trajectories are handed on as soon as it ends."""
         row = dict(episodes.rows[prompt]) if episodes.rows else {}
         try:
             trajectories = await run_episode(episodes.function, handle(prompt, sample), row)

@@ -79,6 +79,7 @@ async def ask(app: App, path: str, request: Any) -> tuple[int, Any]:
         raise AssertionError
 
     async def send(message: Message) -> None:
+        """What the application answers, kept."""
         nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]

@@ -111,6 +111,7 @@ def environment_rollout(cls: type, kwargs: dict[str, Any], agent: Agent) -> Roll
     agent = replace(agent, tools=tools_by_name([*agent.tools.values(), *methods.values()]))
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+        """An episode in an environment of its own."""
         call = agent.runner.call
         async with llm.away():
             environment = await call(functools.partial(cls, **kwargs))

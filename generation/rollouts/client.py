@@ -116,6 +116,7 @@ def verifiers_client(environment: Any) -> Client:
     """
 
     async def client(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float | None:
+        """One rollout of the environment; its reward, None where the state has none."""
         from openai import AsyncOpenAI
 
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as openai:
