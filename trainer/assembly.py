@@ -23,6 +23,7 @@ from trainer.policy.attention import require_packing
 from trainer.policy.checkpoint_names import checkpoint_views
 from trainer.policy.critic import Critic, make_critic
 from trainer.policy.lora import BaseOfPolicy, adapter_format, factors, is_adapter, low_rank, peft_name
+from trainer.records import write_whole
 from trainer.tracking import NullTracker, make_tracker
 
 
@@ -177,5 +178,5 @@ def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
         resumed_from=state.step or None,
     )
     if is_main():
-        (config.run.folder / "config.yaml").write_text(to_yaml(config))
+        write_whole(config.run.folder / "config.yaml", to_yaml(config))
     return tracker

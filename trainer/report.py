@@ -63,14 +63,23 @@ def main(arguments: argparse.Namespace) -> int:
 
 def read_record(folder: Path) -> Record:
     """Everything the report is made of. Raises UserError for a folder that is no run's, or of one without a step."""
-    metrics, recipe = folder / "metrics.jsonl", folder / "config.yaml"
+    metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         raise UserError(f"{folder} holds no metrics.jsonl, so it is no run's folder")
     if not (rows := read_rows(metrics)):
         raise UserError(f"{metrics} holds no step yet: there is nothing to report")
     written = datetime.fromtimestamp(metrics.stat().st_mtime, UTC)
-    loaded = yaml.safe_load(recipe.read_text()) if recipe.is_file() else {}
-    return Record(folder, rows, read_rows(folder / "completions.jsonl"), loaded, written)
+    return Record(folder, rows, read_rows(folder / "completions.jsonl"), _read_recipe(folder / "config.yaml"), written)
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    """The sections of the recipe; none where there is no file, or a torn one, as runs of before have left some."""
+    try:
+        loaded = yaml.safe_load(path.read_bytes()) if path.is_file() else None
+    except yaml.YAMLError:
+        loaded = None
+    sections = loaded.items() if isinstance(loaded, dict) else ()
+    return {name: keys for name, keys in sections if isinstance(keys, dict)}
 
 
 def render(record: Record) -> str:

@@ -12,6 +12,7 @@ import math
 import netrc
 import os
 import queue
+import re
 import secrets
 import sys
 import threading
@@ -20,9 +21,11 @@ from typing import Any, Literal
 from urllib.parse import urlparse
 
 from trainer.distributed import is_main
+from trainer.records import Rows, whole_rows, write_whole
 
 WandbMode = Literal["auto", "offline", "online", "disabled"]
 
+_FILES = ("metrics.jsonl", "completions.jsonl")
 _TEXT_LIMIT = 4000  # characters of one answer in completions.jsonl
 _QUEUE_LIMIT = 1000  # steps that W&B may lag behind
 _FINISH_SECONDS = 60.0  # for W&B to upload the rest
@@ -52,8 +55,9 @@ class Tracker(NullTracker):
         self._folder, self._completions_per_step, self._copies = folder, completions_per_step, copies
         self._last = last
         self._summary: dict[str, Any] = {}
-        self._metrics_file = (folder / "metrics.jsonl").open("a")
-        self._completions_file = (folder / "completions.jsonl").open("a")
+        # Half of a surrogate pair, which answers may hold, has no UTF-8: in JSON its escape means the same.
+        files = [(folder / name).open("a", encoding="utf-8", errors="backslashreplace") for name in _FILES]
+        self._metrics_file, self._completions_file = files
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if step <= self._last:
@@ -61,8 +65,9 @@ class Tracker(NullTracker):
         self._last = step
         row = {"train/step": step} | metrics
         self._metrics_file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
-        self._metrics_file.flush()
-        os.fsync(self._metrics_file.fileno())  # before a checkpoint says that the step is done
+        for file in (self._metrics_file, self._completions_file):
+            file.flush()
+            os.fsync(file.fileno())  # before a checkpoint says that the step is done
         for copy in self._copies:
             copy.log(row)
 
@@ -70,11 +75,10 @@ class Tracker(NullTracker):
         for row in rows[: self._completions_per_step]:
             line = {"train/step": step} | {key: _shortened(value) for key, value in row.items()}
             self._completions_file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-        self._completions_file.flush()
 
     def summary(self, values: dict[str, Any]) -> None:
         self._summary |= {key: _finite(value) for key, value in values.items()}
-        _write_whole(self._folder / "summary.json", json.dumps(self._summary, indent=2) + "\n")
+        write_whole(self._folder / "summary.json", json.dumps(self._summary, indent=2) + "\n")
         for copy in self._copies:
             copy.summary(values)
 
@@ -168,8 +172,7 @@ def make_tracker(
         return NullTracker()
     folder.mkdir(parents=True, exist_ok=True)
     last = -1 if resumed_from is None else resumed_from
-    earlier = _keep_until(folder / "metrics.jsonl", last)
-    _keep_until(folder / "completions.jsonl", last)
+    earlier, _ = (_keep_until(folder / name, last) for name in _FILES)
     mode = _resolve(wandb)
     if mode == "disabled":
         return Tracker(folder, last, completions_per_step, [])
@@ -218,8 +221,8 @@ def _warn(reason: str) -> None:
 def _run_id(folder: Path, new: bool) -> str:
     """The run's name in W&B's own records, kept beside its files; `new` for a run that starts over."""
     file = folder / "wandb_id"
-    if new or not file.exists():
-        _write_whole(file, secrets.token_hex(4))
+    if new or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
+        write_whole(file, secrets.token_hex(4))
     return file.read_text()
 
 
@@ -228,29 +231,12 @@ def _offline_folders(settings: dict[str, Any]) -> list[Path]:
     return list(Path(settings["dir"]).glob(f"wandb/offline-run-*-{settings['id']}/*.wandb"))
 
 
-def _keep_until(path: Path, last: int) -> list[dict[str, Any]]:
-    """Drop the lines of steps after `last`, and a line that was cut off when a run was killed; gives what is left."""
-    if not path.exists():
-        return []
-    kept, rows = [], []
-    for line in path.read_text().split("\n"):  # not splitlines: an answer may hold other line separators
-        try:
-            row = json.loads(line)
-            step = row["train/step"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
-        if step <= last:
-            kept.append(line + "\n")
-            rows.append(row)
-    _write_whole(path, "".join(kept))
-    return rows
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """All of it or nothing."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+def _keep_until(path: Path, last: int) -> Rows:
+    """Leave the whole rows of steps up to `last` in the file, and nothing else; returns them."""
+    kept = [(line, row) for line, row in whole_rows(path) if row["train/step"] <= last]
+    if path.exists():
+        write_whole(path, b"".join(line + b"\n" for line, _ in kept))
+    return [row for _, row in kept]
 
 
 def _finite(value: Any) -> Any:

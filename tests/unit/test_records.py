@@ -1,0 +1,133 @@
+"""A run's rows after a kill, a full disk or a power cut: a run goes on with the whole ones, and a report shows them."""
+
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from trainer.plots import plot_curves
+from trainer.report import read_record, render
+from trainer.tracking import make_tracker
+
+FILES = ("metrics.jsonl", "completions.jsonl")
+STEPS, CHECKPOINT = 7, 5
+STRANGE_STEPS = (None, "3", 3.0, True, [3], {"step": 3}, 2**70, -0.5)
+NOT_ROWS = (b"", b"\x00" * 9, b"3", b"[]", b'{"text": "no step"}', b"[" * 100_000, b"9" * 5000, b'"\xc3"')
+
+
+def record(folder: Path, steps: range, resumed_from: int | None = None) -> None:
+    """What a run writes in these steps; two answers each, with characters of one to four bytes."""
+    tracker = make_tracker(folder, {}, name="demo", wandb="disabled", resumed_from=resumed_from)
+    try:
+        for step in steps:
+            texts = ("naïve \u2028 answer", f"{step} 😀 = \ud83d ∞")  # the one in the middle is half a pair
+            tracker.completions(step, [{"prompt": "é?", "text": text, "reward": 1.0} for text in texts])
+            tracker.log(step, {"reward/mean": step / 3, "time/step": 0.1})
+    finally:
+        tracker.close()
+
+
+@pytest.fixture
+def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run that nothing happened to."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of them would take their time
+    record(tmp_path / "whole", range(STEPS))
+    return tmp_path / "whole"
+
+
+def lines_of(content: bytes) -> list[tuple[int, int, bytes]]:
+    """Where each line begins and ends, and the line."""
+    found, start = [], 0
+    for line in content.splitlines(keepends=True):
+        found.append((start, start + len(line) - 1, line))
+        start += len(line)
+    return found
+
+
+def tears(content: bytes) -> Iterator[tuple[bytes, Callable[[int, int], bool]]]:
+    """Files that a crash may leave; for each, whether the line that lay from start to end is still whole in it."""
+    size = len(content)
+    for at in range(size - 150, size):  # the file ends here
+        yield content[:at], lambda start, end, at=at: end <= at
+    for at in range(size - 48, size):  # what is behind never came to the disk
+        yield content[:at] + bytes(size - at), lambda start, end, at=at: end < at
+    for at in range(0, size, size // 11):
+        yield content[:at] + b"\0" + content[at:], lambda start, end, at=at: not start <= at <= end
+
+
+def strange_lines(content: bytes) -> Iterator[bytes]:
+    """The file with a line in it that is not a row with a step."""
+    half = content.index(b"\n", len(content) // 2) + 1
+    for line in (*(json.dumps({"train/step": step, "text": "x"}).encode() for step in STRANGE_STEPS), *NOT_ROWS):
+        yield content[:half] + line + b"\n" + content[half:]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_run_goes_on_with_exactly_the_whole_rows_up_to_its_checkpoint(whole: Path, tmp_path: Path, name: str) -> None:
+    contents = {file: (whole / file).read_bytes() for file in FILES}
+    cases = list(tears(contents[name]))
+    cases += [(torn, lambda start, end: True) for torn in strange_lines(contents[name])]
+    assert len(cases) >= 222
+    folder = tmp_path / "torn"
+    folder.mkdir()
+    for number, (torn, is_whole) in enumerate(cases):
+        for file in FILES:
+            (folder / file).write_bytes(torn if file == name else contents[file])
+        if any(is_whole(start, end) for start, end, _ in lines_of(contents["metrics.jsonl"])):
+            assert render(read_record(folder))
+        if number == 60:
+            plot_curves(folder)
+        record(folder, range(CHECKPOINT + 1, STEPS), resumed_from=CHECKPOINT)
+        for file in FILES:
+            kept = [
+                line
+                for start, end, line in lines_of(contents[file])
+                if json.loads(line)["train/step"] > CHECKPOINT or file != name or is_whole(start, end)
+            ]
+            assert (folder / file).read_bytes() == b"".join(kept), (number, file)
+
+
+def run_on_a_full_disk(folder: Path, limit: int) -> int:
+    """In a child, no file of which may grow beyond `limit` bytes; the last step that was recorded, or -1."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        done = -1
+        with suppress(OSError):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            for step in range(STEPS):
+                record(folder, range(step, step + 1), resumed_from=step - 1 if step else None)
+                done = step
+        os.write(writer, str(done).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as stream:
+        return int(stream.read())
+
+
+def test_a_run_that_met_a_full_disk_goes_on_once_there_is_room(whole: Path, tmp_path: Path) -> None:
+    size = (whole / "completions.jsonl").stat().st_size
+    ends = set()
+    for limit in range(1, size, size // 47):
+        folder = tmp_path / str(limit)
+        folder.mkdir()
+        done = run_on_a_full_disk(folder, limit)
+        assert done < STEPS - 1
+        ends.add(done)
+        if (folder / "metrics.jsonl").is_file() and done >= 0:
+            assert render(read_record(folder))
+        record(folder, range(done + 1, STEPS), resumed_from=done if done >= 0 else None)
+        for name in FILES:
+            assert (folder / name).read_bytes() == (whole / name).read_bytes(), (limit, name)
+    assert len(ends) >= 5
+
+
+def test_a_report_is_written_of_a_run_whose_recipe_is_torn(whole: Path, tmp_path: Path) -> None:
+    for torn in (b"", b"run:\n", b"run:\n  steps: [", b"\x00" * 20, b"run: {name: \xc3", b"- 1", b"run: 3"):
+        (whole / "config.yaml").write_bytes(torn)
+        assert f"{STEPS - 1} steps in" in render(read_record(whole))
