@@ -79,7 +79,7 @@ class EngineLifecycle:
         self.memory = Memory.WEIGHTS
 
     def wake_kv_cache(self) -> None:
-        """Map the KV cache; only after the weights, else vLLM writes into unmapped memory (vllm 0.26, VLLM.md 1.9)."""
+        """Map the KV cache; only after the weights, else vLLM writes into unmapped memory."""
         self._require("wake the KV cache", Memory.WEIGHTS)
         self.memory = Memory.AWAKE
 

@@ -1,13 +1,13 @@
-"""What vLLM keeps private or changes between releases, in one place. Checked against 0.32 (CPU) and read in 0.26
-(CUDA).
+"""What vLLM keeps private or changes between releases, in one place: 0.32, whose builds for CPU and CUDA have the same
+Python sources. `scripts/try_vllm.sh VERSION` says what another release breaks.
 
 Everything an engine's processes read from the environment is set around its start only, and taken back afterwards: the
-trainer's own process must not notice (it would otherwise lose torch.compile, or its NCCL settings).
+trainer's own process must not notice (it would otherwise lose torch.compile, or its NCCL settings). Of what importing
+vLLM changes in this process only its patches of Inductor remain (`vllm.env_override`).
 """
 
 import dataclasses
 import gc
-import inspect
 import logging
 import os
 import re
@@ -58,9 +58,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines that concern nobody here
     if not settings.on_cpu:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(_physical_devices(settings.device_indices))
-        if find_spec("flashinfer") is None:
-            env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # 0.26 imports it without asking whether it is there
-        return env
+        return env | _CUDA_ENVIRONMENT | _apart_from_other_ranks()
     env["OMP_NUM_THREADS"] = str(settings.cpu_threads)
     env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, settings.cpu_cores)) or "nobind"
     env[PLAIN_WEIGHTS_VARIABLE] = str(int(settings.plain_cpu_weights))
@@ -69,6 +67,32 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     if settings.enforce_eager:
         env["TORCH_COMPILE_DISABLE"] = "1"  # one logprobs helper would otherwise be compiled at the first request
     return env
+
+
+_CUDA_ENVIRONMENT = {
+    # vLLM forks unless this process has initialised CUDA itself; a child of a process that has so much as counted
+    # devices cannot use CUDA any more (https://github.com/pytorch/pytorch/issues/40403).
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # Only for requests without a seed and without log-probabilities, of which there are none; it compiles with nvcc.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # Under WSL 2 alone: the model runner has buffers in page-locked memory and does not start without them
+    # (https://docs.vllm.ai/en/latest/configuration/env_vars/).
+    "VLLM_WSL2_ENABLE_PIN_MEMORY": "1",
+}
+
+
+def _apart_from_other_ranks() -> dict[str, str]:
+    """What keeps engines that start in the same second out of each other's way.
+
+    vLLM looks for a free port and binds it later; started from a range of this process's own, below the system's, no
+    two look at the same one. Some files of its compilation cache it writes in place (vllm/compilation/backends.py).
+    """
+    apart = {"VLLM_PORT": str(10_000 + os.getpid() % 1_400 * 16)}
+    if local_rank := int(os.environ.get("LOCAL_RANK", "0")):
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        root = os.environ.get("VLLM_CACHE_ROOT") or f"{cache}/vllm"
+        apart["VLLM_CACHE_ROOT"] = f"{os.path.expanduser(root)}/local_rank_{local_rank}"
+    return apart
 
 
 def _physical_devices(indices: tuple[int, ...]) -> list[str]:
@@ -80,14 +104,18 @@ def _physical_devices(indices: tuple[int, ...]) -> list[str]:
 @contextmanager
 def started_with(settings: EngineSettings) -> Iterator[None]:
     """The environment an engine is started in: torchrun's variables hidden, the engine's own set; restored on exit."""
-    before = dict(os.environ)
+    import torch
+
+    before, cudnn_attention = dict(os.environ), torch.backends.cuda.cudnn_sdp_enabled()
+    os.environ.update(engine_environment(settings))
     for name in _hidden_variables():
         del os.environ[name]
-    os.environ.update(engine_environment(settings))
     try:
         yield
     finally:
-        os.environ.clear()
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)  # vLLM's CUDA platform switches it off
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
         os.environ.update(before)
 
 
@@ -120,6 +148,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # A prompt that is cut in two asks its seeded generator for an offset, which CPU generators do not have, and the
         # engine dies (0.32, gpu_model_runner); so prompts are never cut, and a step can hold the longest one.
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, settings.max_model_len)}
+    else:
+        # vLLM's own choice for an AsyncLLM is 2048, of which every sequence that is being decoded takes one.
+        arguments["max_num_batched_tokens"] = max(8192, settings.max_num_seqs)
     if settings.shared_weights and not settings.on_cpu:
         arguments["worker_cls"] = "sharding.sharing_worker.SharingWorker"
     if settings.lora_rank:
@@ -137,16 +168,16 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
     `stat_loggers` are told of every step, such as `cache_usage_logger`.
 
     Raises:
-        ValueError: an entry of `settings.extra` is not an engine argument of this vLLM.
+        ImportError: this vLLM is not one of those supported.
+        ValueError: it is built for the other kind of device, or an entry of `settings.extra` is not an engine argument.
     """
     with started_with(settings):
         check_version()
+        check_build(settings)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_arguments(settings)
-        if settings.fp32_head:
-            check_head_dtype()
         known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
         if unknown := sorted(set(arguments) - known):
             import vllm
@@ -217,20 +248,17 @@ def adapter_request(number: int | None) -> "LoRARequest | None":
 
 def request_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises when one request is bad or fails; a dead engine raises something else, and ends the run."""
+    from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineGenerateError
 
-    try:
-        from vllm.exceptions import VLLMClientError
-    except ImportError:  # 0.26
-        return (ValueError, EngineGenerateError)
     return (ValueError, EngineGenerateError, VLLMClientError)
 
 
 def unfinished_requests(engine: "AsyncLLM") -> int:
-    """Requests that this process has submitted and that have not finished; at once, also before the scheduler saw them
-    (0.26 has no public way to ask).
+    """Requests that this process has submitted and that have not finished; at once, also before the scheduler saw
+    them.
     """
-    return int(engine.output_processor.get_num_unfinished_requests())
+    return int(engine.get_num_unfinished_requests())
 
 
 def cache_usage_logger(report: Callable[[float], None]) -> type:
@@ -281,17 +309,10 @@ async def build_openai_app(
 async def _build_openai_app(
     engine: Any, model_name: str, model: str, tool_parser: str | None, reasoning_parser: str | None
 ) -> Any:
-    try:
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    except ImportError:  # 0.26
-        from vllm.entrypoints.openai.api_server import build_app, init_app_state
-        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
-    try:
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-    except ImportError:
-        from vllm.utils import FlexibleArgumentParser
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     words = ["--model", model, "--served-model-name", model_name]
     if tool_parser is not None:
@@ -309,37 +330,44 @@ async def _build_openai_app(
     return app
 
 
-async def engine_tokenizer(engine: "AsyncLLM") -> Any:
-    """The tokenizer an engine was started with; some releases have to be waited for."""
-    tokenizer = engine.get_tokenizer()
-    return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
+SUPPORTED = ((0, 32), (0, 33))
+"""The oldest release of vLLM that is taken, and the first that is not."""
 
-
-OLDEST = (0, 26)
-"""The oldest vLLM that everything here works on; what differs up to 0.32 is in this file."""
+ANY_VERSION_VARIABLE = "HOTBUNK_ANY_VLLM"
+"""Set to 1 by scripts/try_vllm.sh: releases outside of `SUPPORTED` are taken, too."""
 
 
 def check_version(version: str | None = None) -> None:
-    """Raise ImportError, naming the supported range, unless a vLLM is installed that is new enough.
+    """Raise ImportError, naming the supported range, unless a vLLM of that range is installed.
 
-    `version` is the installed one's if None. A build that tells no version is taken for a new one.
+    `version` is the installed one's if None. A development build, or one that tells no version, is taken as it is.
     """
-    wanted = f"{OLDEST[0]}.{OLDEST[1]} or newer (checked with 0.26 on CUDA and 0.32 on CPU)"
+    (_, oldest), (_, newer) = SUPPORTED
+    wanted = f"vLLM 0.{oldest} is needed (>=0.{oldest},<0.{newer}): install it with bash scripts/setup.sh"
     if version is None:
         if find_spec("vllm") is None:
-            raise ImportError(f"vllm is not installed. Please install it with `pip install vllm`: {wanted}")
+            raise ImportError(f"vllm is not installed. {wanted}, or pip install 'vllm>=0.{oldest},<0.{newer}'")
         import vllm
 
         version = vllm.__version__
     found = re.match(r"(\d+)\.(\d+)", str(version))
-    if found and "dev" not in str(version) and (int(found[1]), int(found[2])) < OLDEST:
-        raise ImportError(f"vLLM {version} is installed, but {wanted} is needed: pip install 'vllm>=0.26'")
+    if found is None or "dev" in str(version) or os.environ.get(ANY_VERSION_VARIABLE) == "1":
+        return
+    if not SUPPORTED[0] <= (int(found[1]), int(found[2])) < SUPPORTED[1]:
+        raise ImportError(f"vLLM {version} is installed, but {wanted}; scripts/try_vllm.sh tries another release")
 
 
-def check_head_dtype() -> None:
-    """Raise ValueError where this vLLM would compute logits in the model's dtype whatever it is asked for."""
-    import vllm
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+def check_build(settings: EngineSettings) -> None:
+    """Raise ValueError where the installed vLLM is built for the other kind of device than the engine is to run on."""
+    from vllm.platforms import current_platform
 
-    if not hasattr(LogitsProcessor, "_apply_head"):
-        raise ValueError(f"fp32_head: vLLM {vllm.__version__} has no float32 head for generation; 0.32 has one")
+    if settings.on_cpu and not current_platform.is_cpu():
+        raise ValueError(
+            "this engine was given no CUDA devices, but the installed vLLM is built for CUDA and runs on no CPU: "
+            "name devices (device_indices), or install the build for CPUs with HOTBUNK_DEVICE=cpu bash scripts/setup.sh"
+        )
+    if not settings.on_cpu and current_platform.is_cpu():
+        raise ValueError(
+            f"this engine was given CUDA devices {list(settings.device_indices)}, but the installed vLLM is built for "
+            "CPUs: install the build for CUDA with HOTBUNK_DEVICE=cuda bash scripts/setup.sh, or set run.device to cpu"
+        )

@@ -19,7 +19,6 @@ from .sampling import Completion, SamplingSettings, response_budget, sample_seed
 from .settings import EngineSettings
 from .vllm_compat import (
     adapter_request,
-    engine_tokenizer,
     request_errors,
     start_async_llm,
     stop_async_llm,
@@ -166,7 +165,7 @@ class VllmAsyncGenerationWorker:
 
     async def answer_text(self, prompt: str, stop: list[str], place: int, greedy: bool, call: int) -> tuple[str, str]:
         """The response to a text, and what went wrong, of which one is empty; otherwise as `answer`."""
-        tokenizer = await engine_tokenizer(self.engine)
+        tokenizer = self.engine.get_tokenizer()
         # vLLM's own texts lack the end of an answer that stops in the middle of a character.
         completion = await self.answer(Row(place, tokenizer.encode(prompt), stop), greedy, call)
         return tokenizer.decode(completion.token_ids, skip_special_tokens=True), completion.error

@@ -5,13 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 from vllm.v1.worker.gpu_worker import Worker
 
 if not hasattr(Worker, "_maybe_get_memory_pool_context"):
-    raise ImportError("this vLLM's worker chooses its memory in another way: sync.zero_copy needs vLLM 0.26 to 0.32")
+    raise ImportError("this vLLM's worker chooses its memory in another way: sync.zero_copy needs vLLM 0.32")
 
 
 class SharingWorker(Worker):
     """Weights come from torch's own allocator: what vLLM's sleeping pool maps has no CUDA IPC handle.
 
-    The pool still holds the KV cache, and so that is all that sleep frees. Read in vLLM 0.26 and 0.32.
+    The pool still holds the KV cache, and so that is all that sleep frees.
     """
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:  # type: ignore[type-arg]

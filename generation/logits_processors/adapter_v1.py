@@ -1,4 +1,4 @@
-"""Runs the factories of `logits_processors` in vLLM's first model runner: CPU, and CUDA before 0.32.
+"""Runs the factories of `logits_processors` in vLLM's first model runner: CPU.
 
 Imported by vLLM in its own processes, by name.
 """

@@ -1,4 +1,4 @@
-"""Runs the factories of `logits_processors` in vLLM's second model runner: CUDA, from 0.32 on.
+"""Runs the factories of `logits_processors` in vLLM's second model runner: CUDA.
 
 Imported by vLLM in its own processes, by name.
 """

@@ -13,7 +13,6 @@ request can ask for it in `extra_args`. What it returns is called with the ids g
 
 import importlib
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from ..importing import importable, load
@@ -44,16 +43,8 @@ def new_way(error: Exception) -> Exception:
 
 
 def uses_v2(on_cpu: bool, environ: Mapping[str, str]) -> bool:
-    """Whether an engine started here wants the second interface: CUDA, from vLLM 0.32 on.
-
-    0.26 falls back to its first model runner when there are custom processors; the CPU build has no other.
-    """
-    if on_cpu or environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
-        return False
-    try:
-        return find_spec(_V2_INTERFACE) is not None
-    except ModuleNotFoundError:  # a parent package is missing: an older vLLM
-        return False
+    """Whether an engine started here wants the second model runner's interface; the CPU build has the first alone."""
+    return not on_cpu and environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0"
 
 
 def engine_arguments(named: Sequence[str | Mapping[str, Any]], v2: bool) -> dict[str, Any]:

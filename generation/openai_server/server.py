@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..sampling import SamplingSettings
 from ..trajectory import Trajectory
-from ..vllm_compat import build_openai_app, engine_tokenizer
+from ..vllm_compat import build_openai_app
 from ..worker_async import VllmAsyncGenerationWorker
 from .conversations import Conversations
 from .gate import SERVED, Gate
@@ -108,7 +108,7 @@ class OpenAIServer:
 async def _application(worker: VllmAsyncGenerationWorker, settings: ServerSettings) -> tuple[Gate, Any, Conversations]:
     if worker.settings.extra.get("skip_tokenizer_init"):
         raise ValueError("an OpenAI server needs the engine's tokenizer: leave skip_tokenizer_init out")
-    tokenizer = await engine_tokenizer(worker.engine)
+    tokenizer = worker.engine.get_tokenizer()
     engine = ServedEngine(worker, tokenizer, settings.eos_token_ids)
     names = settings.model_name, worker.settings.model
     app = await build_openai_app(engine, *names, settings.tool_parser, settings.reasoning_parser)

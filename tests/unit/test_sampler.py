@@ -352,5 +352,5 @@ def test_v06_processors_given_with_a_request_are_answered_with_the_new_way() -> 
 
 def test_v06_the_interface_follows_the_device() -> None:
     assert not uses_v2(on_cpu=True, environ={})
-    assert uses_v2(on_cpu=False, environ={})  # the vLLM of these tests has the second interface
+    assert uses_v2(on_cpu=False, environ={})
     assert not uses_v2(on_cpu=False, environ={"VLLM_USE_V2_MODEL_RUNNER": "0"})

@@ -1,0 +1,135 @@
+"""Whether a lock holds everything that its packages ask for, with their extras: check_lock.py cpu|cuda [--store]
+
+It goes by the metadata of the packages in the environment it runs in, from hotbunk's own requirements onwards. What
+`cpu.txt` leaves out on purpose stands in `cpu_left_out.txt` with the reasons. The wheels of `cuda.txt` are not
+installed where the tests run, so `--store` keeps what they ask for in `cuda_metadata.json`, except for packages that
+`cpu.txt` has in the same version.
+"""
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "scripts/requirements"
+METADATA = FOLDER / "cuda_metadata.json"
+
+Lock = dict[str, str]
+Asked = tuple[str, Requirement]
+"""Who asks (`name` or `name[extra]`), and for what."""
+
+
+def read_lock(device: str) -> Lock:
+    """Package to version, of `cpu` or `cuda`."""
+    lines = (FOLDER / f"{device}.txt").read_text().splitlines()
+    pins = (line.split("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(name): pin for name, pin in pins}
+
+
+def left_out(device: str) -> dict[str, str]:
+    """Packages that the lock leaves out on purpose, and why."""
+    file = FOLDER / f"{device}_left_out.txt"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {name.strip(): reason.strip() for name, _, reason in (line.partition("#") for line in lines) if name.strip()}
+
+
+def own_requirements(device: str) -> list[str]:
+    """What pyproject.toml asks for on this device, with every extra but the other device's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    other = {"cpu": "cuda", "cuda": "cpu"}[device]
+    return [*project["dependencies"], *(line for name, asked in extras.items() if name != other for line in asked)]
+
+
+def installed(name: str, pinned: str) -> list[str]:
+    """What a package of this environment asks for.
+
+    Raises:
+        LookupError: it is not installed, or in another version.
+    """
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        raise LookupError(f"{name} {pinned} is not installed") from None
+    if found.partition("+")[0] != pinned:
+        raise LookupError(f"{name} {pinned} is locked, but {found} is installed")
+    return requires(name) or []
+
+
+def stored_or_installed(name: str, pinned: str) -> list[str]:
+    """What a package of the CUDA lock asks for: as stored, otherwise as `installed`."""
+    kept: dict[str, list[str]] = json.loads(METADATA.read_text())
+    asked = kept.get(f"{name}=={pinned}")
+    return installed(name, pinned) if asked is None else asked
+
+
+def asked_for(lock: Lock, own: list[str], metadata: Callable[[str, str], list[str]]) -> Iterator[Asked]:
+    """All that hotbunk and the packages of the lock ask for here, each extra that somebody asks for included."""
+    todo = [("hotbunk", "", Requirement(line)) for line in own]
+    todo += [(name, "", Requirement(line)) for name, pinned in lock.items() for line in metadata(name, pinned)]
+    reached: set[tuple[str, str]] = set()
+    while todo:
+        name, extra, asked = todo.pop()
+        if asked.marker is not None:
+            if not asked.marker.evaluate({"extra": extra}) or (extra and asked.marker.evaluate({"extra": ""})):
+                continue
+        elif extra:
+            continue
+        yield f"{name}[{extra}]" if extra else name, asked
+        wanted = canonicalize_name(asked.name)
+        for further in asked.extras if wanted in lock else ():
+            if (wanted, further) not in reached:
+                reached.add((wanted, further))
+                todo += [(wanted, further, Requirement(line)) for line in metadata(wanted, lock[wanted])]
+
+
+def problems(device: str, lock: Lock, metadata: Callable[[str, str], list[str]]) -> list[str]:
+    """A sentence for everything that is asked for, and neither in the lock in a version that fits nor left out."""
+    excepted, used, found = left_out(device), set(), []
+    for who, asked in asked_for(lock, own_requirements(device), metadata):
+        if (device, who) == ("cpu", "torch"):  # installed first, with whatever its build asks for
+            continue
+        name = canonicalize_name(asked.name)
+        fits = re.sub(r"\+\w+", "", str(asked.specifier))  # a local version (+cpu) is a build of the same release
+        if name not in lock and name in excepted:
+            used.add(name)
+        elif name not in lock:
+            found.append(f"{who} asks for {name}{asked.specifier}, which {device}.txt lacks")
+        elif not Requirement(f"{name}{fits}").specifier.contains(lock[name], prereleases=True):
+            found.append(f"{who} asks for {name}{asked.specifier}, but {device}.txt has {lock[name]}")
+    found += [f"{device}_left_out.txt names {name}, which nobody asks for" for name in sorted(excepted.keys() - used)]
+    return sorted(set(found))
+
+
+def store(lock: Lock) -> None:
+    """Write `cuda_metadata.json` from this environment: what is asked for here, by name and extra."""
+    same = read_lock("cpu").items()
+    kept: dict[str, list[str]] = {f"{name}=={pin}": [] for name, pin in lock.items() if (name, pin) not in same}
+    for who, asked in asked_for(lock, own_requirements("cuda"), installed):
+        name, _, extra = who.rstrip("]").partition("[")
+        asked.marker = None
+        line = str(asked) + (f'; extra == "{extra}"' if extra else "")
+        if f"{name}=={lock.get(name)}" in kept:
+            kept[f"{name}=={lock[name]}"].append(line)
+    METADATA.write_text(json.dumps({name: sorted(set(lines)) for name, lines in sorted(kept.items())}, indent=0) + "\n")
+
+
+def main(device: str, *options: str) -> int:
+    """Print what is wrong with the lock of a device, by this environment's metadata; 1 if anything is."""
+    lock = read_lock(device)
+    if "--store" in options:
+        store(lock)
+    found = problems(device, lock, installed)
+    print("\n".join(found) or f"{device}.txt: {len(lock)} packages, and everything that they ask for")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

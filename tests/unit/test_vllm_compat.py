@@ -1,0 +1,79 @@
+"""What engines are started with, and which vLLM they are started on. Of vLLM only its imports are real here."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from generation.settings import EngineSettings
+from generation.vllm_compat import check_build, check_version, engine_arguments, engine_environment, started_with
+
+CPU = EngineSettings(model="m", max_model_len=64)
+CUDA = EngineSettings(model="m", max_model_len=64, device_indices=(0,))
+
+
+def test_a_vllm_outside_of_the_supported_range_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.8.5", "0.26.0", "0.31.9", "0.33.0", "1.0"):
+        with pytest.raises(ImportError, match=rf"vLLM {version} is installed, but vLLM 0\.32 is needed") as caught:
+            check_version(version)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    for version in ("0.32.0", "0.32.4+cpu", "0.1.dev1+g123", "unknown", None):
+        check_version(version)
+    monkeypatch.setenv("HOTBUNK_ANY_VLLM", "1")
+    check_version("0.33.0")
+
+
+@pytest.mark.parametrize(("settings", "cpu_build"), [(CPU, False), (CUDA, True)])
+def test_an_engine_for_the_other_build_of_vllm_is_refused_with_both_remedies(
+    settings: EngineSettings, cpu_build: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = SimpleNamespace(is_cpu=lambda: cpu_build)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=build))
+    with pytest.raises(ValueError, match=r"HOTBUNK_DEVICE=(cpu|cuda) bash scripts/setup\.sh") as caught:
+        check_build(settings)
+    assert len(str(caught.value)) < 300
+    check_build(CPU if cpu_build else CUDA)
+
+
+def test_engines_on_cuda_are_spawned_whatever_this_process_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    assert engine_environment(CUDA)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert engine_environment(CUDA)["VLLM_WSL2_ENABLE_PIN_MEMORY"] == "1"
+
+
+def test_engines_of_several_ranks_share_neither_ports_nor_a_cache_that_is_written_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/fast")
+    ports, roots = set(), set()
+    for rank in range(8):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setattr(os, "getpid", lambda rank=rank: 4_194_300 + rank)
+        environment = engine_environment(CUDA)
+        ports.update(range(int(environment["VLLM_PORT"]), int(environment["VLLM_PORT"]) + 16))
+        roots.add(environment.get("VLLM_CACHE_ROOT", os.environ["VLLM_CACHE_ROOT"]))
+    assert len(ports) == 8 * 16 and min(ports) > 1024 and max(ports) < 32768
+    assert len(roots) == 8 and all(root.startswith("/fast") for root in roots)
+
+
+def test_the_environment_is_never_emptied_and_is_afterwards_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(type(os.environ), "clear", lambda _: pytest.fail("threads may read it meanwhile"))
+    before, attention = dict(os.environ), torch.backends.cuda.cudnn_sdp_enabled()
+    with started_with(CUDA):
+        assert "RANK" not in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+        os.environ["VLLM_ADDED_THIS"] = "1"
+        torch.backends.cuda.enable_cudnn_sdp(not attention)  # as vLLM's CUDA platform does
+    assert dict(os.environ) == before
+    assert torch.backends.cuda.cudnn_sdp_enabled() == attention
+
+
+def test_prompts_are_read_in_large_steps_on_cuda_unless_the_recipe_says_otherwise() -> None:
+    assert engine_arguments(CUDA)["max_num_batched_tokens"] == 8192
+    more = EngineSettings(model="m", max_model_len=64, device_indices=(0,), max_num_seqs=10_000)
+    assert engine_arguments(more)["max_num_batched_tokens"] == 10_000
+    own = EngineSettings(model="m", max_model_len=64, device_indices=(0,), extra={"max_num_batched_tokens": 512})
+    assert engine_arguments(own)["max_num_batched_tokens"] == 512
