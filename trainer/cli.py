@@ -21,13 +21,14 @@ from trainer.rewards import RewardPool
 
 _TRAINING = {"train": "trainer.loop", "sft": "trainer.sft"}
 _OTHERS = {
+    "doctor": "trainer.doctor",
     "eval": "trainer.evaluate",
     "generate": "trainer.generate",
     "plan": "trainer.plan",
     "report": "trainer.report",
     "serve": "trainer.serve",
 }
-_WITH_OVERRIDES = ("train", "sft", "eval", "plan")
+_WITH_OVERRIDES = ("train", "sft", "eval", "plan", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,6 +179,15 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("recipe", type=Path, help="YAML file; keys are overridden by --section.key value")
     plan.add_argument("--ranks", type=int, help="how many there would be (default: $WORLD_SIZE, or 1)")
     plan.add_argument("--device-gib", type=float, help="memory of a device (default: of the one that is here)")
+    doctor = commands.add_parser("doctor", help="does this machine do what training needs?", allow_abbrev=False)
+    doctor.description = (
+        "Look at wheels, driver, devices, shared memory and ports, then try engine, sleep, weight sync and zero copy "
+        "with a tiny model; show one table and write it to a file for reports. Exit code 1 if anything failed."
+    )
+    doctor.add_argument("recipe", nargs="?", type=Path, help="check that this one fits the machine, too")
+    doctor.add_argument("--facts", action="store_true", help="look, and try nothing: seconds instead of minutes")
+    doctor.add_argument("--ranks", type=int, help="2 tries tensor parallelism on a CPU, too")
+    doctor.add_argument("--output", type=Path, default=Path("doctor.json"), help="default: doctor.json")
     report = commands.add_parser("report", help="what became of a run", allow_abbrev=False)
     report.description = (
         "Write report.md and curves.png to a run's folder, whether it is finished or not, and show them."

@@ -37,7 +37,7 @@ PACKABLE_LAYERS = ("full_attention", "sliding_attention")
 """Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.attention`)."""
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _STRETCHING_ROPES = (
     "linear",
     "dynamic",
@@ -59,9 +59,10 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
 
     Args:
         command: sft neither samples nor has rewards and eval does not train, so less can be wrong.
-        environ: WORLD_SIZE is read from it (1 if absent), and the allocator's settings.
+        environ: WORLD_SIZE is read from it (1 if absent), LOCAL_WORLD_SIZE (as many), and the allocator's settings.
     """
     ranks = int(environ.get("WORLD_SIZE", "1"))
+    neighbours = int(environ.get("LOCAL_WORLD_SIZE", ranks))
     problems = [*_check_paths(config), *_check_device(config, environ)]
     if command != "eval":
         problems += _check_backend(config, ranks)
@@ -74,13 +75,16 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_lengths(config)
         problems += _check_rollout(config)
     if command == "train":
+        size = config.engine.tensor_parallel_size
+        what = "the number of ranks" if neighbours == ranks else "the ranks of one machine (LOCAL_WORLD_SIZE)"
+        problems += _check_divides(what, neighbours, "engine.tensor_parallel_size", size)
         problems += _check_batch(config, ranks)
         problems += check_algorithm(config)
         problems += _check_sampling(config)
         problems += _check_resume(config)
         problems += _check_retention(config)
         problems += _check_zero_copy(config, ranks)
-    return [*problems, *_check_model(config, ranks, command)]
+    return [*problems, *_check_model(config, command)]
 
 
 def resolve_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
@@ -139,7 +143,7 @@ def _check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[s
         return
     if not gpu_visible():
         yield "run.device is cuda, but this machine shows no NVIDIA GPU: set it to cpu or auto"
-    for variable in _ALLOCATOR_VARIABLES:
+    for variable in ALLOCATOR_VARIABLES:
         kept = without_expandable_segments(environ.get(variable, ""))
         if kept is not None:
             remedy = f"set it to {kept!r}" if kept else "unset it"
@@ -299,7 +303,7 @@ def _check_kept_as_sent(model: dict[str, Any]) -> Iterator[str]:
             yield f"sync.zero_copy: vLLM does not keep the {what} of this model as trained ({key}): set it to false"
 
 
-def _check_model(config: TrainConfig, ranks: int, command: Command) -> Iterator[str]:
+def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
     try:
         model = model_config(config.model.path)
     except UserError as error:
@@ -321,8 +325,6 @@ def _check_model(config: TrainConfig, ranks: int, command: Command) -> Iterator[
     if config.lora.engines_apply and "num_experts" in model and resolve_device(config) == "cpu":
         yield "lora.sync is adapter, but vLLM on CPU has none for mixtures of experts: set it to merged"
     size = config.engine.tensor_parallel_size
-    if command == "train":
-        yield from _check_divides("the number of ranks", ranks, "engine.tensor_parallel_size", size)
     if heads := model.get("num_attention_heads"):
         yield from _check_divides("num_attention_heads of the model", heads, "engine.tensor_parallel_size", size)
 

@@ -1,0 +1,35 @@
+"""The trials of `hotbunk doctor` on this machine: real engines, real syncs, every finding fine."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+
+from trainer import doctor_trials, lifetime
+
+
+def one_trial(name: str, findings: str) -> None:
+    """A rank."""
+    lifetime.start_guardian()
+    assert doctor_trials.main(name, "cpu", Path(findings)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "expected"),
+    [
+        ("one engine", 1, ["engine", "sleep", "first sync", "memory over 10 shifts"]),
+        ("zero copy", 1, ["zero copy: first sync", "zero copy: gap at temperature 0.7", "zero copy: sync"]),
+        (
+            "tensor parallel",
+            2,
+            ["tensor parallel: engine of two ranks", "tensor parallel: sync after an optimizer step"],
+        ),
+    ],
+)
+def test_a_trial_finds_nothing_wrong_here(name: str, ranks: int, expected: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "findings.jsonl"
+    run_ranks(one_trial, ranks, 300, [name, str(path)])
+    findings = {finding["what"]: finding for finding in map(json.loads, path.read_text().splitlines())}
+    assert set(expected) <= set(findings)
+    assert {what: f for what, f in findings.items() if f["verdict"] != "ok" or f["remedy"]} == {}
