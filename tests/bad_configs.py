@@ -298,8 +298,10 @@ def _run(folder: Folder, cases: list[Case]) -> None:
         said = next((line for line in reversed(lines) if line.startswith("hotbunk: ")), lines[-1] if lines else "")
         late = code == 124 and any("exceeded a deadline" in line for line in lines)
         well = code == 0 or late or (code == 2 and not raised)
-        verdict, seconds = "well" if well else f"NOT WELL ({log})", time.monotonic() - began
+        verdict, seconds = "well" if well else "NOT WELL", time.monotonic() - began
         print(f"{number}: {verdict}, exit code {code}, {seconds:.0f} s: {_brief(case)}\n     {said}", flush=True)
+        if not well:
+            print("\n".join(lines[-60:]))
 
 
 def _become_the_run(recipe: Path, log: Path) -> None:

@@ -1,19 +1,20 @@
 """The one error that is the user's to fix, and what its sentences are made of."""
 
-_LONGEST_SENTENCE = 280
+_LONGEST_SENTENCE = 290
 _LONGEST_VALUE = 80
+_GAP = " […] "
 
 
 class UserError(Exception):
     """Bad configuration or input, in sentences that each name the culprit and the remedy.
 
     The command line prints them, one a line, without a traceback and exits with code 2; anything else that is raised is
-    a defect and keeps its traceback. A sentence longer than 280 characters loses its middle: it begins with the key and
+    a defect and keeps its traceback. A sentence longer than 290 characters loses its middle: it begins with the key and
     ends with the remedy.
     """
 
     def __init__(self, *sentences: str) -> None:
-        super().__init__(*(_shortened(" ".join(one.split()), _LONGEST_SENTENCE) for one in sentences))
+        super().__init__(*(shortened(" ".join(one.split()), _LONGEST_SENTENCE) for one in sentences))
 
     def __str__(self) -> str:
         return "\n".join(self.args)
@@ -25,12 +26,12 @@ def shown(value: object) -> str:
         text = repr(value)
     except (ValueError, RecursionError) as error:  # an integer of more than 4300 digits; lists in lists in lists
         text = f"<{type(value).__name__}: {error}>"
-    return _shortened(text, _LONGEST_VALUE)
+    return shortened(text, _LONGEST_VALUE)
 
 
-def _shortened(text: str, limit: int) -> str:
+def shortened(text: str, limit: int) -> str:
+    """The text, with a gap for its middle where it has more characters than `limit`; two thirds are its beginning."""
     if len(text) <= limit:
         return text
-    gap = f" […{len(text)} characters…] "
-    head = (limit - len(gap)) * 2 // 3
-    return text[:head] + gap + text[head + len(gap) - limit :]
+    head = (limit - len(_GAP)) * 2 // 3
+    return text[:head] + _GAP + text[head + len(_GAP) - limit :]
