@@ -14,16 +14,25 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """An asyncio loop on its own thread. `run` blocks the caller, `submit` does not."""
+    """An asyncio loop on its own thread. `run` blocks the caller, `submit` does not.
+
+    Nothing that a task raises ends the loop before `close`.
+    """
 
     def __init__(self, name: str = "engine-loop") -> None:
         self.loop = asyncio.new_event_loop()
+        self._closing = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while not self._closing:
+            try:
+                self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:  # asyncio has a task's end the loop; other tasks need it
+                message = f"{type(error).__name__} in a task or callback of thread {threading.current_thread().name!r}"
+                self.loop.call_exception_handler({"message": message, "exception": error})
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the loop; the future's `result(timeout)` gives its value or raises its error."""
@@ -58,6 +67,7 @@ class EngineThread:
 
         cancelled = self.submit(cancel_all())
         if cancelled in wait([cancelled], timeout).done:
+            self._closing = True
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(timeout)
             self.loop.close()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from .rollouts.llm import PolicyLLM, RolloutFunction, RolloutSettings, one_shot
-from .trajectory import Trajectory
+from .rollouts.user_code import contained, described
+from .trajectory import Trajectory, check_rewards
 from .worker_async import VllmAsyncGenerationWorker
 
 if TYPE_CHECKING:
@@ -52,11 +53,13 @@ async def rollout(
     """Sample groups for as many prompts as this engine can claim; returns their trajectories in the order they
     finished.
 
-    An episode that fails becomes a trajectory with `error` set and takes nobody with it. A dead engine, an engine in
-    the wrong state and an error in `on_sample` end the rollout.
+    An episode that fails becomes a trajectory with `error` set and takes nobody with it: every episode that was begun
+    is there, however it ended. Where `on_sample` sets `error` on one of an episode's trajectories, all of them have
+    failed. A dead engine, an engine in the wrong state and an error that `on_sample` raises end the rollout.
     """
     engine.state.check_can_generate(settings.policy_version)
     finished: list[Trajectory] = []
+    begun: dict[tuple[int, int], PolicyLLM] = {}
     # One group more than the engine runs at once, so that it never waits for us; no more, so that others find work to
     # claim. Trajectories that wait for tools do not count.
     room = asyncio.Semaphore(engine.settings.max_num_seqs + settings.group_size)
@@ -66,41 +69,61 @@ async def rollout(
         tokenizer = cast("PreTrainedTokenizerBase", episodes.tokenizer)
         return PolicyLLM(engine, tokenizer, settings, prompt, sample, prompts[prompt], messages, room)
 
-    async def one(prompt: int, sample: int) -> None:
+    async def one(llm: PolicyLLM) -> None:
         """An episode, whose trajectories are handed on as soon as it ends."""
-        row = dict(episodes.rows[prompt]) if episodes.rows else {}
+        row = dict(episodes.rows[llm.prompt_index]) if episodes.rows else {}
         try:
-            trajectories = await run_episode(episodes.function, handle(prompt, sample), row)
+            trajectories = await run_episode(episodes.function, llm, row)
         finally:
             room.release()
         for trajectory in trajectories:
             await on_sample(trajectory)
-            finished.append(trajectory)
+        if error := next((t.error for t in trajectories if t.error), ""):
+            for trajectory in trajectories:
+                trajectory.error = trajectory.error or error
+        finished.extend(trajectories)
 
     async with asyncio.TaskGroup() as group:
         await room.acquire()
         while (prompt := claim()) is not None:
             for sample in range(settings.group_size):
-                group.create_task(one(prompt, sample))
+                begun[prompt, sample] = handle(prompt, sample)
+                group.create_task(one(begun[prompt, sample]))
                 await room.acquire()
-    return finished
+    ended = {(t.prompt_index, t.sample_index) for t in finished}
+    # A task group does not miss a task that somebody else has cancelled.
+    lost = [llm for place, llm in begun.items() if place not in ended]
+    return finished + [failed(llm, "CancelledError: the episode's task was cancelled by somebody else") for llm in lost]
 
 
 async def run_episode(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
-    """What one episode gave, a list in any case; its failure is told in one trajectory's `error`.
+    """What one episode gave, a list in any case; its failure, whatever it raised, is told in one trajectory's `error`.
 
     Raises:
         Exception: what the engine itself failed with, whatever the function made of it.
     """
     try:
-        result = await function(llm, row, llm.settings.sampling)
-        trajectories = [result] if isinstance(result, Trajectory) else list(result)
-        if not trajectories or not all(isinstance(t, Trajectory) for t in trajectories):
-            raise TypeError(f"a rollout function must return a Trajectory or a list of them, but gave {result!r:.100}")
+        trajectories = await contained(_checked(function, llm, row))
     except Exception as error:
         if llm.fatal is not None:
             raise llm.fatal from None
-        return [llm.trajectory(finish_reason="error", error=f"{type(error).__name__}: {error}")]
+        return [failed(llm, described(error))]
     if llm.fatal is not None:
         raise llm.fatal
     return trajectories
+
+
+async def _checked(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
+    result = await function(llm, row, llm.settings.sampling)
+    trajectories = [result] if isinstance(result, Trajectory) else list(result)
+    if not trajectories or not all(isinstance(t, Trajectory) for t in trajectories):
+        raise TypeError(f"a rollout function must return a Trajectory or a list of them, but gave {result!r:.100}")
+    for trajectory in trajectories:
+        trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
+        check_rewards(trajectory, getattr(function, "__qualname__", "the rollout"))
+    return trajectories
+
+
+def failed(llm: PolicyLLM, error: str) -> Trajectory:
+    """What stands for an episode that gave nothing."""
+    return llm.trajectory(finish_reason="error", error=error)

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 
+class NotFiniteError(RuntimeError):
+    """Log-probabilities that are NaN or infinite: what they come from is not a model any more."""
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
     """How one response is drawn. `temperature` 0 is greedy; `top_k` -1, `top_p` 1 and `min_p` 0 truncate nothing."""

@@ -1,6 +1,9 @@
 """The one record that rollouts produce and the trainer consumes."""
 
+import math
+import struct
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -51,3 +54,43 @@ class Trajectory:
                 f"prompt {self.prompt_index} sample {self.sample_index}: {len(self.response_ids)} response ids, "
                 f"{len(self.loss_mask)} mask entries and {len(self.logprobs)} log-probabilities must be equally many"
             )
+
+
+def checked_reward(value: Any, said: str) -> float:
+    """What can be learned from as a reward: a number that is finite as a float32.
+
+    Args:
+        said: who gave it, for the sentence: "the client returned".
+
+    Raises:
+        ValueError: "the client returned nan, which is not a finite float32".
+    """
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        number = float(value)
+    except OverflowError:  # of a large int
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError) as error:  # the last two are of arrays and tensors
+        raise ValueError(f"{said} {type(value).__name__}, which is not a number") from error
+    try:
+        struct.pack("<f", number)
+    except OverflowError:
+        finite = False
+    else:
+        finite = math.isfinite(number)
+    if not finite:
+        raise ValueError(f"{said} {number}, which is not a finite float32")
+    return number
+
+
+def check_rewards(trajectory: Trajectory, source: str) -> None:
+    """Make `checked_reward`s of all that an episode was given, in place. Raises ValueError, naming `source`."""
+    parts, turns = trajectory.reward_parts.items(), enumerate(trajectory.turn_rewards, start=1)
+    trajectory.reward_parts = {
+        name: checked_reward(value, f"{source}: reward_parts[{name!r}] is") for name, value in parts
+    }
+    trajectory.turn_rewards = [
+        checked_reward(value, f"{source}: the reward of turn {turn} is") for turn, value in turns
+    ]
+    trajectory.reward = checked_reward(trajectory.reward, f"{source}: the reward is")

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -15,6 +16,7 @@ from .interface.batch import BatchedDataDict
 from .interface.padded import Row, rows_of, sequence_output, stop_strings_of, text_output, texts_of
 from .interface.specs import GenerationDatumSpec, GenerationOutputSpec
 from .interface.vllm_config import VllmConfig, engine_settings, pad_token_id, sampling_settings
+from .rollouts.history import sampled_logprobs
 from .sampling import Completion, SamplingSettings, response_budget, sample_seed, vllm_sampling_params
 from .settings import EngineSettings
 from .vllm_compat import (
@@ -51,6 +53,7 @@ class VllmAsyncGenerationWorker:
         device_ids: the device of each worker, known after `post_init_async`.
         adapter: number of the LoRA adapter that requests are answered with; the one who sent it sets it.
         server: the OpenAI-compatible server that `post_init_async` started, if it was asked to.
+        not_finite: the first log-probability of a sampled token that is not finite, since somebody set this to None.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class VllmAsyncGenerationWorker:
         self.device_ids: list[str] = []
         self.adapter: int | None = None
         self.server: OpenAIServer | None = None
+        self.not_finite: float | None = None
         self._expose_http_server = expose_http_server
         self._engine: AsyncLLM | None = None
         self._worker_memory: set[Path] = set()
@@ -133,12 +137,16 @@ class VllmAsyncGenerationWorker:
         self.state.check_can_generate(policy_version)
         return await self._final_output(prompt, params)
 
-    def submit(
+    async def submit(
         self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any
     ) -> AsyncGenerator["RequestOutput", None]:
         """vLLM's own `generate`, with the policy's adapter where there is one; every request goes through here."""
         options["lora_request"] = options.get("lora_request") or adapter_request(self.adapter)
-        return self.engine.generate(prompt, params, request_id, **options)
+        async with aclosing(self.engine.generate(prompt, params, request_id, **options)) as outputs:
+            async for output in outputs:
+                if self.not_finite is None:
+                    self.not_finite = first_not_finite(output)
+                yield output
 
     async def _final_output(self, prompt: dict[str, Any], params: "SamplingParams") -> "RequestOutput":
         final = None
@@ -372,3 +380,13 @@ class VllmAsyncGenerationWorker:
             gc.collect()  # vLLM's __del__ would otherwise complain at interpreter exit
         for memory in self._worker_memory:
             memory.unlink(missing_ok=True)  # its workers may have been killed
+
+
+def first_not_finite(output: "RequestOutput") -> float | None:
+    """The first log-probability of a sampled token that is NaN or infinite, if there is one."""
+    for completion in output.outputs:
+        if completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids):
+            for logprob in sampled_logprobs(completion):
+                if not math.isfinite(logprob):
+                    return logprob
+    return None

@@ -7,6 +7,7 @@ agreement.
 
 import gc
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from generation.event_loop import EngineThread
+from generation.sampling import NotFiniteError
 from generation.worker_async import VllmAsyncGenerationWorker
 
 from .channel import Listener, SyncError
@@ -229,10 +231,9 @@ class ShardingManager:
         answer = announce(link, parameters, version, replay, adapter, check.request)
         self._plain, self._records = bool(answer.get("plain")), bool(answer.get("records"))
         if self._in_place:
-            self._wait_for_own_writes()
             link.ask("in_place")
         else:
-            self._make_staging([] if link.error else answer.get("whole"), exported=link.error is None)
+            self._make_staging([] if link.error else answer.get("whole"))
             self._push(link, "bucket", self._plan)
         link.post("finish")
         check.expect(answer.get("views", {}))  # while the worker finishes
@@ -240,17 +241,11 @@ class ShardingManager:
         agree(link.error, "sending weights")
         return different
 
-    def _wait_for_own_writes(self) -> None:
-        """The worker reads shared memory at once, whereas the trainer's kernels that write it may still be queued."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-    def _make_staging(self, whole: list[str] | None, exported: bool) -> None:
+    def _make_staging(self, whole: list[str] | None) -> None:
         """Two buffers of at most a bucket, but for weights that some worker's loaders need whole. Collective.
 
         Args:
             whole: those weights, as this rank's worker has it; None: all.
-            exported: this rank's worker will open them.
         """
         bound = self._settings.bucket_bytes
         if any(parameter.nbytes > bound for parameter in self._parameters):  # alike on all ranks
@@ -262,8 +257,6 @@ class ShardingManager:
         with agreed("allocating the staging memory"):
             if self._staging is None:
                 self._staging = make_staging(self._plan.capacity, self._device)
-            if exported:
-                self._staging.export()
 
     def _push(self, link: Link, kind: str, plan: BucketPlan) -> list[dict[str, Any]]:
         assert self._staging is not None
@@ -316,7 +309,6 @@ class ShardingManager:
             if shared[0]["error"]:
                 raise SyncError(shared[0]["error"])
             compute_in(open_shared(shared[0]["handle"], shared[0]["places"], self._parameters, self._device))
-            self._wait_for_own_writes()
         self._in_place = True
 
     def _fail(self, link: Link, call: "Future[Any] | None") -> None:
@@ -340,7 +332,10 @@ class ShardingManager:
             return None
         with self._timed("verify"):
             token_ids = self._probe_tokens(policy.version)
-            return token_ids, policy.score_tokens(token_ids)
+            expected = policy.score_tokens(token_ids)
+            if bad := [logprob for logprob in expected if not math.isfinite(logprob)]:  # alike on all ranks
+                raise NotFiniteError(f"the policy gives random tokens a log-probability of {bad[0]}")
+            return token_ids, expected
 
     def _compare(self, probe: Probe) -> None:
         with self._timed("verify"), agreed("probing the engine"):

@@ -1,5 +1,6 @@
 """Puts the parts of a run together: policies, sharding manager, and the point a resumed run continues from."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,7 @@ from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_pol
 from trainer.policy.attention import require_packing
 from trainer.policy.checkpoint_names import checkpoint_views
 from trainer.policy.critic import Critic, make_critic
-from trainer.policy.loading import build_meta_model
-from trainer.policy.lora import BaseOfPolicy, adapter_format, add_adapters, factors, is_adapter, low_rank, peft_name
+from trainer.policy.lora import BaseOfPolicy, adapter_format, factors, is_adapter, low_rank, peft_name
 from trainer.records import write_whole
 from trainer.tracking import NullTracker, make_tracker
 
@@ -42,22 +42,6 @@ def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> No
         own = load_tokenizer(ModelConfig(path=teacher, trust_remote_code=config.model.trust_remote_code))
         if own.get_vocab() != tokenizer.get_vocab():
             raise UserError(f"algorithm.teacher: {teacher} has another tokenizer than {config.model.path}")
-
-
-def check_model(config: TrainConfig) -> None:
-    """Raise UserError unless Transformers can build the model, and PEFT its adapters; tried without their weights."""
-    path, dtype = config.model.path, getattr(torch, config.policy.dtype)
-    settings = (config.model.attn_implementation, config.model.trust_remote_code, torch.device("cpu"))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            model = build_meta_model(Path(path), dtype, *settings)
-            if config.lora.rank:
-                add_adapters(model, config.lora, dtype, "meta")
-    except UserError:
-        raise
-    except Exception as error:  # whatever the model's own code makes of its config.json
-        keys = "model.path" + (" and lora.target_modules" if config.lora.rank else "")
-        raise UserError(f"{keys}: {path} cannot be built: {type(error).__name__}: {error}") from error
 
 
 def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Scorer | None, Critic | None]:
@@ -119,14 +103,14 @@ class RunState:
         step: steps done.
         prompts: taken from the training data so far; the next step goes on from there.
         seconds: spent in steps, all sessions of the run together.
-        largest_gap: of all steps so far, nats.
+        largest_gap: of all steps so far, nats; NaN where one was; None before any was measured.
         eval_before, eval_after: mean reward on held-out prompts, of the first and of the latest evaluation.
     """
 
     step: int = 0
     prompts: int = 0
     seconds: float = 0.0
-    largest_gap: float = 0.0
+    largest_gap: float | None = None
     syncs_verified: int = 0
     eval_before: float | None = None
     eval_after: float | None = None
@@ -135,7 +119,8 @@ class RunState:
         """A step is done."""
         self.step += 1
         self.seconds += metrics["time/step"]
-        self.largest_gap = max(self.largest_gap, metrics.get("gap/max", 0.0))
+        gaps = [gap for gap in (self.largest_gap, metrics.get("gap/max")) if gap is not None]
+        self.largest_gap = math.nan if any(map(math.isnan, gaps)) else max(gaps, default=None)
 
     def count_evaluation(self, reward: float) -> None:
         """An evaluation is done."""

@@ -66,11 +66,9 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
     engine = VllmAsyncGenerationWorker(engine_settings(config, on_cuda))
     try:
         thread.run(engine.start(), config.engine.start_timeout_s, f"starting the engine for {config.model.path}")
-    except (ValueError, TimeoutError) as error:  # what vLLM says of settings it does not take
-        stop_engine(Leader(engine, thread))
-        raise UserError(f"the engine does not start with these settings of engine and model: {error}") from error
     except BaseException:
-        stop_engine(Leader(engine, thread))
+        engine.close()
+        thread.close()
         raise
     return Leader(engine, thread)
 

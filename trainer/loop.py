@@ -11,19 +11,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from generation.rollout import RolloutSettings
-from generation.sampling import SamplingSettings
+from generation.sampling import NotFiniteError, SamplingSettings
 from generation.trajectory import Trajectory
 from sharding.collectives import agreed, all_reduce_sum, rank, world_size
 from trainer import lifetime
-from trainer.assembly import (
-    build_models,
-    build_sharding,
-    check_model,
-    check_teacher,
-    make_run_tracker,
-    rank_device,
-    resume,
-)
+from trainer.assembly import build_models, build_sharding, check_teacher, make_run_tracker, rank_device, resume
 from trainer.config import TrainConfig
 from trainer.data import Prompt, load_prompts, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
@@ -35,6 +27,7 @@ from trainer.identity import run_identity
 from trainer.keeper import Keeper
 from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
 from trainer.phases import PhaseMeter
+from trainer.policy.base import culprits
 from trainer.progress import Progress
 from trainer.rewards.pool import RewardPool
 from trainer.rollouts import Rollouts, StepAbandoned, answer_row
@@ -69,7 +62,6 @@ class RLTrainer:
         device = rank_device(config)
         self.screen = Progress(config.run.steps, enabled=rank() == 0)
         self.tokenizer = load_tokenizer(config.model)
-        check_model(config)
         check_teacher(config, self.tokenizer)
         self.episodes = EpisodePlan(config, self.tokenizer)
         data = self.episodes.data
@@ -159,9 +151,13 @@ class RLTrainer:
     def generation_shift(self) -> Iterator[None]:
         """The engines awake at the policy's version; afterwards asleep, with the shift's own cost on the meter."""
         with self.watchdog.phase("generation shift", self.config.run.first_step_deadline_s):
-            with self.sharding.generation_shift(self.policy, *self.others):
-                yield
-                self.meter.note_engine_memory("awake")
+            try:
+                with self.sharding.generation_shift(self.policy, *self.others):
+                    yield
+                    self.meter.note_engine_memory("awake")
+            except NotFiniteError as error:
+                self.sharding.sleep()  # all ranks are still in step, and the policy's weights in their place again
+                raise NotFiniteError(f"{error}; {culprits(self.policy)}") from None
             self.meter.note_engine_memory("asleep")
         self.meter.add_seconds(self.sharding.report.seconds)
         self.meter.note_offloaded(self.sharding.report.offloaded)

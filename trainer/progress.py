@@ -131,7 +131,7 @@ class Report:
         memory: side ("trainer", "engine") -> state ("at its peak", "asleep") -> GiB.
         paths: what it is ("checkpoint", "curves", "metrics") -> where.
         checkpoint: in Hugging Face format, to chat with.
-        max_gap: largest log-probability gap between trainer and engine over all steps, nats.
+        max_gap: largest log-probability gap between trainer and engine over all steps, nats; None: not measured.
     """
 
     steps: int
@@ -143,7 +143,7 @@ class Report:
     memory: dict[str, dict[str, float]]
     paths: dict[str, Path]
     checkpoint: Path | None
-    max_gap: float
+    max_gap: float | None
 
     def render(self) -> RenderableType:
         """The panel."""
@@ -166,7 +166,8 @@ class Report:
             first, last = self.rewards[0], self.rewards[-1]
             curve = sparkline(self.rewards, 40)
             rows["reward"] = Text.assemble(f"{first:.3f}  ", (curve, "green"), f"  {last:.3f}")
-        rows["log-prob gap"] = Text(f"at most {self.max_gap:.1e} nats between trainer and engine")
+        gap = "not measured" if self.max_gap is None else f"at most {self.max_gap:.1e} nats"
+        rows["log-prob gap"] = Text(f"{gap} between trainer and engine")
         for side, states in self.memory.items():
             rows[f"{side} memory"] = Text(", ".join(f"{gib:.2f} GiB {state}" for state, gib in states.items()))
         return _pairs(rows)

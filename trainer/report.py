@@ -122,19 +122,27 @@ def _figures(rows: Rows) -> Iterator[Sequence[str]]:
 
 def _remarks(rows: Rows) -> Iterator[str]:
     """What tells whether the figures can be believed, and what went wrong on the way."""
-    steps, gaps = series(rows, "gap/max")
-    if gaps:
-        worst = max(gaps)
-        means = series(rows, "gap/mean")[1]
-        yield (
-            f"log-probability gap between trainer and engine: at most {worst:.1e} nats (step "
-            f"{steps[gaps.index(worst)]}), {statistics.fmean(means):.1e} in the mean"
-        )
+    yield from _gap(rows)
     if cut := series(rows, "length/truncated")[1]:
         yield f"answers cut off at their longest: {cut[0]:.0%} at first, {cut[-1]:.0%} at last, {max(cut):.0%} at most"
     for key, meaning in _COUNTS.items():
         if total := sum(series(rows, key)[1]):
             yield f"{total:.0f} {meaning}"
+
+
+def _gap(rows: Rows) -> Iterator[str]:
+    what = "log-probability gap between trainer and engine"
+    steps, gaps = series(rows, "gap/max")
+    if gaps:
+        worst = max(gaps)
+        means = series(rows, "gap/mean")[1]
+        where = f"step {steps[gaps.index(worst)]}"
+        yield f"{what}: at most {worst:.1e} nats ({where}), {statistics.fmean(means):.1e} in the mean"
+    trained = [row for row in rows if "reward/mean" in row]
+    if bad := [row["train/step"] for row in trained if "gap/max" in row and row["gap/max"] is None]:
+        yield f"{what}: **not finite** in {len(bad)} steps, first in step {bad[0]}"
+    if missing := sum("gap/max" not in row for row in trained):
+        yield f"{what}: not measured in {missing} of {len(trained)} steps"
 
 
 def _phases(rows: Rows) -> Iterator[Sequence[str]]:
@@ -179,7 +187,7 @@ def _fenced(text: str) -> str:
 def _recipe(recipe: dict[str, Any]) -> str:
     if not recipe:
         return ""
-    required = {"model": {"path": "-"}, "data": {"path": "-"}}
+    required = {"model": {"path": ""}, "data": {"path": ""}}
     default = TrainConfig.model_validate(required).model_dump(mode="json")
     changed = {
         section: kept

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from generation.rollout import Claim, Episodes, OnSample, RolloutSettings, rollout
 from generation.rollouts.sampler import sample_batch
 from generation.rollouts.sampler_prompts import PromptText, prompt_batch
-from generation.trajectory import Trajectory
+from generation.sampling import NotFiniteError
+from generation.trajectory import Trajectory, checked_reward
 from sharding.collectives import agreed, all_gather_bytes
 from sharding.manager import Leader
 from trainer.data import Prompt
@@ -67,19 +68,27 @@ class Rollouts:
             RemoteError: on all ranks, when an engine failed on one.
             RolloutError: too many episodes failed.
             StepAbandoned: on all ranks, when `give_up()` became true on one whose engine was at work.
+            NotFiniteError: on all ranks, when a log-probability of one's engine was not finite.
         """
         self._rounds += 1
         own: list[Trajectory] | None = []
+        not_finite: float | None = None
         with agreed("rollout"):
             if self._leader is not None:
+                self._leader.engine.not_finite = None
                 work = unless(give_up, self._sample(self._leader, prompts, settings, timeout, voting))
                 try:
                     own = self._leader.thread.run(work, timeout, "the rollout")
                 except ExceptionGroup as group:
                     raise first_error(group) from None  # the others are the same error, once a request
-        packed = all_gather_bytes(msgspec.msgpack.encode(own))
-        shares = [msgspec.msgpack.decode(part, type=list[Trajectory] | None) for part in packed]
-        if None in shares:
+                not_finite = self._leader.engine.not_finite
+        packed = all_gather_bytes(msgspec.msgpack.encode((own, not_finite)))
+        everyones = [msgspec.msgpack.decode(part, type=tuple[list[Trajectory] | None, float | None]) for part in packed]
+        for rank, (_, number) in enumerate(everyones):
+            if number is not None:
+                raise NotFiniteError(f"the engine of rank {rank} sampled a token with a log-probability of {number}")
+        shares = [share for share, _ in everyones if share is not None]
+        if len(shares) < len(everyones):
             raise StepAbandoned(f"the rollouts of step {settings.step} were given up")
         everything = [trajectory for share in shares for trajectory in share]
         check_failures(everything, self._max_error_rate)
@@ -125,7 +134,10 @@ class Rollouts:
         return claim
 
     async def _score(self, trajectory: Trajectory, prompt: Prompt, voting: bool = False) -> None:
-        """Add the reward functions' sum to what the episode itself gave. They judge the last answer."""
+        """Add the reward functions' sum to what the episode itself gave. They judge the last answer.
+
+        An episode whose reward is not a number that can be learned from has failed.
+        """
         if trajectory.error:
             return
         start = time.perf_counter()
@@ -143,11 +155,17 @@ class Rollouts:
             finish_reason=trajectory.finish_reason,
             trajectory=trajectory,
         )
-        trajectory.reward += result.reward
         trajectory.reward_parts |= result.parts
         trajectory.metrics["time/reward"] = time.perf_counter() - start
         if result.error:
             trajectory.metrics["reward/error"] = 1.0
+        try:
+            if result.unusable:
+                raise ValueError(result.error)
+            total = trajectory.reward + result.reward
+            trajectory.reward = checked_reward(total, "with what reward functions gave, the episode's own reward is")
+        except ValueError as error:
+            trajectory.reward, trajectory.finish_reason, trajectory.error = 0.0, "error", f"reward: {error}"
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -183,12 +201,13 @@ async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T
 
 
 def check_failures(trajectories: list[Trajectory], max_error_rate: float) -> None:
-    """Raise RolloutError, with the first error, when a larger share of the trajectories failed."""
-    errors = [t.error for t in trajectories if t.error]
-    if len(errors) > max_error_rate * len(trajectories):
+    """Raise RolloutError, with the first error, when a larger share of the episodes failed."""
+    errors = {(t.prompt_index, t.sample_index): t.error for t in trajectories}  # of an episode, all or none have failed
+    failed = [error for error in errors.values() if error]
+    if len(failed) > max_error_rate * len(errors):
         raise RolloutError(
-            f"{len(errors)} of {len(trajectories)} episodes failed, more than rollout.max_error_rate="
-            f"{max_error_rate:g} allows; first error: {errors[0]}"
+            f"{len(failed)} of {len(errors)} episodes failed, more than rollout.max_error_rate="
+            f"{max_error_rate:g} allows; first error: {failed[0]}"
         )
 
 

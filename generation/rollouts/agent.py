@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..sampling import SamplingSettings
-from ..trajectory import Trajectory
+from ..trajectory import Trajectory, checked_reward
 from .conversation import Conversation
 from .llm import PolicyLLM, RolloutFunction
 from .tool_calls import CallParser, ToolCall
@@ -149,7 +149,9 @@ class _Episode:
 
     async def _turn_reward(self) -> None:
         async with self.chat.llm.away():
-            self.turn_rewards.append(float(await self.agent.runner.call(self.environment.turn_reward)))
+            given = await self.agent.runner.call(self.environment.turn_reward)
+        said = f"{type(self.environment).__name__}.turn_reward returned, in turn {self.chat.turns},"
+        self.turn_rewards.append(checked_reward(given, said))
 
     async def _final_reward(self, trajectory: Trajectory) -> dict[str, float]:
         if not hasattr(self.environment, "get_reward"):
@@ -159,7 +161,10 @@ class _Episode:
             function = functools.partial(function, trajectory)
         async with self.chat.llm.away():
             given = await self.agent.runner.call(function)
-        return {k: float(v) for k, v in given.items()} if isinstance(given, dict) else {"final": float(given)}
+        said = f"{type(self.environment).__name__}.get_reward returned"
+        if isinstance(given, dict):
+            return {name: checked_reward(value, f"{said} as {name!r}") for name, value in given.items()}
+        return {"final": checked_reward(given, said)}
 
 
 def _asked_for(function: Callable[..., Any], row: dict[str, Any]) -> functools.partial[Any]:

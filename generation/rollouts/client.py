@@ -9,18 +9,17 @@ The client's code runs on a thread of its own: it may block, and the engine does
 """
 
 import asyncio
-import inspect
+import functools
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 from ..event_loop import EngineThread
 from ..openai_server import OpenAIServer, ServerSettings
 from ..sampling import SamplingSettings, sample_seed
-from ..trajectory import Trajectory
+from ..trajectory import Trajectory, checked_reward
 from .llm import PolicyLLM
+from .user_code import call_user
 
 Client = Callable[[str, str, str, dict[str, Any]], Awaitable[float | None] | float | None]
 """Called with base URL, API key, the model's name and the row; gives a reward, or None to leave that to others."""
@@ -33,7 +32,6 @@ class ClientRollout:
         self._client, self._settings, self._timeout_s = client, settings, timeout_s
         self._server: OpenAIServer | None = None
         self._thread: EngineThread | None = None
-        self._pool: ThreadPoolExecutor | None = None
         self._starting = asyncio.Lock()
 
     async def __call__(self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
@@ -41,16 +39,20 @@ class ClientRollout:
 
         Raises:
             TimeoutError: the client takes longer than it may.
-            ValueError: it has asked for nothing, or its reward is no number.
+            ValueError: it has asked for nothing, or its reward is not a finite number.
+            UserCodeError: it raised what is not an `Exception`.
         """
         server, thread = await self._started(llm)
         place = llm.settings.seed, llm.settings.step, llm.prompt_index, llm.sample_index
         key = server.open(sampling=sampling, seed=sample_seed(*place), policy_version=llm.settings.policy_version)
+        run = functools.partial(self._client, server.base_url, key, self._settings.model_name, row)
         try:
-            running = asyncio.wrap_future(thread.submit(self._run(server.base_url, key, row)))
-            async with asyncio.timeout(self._timeout_s):
-                reward = await running
+            running = asyncio.wrap_future(thread.submit(call_user(run)))
+            async with asyncio.timeout(self._timeout_s) as limit:  # here, as a client may block its own loop
+                given = await running
         except TimeoutError as error:
+            if not limit.expired():  # its own
+                raise
             raise TimeoutError(f"the client did not finish within {self._timeout_s:g} s") from error
         finally:
             trajectories = server.take(key)
@@ -58,9 +60,10 @@ class ClientRollout:
                 llm.fatal = llm.engine.engine.dead_error
         if not trajectories:
             raise ValueError("the client ended without an answer of the policy: it must use base_url and api_key")
+        reward = 0.0 if given is None else checked_reward(given, "the client returned")
         for trajectory in trajectories:
             trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
-            trajectory.reward = _number(reward)
+            trajectory.reward = reward
         return trajectories
 
     async def _started(self, llm: PolicyLLM) -> tuple[OpenAIServer, EngineThread]:
@@ -71,24 +74,14 @@ class ClientRollout:
                 settings = replace(self._settings, sampling=own, eos_token_ids=tuple(sorted(ends)))
                 self._server = await OpenAIServer.start(llm.engine, settings)
                 self._thread = EngineThread("clients")
-                self._pool = ThreadPoolExecutor(llm.engine.settings.max_num_seqs + llm.settings.group_size, "client")
         return self._server, self._thread
 
-    async def _run(self, base_url: str, key: str, row: dict[str, Any]) -> float | None:
-        arguments = base_url, key, self._settings.model_name, row
-        if inspect.iscoroutinefunction(self._client) or inspect.iscoroutinefunction(type(self._client).__call__):
-            answer = self._client(*arguments)
-        else:
-            answer = await asyncio.get_running_loop().run_in_executor(self._pool, self._client, *arguments)
-        return await answer if inspect.isawaitable(answer) else answer
-
     async def aclose(self) -> None:
-        """Stop the server and the clients' threads."""
+        """Stop the server and the clients' thread; a client that still blocks ends with its connection."""
         server, self._server = self._server, None
         thread, self._thread = self._thread, None
-        if thread is not None and self._pool is not None:
+        if thread is not None:
             await asyncio.to_thread(thread.close)
-            self._pool.shutdown(wait=False, cancel_futures=True)  # what still blocks ends with its connection
         if server is not None:
             await server.stop()
 
@@ -127,11 +120,3 @@ def verifiers_client(environment: Any) -> Client:
         return reward
 
     return client
-
-
-def _number(reward: Any) -> float:
-    if reward is None:
-        return 0.0
-    if not isinstance(reward, Real):
-        raise ValueError(f"the client returned {reward!r:.80}, which is no reward: return a number or None")
-    return float(reward)

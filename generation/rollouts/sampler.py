@@ -21,7 +21,7 @@ from .sampler_llm import SamplerLLM
 from .sampler_prompts import PromptText
 from .tool_calls import ToolCall, parse_hermes
 from .tools import ToolLimits, ToolRunner, make_tool, tools_by_name
-from .user_code import call_user
+from .user_code import Late, call_user, described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,8 +125,9 @@ async def sample_batch(
 ) -> list[Trajectory]:
     """Have a sampler answer a batch, and score its trajectories; they come in the order of the batch.
 
-    Runs on the engine's loop, the sampler on a thread of its own. An engine that fails, and whatever the sampler
-    raises, end the rollout, and so does the sampler's deadline of `timeout` seconds; requests that fail do not.
+    Runs on the engine's loop, the sampler on a thread of its own. What the sampler raises is the failure of every
+    episode of the batch. An engine that fails ends the rollout, and so does the sampler's deadline of `timeout`
+    seconds; requests that fail do not.
 
     Raises:
         ValueError: the sampler's result does not fit the batch; the message names the first index that is wrong.
@@ -137,10 +138,16 @@ async def sample_batch(
     llm = SamplerLLM(engine, tokenizer, settings, asyncio.get_running_loop(), batch, timeout)
     try:
         returned = await call_user(lambda: _call(sampler, llm, batch), timeout)
-    except TimeoutError as error:
+    except Late as error:
         raise llm.fatal or TimeoutError(f"the sampler: {error}") from error
     except Exception as error:
-        raise llm.fatal or new_way(error) from error
+        if llm.fatal is not None:
+            raise llm.fatal from error
+        told = f"the sampler raised {described(new_way(error))}"
+        failures = [_failed(prompt, settings.policy_version, told) for prompt in batch]
+        for failure in failures:
+            await on_sample(failure)
+        return failures
     finally:
         llm.close()
     if llm.fatal is not None:
@@ -196,6 +203,12 @@ def _trajectory(
     done = trajectory(answer, prompt.place, version, length)
     done.metrics |= prompt.metrics
     return done
+
+
+def _failed(prompt: PromptText, version: int, error: str) -> Trajectory:
+    return Trajectory(
+        *prompt.place, prompt_ids=prompt.token_ids, weight_version=version, finish_reason="error", error=error
+    )
 
 
 def _found(result: Any, index: int, history: History) -> tuple[Any, int | None]:

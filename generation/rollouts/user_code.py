@@ -1,43 +1,92 @@
-"""Calls of code that is not ours, with a deadline: it may block, raise anything, or never come back."""
+"""Code that is not ours, kept from taking anything else along: it may block, raise anything, or never come back.
+
+Some exceptions are instructions to whoever runs the code: `SystemExit` and `KeyboardInterrupt` end an event loop, and a
+`CancelledError` says that the caller was cancelled, which an `asyncio.TaskGroup` passes over in silence. From user code
+they are failures like any other.
+"""
 
 import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+ENDING_SECONDS = 5.0
+"""How long code that has been cancelled may take to end: to close an environment, to abort a request."""
+
+_LONGEST_ERROR = 1000  # characters of an error's text
 
 
-async def call_user(function: Callable[[], Any], timeout: float) -> Any:
-    """The result of a plain function, run on a thread of its own, or of an async one, run on this loop.
+class Late(TimeoutError):
+    """User code took longer than it may; a `TimeoutError` of another class is its own."""
 
-    A plain function that is late keeps its thread, which nothing can stop, but which ends with the process; an async
-    one is cancelled, and not waited for.
+
+class UserCodeError(RuntimeError):
+    """User code raised something that is not an `Exception`; the text is its name and its message."""
+
+
+def described(error: BaseException) -> str:
+    """An error in one text, by name, whatever its own `__str__` does."""
+    try:
+        text = str(error) if isinstance(error, UserCodeError) else f"{type(error).__name__}: {error}"
+    except BaseException:
+        text = f"{type(error).__name__}, whose message cannot be read"
+    text = text.encode(errors="replace").decode()  # lone surrogates do not travel
+    return text if len(text) <= _LONGEST_ERROR else text[: _LONGEST_ERROR - 1] + "…"
+
+
+async def contained(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    """Run user code as a task of its own, which is cancelled only if the caller is, or when time is up.
+
+    When the caller is cancelled, so is the work, and has `ENDING_SECONDS` to end. Work that is late is not waited for.
 
     Raises:
-        TimeoutError: it took longer than `timeout` seconds.
-        Exception: what the function raised.
+        Late: it took longer than `timeout` seconds.
+        UserCodeError: it raised what is not an `Exception`.
+        Exception: it raised that.
     """
-    task = asyncio.ensure_future(_run(function))
+    task = asyncio.ensure_future(_contained(work))
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # one that is late may fail unheard
+    task.add_done_callback(lambda _: work.close())  # one that is cancelled at once has not begun
     try:
         finished, _ = await asyncio.wait({task}, timeout=timeout)
     except asyncio.CancelledError:
         task.cancel()
+        await asyncio.wait({task}, timeout=ENDING_SECONDS)
         raise
     if not finished:
         task.cancel()
-        raise TimeoutError(f"took longer than {timeout:g} s")
+        raise Late(f"took longer than {timeout:g} s")
+    if task.cancelled():  # before it began: nobody was there to catch it
+        raise UserCodeError("CancelledError: the task was cancelled by somebody else")
     return task.result()
 
 
-async def _run(function: Callable[[], Any]) -> Any:
-    inner = getattr(function, "func", function)  # of a functools.partial
+async def _contained(work: Coroutine[Any, Any, T]) -> T:
     try:
-        result = function() if inspect.iscoroutinefunction(inner) else await _in_thread(function)
-        return await result if inspect.isawaitable(result) else result
-    except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and the engine with it
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return await work
+    except Exception:
+        raise
+    except BaseException as error:
+        raise UserCodeError(described(error)) from error
+
+
+async def call_user(function: Callable[[], Any], timeout: float | None = None) -> Any:
+    """The result of a plain function, run on a thread of its own, or of an async one, run on this loop.
+
+    A plain function that is late keeps its thread, which nothing can stop, but which ends with the process; an async
+    one is cancelled, and not waited for. Raises as `contained` does.
+    """
+    return await contained(_call(function), timeout)
+
+
+async def _call(function: Callable[[], Any]) -> Any:
+    inner = getattr(function, "func", function)  # of a functools.partial
+    result = function() if inspect.iscoroutinefunction(inner) else await _in_thread(function)
+    return await result if inspect.isawaitable(result) else result
 
 
 async def _in_thread(function: Callable[[], Any]) -> Any:
@@ -62,8 +111,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
             failure = RuntimeError(f"StopIteration: {error}")
         except Exception as error:
             failure = error
-        except BaseException as error:  # SystemExit, which would end the loop
-            failure = RuntimeError(f"{type(error).__name__}: {error}")
+        except BaseException as error:  # would be raised by the loop that awaits the future
+            failure = UserCodeError(described(error))
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 

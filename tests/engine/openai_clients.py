@@ -135,6 +135,10 @@ async def explodes(*_: Any) -> None:
     raise ZeroDivisionError("mine")
 
 
+async def quits(*_: Any) -> None:
+    raise SystemExit(3)
+
+
 async def sleeps(*_: Any) -> None:
     await asyncio.sleep(60)
 

@@ -28,6 +28,7 @@ from openai_clients import (
     no_number,
     nothing,
     opened,
+    quits,
     root,
     send_all,
     serving,
@@ -39,6 +40,7 @@ from transformers import AutoTokenizer
 
 from generation.openai_server import OpenAIServer, ServerSettings
 from generation.rollouts.client import verifiers_client
+from generation.rollouts.user_code import UserCodeError
 from sharding.manager import Leader
 
 
@@ -325,7 +327,8 @@ def test_level_6_a_clients_failure_is_its_own(leader: Leader, tiny_qwen2: Path) 
         (nothing, ValueError, "must use base_url and api_key"),
         (explodes, ZeroDivisionError, "mine"),
         (sleeps, TimeoutError, "did not finish within 0.3 s"),
-        (no_number, ValueError, "'good', which is no reward"),
+        (no_number, ValueError, "the client returned str, which is not a number"),
+        (quits, UserCodeError, "SystemExit: 3"),
     ):
         with pytest.raises(error, match=sentence):
             episode(leader, tiny_qwen2, run, timeout_s=0.3 if run is sleeps else 60)

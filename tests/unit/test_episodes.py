@@ -20,6 +20,7 @@ from trainer.learning.metrics import rollout_metrics
 from trainer.learning.minibatches import MiniBatch, to_sample
 from trainer.learning.policy_loss import PolicyLoss
 from trainer.policy.base import Outputs
+from trainer.rewards import RewardResult
 from trainer.rollouts import RolloutError, Rollouts, check_failures
 
 TOKENIZER = merging_tokenizer()
@@ -140,12 +141,53 @@ def test_v34_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_
 
         async def score(self, **seen: Any) -> Any:
             assert seen["completion"] == "final" and seen["trajectory"] is done
-            return SimpleNamespace(reward=2.0, parts={"mine": 2.0}, error="")
+            return RewardResult(2.0, {"mine": 2.0})
 
     rollouts = Rollouts(None, tokenizer, Scores(), None, plan())  # type: ignore[arg-type]
     asyncio.run(rollouts._score(done, Prompt(0, (4,), {})))
     assert done.reward == 2.5 and done.reward_parts == {"environment": 0.5, "mine": 2.0}
     assert done.text == "callTOOLfinal"
+
+
+@pytest.mark.parametrize(
+    ("own", "result", "sentence"),
+    [
+        (
+            0.0,
+            RewardResult(-1.0, {}, "mine returned nan, which is not a finite float32", True),
+            "reward: mine returned nan",
+        ),
+        (3e38, RewardResult(1e38, {"mine": 1e38}), "the episode's own reward is 4e+38, which is not a finite float32"),
+        (0.0, RewardResult(-1.0, {}, "mine took longer than reward.timeout_s=1"), ""),
+    ],
+)
+def test_an_episode_whose_reward_cannot_be_learned_from_has_failed(
+    own: float, result: RewardResult, sentence: str
+) -> None:
+    """A function that fails to answer is something else: it has a reward of its own in the recipe."""
+
+    class Scores:
+        labels = ("mine",)
+
+        async def score(self, **seen: Any) -> Any:
+            return result
+
+    done = Trajectory(0, 0, [4], [5], [1], [-1.0], reward=own)
+    rollouts = Rollouts(None, small_tokenizer(), Scores(), None, plan())  # type: ignore[arg-type]
+    asyncio.run(rollouts._score(done, Prompt(0, (4,), {})))
+    assert sentence in done.error and bool(sentence) == bool(done.error)
+    assert (done.reward, done.finish_reason) == ((0.0, "error") if sentence else (-1.0, "stop"))
+
+
+def test_failed_episodes_are_counted_once_whatever_they_sampled() -> None:
+    def pieces(sample: int, count: int, error: str = "") -> list[Trajectory]:
+        return [Trajectory(0, sample, [1], error=error) for _ in range(count)]
+
+    many_of_one = [*pieces(0, 5, "ValueError: x"), *pieces(1, 1), *pieces(2, 1), *pieces(3, 1)]
+    check_failures(many_of_one, 0.25)
+    assert rollout_metrics(many_of_one)["rollout/failed"] == 1
+    with pytest.raises(RolloutError, match="1 of 4 episodes failed"):
+        check_failures(many_of_one, 0.2)
 
 
 def test_too_many_failed_episodes_end_the_run_with_the_first_error() -> None:

@@ -38,7 +38,7 @@ def test_work_that_is_done_gives_its_result_or_its_error() -> None:
 
 def test_a_step_is_abandoned_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = EngineThread()
-    rollouts = Rollouts(Leader(None, thread), None, None, None, SimpleNamespace())  # type: ignore[arg-type]
+    rollouts = Rollouts(Leader(SimpleNamespace(not_finite=None), thread), None, None, None, SimpleNamespace())  # type: ignore[arg-type]
     ended: list[str] = []
     monkeypatch.setattr(rollouts, "_sample", lambda *_: endless(ended))
     settings = RolloutSettings(1, None, 0, 0, step=7)  # type: ignore[arg-type]

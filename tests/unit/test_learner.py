@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from learning_steps import on_ranks
 
 from generation.trajectory import Trajectory
 from trainer.config import TrainConfig
 from trainer.learning import Learner, rollout_metrics
 from trainer.learning.groups import make_groups
+from trainer.learning.metrics import GAP_ANSWERS
 from trainer.learning.minibatches import split, to_sample
 from trainer.policy.base import Outputs, UpdateStats
 
@@ -73,7 +75,7 @@ def test_p15_a_step_without_signal_updates_nothing() -> None:
     policy = RecordingPolicy()
     learner = Learner(config(), policy, None, pad_id=PAD)  # type: ignore[arg-type]
     metrics = learner.learn([trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)])
-    assert policy.calls == []
+    assert policy.calls == ["score@1.0"]  # for the gap alone
     assert metrics["no_signal_steps"] == 1
 
 
@@ -111,6 +113,65 @@ def test_groups_are_split_evenly_and_never_torn(parts: int) -> None:
     assert [g for portion in portions for g in portion] == groups
     assert len(portions) <= parts
     assert max(map(len, portions)) - min(map(len, portions)) <= -(-5 // parts) - 1 + (parts == 1)
+
+
+class ShiftedPolicy(RecordingPolicy):
+    """Its log-probability of token 7 is the engine's, and that of token n is (n - 7) / 100 above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scored = 0
+
+    def score(self, batches, temperature):
+        self.scored += sum(len(batch.rows) for batch in batches)
+        shifts = [(batch.input_ids[:, 1:] - 7) / 100 * batch.loss_mask for batch in batches]
+        return [Outputs(b.engine_logprobs + s, s) for b, s in zip(batches, shifts, strict=True)]
+
+
+CUT = {"algorithm": {"overlong_filter": True}}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"algorithm": {"drop_zero_variance": True}}, {"batch": {"updates_per_step": 2}}, CUT]
+)
+def test_the_gap_is_measured_where_nothing_is_learned(settings: dict[str, dict[str, object]]) -> None:
+    """No group with a signal, whether such groups are kept or dropped; or every answer cut off, and so left out."""
+    steps = [trajectory(p, s, 1.0, [7, 8] if p else [7, 12]) for p in range(2) for s in range(4)]
+    if settings is CUT:
+        steps = [
+            trajectory(p, s, float(s), [7, 7 + 5 * (p == 0)], finish_reason="length")
+            for p in range(2)
+            for s in range(4)
+        ]
+    failed = Trajectory(1, 9, [5], finish_reason="error", error="x")
+    metrics = Learner(config(**settings), ShiftedPolicy(), None, pad_id=PAD).learn([*steps, failed])  # type: ignore[arg-type]
+    distances = sorted(abs(token - 7) / 100 for t in steps for token in t.response_ids)
+    assert metrics["gap/max"] == pytest.approx(distances[-1], abs=1e-6)
+    assert metrics["gap/mean"] == pytest.approx(sum(distances) / len(distances), abs=1e-6)
+
+
+def test_the_gap_of_a_large_step_is_measured_on_some_of_its_answers_alike_on_any_number_of_ranks() -> None:
+    steps = [trajectory(p, s, 1.0, [7 + p, 7]) for p in range(20) for s in range(8)]
+
+    def learned() -> tuple[dict[str, float], int]:
+        policy = ShiftedPolicy()
+        return Learner(config(), policy, None, pad_id=PAD).learn(list(steps)), policy.scored  # type: ignore[arg-type]
+
+    (alone, scored), *_ = on_ranks(1, learned)
+    assert scored == GAP_ANSWERS
+    chosen = [token for t in steps[:: len(steps) // GAP_ANSWERS] for token in t.response_ids]
+    assert alone["gap/mean"] == pytest.approx(sum(token - 7 for token in chosen) / len(chosen) / 100, abs=1e-6)
+    together = on_ranks(3, learned)
+    assert sum(count for _, count in together) == GAP_ANSWERS
+    for metrics, _ in together:
+        assert metrics["gap/max"] == alone["gap/max"] and metrics["gap/mean"] == pytest.approx(alone["gap/mean"])
+
+
+def test_a_gap_that_cannot_be_measured_is_absent() -> None:
+    failed = [Trajectory(0, s, [5], finish_reason="error", error="x") for s in range(4)]
+    policy = RecordingPolicy()
+    metrics = Learner(config(), policy, None, pad_id=PAD).learn(failed)  # type: ignore[arg-type]
+    assert not any(name.startswith("gap/") for name in metrics) and policy.calls == []
 
 
 class RecordingCritic:

@@ -1,14 +1,20 @@
 """`hotbunk report` on runs that ended well, were killed, or never began."""
 
+import io
 import json
+import math
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
+from trainer.assembly import RunState
 from trainer.cli import main
-from trainer.finish import _report
+from trainer.finish import _report, _summary
 from trainer.records import read_rows
 from trainer.report import read_record, render
 
@@ -56,6 +62,36 @@ def test_a_finished_run_is_told_of_in_full(run: Path) -> None:
     assert "- 2 updates skipped" in text and "- 1 episodes that failed" in text
     assert "reward functions" not in text  # none failed
     assert "lr: 2.0e-05" in text and "seed: 0" not in text  # the default is not worth a line
+
+
+def test_a_gap_that_was_not_measured_is_not_0_anywhere(run: Path) -> None:
+    """Step 3 of the rows above has one that is not finite; of these, the first and the last have none at all."""
+    assert "gap between trainer and engine: **not finite** in 1 steps, first in step 3" in render(read_record(run))
+    assert "not measured" not in render(read_record(run))
+    without = [{k: v for k, v in row.items() if not k.startswith("gap/")} for row in ROWS]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [without[1], ROWS[2], without[3]]))
+    assert "gap between trainer and engine: at most 3.0e-05 nats (step 2)" in render(read_record(run))
+    assert "gap between trainer and engine: not measured in 2 of 3 steps" in render(read_record(run))
+
+    state = RunState()
+    assert asdict(state)["largest_gap"] is None
+    for metrics, largest in (({}, None), ({"gap/max": 2e-5}, 2e-5), ({}, 2e-5), ({"gap/max": 1e-5}, 2e-5)):
+        state.count_step({"time/step": 1.0} | metrics)
+        assert state.largest_gap == largest
+    for gap in (math.nan, 1e-5):  # once it was not finite, no later one makes up for it
+        state.count_step({"time/step": 1.0, "gap/max": gap})
+        assert math.isnan(state.largest_gap or 0.0)
+
+
+@pytest.mark.parametrize(("gap", "shown"), [(None, "not measured between"), (2e-5, "at most 2.0e-05 nats between")])
+def test_the_last_screen_and_the_summary_tell_a_gap_of_0_from_none(gap: float | None, shown: str, run: Path) -> None:
+    state = RunState(step=3, seconds=70.0, largest_gap=gap)
+    prompts = type("Prompts", (list,), {"dropped": 0})()
+    trainer: Any = SimpleNamespace(state=state, last_answers=[], policy=SimpleNamespace(version=0), prompts=prompts)
+    assert _summary(trainer)["max_logprob_gap"] == gap
+    console = Console(width=120, file=(screen := io.StringIO()))
+    console.print(_report(trainer, run, None, run / "curves.png").render())
+    assert shown in screen.getvalue()
 
 
 def test_best_and_worst_answers_are_shown_once(run: Path) -> None:

@@ -20,7 +20,10 @@ from trainer.rewards.functions import FormatRegex, exact_match, math_verify, num
 
 LOOP = asyncio.Runner()  # a pool is used on one event loop
 ROGUE = textwrap.dedent('''
-    import os, signal, subprocess, sys, threading, time
+    import asyncio, os, signal, subprocess, sys, threading, time
+
+    class Odd(BaseException):
+        def __str__(self): raise SystemExit(1)
 
     def rogue(completion, *, row, finish_reason="", factor=1.0):
         """Does what the completion says."""
@@ -32,6 +35,15 @@ ROGUE = textwrap.dedent('''
         if completion == "exit": os._exit(3)
         if completion == "exit 0": os._exit(0)
         if completion == "sys.exit": sys.exit(0)
+        if completion == "interrupt": raise KeyboardInterrupt
+        if completion == "cancelled": raise asyncio.CancelledError("a leaked scope")
+        if completion == "own exception": raise Odd
+        if completion.startswith("once "):
+            path = completion.removeprefix("once ")
+            if os.path.exists(path): return 0.25
+            with open(path + ".new", "w") as file: file.write(str(os.getpid()))
+            os.rename(path + ".new", path)
+            time.sleep(3600)
         if completion == "kill": os.kill(os.getpid(), signal.SIGKILL)
         if completion == "print": print("y" * 10_000_000, flush=True); os.write(2, b"z" * 1_000_000)
         if completion == "recurse": return rogue.__call__(completion, row=row)
@@ -39,7 +51,8 @@ ROGUE = textwrap.dedent('''
         if completion == "pid": return float(os.getpid())
         if completion == "die later":
             threading.Timer(0.3, os._exit, (5,)).start()
-        odd = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "true": True}
+        odd = {"nan": float("nan"), "inf": float("inf"), "large": 1e39, "larger": 10**400}
+        odd |= {"none": None, "text": "1.0", "true": True}
         return odd.get(completion, factor)
 ''')
 BAD = {
@@ -47,16 +60,23 @@ BAD = {
     "raise odd": "raised Local: not picklable",
     "pow": "took longer than",
     "sleep": "took longer than",
-    "exit": "ended its process with exit code 3",
-    "exit 0": "ended its process with exit code 0",
+    "exit": "ended its process with exit code 3, as when it was asked before",
+    "exit 0": "ended its process with exit code 0, as when it was asked before",
     "children": "took longer than",
     "sys.exit": "raised SystemExit",
-    "kill": "ended its process with exit code -9",
+    "interrupt": "raised KeyboardInterrupt",
+    "cancelled": "raised CancelledError: a leaked scope",
+    "own exception": "raised Odd: a message that cannot be read",
+    "kill": "ended its process with exit code -9, as when it was asked before",
     "recurse": "raised RecursionError",
-    "nan": "returned nan",
-    "inf": "returned inf",
-    "none": "returned NoneType, not a number",
-    "text": "returned str, not a number",
+}
+UNUSABLE = {
+    "nan": "returned nan, which is not a finite float32",
+    "inf": "returned inf, which is not a finite float32",
+    "large": "returned 1e+39, which is not a finite float32",
+    "larger": "returned inf, which is not a finite float32",
+    "none": "returned NoneType, which is not a number",
+    "text": "returned str, which is not a number",
 }
 
 
@@ -106,17 +126,19 @@ def test_good_rewards_are_weighted_and_summed(pool: RewardPool) -> None:
 def test_p18_a_bad_reward_costs_only_its_own_answer(pool: RewardPool) -> None:
     pool.take_counts()
     before = len(children())
-    completions = [text for bad in BAD for text in (bad, "good")]
+    all_bad = BAD | UNUSABLE
+    completions = [text for bad in all_bad for text in (bad, "good")]
     for text, result in zip(completions, score(pool, *completions), strict=True):
         if text == "good":
             assert (result.reward, result.error) == (1.0, ""), f"a good answer paid for a bad one: {result}"
         else:
-            assert BAD[text] in result.error, (text, result)
+            assert all_bad[text] in result.error, (text, result)
             assert (result.reward, len(result.error) < 500) == (-1.0, True)
             assert result.parts == {"exact_match": 0.0}
+            assert result.unusable == (text in UNUSABLE)
     assert pool.take_counts() == {
-        "reward/calls": 2.0 * len(BAD),
-        "reward/errors/rogue": float(len(BAD)),
+        "reward/calls": 2.0 * len(all_bad),
+        "reward/errors/rogue": float(len(all_bad)),
         "reward/errors/exact_match": 0.0,
     }
     assert pool.take_counts()["reward/calls"] == 0.0
@@ -137,6 +159,36 @@ def test_p18_a_worker_that_dies_between_answers_is_replaced(rogue: str) -> None:
         (alive,) = score(lonely, "pid")
         assert alive.error == ""
         assert alive.reward != dying.reward
+
+
+def test_a_call_whose_process_is_killed_from_outside_is_made_once_more(rogue: str, tmp_path: Path) -> None:
+    """While it is asked, and while it loads: the answer is what it would have been."""
+    with RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], timeout_s=60, workers=1)) as lonely:
+        psutil.Process(lonely._workers[0]._process.pid).kill()
+        assert score(lonely, "good") == [RewardResult(1.0, {"rogue": 1.0})]
+        marker = tmp_path / "pid"
+
+        async def killed() -> RewardResult:
+            call = lonely.score(prompt="", completion=f"once {marker}", row={}, finish_reason="stop")
+            task = asyncio.ensure_future(call)
+            while not marker.exists():  # noqa: ASYNC110  (another process makes it)
+                await asyncio.sleep(0.02)
+            os.kill(int(marker.read_text()), signal.SIGKILL)
+            return await asyncio.wait_for(task, 60)
+
+        assert LOOP.run(killed()) == RewardResult(0.25, {"rogue": 0.25})
+        assert lonely.take_counts() == {"reward/calls": 2.0, "reward/errors/rogue": 0.0}
+
+
+def test_a_sum_that_is_too_large_cannot_be_a_reward(rogue: str) -> None:
+    """Each by itself is finite: 1e30 times its weight, and two of 3e38 together."""
+    large, product = 3e38, RewardFunction(name=rogue, weight=1e10, kwargs={"factor": 1e30})
+    twice = [RewardFunction(name=rogue, kwargs={"factor": large})] * 2
+    for functions, sentence in (([product], "rogue times its weight is 1e+40"), (twice, "the sum of all is 6e+38")):
+        with RewardPool(RewardConfig(functions=functions, workers=1)) as pool:
+            (result,) = score(pool, "good")
+        assert (result.reward, result.unusable) == (0.0, True)
+        assert result.error == f"{sentence}, which is not a finite float32"
 
 
 def test_p18_a_row_that_cannot_be_sent_is_counted(pool: RewardPool) -> None:

@@ -1,6 +1,8 @@
 """Who gives memory to whom, and when, in a generation shift: a manager whose engine and trainer write it down."""
 
 import asyncio
+import functools
+import math
 from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from learning_steps import on_ranks
 
+from generation.sampling import NotFiniteError
+from sharding.collectives import rank
 from sharding.manager import Leader, ShardingManager, SyncSettings
 from sharding.source import FsdpWeightSource
+from trainer.policy.base import culprits
 
 Events = list[str]
 
@@ -76,38 +82,6 @@ class RecordingManager(ShardingManager):
         self._in_place = True
 
 
-def test_a_worker_reads_shared_weights_only_after_the_trainer_s_stream_has_written_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On CUDA an optimizer step returns before its kernels have run, and the worker is another process."""
-    events: Events = []
-    manager = RecordingManager(events, tmp_path, plain=True, shared=True)
-    manager._device, manager._in_place = torch.device("cuda", 3), True
-
-    def stream(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(synchronize=lambda: events.append(f"trainer's stream on {device} is done"))
-
-    monkeypatch.setattr(torch.cuda, "current_stream", stream)
-
-    class RecordingLink:
-        error = None
-
-        def post(self, kind: str, **fields: Any) -> None:
-            events.append(kind)
-
-        def collect(self) -> dict[str, Any]:
-            return {}
-
-        def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
-            events.append(kind)
-            return {}
-
-    check = SimpleNamespace(request=None, expect=lambda views: None, different=lambda held: [])
-    manager._send(RecordingLink(), 3, check)  # type: ignore[arg-type]
-    manager.close()
-    assert events == ["begin", "trainer's stream on cuda:3 is done", "in_place", "finish"]
-
-
 @pytest.mark.parametrize("plain", [True, False], ids=["weights compared", "probed"])
 def test_p1_the_trainer_leaves_before_the_engine_comes_and_returns_after_it_went(tmp_path: Path, plain: bool) -> None:
     events: Events = []
@@ -157,3 +131,41 @@ def test_p1_weights_that_are_shared_are_so_before_the_policy_s_own_go_and_never_
         "policy restores",
     ]
     assert events == ["KV cache sleeps", *shift[:3], "weights become one", *shift[3:], *shift]
+
+
+def test_a_policy_that_has_become_nonsense_is_told_from_an_engine_that_holds_other_weights(tmp_path: Path) -> None:
+    """Before its weights go, so that they can be searched."""
+    events: Events = []
+    manager = RecordingManager(events, tmp_path, plain=False)
+    policy = FakeTenant("policy", events)
+    policy.score_tokens = lambda token_ids: [-1.0, math.nan] * len(token_ids)  # type: ignore[method-assign]
+    with pytest.raises(NotFiniteError, match="the policy gives random tokens a log-probability of nan"):
+        with manager.generation_shift(policy):
+            raise AssertionError("the shift has begun")
+    assert not policy.away and "engine is probed" not in events
+    manager.sleep()
+    manager.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_first_parameter_that_is_not_finite_is_named_whichever_rank_has_it(ranks: int) -> None:
+    """Cut as by ZeRO-3, each rank has its part, and nobody else's; whole tensors are the same everywhere."""
+
+    def clause(bad: dict[str, int]) -> str:
+        """`bad`: of each parameter the rank that holds an infinity."""
+        whole, cut = torch.zeros(3, 2), torch.empty(0)
+        cut.ds_tensor = torch.zeros(4)  # type: ignore[attr-defined]
+        parameters = {"a": whole, "b": cut}
+        for name, where in bad.items():
+            held = whole if name == "a" else cut.ds_tensor  # type: ignore[attr-defined]
+            held.view(-1)[-1] = math.inf if where == rank() else 0.0
+        return culprits(SimpleNamespace(named_parameters=lambda: iter(parameters.items())))  # type: ignore[arg-type]
+
+    last = ranks - 1
+    for bad, expected in (
+        ({}, "all parameters of the policy are finite"),
+        ({"b": last}, "the policy's parameter b holds values that are not finite"),
+        ({"a": last, "b": 0}, "the policy's parameter a (the first of 2) holds values that are not finite"),
+    ):
+        found = on_ranks(ranks, functools.partial(clause, bad))
+        assert len(set(found)) == 1 and found[0].startswith(expected)

@@ -9,7 +9,14 @@ from trainer.batching import MicroBatch
 from trainer.config import TrainConfig
 from trainer.learning.credit import assign_credit, has_signal
 from trainer.learning.groups import informative, longest_answer, make_groups
-from trainer.learning.metrics import Metrics, critic_metrics, engine_gap, gather_columns, update_metrics
+from trainer.learning.metrics import (
+    Metrics,
+    critic_metrics,
+    engine_gap,
+    gap_without_update,
+    gather_columns,
+    update_metrics,
+)
 from trainer.learning.minibatches import MiniBatch, prepare, split
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
 from trainer.policy.base import Outputs, Policy, Scorer
@@ -60,6 +67,8 @@ class Learner:
             metrics |= self._update_policy(minibatches)
         if self._critic is not None and minibatches:
             metrics |= self._update_critic(self._critic, minibatches)
+        if "gap/max" not in metrics:
+            metrics |= gap_without_update(trajectories, self._policy, config, self._pad_id)
         return metrics
 
     @property

@@ -1,17 +1,23 @@
 """A step's figures: of its trajectories, of its updates, and of how far trainer and engine are apart."""
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from generation.trajectory import Trajectory
-from sharding.collectives import all_gather_bytes
+from sharding.collectives import all_gather_bytes, rank, world_size
 from trainer.algorithms.corrections import correction_metrics, gap_metrics
-from trainer.config import AlgorithmConfig
-from trainer.policy.base import UpdateStats
+from trainer.batching import assign_to_ranks, micro_batches
+from trainer.config import AlgorithmConfig, TrainConfig
+from trainer.learning.minibatches import to_sample
+from trainer.policy.base import Policy, UpdateStats
 
 Metrics = dict[str, float]
+
+GAP_ANSWERS = 32
+"""Answers whose gap is measured in a step that learns from none."""
 
 _PPO_BAND = (0.2, 0.28)
 
@@ -37,6 +43,25 @@ def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Me
     assert low is not None and high is not None
     trainer, engine = gather_columns(own)
     return gap_metrics(trainer, engine, low, high)
+
+
+def gap_without_update(trajectories: list[Trajectory], policy: Policy, config: TrainConfig, pad_id: int) -> Metrics:
+    """`engine_gap` where no update has scored the answers: of `GAP_ANSWERS`, spread over the step. Collective.
+
+    Which they are depends on the trajectories alone, and these are the same on all ranks. None is left out for its
+    length. There is nothing where none was sampled.
+    """
+    sampled = [t for t in trajectories if not t.error and any(t.loss_mask)]
+    samples = [to_sample(t) for t in sampled[:: max(1, math.ceil(len(sampled) / GAP_ANSWERS))]]
+    if not samples:
+        return {}
+    own = assign_to_ranks([len(s.input_ids) for s in samples], world_size())[rank()]
+    budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
+    batches = micro_batches([samples[i] for i in own], budget, pad_id, policy.device, packing=packing)
+    masks = [batch.loss_mask.bool() for batch in batches]
+    outputs = policy.score(batches, config.sampling.temperature)
+    gaps = [(o.logprobs[m], b.engine_logprobs[m]) for o, b, m in zip(outputs, batches, masks, strict=True)]
+    return engine_gap(gaps, config.algorithm)
 
 
 def update_metrics(updates: list[UpdateStats]) -> Metrics:
@@ -112,7 +137,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> Metrics:
         "length/mean": sum(lengths) / count,
         "length/max": float(max(lengths, default=0)),
         "length/truncated": sum(t.finish_reason == "length" for t in sampled) / count,
-        "rollout/failed": float(len(trajectories) - len(sampled)),
+        "rollout/failed": float(len({(t.prompt_index, t.sample_index) for t in trajectories if t.error})),
         "rollout_tokens": float(sum(lengths)),
         "turns/mean": sum(t.turns for t in sampled) / count,
     }

@@ -7,8 +7,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from sharding.collectives import exchange
+from sharding.source import partition
 from trainer.batching import MicroBatch
 
 
@@ -97,3 +100,22 @@ class Policy(Scorer, Protocol):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the model in Hugging Face format."""
+
+
+@torch.no_grad()
+def culprits(policy: Policy) -> str:
+    """Which parameter is the first, in the model's order, to hold a NaN or an infinity, as a clause. Collective."""
+
+    def held(parameter: Tensor) -> Tensor:
+        if hasattr(parameter, "ds_tensor"):
+            return partition(parameter)
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    parameters = dict(policy.named_parameters())
+    own = [name for name, parameter in parameters.items() if not torch.isfinite(held(parameter)).all()]
+    bad = set().union(*exchange(own))
+    if not bad:
+        return "all parameters of the policy are finite: look at the engine's dtype, kernels and logits processors"
+    first = next(name for name in parameters if name in bad)
+    count = f" (the first of {len(bad)})" if len(bad) > 1 else ""
+    return f"the policy's parameter {first}{count} holds values that are not finite"

@@ -1,7 +1,8 @@
 """Reward functions run in processes of their own, where they may raise, hang or die (PITFALLS P18).
 
 Each call has a deadline after which its process is killed and replaced, so a loop inside C code or a lost socket costs
-one answer's reward and nothing else. Threads could not give that: nothing can stop them.
+one answer's reward and nothing else. Threads could not give that: nothing can stop them. A process may also be ended
+from outside, as by the kernel when memory is short: its call is made once more, so that rewards do not depend on that.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pickle import PicklingError
 from typing import Any
 
-from generation.trajectory import Trajectory
+from generation.trajectory import Trajectory, checked_reward
 from trainer.config import RewardConfig
 from trainer.rewards.loading import bind_rewards
 from trainer.rewards.worker import Reply, StartError, Worker
@@ -22,11 +23,19 @@ class RewardError(RuntimeError):
 
 @dataclass
 class RewardResult:
-    """One answer's reward: the weighted sum, each function's own value, and what went wrong, if anything did."""
+    """One answer's reward.
+
+    Attributes:
+        reward: the weighted sum; `reward.error_reward` where a function has failed.
+        parts: each function's own value.
+        error: what went wrong, if anything did.
+        unusable: what a function returned, or the sum, cannot be a reward: nothing can be learned from the answer.
+    """
 
     reward: float
     parts: dict[str, float]
     error: str = ""
+    unusable: bool = False
 
 
 class RewardPool:
@@ -84,14 +93,20 @@ class RewardPool:
         offered["trajectory"] = trajectory if "trajectory" in self._asked_for else None
         replies = await asyncio.gather(*(self._call(index, completion, offered) for index in range(len(self.labels))))
         outcomes = dict(zip(self.labels, replies, strict=True))
-        errors = {label: error for label, (_, error) in outcomes.items() if error}
+        errors = {label: reply.error for label, reply in outcomes.items() if reply.error}
         self._count(errors)
-        parts = {label: value for label, (value, error) in outcomes.items() if not error}
+        parts = {label: reply.value for label, reply in outcomes.items() if not reply.error}
         if errors:
             message = "; ".join(f"{label} {error}" for label, error in errors.items())
-            return RewardResult(self._config.error_reward, parts, message)
-        total = sum(weight * parts[label] for label, weight in self.weights.items())
-        return RewardResult(float(total), parts)
+            unusable = any(outcomes[label].returned for label in errors)
+            return RewardResult(self._config.error_reward, parts, message, unusable)
+        try:
+            weighted = [
+                checked_reward(w * parts[label], f"{label} times its weight is") for label, w in self.weights.items()
+            ]
+            return RewardResult(checked_reward(sum(weighted), "the sum of all is"), parts)
+        except ValueError as error:
+            return RewardResult(self._config.error_reward, parts, str(error), unusable=True)
 
     async def extract(self, completion: str) -> str | None:
         """What the first function takes for the answer in a completion, to be voted on; None: nothing, or it failed.
@@ -100,10 +115,10 @@ class RewardPool:
         """
         if self._text_votes:
             return completion.strip()
-        extracted, error = await self._call(0, completion, None)
-        if error:
-            self._count({self.labels[0]: f"{error} while extracting the answer"})
-        return None if error else extracted
+        reply = await self._call(0, completion, None)
+        if reply.error:
+            self._count({self.labels[0]: f"{reply.error} while extracting the answer"})
+        return None if reply.error else reply.value
 
     def take_counts(self) -> dict[str, float]:
         """Calls and errors since the last time, under the same keys on every rank: they can be summed over ranks."""
@@ -134,31 +149,40 @@ class RewardPool:
             self._first_errors.setdefault(label, error)
 
     async def _call(self, index: int, completion: str, offered: dict[str, Any] | None) -> Reply:
-        """Let the next free worker call one function, or extract; a worker that did not answer is replaced."""
-        if not self._workers:
-            raise RuntimeError("this reward pool is not open: use it in a with statement")
-        worker = await self._idle.get()
-        if worker.dead():
+        """Call one function, or extract; once more, in a fresh process, where the first ended before it answered."""
+        asked = 0
+        while True:
+            asked += 1
+            worker = await self._next_worker()
+            answered = False
+            try:
+                reply = await worker.ask(index, completion, offered, self._config.timeout_s)
+                answered = True
+                return reply
+            except TimeoutError:
+                return Reply(0.0, f"took longer than reward.timeout_s={self._config.timeout_s:g}")
+            except StartError as error:
+                return Reply(0.0, str(error))
+            except (EOFError, OSError):
+                code = worker.kill()
+                if asked == 2:
+                    return Reply(0.0, f"ended its process with exit code {code}, as when it was asked before")
+            except (PicklingError, TypeError, AttributeError, ValueError) as error:
+                return Reply(0.0, f"cannot be given this row: {type(error).__name__}: {error}")
+            finally:
+                if answered:
+                    self._idle.put_nowait(worker)
+                else:
+                    self._replace(worker)
+
+    async def _next_worker(self) -> Worker:
+        """The next that is free and alive."""
+        while self._workers:
+            worker = await self._idle.get()
+            if not worker.dead():
+                return worker
             self._replace(worker)
-            return await self._call(index, completion, offered)
-        answered = False
-        try:
-            reply = await worker.ask(index, completion, offered, self._config.timeout_s)
-            answered = True
-            return reply
-        except TimeoutError:
-            return 0.0, f"took longer than reward.timeout_s={self._config.timeout_s:g}"
-        except StartError as error:
-            return 0.0, str(error)
-        except (EOFError, ConnectionError):
-            return 0.0, f"ended its process with exit code {worker.kill()}"
-        except (PicklingError, TypeError, AttributeError, ValueError) as error:
-            return 0.0, f"cannot be given this row: {type(error).__name__}: {error}"
-        finally:
-            if answered:
-                self._idle.put_nowait(worker)
-            else:
-                self._replace(worker)
+        raise RuntimeError("this reward pool is not open: use it in a with statement")
 
     def _replace(self, worker: Worker) -> None:
         worker.kill()

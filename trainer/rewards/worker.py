@@ -8,20 +8,32 @@ lost; pebble 5.2.3 loses an answer for good when an idle worker has died.)
 import asyncio
 import ctypes
 import json
-import math
 import multiprocessing
-import numbers
 import os
 import signal
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
+from generation.trajectory import checked_reward
 from trainer.rewards.loading import BoundReward, bind_rewards
 
 Specs = list[tuple[str, dict[str, Any]]]
-Reply = tuple[Any, str]
-"""A value (of a call: a number; of an extraction: a text or None) and, if there is none, a sentence that says why."""
+
+
+class Reply(NamedTuple):
+    """What a call came to.
+
+    Attributes:
+        value: of a call: a number; of an extraction: a text or None.
+        error: if there is none, a sentence that says why.
+        returned: whether the function came to its end, be it with a value that cannot be a reward.
+    """
+
+    value: Any
+    error: str = ""
+    returned: bool = False
+
 
 _START_SECONDS = 120.0
 _LONGEST_ERROR = 300
@@ -71,11 +83,11 @@ class Worker:
 
     async def _wait_until_loaded(self) -> None:
         try:
-            _, error = await self._receive(_START_SECONDS)
+            started = await self._receive(_START_SECONDS)
         except TimeoutError as late:
             raise StartError(f"was not loaded by its process within {_START_SECONDS:g} s") from late
-        if error:
-            raise StartError(f"could not be loaded by its process: {error}")
+        if started.error:
+            raise StartError(f"could not be loaded by its process: {started.error}")
         self._ready = True
 
     async def _receive(self, seconds: float) -> Reply:
@@ -86,8 +98,7 @@ class Worker:
             await asyncio.wait_for(readable.wait(), seconds)
         finally:
             loop.remove_reader(self._connection.fileno())
-        value, error = json.loads(self._connection.recv_bytes())  # not pickle: users' code is at the other end
-        return value, error
+        return Reply(*json.loads(self._connection.recv_bytes()))  # not pickle: users' code is at the other end
 
 
 # What follows runs in the worker.
@@ -98,10 +109,10 @@ def _serve(connection: Connection, specs: Specs, parent: int) -> None:
     _become_mortal_and_mute(parent)
     try:
         rewards = bind_rewards(specs)
-    except Exception as error:
-        _send(connection, (0.0, str(error)))
+    except BaseException as error:
+        _send(connection, Reply(0.0, _text(error)))
         return
-    _send(connection, (0.0, ""))
+    _send(connection, Reply(0.0))
     while True:
         try:
             index, completion, offered = connection.recv()
@@ -126,17 +137,23 @@ def _reply(reward: BoundReward, completion: str, offered: dict[str, Any] | None)
     try:
         if offered is None:
             extracted = reward.extract(completion)
-            return None if extracted is None else str(extracted), ""
+            return Reply(None if extracted is None else str(extracted), returned=True)
         value = reward(completion, offered)
-        if not isinstance(value, numbers.Real):
-            return 0.0, f"returned {type(value).__name__}, not a number"
-        if not math.isfinite(value):
-            return 0.0, f"returned {float(value)}"
-        return float(value), ""
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
-        return 0.0, f"raised {message} ({os.path.basename(frame.filename)}, line {frame.lineno})"
+        where = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
+        return Reply(0.0, f"raised {type(error).__name__}: {_text(error)} ({where})")
+    try:
+        return Reply(checked_reward(value, "returned"), returned=True)
+    except BaseException as error:
+        return Reply(0.0, _text(error), returned=True)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:_LONGEST_ERROR]
+    except BaseException:
+        return "a message that cannot be read"
 
 
 def _send(connection: Connection, reply: Reply) -> None:
