@@ -1,6 +1,7 @@
 """User code named by `pkg.mod:Name` or `path/file.py:Name`, where vLLM's own processes must find it, too."""
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ def importable(spec: str) -> str:
     if not home.endswith(".py"):
         return spec
     path = Path(home).resolve()
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"{spec!r} cannot be loaded: there is no file {home}")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -32,6 +33,6 @@ def load(spec: str) -> Any:
         found: Any = importlib.import_module(home)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever the user's module does while it is imported
+    except (Exception, SystemExit) as error:  # whatever the user's module does while it is imported
         raise ValueError(f"{spec!r} cannot be loaded: {type(error).__name__}: {error}") from error
     return found

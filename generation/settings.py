@@ -1,10 +1,69 @@
 """What one engine is started with."""
 
+import ast
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks of adapters that vLLM makes room for; a smaller one leaves part of it empty."""
+
+
+OWN_ARGUMENTS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "run.seed",
+    "logits_processors": "engine.logits_processors",
+    "max_lora_rank": "lora.rank",
+    "enable_lora": "lora.rank",
+    "kv_cache_memory_bytes": "engine.kv_cache_gib",
+    "enable_sleep_mode": "engine.sleep",
+    **{
+        key: f"engine.{key}"
+        for key in (
+            "dtype",
+            "enforce_eager",
+            "gpu_memory_utilization",
+            "load_format",
+            "max_model_len",
+            "max_num_seqs",
+            "tensor_parallel_size",
+        )
+    },
+    **dict.fromkeys(
+        (
+            "data_parallel_size",
+            "decode_context_parallel_size",
+            "distributed_executor_backend",
+            "enable_elastic_ep",
+            "generation_config",
+            "logprobs_mode",
+            "max_loras",
+            "nnodes",
+            "override_generation_config",
+            "pipeline_parallel_size",
+            "prefill_context_parallel_size",
+            "runner",
+            "skip_tokenizer_init",
+            "worker_cls",
+            "worker_extension_cls",
+        )
+    ),
+}
+"""vLLM's arguments that `engine.extra` may not hold, with the key of the recipe that each follows, if one does."""
+
+
+def engine_argument_names() -> set[str] | None:
+    """The names of vLLM's engine arguments, from its source, as its import takes ten seconds. None: it is not here."""
+    spec = find_spec("vllm")
+    places = (spec.submodule_search_locations if spec else None) or []
+    for source in (Path(place) / "engine" / "arg_utils.py" for place in places):
+        classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+        fields = [line for kind in classes if kind.name in ("EngineArgs", "AsyncEngineArgs") for line in kind.body]
+        return {f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)}
+    return None
 
 
 @dataclass(frozen=True)

@@ -53,15 +53,17 @@ def _typed(text: str, name: str) -> Any:
     """A value as OmegaConf reads it from a file: YAML, and 1e-5 is a number."""
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{name} is {text!r}, which is no valid YAML") from error
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"{name} is {text!r}, which is not valid YAML") from error
 
 
 def _read(path: Path, environ: Mapping[str, str], above: tuple[Path, ...]) -> dict[str, Any]:
     """One file, includes and all; `above` are the files that include it."""
-    if path.resolve() in [parent.resolve() for parent in above]:
-        raise ValueError(f"{INCLUDES}: {' includes '.join(map(str, [*above, path]))}, and so on without end")
-    values = fill_defaults(_load(path, above), environ)
+    loaded = _load(path, above)
+    if os.path.realpath(path) in map(os.path.realpath, above):
+        cycle = " includes ".join([str(above[0]), *(each.name for each in (*above[1:], path))])
+        raise ValueError(f"{INCLUDES}: {cycle}, and so on without end")
+    values = fill_defaults(loaded, environ)
     sections = {
         key: _with_includes(section, f"{key}.{INCLUDES}", path, environ, above)
         if isinstance(section, dict)
@@ -83,7 +85,10 @@ def _with_includes(
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path}: {key} is {names!r}, but should be a list of files")
     parts = [_read(path.parent / name, environ, (*above, path)) for name in names]
-    merged = OmegaConf.merge(*map(OmegaConf.create, [*parts, own]))
+    try:
+        merged = OmegaConf.merge(*map(OmegaConf.create, [*parts, own]))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path}: {key}: what stands there does not merge with it: {first_line(error)}") from error
     return OmegaConf.to_container(merged, resolve=False)  # type: ignore[return-value]
 
 
@@ -93,11 +98,15 @@ def _load(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         loaded = OmegaConf.load(path)
     except FileNotFoundError as error:
         raise ValueError(f"{path}: no such recipe file{by}") from error
-    except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{path}{by} cannot be read: {first}") from error
+    except (OSError, ValueError, OmegaConfBaseException) as error:  # such as a number of 5000 digits
+        raise ValueError(f"{path}{by} cannot be read: {first_line(error)}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path}{by} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, DictConfig):
         raise ValueError(f"{path}{by} must be a mapping of sections such as model and data, not a list")
     return OmegaConf.to_container(loaded, resolve=False)  # type: ignore[return-value]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, as far as its first line goes; its type where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

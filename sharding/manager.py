@@ -231,9 +231,10 @@ class ShardingManager:
         answer = announce(link, parameters, version, replay, adapter, check.request)
         self._plain, self._records = bool(answer.get("plain")), bool(answer.get("records"))
         if self._in_place:
+            self._wait_for_own_writes()
             link.ask("in_place")
         else:
-            self._make_staging([] if link.error else answer.get("whole"))
+            self._make_staging([] if link.error else answer.get("whole"), exported=link.error is None)
             self._push(link, "bucket", self._plan)
         link.post("finish")
         check.expect(answer.get("views", {}))  # while the worker finishes
@@ -241,11 +242,17 @@ class ShardingManager:
         agree(link.error, "sending weights")
         return different
 
-    def _make_staging(self, whole: list[str] | None) -> None:
+    def _wait_for_own_writes(self) -> None:
+        """The worker reads shared memory at once, whereas the trainer's kernels that write it may still be queued."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _make_staging(self, whole: list[str] | None, exported: bool) -> None:
         """Two buffers of at most a bucket, but for weights that some worker's loaders need whole. Collective.
 
         Args:
             whole: those weights, as this rank's worker has it; None: all.
+            exported: this rank's worker will open them.
         """
         bound = self._settings.bucket_bytes
         if any(parameter.nbytes > bound for parameter in self._parameters):  # alike on all ranks
@@ -257,6 +264,8 @@ class ShardingManager:
         with agreed("allocating the staging memory"):
             if self._staging is None:
                 self._staging = make_staging(self._plan.capacity, self._device)
+            if exported:
+                self._staging.export()
 
     def _push(self, link: Link, kind: str, plan: BucketPlan) -> list[dict[str, Any]]:
         assert self._staging is not None
@@ -309,6 +318,7 @@ class ShardingManager:
             if shared[0]["error"]:
                 raise SyncError(shared[0]["error"])
             compute_in(open_shared(shared[0]["handle"], shared[0]["places"], self._parameters, self._device))
+            self._wait_for_own_writes()
         self._in_place = True
 
     def _fail(self, link: Link, call: "Future[Any] | None") -> None:

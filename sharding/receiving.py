@@ -2,7 +2,8 @@
 
 import gc
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -203,6 +204,13 @@ class Receiver:
         ]
 
 
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it was raised from, or while they were handled."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def _elements(buffer: torch.Tensor, dtype_name: str, offset: int, count: int) -> torch.Tensor:
     """So many elements from byte `offset` of a bucket on."""
     dtype = getattr(torch, dtype_name)
@@ -279,6 +287,8 @@ class StagingCarrier:
 
     def fail(self, error: Exception) -> None:
         """See `Carrier`."""
+        for frames in _chain(error):
+            traceback.clear_frames(frames.__traceback__)  # they hold views of the memory, which would stay mapped
         self._close()
         with suppress(channels.SyncError):  # a trainer that has gone needs no answer
             self._channel.send("failed", session=self._session, error=f"{type(error).__name__}: {error}")

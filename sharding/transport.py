@@ -40,6 +40,9 @@ class Staging(Protocol):
     buffers: list[torch.Tensor]
     handle: dict[str, Any]
 
+    def export(self) -> None:
+        """Fill in `handle`; a worker must open it now. What is exported already stays as it is."""
+
     def flush(self) -> None:
         """Return when everything written to the buffers can be read by the worker."""
 
@@ -71,6 +74,9 @@ class SharedMemoryStaging:
             "kind": "shared_memory", "pid": os.getpid(), "fd": self._fd, "inode": inode, "nbytes": nbytes
         }  # fmt: skip
 
+    def export(self) -> None:
+        """Nothing to do: whoever knows the descriptor can open it."""
+
     def flush(self) -> None:
         """Nothing to wait for: CPU stores are visible to the worker once the message about them arrives."""
 
@@ -87,12 +93,21 @@ class CudaIpcStaging:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-        self.handle: dict[str, Any] = {
-            "kind": "cuda_ipc",
-            "nbytes": nbytes,
-            # (device, handle, storage bytes, offset, ref counter handle, its offset, event handle, event sync required)
-            "buffers": [list(buffer.untyped_storage()._share_cuda_()) for buffer in self.buffers],
-        }
+        self.handle: dict[str, Any] = {}
+
+    def export(self) -> None:
+        """Make the handles. Not before it is known that the worker will open them.
+
+        torch counts one user of an exported storage until some process has opened and dropped it, and keeps its memory
+        until then: what nobody opens is never freed (torch/csrc/CudaIPCTypes.cpp, `CudaIPCSentDataDelete`).
+        """
+        if not self.handle:
+            self.handle = {
+                "kind": "cuda_ipc",
+                "nbytes": self.buffers[0].nbytes,
+                # device, handle, storage bytes, offset, ref counter handle, its offset, event handle, event sync
+                "buffers": [list(buffer.untyped_storage()._share_cuda_()) for buffer in self.buffers],
+            }
 
     def flush(self) -> None:
         """Wait for the gathers and casts on this device's current stream."""
@@ -112,6 +127,9 @@ class LocalStaging:
         nbytes = _with_stamp(nbytes)
         self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self.handle: dict[str, Any] = {"kind": "local", "nbytes": nbytes}
+
+    def export(self) -> None:
+        """Nothing to do: nobody opens it."""
 
     def flush(self) -> None:
         """Nothing to wait for: whoever reads runs on the same stream."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from trainer.algorithms.names import Aggregation, AtBound, Estimator, Level
-from trainer.section import Count, NotNegative, Positive, Section, Share
+from trainer.section import Held, NotNegative, Portion, Positive, Section, Share, Softness, Text
 
 Preset = Literal[
     "grpo",
@@ -110,8 +110,8 @@ class AlgorithmConfig(Section):
     """How rewards become a loss. A preset sets keys as its paper does; what is set beside it counts more."""
 
     preset: Preset | None = Field(default=None, description="start from a paper's choices; null: from those below")
-    group_size: Count = Field(default=8, description="answers for each prompt; 1 only where nobody compares them")
-    num_iterations: Count = Field(default=1, description="passes over each step's batch")
+    group_size: Held = Field(default=8, description="answers for each prompt; 1 only where nobody compares them")
+    num_iterations: Held = Field(default=1, description="passes over each step's batch")
 
     advantage: Advantage = Field(
         default="group",
@@ -119,7 +119,7 @@ class AlgorithmConfig(Section):
         "against the step's mean, or the group's mean and then the step's spread; by a critic (PPO); without any "
         "reward, how much likelier a teacher finds each token",
     )
-    teacher: str | None = Field(
+    teacher: Text | None = Field(
         default=None, description="model of the same tokenizer to learn from (advantage: distill)"
     )
     normalize_std: bool = Field(
@@ -152,7 +152,7 @@ class AlgorithmConfig(Section):
         default=None,
         description="where advantages are negative, a bound of the ratio from above, such as 3; null: none",
     )
-    sapo_temperatures: tuple[Positive, Positive] | None = Field(
+    sapo_temperatures: tuple[Softness, Softness] | None = Field(
         default=None, description="of positive and other advantages; null: 1 and 1.05 for sapo"
     )
     value_clip: Positive | None = Field(
@@ -169,7 +169,7 @@ class AlgorithmConfig(Section):
     kl_in: Literal["loss", "reward"] = Field(default="loss", description="where KL counts")
     kl_clamp: Positive | None = Field(default=None, description="bound of a token's KL estimate, nats; null: none")
     entropy_coef: NotNegative = Field(default=0.0, description="weight of the entropy bonus")
-    high_entropy_share: Annotated[float, Field(gt=0, le=1)] = Field(
+    high_entropy_share: Portion = Field(
         default=1.0, description="share of tokens, those of the highest entropy, that the policy loss counts"
     )
 
@@ -185,10 +185,10 @@ class AlgorithmConfig(Section):
         default=None, description="leave out bad answers this far from the engine, nats a token; null: none"
     )
 
-    sampling_rounds: Count = Field(
+    sampling_rounds: Held = Field(
         default=1, description="rounds of sampling until enough groups have rewards that differ; 1: train on any"
     )
-    oversampling: Annotated[float, Field(ge=1)] = Field(
+    oversampling: Annotated[float, Field(ge=1, le=1000)] = Field(
         default=1.0, description="prompts sampled for each group that is wanted; those over are dropped"
     )
     at_bound: AtBound = Field(

@@ -23,7 +23,8 @@ from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_pol
 from trainer.policy.attention import require_packing
 from trainer.policy.checkpoint_names import checkpoint_views
 from trainer.policy.critic import Critic, make_critic
-from trainer.policy.lora import BaseOfPolicy, adapter_format, factors, is_adapter, low_rank, peft_name
+from trainer.policy.loading import build_meta_model
+from trainer.policy.lora import BaseOfPolicy, adapter_format, add_adapters, factors, is_adapter, low_rank, peft_name
 from trainer.records import write_whole
 from trainer.tracking import NullTracker, make_tracker
 
@@ -42,6 +43,22 @@ def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> No
         own = load_tokenizer(ModelConfig(path=teacher, trust_remote_code=config.model.trust_remote_code))
         if own.get_vocab() != tokenizer.get_vocab():
             raise UserError(f"algorithm.teacher: {teacher} has another tokenizer than {config.model.path}")
+
+
+def check_model(config: TrainConfig) -> None:
+    """Raise UserError unless Transformers can build the model, and PEFT its adapters; tried without their weights."""
+    path, dtype = config.model.path, getattr(torch, config.policy.dtype)
+    settings = (config.model.attn_implementation, config.model.trust_remote_code, torch.device("cpu"))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = build_meta_model(Path(path), dtype, *settings)
+            if config.lora.rank:
+                add_adapters(model, config.lora, dtype, "meta")
+    except UserError:
+        raise
+    except Exception as error:  # whatever the model's own code makes of its config.json
+        keys = "model.path" + (" and lora.target_modules" if config.lora.rank else "")
+        raise UserError(f"{keys}: {path} cannot be built: {type(error).__name__}: {error}") from error
 
 
 def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Scorer | None, Critic | None]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -231,7 +232,7 @@ def _reporting(action: Callable[[], int]) -> int:
     try:
         return action()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if not re.fullmatch("0*[1-9][0-9]{0,5}", os.environ.get("LOCAL_RANK", "0")):  # the first here, or not a number
             for line in str(error).splitlines():
                 print(f"hotbunk: {line}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -18,21 +18,48 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from generation.yaml_files import fill_defaults, read_yaml
+from generation.yaml_files import fill_defaults, first_line, read_yaml
 from trainer.algorithm_config import PRESET_KEYS, AlgorithmConfig
-from trainer.errors import UserError
-from trainer.section import Count, Dtype, Name, NotNegative, Positive, Seconds, Section, Share
+from trainer.errors import UserError, shown
+from trainer.section import (
+    Amount,
+    CallSeconds,
+    Count,
+    Dtype,
+    Held,
+    Mebibytes,
+    Name,
+    Natural,
+    NotNegative,
+    Part,
+    Portion,
+    Positive,
+    Processes,
+    Rate,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Temperature,
+    Text,
+)
+
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_DEEPEST = 32  # lists and mappings in one another
 
 
 class RunConfig(Section):
     """The run as a whole."""
 
     name: str = Field(
-        default="", pattern=r"^([\w-][\w.-]*)?$", description="folder below output_dir; empty: the recipe's file name"
+        default="",
+        pattern=r"^([\w-][\w.-]*)?$",
+        max_length=200,
+        description="folder below output_dir; empty: the recipe's file name",
     )
     output_dir: Path = Field(default=Path("runs"), description="where the folders of runs live")
-    seed: int = Field(
-        default=0, ge=0, description="decides prompt order and every sample, with step, prompt and sample index"
+    seed: Seed = Field(
+        default=0, description="decides prompt order and every sample, with step, prompt and sample index"
     )
     steps: Count = Field(default=100, description="rollout-and-update steps to train for, resumed ones included")
     step_deadline_s: Seconds = Field(
@@ -52,32 +79,32 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The model that is trained."""
 
-    path: str = Field(description="folder in Hugging Face format (config.json, safetensors), or a hub name")
-    tokenizer: str | None = Field(default=None, description="folder or hub name; null: the model's own")
-    attn_implementation: str = Field(default="sdpa", description="Transformers' attention on the trainer's side")
+    path: Text = Field(description="folder in Hugging Face format (config.json, safetensors), or a hub name")
+    tokenizer: Text | None = Field(default=None, description="folder or hub name; null: the model's own")
+    attn_implementation: Text = Field(default="sdpa", description="Transformers' attention on the trainer's side")
     trust_remote_code: bool = Field(default=False, description="run model code that comes with the checkpoint")
 
 
 class DataConfig(Section):
     """Prompts to train and to evaluate on."""
 
-    path: str = Field(description="jsonl or parquet file, a folder of them, or a hub name")
-    subset: str | None = Field(default=None, description="configuration of a hub dataset, such as main")
-    split: str = Field(
+    path: Text = Field(description="jsonl or parquet file, a folder of them, or a hub name")
+    subset: Text | None = Field(default=None, description="configuration of a hub dataset, such as main")
+    split: Text = Field(
         default="train", description="split of a folder or hub dataset; slices such as train[:1000] work"
     )
-    eval_path: str | None = Field(default=None, description="held-out prompts; null: path, if eval_split is given")
-    eval_split: str | None = Field(
+    eval_path: Text | None = Field(default=None, description="held-out prompts; null: path, if eval_split is given")
+    eval_split: Text | None = Field(
         default=None, description="split of the held-out prompts; null: split's default, train"
     )
     eval_size: Count | None = Field(
         default=None, description="use only the first this many held-out prompts; null: all"
     )
-    prompt_key: str = Field(default="prompt", description="column with the prompt: a string, or a list of messages")
-    messages_key: str = Field(
+    prompt_key: Text = Field(default="prompt", description="column with the prompt: a string, or a list of messages")
+    messages_key: Text = Field(
         default="messages", description="column with a list of messages, read where prompt_key is absent"
     )
-    answer_key: str | None = Field(
+    answer_key: Text | None = Field(
         default="answer", description="column that rewards see as `answer`; null: there is none"
     )
     system_prompt: str | None = Field(default=None, description="system message put first unless the row has its own")
@@ -93,46 +120,44 @@ class DataConfig(Section):
 class SamplingConfig(Section):
     """How answers are sampled in training."""
 
-    temperature: NotNegative = Field(
+    temperature: Temperature = Field(
         default=1.0, description="divides the logits in the engine and in the trainer alike"
     )
     max_tokens: Count = Field(default=1024, description="longest answer in tokens")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="must stay 1: truncation biases the gradient"
-    )
-    top_k: int = Field(default=-1, ge=-1, description="must stay -1 (off): truncation biases the gradient")
+    top_p: Portion = Field(default=1.0, description="must stay 1: truncation biases the gradient")
+    top_k: int = Field(default=-1, ge=-1, le=10**9, description="must stay -1 (off): truncation biases the gradient")
     min_p: Share = Field(default=0.0, description="must stay 0: truncation biases the gradient")
-    stop: list[str] = Field(default=[], description="strings that end an answer")
+    stop: list[Text] = Field(default=[], description="strings that end an answer")
 
 
 class HeldOutConfig(Section):
     """One dataset to evaluate on. A key that is null is what `data` or `eval` says for all of them."""
 
-    path: str = Field(description="as data.path")
-    subset: str | None = Field(default=None, description="configuration of a hub dataset")
-    split: str = Field(default="train", description="as data.split")
+    path: Text = Field(description="as data.path")
+    subset: Text | None = Field(default=None, description="configuration of a hub dataset")
+    split: Text = Field(default="train", description="as data.split")
     size: Count | None = Field(default=None, description="use only the first this many prompts; null: all")
-    prompt_key: str | None = Field(default=None, description="null: data.prompt_key")
-    answer_key: str | None = Field(default=None, description="null: data.answer_key")
-    samples: Count | None = Field(default=None, description="null: eval.samples")
-    temperature: NotNegative | None = Field(default=None, description="null: eval.temperature")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(default=None, description="null: eval.top_p")
+    prompt_key: Text | None = Field(default=None, description="null: data.prompt_key")
+    answer_key: Text | None = Field(default=None, description="null: data.answer_key")
+    samples: Held | None = Field(default=None, description="null: eval.samples")
+    temperature: Temperature | None = Field(default=None, description="null: eval.temperature")
+    top_p: Portion | None = Field(default=None, description="null: eval.top_p")
     max_tokens: Count | None = Field(default=None, description="null: eval.max_tokens")
 
 
 class EvalConfig(Section):
     """Evaluation on held-out prompts, with its own sampling; `hotbunk eval` uses it, too."""
 
-    every: int = Field(default=0, ge=0, description="evaluate after every this many steps and after the last; 0: never")
+    every: Natural = Field(default=0, description="evaluate after every this many steps and after the last; 0: never")
     before: bool = Field(default=True, description="also evaluate before the first step (where every > 0)")
-    temperature: NotNegative = Field(default=0.0, description="0: greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="nucleus sampling; 1: off")
+    temperature: Temperature = Field(default=0.0, description="0: greedy")
+    top_p: Portion = Field(default=1.0, description="nucleus sampling; 1: off")
     max_tokens: Count | None = Field(default=None, description="longest answer in tokens; null: sampling.max_tokens")
-    samples: Count = Field(default=1, description="answers for each prompt; their rewards are averaged")
+    samples: Held = Field(default=1, description="answers for each prompt; their rewards are averaged")
     k: list[Count] = Field(
         default=[], description="estimate pass@k and majority@k for these k, none above samples; empty: neither"
     )
-    right_from: float = Field(
+    right_from: Amount = Field(
         default=1.0, description="an answer is right where the first reward function gives at least this"
     )
     datasets: dict[Name, HeldOutConfig] = Field(
@@ -144,15 +169,15 @@ class EvalConfig(Section):
 class EngineConfig(Section):
     """The vLLM engines."""
 
-    tensor_parallel_size: Count = Field(default=1, description="consecutive ranks that form one engine")
+    tensor_parallel_size: Held = Field(default=1, description="consecutive ranks that form one engine")
     max_model_len: Count = Field(default=2048, description="prompt and answer together, in tokens")
     kv_cache_gib: Positive | None = Field(
         default=None, description="KV cache of each worker; null: gpu_memory_utilization decides"
     )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+    gpu_memory_utilization: Portion = Field(
         default=0.3, description="share of a GPU's memory for weights and KV cache, where kv_cache_gib is null"
     )
-    max_num_seqs: Count = Field(default=256, description="answers an engine generates at the same time")
+    max_num_seqs: Held = Field(default=256, description="answers an engine generates at the same time")
     dtype: Dtype | None = Field(default=None, description="the engine's weights; null: policy.dtype")
     enforce_eager: bool | None = Field(default=None, description="no CUDA graphs; null: true on CPU, false on CUDA")
     load_format: Literal["auto", "dummy"] = Field(
@@ -178,7 +203,7 @@ class SyncConfig(Section):
         default="sample",
         description="compare what every worker holds with what the ranks do: not, a sample of it, or all of it",
     )
-    bucket_mib: Count = Field(
+    bucket_mib: Mebibytes = Field(
         default=512,
         description="size of a staging buffer, of which two exist while weights travel; in the first update, and where "
         "engines re-process what they load, no smaller than the largest weight",
@@ -213,11 +238,11 @@ class PolicyConfig(Section):
     fp32_head: bool = Field(
         default=False, description="logits in float32 in the policy and in the engines, whatever their dtype"
     )
-    lr: Positive = Field(default=1e-6, description="peak learning rate")
-    betas: tuple[Share, Share] = Field(default=(0.9, 0.99), description="AdamW's decay rates of both moments")
+    lr: Rate = Field(default=1e-6, description="peak learning rate")
+    betas: tuple[Part, Part] = Field(default=(0.9, 0.99), description="AdamW's decay rates of both moments")
     eps: Positive = Field(default=1e-8, description="AdamW's epsilon")
     weight_decay: NotNegative = Field(default=0.0, description="AdamW's decoupled weight decay")
-    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
+    warmup_steps: Natural = Field(default=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="learning rate after warm-up"
     )
@@ -250,15 +275,15 @@ class PolicyConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters, trained instead of the weights, which stay as they are on disk (needs peft)."""
 
-    rank: int = Field(default=0, ge=0, description="rank of the adapters; 0: none, all weights are trained")
+    rank: int = Field(default=0, ge=0, le=2**16, description="rank of the adapters; 0: none, all weights are trained")
     alpha: Count = Field(default=32, description="adapters are multiplied by alpha / rank")
     use_rslora: bool = Field(default=False, description="by alpha / √rank instead, which suits large ranks")
-    dropout: Share = Field(default=0.0, description="share of an adapter's inputs that training leaves out")
-    target_modules: Literal["all-linear"] | list[str] = Field(
+    dropout: Part = Field(default=0.0, description="share of an adapter's inputs that training leaves out")
+    target_modules: Literal["all-linear"] | list[Text] = Field(
         default="all-linear",
         description="layers with adapters: all linear ones but the head, or names such as q_proj",
     )
-    seed: int = Field(default=0, ge=0, description="decides what the adapters start from")
+    seed: Seed = Field(default=0, description="decides what the adapters start from")
     sync: Literal["adapter", "merged"] = Field(
         default="adapter",
         description="what the engines get: the adapter alone, beside the base they loaded themselves; or whole weights "
@@ -278,31 +303,33 @@ class CriticConfig(Section):
         default=False,
         description="a value head on the policy's own trunk, learned with its loss, in place of a model of its own",
     )
-    path: str | None = Field(
+    path: Text | None = Field(
         default=None,
         description="model or reward model (one label) that a model of its own starts from; null: model.path",
     )
-    lr: Positive = Field(default=1e-5, description="peak learning rate of a model of its own")
-    warmup_steps: int = Field(default=0, ge=0, description="its optimizer steps of linear warm-up")
+    lr: Rate = Field(default=1e-5, description="peak learning rate of a model of its own")
+    warmup_steps: Natural = Field(default=0, description="its optimizer steps of linear warm-up")
 
 
 class BatchConfig(Section):
     """How much is generated and trained on in a step."""
 
-    prompts_per_step: Count = Field(default=32, description="prompts in a step, over all ranks")
+    prompts_per_step: Held = Field(default=32, description="prompts in a step, over all ranks")
     tokens_per_micro_batch: Count = Field(default=16384, description="tokens in a forward pass; memory grows with it")
     packing: bool = Field(
         default=True,
         description="sequences end to end, without padding; false: padded to the longest, which counts as tokens, too",
     )
-    updates_per_step: Count = Field(default=1, description="optimizer steps a pass over the batch is cut into")
+    updates_per_step: Held = Field(default=1, description="optimizer steps a pass over the batch is cut into")
 
 
 class RewardFunction(Section):
     """One reward function and its weight."""
 
-    name: str = Field(description="exact_match, numeric_match, math_verify, format_regex, pkg.mod:Name or file.py:Name")
-    weight: float = Field(default=1.0, description="factor in the sum of rewards")
+    name: Text = Field(
+        description="exact_match, numeric_match, math_verify, format_regex, pkg.mod:Name or file.py:Name"
+    )
+    weight: Amount = Field(default=1.0, description="factor in the sum of rewards")
     kwargs: dict[str, Any] = Field(default={}, description="further keyword arguments of the function")
 
 
@@ -312,12 +339,12 @@ class RewardConfig(Section):
     functions: list[RewardFunction] = Field(
         default=[], description="entries of name, weight and kwargs; their weighted sum counts"
     )
-    timeout_s: Seconds = Field(
+    timeout_s: CallSeconds = Field(
         default=10, description="longest a function may take for one answer before its process is killed"
     )
-    workers: Count = Field(default=2, description="processes on each rank that leads an engine")
+    workers: Processes = Field(default=2, description="processes on each rank that leads an engine")
     max_error_rate: Share = Field(default=0.1, description="end the run when a larger share of a step's calls fails")
-    error_reward: float = Field(default=0.0, description="reward of an answer whose function raised or hung")
+    error_reward: Amount = Field(default=0.0, description="reward of an answer whose function raised or hung")
 
 
 class RolloutConfig(Section):
@@ -326,28 +353,28 @@ class RolloutConfig(Section):
     Objects are named pkg.mod:Name or path/file.py:Name.
     """
 
-    tools: list[str] = Field(default=[], description="typed Python functions, sync or async, that the policy may call")
-    environment: str | None = Field(
+    tools: list[Text] = Field(default=[], description="typed Python functions, sync or async, that the policy may call")
+    environment: Text | None = Field(
         default=None, description="class with reset(**row), public methods as tools, get_reward() and close()"
     )
-    custom: str | None = Field(default=None, description="async def (llm, row, sampling) -> Trajectory or several")
-    sampler: str | None = Field(
+    custom: Text | None = Field(default=None, description="async def (llm, row, sampling) -> Trajectory or several")
+    sampler: Text | None = Field(
         default=None, description="object called with (llm, prompts, sampling_params), or with such a method generate"
     )
-    client: str | None = Field(
+    client: Text | None = Field(
         default=None, description="async def (base_url, api_key, model, row) with any OpenAI client; returns a reward"
     )
     kwargs: dict[str, Any] = Field(default={}, description="keyword arguments of whichever of these four is named")
-    max_turns: Count = Field(default=8, description="answers in an episode; sampling.max_tokens is for each of them")
-    tool_parser: str = Field(
+    max_turns: Held = Field(default=8, description="answers in an episode; sampling.max_tokens is for each of them")
+    tool_parser: Text = Field(
         default="hermes",
         description="how calls are written: hermes, inline (<function> name(1, 2) </function>), or one of vLLM's",
     )
     describe_tools: bool = Field(
         default=True, description="give schemas to the chat template; false: the prompts describe the tools"
     )
-    tool_timeout_s: Seconds = Field(default=30, description="longest a call may take; then its reply is an error")
-    max_concurrency: Count = Field(default=64, description="calls that run at the same time, on each engine's leader")
+    tool_timeout_s: CallSeconds = Field(default=30, description="longest a call may take; then its reply is an error")
+    max_concurrency: Held = Field(default=64, description="calls that run at the same time, on each engine's leader")
     max_tool_tokens: Count = Field(default=1024, description="tokens of a reply; what is longer is cut")
     tool_error: str = Field(default="Error: {error}", description="how a failed call reads to the policy")
     max_error_rate: Share = Field(default=0.1, description="end the run when a larger share of a step's episodes fails")
@@ -361,23 +388,24 @@ class RolloutConfig(Section):
 class CheckpointConfig(Section):
     """What is saved, and what a run continues from."""
 
-    every: int = Field(
-        default=0, ge=0, description="save after every this many steps, and at the end; 0: at the end only"
+    every: Natural = Field(
+        default=0, description="save after every this many steps, and at the end; 0: at the end only"
     )
     background: bool = Field(
         default=True, description="write from a copy in host memory while training goes on; false: training waits"
     )
     keep: Count = Field(default=2, description="newest complete checkpoints to keep")
-    keep_best: int = Field(default=0, ge=0, description="checkpoints with the best best_metric to keep besides")
-    best_metric: str = Field(
+    keep_best: Natural = Field(default=0, description="checkpoints with the best best_metric to keep besides")
+    best_metric: Text = Field(
         default="eval/accuracy", description="figure of metrics.jsonl, the larger the better; -NAME: the smaller"
     )
     grace_s: float = Field(
         default=60,
         ge=0,
+        le=1e6,
         description="seconds that SIGTERM leaves to end the step and save; rollouts are given up after half; 0: none",
     )
-    resume: str = Field(
+    resume: Text = Field(
         default="auto", description="auto: the run's newest complete checkpoint, if any; none; or a path"
     )
     resume_anyway: list[str] = Field(
@@ -393,18 +421,18 @@ class TrackingConfig(Section):
     wandb: Literal["auto", "offline", "online", "disabled"] = Field(
         default="auto", description="auto: online when logged in, else offline"
     )
-    project: str = Field(default="hotbunk", description="Weights & Biases project")
-    completions_per_step: int = Field(default=8, ge=0, description="answers written to completions.jsonl in each step")
+    project: Text = Field(default="hotbunk", description="Weights & Biases project")
+    completions_per_step: Natural = Field(default=8, description="answers written to completions.jsonl in each step")
 
 
 class SftConfig(Section):
     """`hotbunk sft`: supervised warm start on the answers in the data; model, data, policy and batch apply too."""
 
     steps: Count = Field(default=500, description="optimizer steps")
-    batch_size: Count = Field(default=64, description="rows in a step, over all ranks")
-    lr: Positive = Field(default=1e-5, description="peak learning rate, in place of policy.lr")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up, in place of policy.warmup_steps")
-    completion_key: str = Field(
+    batch_size: Held = Field(default=64, description="rows in a step, over all ranks")
+    lr: Rate = Field(default=1e-5, description="peak learning rate, in place of policy.lr")
+    warmup_steps: Natural = Field(default=0, description="steps of linear warm-up, in place of policy.warmup_steps")
+    completion_key: Text = Field(
         default="answer", description="column with the text to learn; an end-of-sequence token is added"
     )
     max_tokens: Count = Field(default=1024, description="rows with longer answers are dropped and counted")
@@ -447,25 +475,47 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
 
     Raises UserError with one sentence for every key that is unknown, missing or has a value that does not fit.
     """
-    merged = _read(recipe)
+    try:
+        values = _values(recipe, overrides)
+    except RecursionError as error:
+        deep = "holds lists or mappings nested too deep: make it flatter"
+        raise UserError(f"{recipe}, or what overrides it, {deep}") from error
+    if odd := list(_odd_values(values)):
+        raise UserError(*odd)
+    if isinstance(run := values.setdefault("run", {}), dict) and not run.get("name"):
+        run["name"] = recipe.stem
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError(*sentences(error, values)) from error
+
+
+def _values(recipe: Path, overrides: list[str]) -> Any:
+    """The recipe's mapping with its includes, the overrides and all interpolations filled in."""
+    try:
+        merged = read_yaml(recipe)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if any(override.startswith("algorithm.preset=") for override in overrides):
         _forget_preset(merged)
     for override in overrides:
         try:
             merged.merge_with_dotlist([override])
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
-            raise UserError(f"--{override} cannot be applied to {recipe}: {_first_line(error)}") from error
+            raise UserError(f"--{override} cannot be applied to {recipe}: {first_line(error)}") from error
     try:
         overridden = fill_defaults(OmegaConf.to_container(merged, resolve=False))
-        values: Any = OmegaConf.to_container(OmegaConf.create(overridden), resolve=True, throw_on_missing=True)
+        return OmegaConf.to_container(OmegaConf.create(overridden), resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"{recipe}: {_first_line(error)}") from error
-    if isinstance(run := values.setdefault("run", {}), dict) and not run.get("name"):
-        run["name"] = recipe.stem
-    try:
-        return TrainConfig.model_validate(values)
-    except ValidationError as error:
-        raise UserError("\n".join(_sentence(details) for details in error.errors())) from error
+        raise UserError(f"{recipe}: {first_line(error)}") from error
+
+
+def sentences(error: ValidationError, values: Any) -> list[str]:
+    """One for each key of `values`, which were to be validated, that is wrong."""
+    grouped: dict[str, list[ErrorDetails]] = {}
+    for details in error.errors():
+        grouped.setdefault(_key(details, values), []).append(details)
+    return [_sentence(key or "it", errors) for key, errors in grouped.items()]
 
 
 def to_yaml(config: TrainConfig) -> str:
@@ -484,13 +534,6 @@ def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterat
             yield from known_keys(inner, path)
 
 
-def _read(recipe: Path) -> DictConfig:
-    try:
-        return read_yaml(recipe)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 def _forget_preset(recipe: DictConfig) -> None:
     """Take out of a recipe, such as a run's config.yaml, what a preset may have set: the command line counts more."""
     section = recipe.get("algorithm")
@@ -498,17 +541,49 @@ def _forget_preset(recipe: DictConfig) -> None:
         section.pop(key, None)
 
 
-def _sentence(error: ErrorDetails) -> str:
-    """One validation error as a sentence that names the key by its dotted path."""
-    key = ".".join(str(part) for part in error["loc"])
+def _odd_values(value: Any, *path: str) -> Iterator[str]:
+    """Sentences about what no key takes: values nested too deep, and texts that are in no file's name and no UTF-8."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if len(path) > _DEEPEST:
+        yield f"{'.'.join(path[:3])} holds lists or mappings more than {_DEEPEST} deep: make it flatter"
+        return
+    for key, inner in inside:
+        yield from _odd_values(inner, *path, str(key))
+    if isinstance(value, str) and ("\0" in value or value != value.encode(errors="replace").decode()):
+        yield f"{'.'.join(path)} is {shown(value)}, but should be text in UTF-8 without NUL characters"
+
+
+def _key(error: ErrorDetails, values: Any) -> str:
+    """The dotted path of the value that an error is about; pydantic's own goes on with the members of a union."""
+    path = []
+    for part in error["loc"]:
+        there = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
+        if not there and error["type"] != "missing":
+            break
+        path.append(str(part))
+        values = values[part] if there and not (isinstance(values, list) and len(values) <= int(part)) else None
+    return ".".join(path)
+
+
+def _sentence(key: str, errors: list[ErrorDetails]) -> str:
+    """What is wrong with the value of one key, for which each member of a union may have its own error."""
+    error = errors[0]
     if error["type"] == "extra_forbidden":
         return f"{key} is not a known key{_nearest(key)}"
     if error["type"] == "missing":
         return f"{key} is missing: set it in the recipe or by --{key}"
     if error["type"] == "string_pattern_mismatch":
-        return f"{key} is {error['input']!r}, but may hold only letters, digits, '_', '-' and, inside, '.'"
-    reason = error["msg"].removeprefix("Input should be ")
-    return f"{key} is {error['input']!r}, but should be {reason}"
+        return f"{key} is {shown(error['input'])}, but may hold only letters, digits, '_', '-' and, inside, '.'"
+    wanted = " or ".join(dict.fromkeys(map(_wanted, errors)))
+    return f"{key} is {shown(error['input'])}, but should {wanted}"
+
+
+def _wanted(error: ErrorDetails) -> str:
+    for bound, words in _BOUNDS.items():
+        if bound in error.get("ctx", {}):
+            return f"be {words} {error['ctx'][bound]:{'g' if isinstance(error['ctx'][bound], float) else 'd'}}"
+    reason = re.sub(r"^(Value error, )?(\w+ )?should ", "", error["msg"])
+    return re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping of keys", reason)
 
 
 def _nearest(key: str) -> str:
@@ -524,7 +599,3 @@ def _nearest(key: str) -> str:
     candidates = leaves[close[0]] if close else keys
     best = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if close else 0.6)
     return f"; did you mean {best[0]}?" if best else "; see --help for all of them"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

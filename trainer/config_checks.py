@@ -3,7 +3,7 @@
 Each check yields sentences; `check_config` gathers them, so that a recipe is mended in one go. No torch is imported.
 """
 
-import json
+import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -11,10 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from generation.settings import LORA_RANKS
+from generation.settings import LORA_RANKS, OWN_ARGUMENTS, engine_argument_names
 from trainer.algorithm_checks import check_algorithm
 from trainer.config import TrainConfig
-from trainer.errors import UserError
+from trainer.errors import UserError, shown
+from trainer.machine import device_gib, host_gib, rank_count, unwritable
+from trainer.model_file import HUB_NAME, model_config, position_limit
 
 COMPLETE_MARKER = "COMPLETE"
 """The file that makes a checkpoint folder a checkpoint."""
@@ -36,22 +38,28 @@ IDENTITY_KEYS = (
 PACKABLE_LAYERS = ("full_attention", "sliding_attention")
 """Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.attention`)."""
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_MOST_ANSWERS = 2**20  # of a step, which are all in memory
+_OWN_TEMPLATE_KEYS = (
+    "conversation",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+)
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_STRETCHING_ROPES = (
-    "linear",
-    "dynamic",
-    "yarn",
-)  # of the others, max_position_embeddings already tells the whole length
-
-
 Command = Literal["train", "sft", "eval"]
 
 
 def check_config(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> None:
     """Raise UserError with one sentence for everything that is wrong. Arguments as `find_problems`."""
     if problems := find_problems(config, command, environ):
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
 
 
 def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -59,11 +67,14 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
 
     Args:
         command: sft neither samples nor has rewards and eval does not train, so less can be wrong.
-        environ: WORLD_SIZE is read from it (1 if absent), LOCAL_WORLD_SIZE (as many), and the allocator's settings.
+        environ: torchrun's variables are read from it (one rank, on one machine, if absent), and the allocator's.
     """
-    ranks = int(environ.get("WORLD_SIZE", "1"))
+    try:
+        ranks = rank_count(environ)
+    except UserError as error:
+        return list(error.args)  # most of what follows depends on it
     neighbours = int(environ.get("LOCAL_WORLD_SIZE", ranks))
-    problems = [*_check_paths(config), *_check_device(config, environ)]
+    problems = [*_check_paths(config, command), *_check_device(config, environ)]
     if command != "eval":
         problems += _check_backend(config, ranks)
         problems += _check_lora(config, command)
@@ -74,6 +85,9 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_evaluation(config)
         problems += _check_lengths(config)
         problems += _check_rollout(config)
+        problems += _check_template(config)
+        problems += _check_extra(config)
+        problems += _check_memory(config)
     if command == "train":
         size = config.engine.tensor_parallel_size
         what = "the number of ranks" if neighbours == ranks else "the ranks of one machine (LOCAL_WORLD_SIZE)"
@@ -100,24 +114,6 @@ def gpu_visible() -> bool:
     return not hidden and any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
 
 
-def model_config(path: str) -> dict[str, Any]:
-    """The model's config.json as it stands, from a folder or from the hub. Raises UserError naming the path."""
-    folder = Path(path)
-    if folder.is_dir():
-        file = folder / "config.json"
-        if not file.is_file():
-            raise UserError(f"model.path: {path} holds no config.json, so it is no model in Hugging Face format")
-    elif _HUB_NAME.fullmatch(path):
-        file = _config_from_hub(path)
-    else:
-        raise UserError(f"model.path: there is no folder {path}")
-    try:
-        loaded = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"model.path: {file} is not valid JSON: {error}") from error
-    return loaded.get("text_config", loaded)  # models of several modalities keep the language model's part there
-
-
 def without_expandable_segments(setting: str) -> str | None:
     """An allocator setting with that option taken out and all others kept; None where it is not switched on."""
     options = [option.strip() for option in re.split(r",(?![^\[]*\])", setting)]  # lists in brackets hold commas, too
@@ -125,16 +121,16 @@ def without_expandable_segments(setting: str) -> str | None:
     return None if kept == options else ",".join(kept)
 
 
-def _check_paths(config: TrainConfig) -> Iterator[str]:
+def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
     named = [("data.path", config.data.path), ("data.eval_path", config.data.eval_path)]
     named += [(f"eval.datasets.{name}.path", dataset.path) for name, dataset in config.eval.datasets.items()]
     for key, path in named:
-        if path is not None and not Path(path).exists():
-            looks_local = Path(path).suffix in (".jsonl", ".json", ".parquet") or not _HUB_NAME.fullmatch(path)
+        if path is not None and not os.path.exists(path):
+            looks_local = Path(path).suffix in (".jsonl", ".json", ".parquet") or not HUB_NAME.fullmatch(path)
             if looks_local:
                 yield f"{key}: there is no file or folder {path}"
-    if config.run.output_dir.exists() and not config.run.output_dir.is_dir():
-        yield f"run.output_dir: {config.run.output_dir} is not a folder"
+    if command != "eval" and (reason := unwritable(config.run.folder)):
+        yield f"run.output_dir: {config.run.folder} cannot be made or written to, as {reason}: name another"
 
 
 def _check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[str]:
@@ -162,6 +158,9 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
         yield "critic.shared works with policy.backend: fsdp only"
     if policy.offload_optimizer and policy.offload != "none":
         yield "policy.offload is set, but policy.offload_optimizer keeps that state in the host's memory: drop one"
+    if policy.lr * policy.weight_decay >= 1:
+        product = policy.lr * policy.weight_decay
+        yield f"policy.lr * policy.weight_decay = {product:g} would take all of a weight in one step: lower one"
     if policy.shard_size is not None:
         if policy.backend != "fsdp":
             yield "policy.shard_size works with policy.backend: fsdp only"
@@ -260,9 +259,46 @@ def _check_rollout(config: TrainConfig) -> Iterator[str]:
         yield f"rollout.tool_error is {rollout.tool_error!r}, but must say {{error}} where the error goes"
 
 
+def _check_template(config: TrainConfig) -> Iterator[str]:
+    for key in config.data.chat_template_kwargs.keys() & set(_OWN_TEMPLATE_KEYS):
+        yield f"data.chat_template_kwargs may not hold {key}, which Hotbunk sets itself: leave it out"
+
+
+def _check_extra(config: TrainConfig) -> Iterator[str]:
+    """vLLM itself would complain only when it starts, or do what the trainer knows nothing of."""
+    extra = config.engine.extra
+    known = engine_argument_names() if extra else None
+    for key, value in extra.items():
+        if key in OWN_ARGUMENTS:
+            by = OWN_ARGUMENTS[key]
+            yield f"engine.extra.{key} is Hotbunk's to set" + (f": set {by} instead" if by else ": leave it out")
+        elif known is not None and key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "leave it out"
+            yield f"engine.extra.{key}: the vLLM installed here has no such argument: {hint}"
+        elif key in ("additional_config", "hf_overrides") and not isinstance(value, dict):
+            yield f"engine.extra.{key} is {shown(value)}, but should be a mapping of keys"
+
+
+def _check_memory(config: TrainConfig) -> Iterator[str]:
+    """What could not be held in any case; what fits beside all else, `hotbunk plan` estimates."""
+    engine, asked = config.engine, config.engine.kv_cache_gib
+    answers = config.batch.prompts_per_step * config.algorithm.group_size * config.algorithm.oversampling
+    if answers > _MOST_ANSWERS:
+        names = "batch.prompts_per_step * algorithm.group_size * algorithm.oversampling"
+        yield f"{names} = {answers:g} answers in a step, but at most {_MOST_ANSWERS} are possible: lower one of them"
+    if (table := 4 * engine.max_num_seqs * engine.max_model_len / 2**30) > (host := host_gib()):
+        names = "engine.max_num_seqs * engine.max_model_len"
+        yield f"{names}: vLLM's table of ids takes {table:g} GiB, and this machine has {host:.0f}: lower one of them"
+    cuda = resolve_device(config) == "cuda"
+    there = device_gib() if cuda and asked is not None and gpu_visible() else host
+    if asked is not None and there is not None and asked * (1 if cuda else engine.tensor_parallel_size) > there:
+        yield f"engine.kv_cache_gib = {asked:g} is more than the {there:.0f} GiB of this device: lower it"
+
+
 def _check_resume(config: TrainConfig) -> Iterator[str]:
     resume = config.checkpoint.resume
-    if resume not in ("auto", "none") and not (Path(resume) / COMPLETE_MARKER).is_file():
+    if resume not in ("auto", "none") and not os.path.isfile(Path(resume) / COMPLETE_MARKER):
         yield f"checkpoint.resume: {resume} is no complete checkpoint (a step_N folder that holds {COMPLETE_MARKER})"
     sections = {key.partition(".")[0] for key in IDENTITY_KEYS}
     compared = [*IDENTITY_DIGESTS, *IDENTITY_SECTIONS, *IDENTITY_KEYS, *sorted(sections)]
@@ -319,7 +355,7 @@ def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
         yield from _check_quantization(config, model)
     if command == "sft":
         return
-    limit = _position_limit(model)
+    limit = position_limit(model)
     if limit is not None and config.engine.max_model_len > limit:
         yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
     if config.lora.engines_apply and "num_experts" in model and resolve_device(config) == "cpu":
@@ -349,24 +385,3 @@ def _check_quantization(config: TrainConfig, model: dict[str, Any]) -> Iterator[
         yield f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
     if model.get("quantization_config"):
         yield f"model.path: {config.model.path} is quantised, and cannot be trained: name the model it was made from"
-
-
-def _position_limit(model: dict[str, Any]) -> int | None:
-    positions = model.get("max_position_embeddings")
-    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    if positions is None or rope.get("rope_type", rope.get("type")) not in _STRETCHING_ROPES:
-        return positions
-    return int(rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1.0))
-
-
-def _config_from_hub(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split()[:12])
-        raise UserError(
-            f"model.path: {name} is neither a folder nor to be had from the Hugging Face hub ({reason})"
-        ) from error

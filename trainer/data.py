@@ -87,7 +87,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     path = model.tokenizer or model.path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # Transformers reads the user's files as they come
         raise UserError(f"no tokenizer can be loaded from {path}: {_one_line(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # harmless: masks go by position
@@ -139,16 +139,26 @@ def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
         if not source.is_file():
             rows = datasets.load_dataset(path, subset, split=split)
         elif kind := _FILE_KINDS.get(source.suffix):
+            if kind == "json":
+                _check_rows(source)
             rows = datasets.load_dataset(kind, data_files={split.partition("[")[0]: path}, split=split)
         else:
             raise UserError(f"{path} is neither jsonl nor parquet, to judge by its name")
     except StopIteration as error:  # how an empty file shows
         raise UserError(f"{path} holds no rows") from error
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} (split {split}) cannot be read: {_one_line(error.__cause__ or error)}") from error
     if len(rows) == 0:
         raise UserError(f"{path} (split {split}) holds no rows")
     return rows
+
+
+def _check_rows(file: Path) -> None:
+    """Raise UserError where a line is null: pyarrow 26 may crash on it (https://github.com/apache/arrow/issues/47409)."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip() == b"null":
+                raise UserError(f"{file}: line {number} is null, but should be a row: leave it out")
 
 
 def _prepare(
@@ -223,12 +233,10 @@ def prompt_messages(row: dict[str, Any], config: DataConfig) -> list[dict[str, A
 
 
 def _apply_template(messages: list[dict[str, Any]], config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> str:
-    from jinja2 import TemplateError
-
     settings = {"add_generation_prompt": True, **config.chat_template_kwargs}
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **settings))
-    except TemplateError as error:
+    except Exception as error:  # a template is a program
         raise ValueError(f"does not suit the chat template: {_one_line(error)}") from error
 
 

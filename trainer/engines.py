@@ -66,9 +66,11 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
     engine = VllmAsyncGenerationWorker(engine_settings(config, on_cuda))
     try:
         thread.run(engine.start(), config.engine.start_timeout_s, f"starting the engine for {config.model.path}")
+    except (ValueError, TimeoutError) as error:  # what vLLM says of settings it does not take
+        stop_engine(Leader(engine, thread))
+        raise UserError(f"the engine does not start with these settings of engine and model: {error}") from error
     except BaseException:
-        engine.close()
-        thread.close()
+        stop_engine(Leader(engine, thread))
         raise
     return Leader(engine, thread)
 

@@ -112,7 +112,7 @@ def _checked(key: str, make: Callable[[], T]) -> T:
         return make()
     except UserError:
         raise
-    except Exception as error:  # the user's constructor may raise anything
+    except (Exception, SystemExit) as error:  # the user's constructor may raise anything
         raise UserError(f"{key}: {error}") from error
 
 

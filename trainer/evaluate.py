@@ -150,7 +150,7 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
         assert leader is not None  # as there are no other ranks
         leader.engine.state.adopt_checkpoint(0)
         answers = evaluation.answers(leader)
-    except ValueError as error:  # a model that vLLM does not take
+    except (UserError, ValueError) as error:  # a model that vLLM does not take
         print(f"hotbunk: {error}", file=sys.stderr)
         return 2
     finally:

@@ -16,10 +16,11 @@ from generation.settings import EngineSettings
 from generation.worker_async import VllmAsyncGenerationWorker
 from trainer import lifetime
 from trainer.config import ModelConfig
-from trainer.config_checks import gpu_visible, model_config
+from trainer.config_checks import gpu_visible
 from trainer.data import load_tokenizer
 from trainer.engines import end_token_ids
 from trainer.errors import UserError
+from trainer.model_file import model_config
 
 LONGEST = 4096  # tokens of a conversation, where the model allows as many
 _SPARE = 512  # tokens: vLLM rounds up to blocks, and keeps one for itself

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import TrainConfig
 from trainer.config_checks import IDENTITY_KEYS, IDENTITY_SECTIONS
+from trainer.errors import shortened
 from trainer.policy.loading import resolve_folder
 
 _FLEETING = ("_name_or_path", "transformers_version")  # what saving a model again changes in its config.json
@@ -74,7 +75,7 @@ def _section(key: str) -> str:
 
 
 def _shown(identity: Identity, key: str) -> str:
-    return json.dumps(identity[key]) if key in identity else "unknown"
+    return shortened(json.dumps(identity[key]), 50) if key in identity else "unknown"
 
 
 def _digest(content: bytes) -> str:

@@ -4,12 +4,14 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.errors import UserError, shown
+from trainer.lifetime import Interrupted
 
 
 def load_object(spec: str) -> Any:
@@ -19,13 +21,16 @@ def load_object(spec: str) -> Any:
     """
     home, colon, name = spec.rpartition(":")
     if not colon or not home or not name.isidentifier():
-        raise UserError(f"{spec!r} names nothing that can be imported: write pkg.mod:Name or path/file.py:Name")
+        raise UserError(f"{shown(spec)} names nothing that can be imported: write pkg.mod:Name or path/file.py:Name")
     try:
         module = _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
     except FileNotFoundError as error:
-        raise UserError(f"{spec!r} cannot be loaded: {error}") from error
-    except (Exception, SystemExit) as error:  # whatever the user's module does while it is imported
-        raise UserError(f"{spec!r} cannot be loaded: importing it raised {type(error).__name__}: {error}") from error
+        raise UserError(f"{shown(spec)} cannot be loaded: {error}") from error
+    except Interrupted:
+        raise
+    except BaseException as error:  # whatever the user's module does while it is imported, KeyboardInterrupt included
+        reason = f"importing it raised {type(error).__name__}: {error}"
+        raise UserError(f"{shown(spec)} cannot be loaded: {reason}") from error
     if not hasattr(module, name):
         close = difflib.get_close_matches(name, [known for known in vars(module) if not known.startswith("_")], n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
@@ -35,7 +40,7 @@ def load_object(spec: str) -> Any:
 
 def _load_file(path: Path) -> ModuleType:
     """Import a file under a name of its own, registered so that what it defines can be pickled."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no file {path}")
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=4).hexdigest()
     name = f"{path.stem}_{digest}"

@@ -15,7 +15,15 @@ from generation.sampling import NotFiniteError, SamplingSettings
 from generation.trajectory import Trajectory
 from sharding.collectives import agreed, all_reduce_sum, rank, world_size
 from trainer import lifetime
-from trainer.assembly import build_models, build_sharding, check_teacher, make_run_tracker, rank_device, resume
+from trainer.assembly import (
+    build_models,
+    build_sharding,
+    check_model,
+    check_teacher,
+    make_run_tracker,
+    rank_device,
+    resume,
+)
 from trainer.config import TrainConfig
 from trainer.data import Prompt, load_prompts, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
@@ -62,6 +70,7 @@ class RLTrainer:
         device = rank_device(config)
         self.screen = Progress(config.run.steps, enabled=rank() == 0)
         self.tokenizer = load_tokenizer(config.model)
+        check_model(config)
         check_teacher(config, self.tokenizer)
         self.episodes = EpisodePlan(config, self.tokenizer)
         data = self.episodes.data

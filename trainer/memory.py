@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from trainer.machine import host_gib
+
 _GIB = 1024**3
 
 
@@ -29,7 +31,7 @@ def device_total_gib(cuda: bool) -> float:
     """What a CUDA device has, or else this machine, in GiB."""
     if cuda:
         return torch.cuda.mem_get_info()[1] / _GIB
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
+    return host_gib()
 
 
 class MemoryMeter:

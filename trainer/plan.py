@@ -11,6 +11,7 @@ from rich.table import Table
 from trainer.config import TrainConfig, load_config
 from trainer.config_checks import find_problems, gpu_visible, resolve_device
 from trainer.errors import UserError
+from trainer.machine import rank_count
 from trainer.memory import device_total_gib
 from trainer.memory_plan import GIB, answers_per_update, engine_parts, longest, model_sizes, trainer_parts
 from trainer.progress import make_console
@@ -18,19 +19,19 @@ from trainer.progress import make_console
 
 def main(arguments: argparse.Namespace) -> int:
     """Show the plan, then raise UserError with what stands against it, if anything does."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) if arguments.ranks is None else arguments.ranks
+    ranks = rank_count(os.environ) if arguments.ranks is None else arguments.ranks
     if ranks < 1:
         raise UserError("--ranks must be at least 1")
     config = load_config(arguments.recipe, arguments.overrides)
     problems = find_problems(config, "train", os.environ | {"WORLD_SIZE": str(ranks)})
     if any(problem.startswith("model.path") for problem in problems):
-        raise UserError("\n".join(problems))  # nothing can be worked out without the model's sizes
+        raise UserError(*problems)  # nothing can be worked out without the model's sizes
     total = arguments.device_gib or device_total_gib(resolve_device(config) == "cuda" and gpu_visible())
     console = make_console()
     console.print(batch_table(config, ranks))
     console.print(memory_table(config, ranks, total))
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
     return 0
 
 

@@ -187,7 +187,7 @@ def _fenced(text: str) -> str:
 def _recipe(recipe: dict[str, Any]) -> str:
     if not recipe:
         return ""
-    required = {"model": {"path": ""}, "data": {"path": ""}}
+    required = {"model": {"path": "-"}, "data": {"path": "-"}}
     default = TrainConfig.model_validate(required).model_dump(mode="json")
     changed = {
         section: kept

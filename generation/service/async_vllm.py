@@ -19,7 +19,7 @@ from .prompt_forms import prompt_dictionaries, sampling_for_each
 from .replicas import Replica, gpu_count, make_replicas
 from .results import answer_or_error, answers, results_of, wait_for_answers, wait_until_started
 from .settings import as_settings, of_replicas, require_vllm, resolve, start_timeout
-from .weights import WeightUpdates
+from .weights import NO_DEVICE_LEFT, WeightUpdates
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -120,7 +120,11 @@ class AsyncVLLM(WeightUpdates):
             log.warning("AsyncVLLM %s is launched already", self.service_id)
             return
         timeout = start_timeout()
-        each = of_replicas(self.settings, self.num_replicas, gpu_count(self.backend), self.backend == "local")
+        gpus = gpu_count(self.backend)
+        each = of_replicas(self.settings, self.num_replicas, gpus, self.backend == "local")
+        self._taken = {index for own in each for index in own.device_indices} if self.backend == "local" else set()
+        if gpus and len(self._taken) == gpus:
+            log.warning("%s: new weights can come by load_weights_from_storage only", NO_DEVICE_LEFT)
         self._thread = EngineThread(f"async-vllm-{self.service_id}")
         starts: list[Future[Any]] = []
         try:

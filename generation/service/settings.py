@@ -132,14 +132,16 @@ def of_replicas(settings: EngineSettings, num_replicas: int, gpus: int, shared: 
 
     Args:
         settings: their `device_indices`, if there are any, are dealt out, and all must be used.
-        gpus: devices there are to deal out where `settings` names none; 0 for the CPU.
+        gpus: devices there are to deal out where `settings` names none, from the last one on, since the caller's own
+            is mostly the first, and NCCL cannot bring weights from a device to itself; 0 for the CPU.
         shared: replicas are processes of one machine. Otherwise each has devices of its own, numbered from 0.
 
     Raises:
         ValueError: more devices are needed than there are.
     """
     size = gpus_per_replica(settings)
-    devices = settings.device_indices or tuple(range(gpus))
+    spare = max(0, gpus - size * num_replicas)
+    devices = settings.device_indices or tuple(range(spare, gpus))
     if not devices:
         cores = sorted(os.sched_getaffinity(0))
         bound = tuple(cores[k % len(cores)] for k in range(size)) if size > 1 else ()

@@ -18,6 +18,8 @@ from .settings import gpus_per_replica
 if TYPE_CHECKING:
     import torch
 
+NO_DEVICE_LEFT = "every GPU of this machine has an engine, and NCCL cannot join two processes on one"
+
 UPDATE_SECONDS = 300.0
 """Longest single wait of an update: for requests in flight to end, for a worker, for a bucket."""
 
@@ -53,6 +55,7 @@ class WeightUpdates:
     _require_launched: Callable[[str], None]
 
     def __init__(self) -> None:
+        self._taken: set[int] = set()  # devices of this machine that have an engine
         self._sender: Any = None
         self._source: _CurrentSource | None = None
 
@@ -160,10 +163,8 @@ class WeightUpdates:
         if self._sender is not None and self._source is not None:
             self._source.source = source
             return self._sender
-        import torch
-
         self._source = _CurrentSource(source)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = self._sending_device()
         settings = _sharding("sending:SyncSettings")(timeout=UPDATE_SECONDS)
         workers = len(self.actors) * gpus_per_replica(self.settings)
         self._sender = _sharding("collective:CollectiveSender")(
@@ -173,6 +174,18 @@ class WeightUpdates:
         self._sender.connect(calls)
         results_of(calls, UPDATE_SECONDS, "joining the weights group")
         return self._sender
+
+    def _sending_device(self) -> "torch.device":
+        """A GPU that none of this machine's engines is on, the current one if it can be."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        current = torch.cuda.current_device()
+        free = [index for index in range(torch.cuda.device_count()) if index not in self._taken]
+        if not free:
+            raise RuntimeError(f"{NO_DEVICE_LEFT}: start fewer replicas, or use load_weights_from_storage")
+        return torch.device("cuda", current if current in free else free[0])
 
     def close_weights_group(self) -> None:
         """Stop listening for the engines; the next update makes a new group."""

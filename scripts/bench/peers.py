@@ -89,6 +89,7 @@ class Verl:
         """One update."""
         call = self.leader.thread.submit(self.leader.engine.call_workers("bench_verl"))
         staging = make_staging(self.plan.capacity, self.device)
+        staging.export()
         self.channel.send("memory", handle=staging.handle)
         self.channel.receive(TIMEOUT, "answer")
         for bucket in self.plan.buckets:

@@ -112,6 +112,7 @@ class Bench:
     def move(self) -> None:
         """What needs no engine."""
         staging, rounds = make_staging(self.plan.capacity, self.device), self.options.rounds
+        staging.export()
         room, messages = BUFFERS * self.plan.capacity, len(self.plan.buckets)
         with Reader(staging, self.device) as reader:
             times = seconds(lambda: reader.push(self.plan), rounds, self.device)

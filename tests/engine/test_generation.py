@@ -1,5 +1,6 @@
 """One engine by itself: what is asked for is what is sampled, and one bad request is nobody else's."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -12,8 +13,13 @@ from conftest import TinyModel
 
 from generation.rollout import RolloutSettings, rollout
 from generation.sampling import SamplingSettings, sample_seed
+from generation.settings import OWN_ARGUMENTS, EngineSettings, engine_argument_names
 from generation.trajectory import Trajectory
+from generation.vllm_compat import engine_arguments
 from sharding.manager import Leader
+from trainer import engines
+from trainer.config import TrainConfig
+from trainer.errors import UserError
 from trainer.learning.minibatches import to_sample
 
 PAD = 0
@@ -124,6 +130,23 @@ def test_an_error_while_scoring_ends_the_rollout(leader: Leader) -> None:
 def test_an_unknown_engine_argument_is_named(model: Path) -> None:
     with pytest.raises(ValueError, match=r"engine\.extra: vLLM .* has no engine argument no_such_thing"):
         start_engine(model, extra={"no_such_thing": 1})
+
+
+def test_settings_that_vllm_refuses_end_in_a_sentence(model: Path) -> None:
+    sections = {"model": {"path": str(model)}, "data": {"path": "d"}, "engine": {"extra": {"block_size": "many"}}}
+    with pytest.raises(
+        UserError, match="the engine does not start with these settings of engine and model: .*block_size"
+    ):
+        engines.start_engine(TrainConfig.model_validate(sections), on_cuda=False)
+
+
+def test_vllms_arguments_are_known_without_its_import() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert engine_argument_names() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    free = {"disable_log_stats", "enable_chunked_prefill", "enable_prefix_caching", "max_num_batched_tokens"}
+    ours = engine_arguments(EngineSettings("m", 64, lora_rank=8)).keys() - free - {"use_tqdm_on_load"}
+    assert ours <= OWN_ARGUMENTS.keys()
 
 
 def test_the_callers_environment_is_as_it_was(leader: Leader) -> None:

@@ -452,6 +452,7 @@ def send(policy: HfPolicy, link: Link) -> None:
     source = source_of(policy)
     plan = BucketPlan(source.parameters(), 1 << 18)
     staging = make_staging(plan.capacity, policy.device)
+    staging.export()
     try:
         announce(link, source.parameters(), version=7)
         push(source, plan, staging, link, "bucket", itertools.count(1))

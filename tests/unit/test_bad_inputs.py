@@ -80,7 +80,7 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "unknown option": (nothing, ["--dryrun"], "unrecognized arguments: --dryrun"),
     "override without value": (nothing, ["--run.steps"], "--run.steps needs a value"),
     "wrong type": (nothing, ["--run.steps", "many"], "run.steps is 'many', but should be a valid integer"),
-    "negative learning rate": (nothing, ["--policy.lr=-1e-5"], "policy.lr is -1e-05, but should be greater than 0"),
+    "negative learning rate": (nothing, ["--policy.lr=-1e-5"], "policy.lr is -1e-05, but should be at least 1e-20"),
     "unknown backend": (
         nothing,
         ["--policy.backend", "megatron"],

@@ -58,7 +58,7 @@ def test_p19_the_same_run_goes_on_whatever_machine_and_length_it_has(model: Path
         ({"run": {"seed": 3}}, "run.seed = 0 (now 3)"),
         (
             {"reward": {"functions": [{"name": "numeric_match"}]}},
-            'reward.functions = [{"name": "exact_match", "weight"',
+            'reward.functions = [{"name": "exact_match",',
         ),
     ],
 )

@@ -44,7 +44,7 @@ def test_c13_a_section_includes_a_file_of_its_own_relative_to_it(tmp_path: Path)
 
 def test_c13_a_cycle_is_named_from_end_to_end(tmp_path: Path) -> None:
     recipe = write(tmp_path, a="includes: [b.yaml]\n", b="includes: [c.yaml]\n", c="includes: [./a.yaml]\n")
-    with pytest.raises(UserError, match=r"a\.yaml includes .*b\.yaml includes .*c\.yaml includes .*a\.yaml"):
+    with pytest.raises(UserError, match=r"a\.yaml includes b\.yaml includes c\.yaml includes a\.yaml"):
         load_config(recipe, [])
 
 

@@ -1,8 +1,11 @@
 """Memory that is given back and filled again: every tensor is as it was, and nothing is copied or kept needlessly."""
 
+import gc
+
+import pytest
 import torch
 
-from trainer.policy.offload import Offload, ShiftMemory
+from trainer.policy.offload import Offload, ShiftMemory, host_buffers
 
 
 def sizes(*tensors: torch.Tensor) -> list[int]:
@@ -61,3 +64,40 @@ def test_what_goes_and_when_is_the_recipe_s() -> None:
         assert sizes(state, weights) == [8 - expected[0], 4 - expected[1]]
         memory.restore()
         assert state.tolist() == [1, 1] and weights.tolist() == [1]
+
+
+def test_page_locked_memory_is_one_allocation_of_the_sum_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: dict[int, int] = {}
+
+    class Runtime:
+        """What CUDA's runtime does to memory that it is shown."""
+
+        def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+            assert flags == 0 and pointer not in locked
+            locked[pointer] = nbytes
+            return 0
+
+        def cudaHostUnregister(self, pointer: int) -> int:
+            del locked[pointer]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    sizes = [33_947_648 // 64, 3, 512, 70_001]
+    buffers = host_buffers(sizes, page_locked=True)
+    assert [buffer.nbytes for buffer in buffers] == sizes
+    [nbytes] = locked.values()
+    assert sum(sizes) <= nbytes < sum(sizes) + 512 * len(sizes), "not powers of two"
+    for number, buffer in enumerate(buffers):
+        buffer.fill_(number)
+    assert [int(buffer.long().sum()) for buffer in buffers] == [n * size for n, size in enumerate(sizes)], "apart"
+    last = buffers.pop()
+    del buffers, buffer
+    gc.collect()
+    assert locked, "one of them is in use"
+    del last
+    gc.collect()
+    assert not locked
+    host_buffers([7], page_locked=False)
+    host_buffers([], page_locked=True)
+    assert not locked

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from generation.service import settings as service_settings
 from generation.service.async_vllm import AsyncVLLM, make_async_vllm_engine
@@ -233,6 +234,7 @@ def test_a_float32_head_is_vllms_head_dtype() -> None:
 def test_t20_devices_are_dealt_out() -> None:
     pair = settings(tensor_parallel_size=2)
     assert [s.device_indices for s in of_replicas(pair, 2, 4, shared=True)] == [(0, 1), (2, 3)]
+    assert [s.device_indices for s in of_replicas(pair, 2, 6, shared=True)] == [(2, 3), (4, 5)]
     assert [s.device_indices for s in of_replicas(pair, 2, 8, shared=False)] == [(0, 1), (0, 1)]
     own = dataclasses.replace(pair, device_indices=(7, 6, 5, 4))
     assert [s.device_indices for s in of_replicas(own, 2, 0, shared=True)] == [(7, 6), (5, 4)]
@@ -242,6 +244,19 @@ def test_t20_devices_are_dealt_out() -> None:
         of_replicas(pair, 2, 3, shared=True)
     with pytest.raises(ValueError, match="1 replicas of 2 devices each need 2 devices, not 4"):
         of_replicas(own, 1, 0, shared=True)
+
+
+def test_weights_are_sent_from_a_gpu_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = AsyncVLLM(settings(), 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for current, taken, expected in [(0, {1, 2}, 0), (2, {1, 2}, 0), (1, {0}, 1), (0, set(), 0)]:
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        service._taken = taken
+        assert service._sending_device() == torch.device("cuda", expected)
+    service._taken = {0, 1, 2}
+    with pytest.raises(RuntimeError, match="every GPU of this machine has an engine.*use load_weights_from_storage"):
+        service._sending_device()
 
 
 def test_t33_ranks_of_the_workers() -> None:

@@ -82,6 +82,38 @@ class RecordingManager(ShardingManager):
         self._in_place = True
 
 
+def test_a_worker_reads_shared_weights_only_after_the_trainer_s_stream_has_written_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA an optimizer step returns before its kernels have run, and the worker is another process."""
+    events: Events = []
+    manager = RecordingManager(events, tmp_path, plain=True, shared=True)
+    manager._device, manager._in_place = torch.device("cuda", 3), True
+
+    def stream(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: events.append(f"trainer's stream on {device} is done"))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+
+    class RecordingLink:
+        error = None
+
+        def post(self, kind: str, **fields: Any) -> None:
+            events.append(kind)
+
+        def collect(self) -> dict[str, Any]:
+            return {}
+
+        def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
+            events.append(kind)
+            return {}
+
+    check = SimpleNamespace(request=None, expect=lambda views: None, different=lambda held: [])
+    manager._send(RecordingLink(), 3, check)  # type: ignore[arg-type]
+    manager.close()
+    assert events == ["begin", "trainer's stream on cuda:3 is done", "in_place", "finish"]
+
+
 @pytest.mark.parametrize("plain", [True, False], ids=["weights compared", "probed"])
 def test_p1_the_trainer_leaves_before_the_engine_comes_and_returns_after_it_went(tmp_path: Path, plain: bool) -> None:
     events: Events = []

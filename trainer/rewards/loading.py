@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.errors import UserError, shown
 from trainer.importing import load_object
 from trainer.rewards.functions import BUILTINS, EXTRACTORS
 
@@ -81,13 +81,16 @@ def _find(name: str) -> Any:
 def _construct(name: str, cls: type, kwargs: dict[str, Any]) -> Any:
     try:
         return cls(**kwargs)
-    except Exception as error:  # whatever the user's constructor raises
-        raise UserError(f"reward {name!r} cannot be set up with kwargs {kwargs}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's constructor raises
+        raise UserError(f"reward {name!r} cannot be set up with kwargs {shown(kwargs)}: {error}") from error
 
 
 def _keywords(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> frozenset[str]:
     """Which of OFFERED to pass; raises UserError unless completion, these and kwargs are what the function takes."""
-    parameters = list(inspect.signature(function).parameters.values())
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:  # some of C's, which do not tell
+        raise UserError(f"reward {name!r} does not say what it takes: wrap it in a function of yours") from error
     if parameters and parameters[0].kind in _POSITIONAL:
         parameters = parameters[1:]
     elif not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):

@@ -1,0 +1,163 @@
+"""Staging over a fake of torch's CUDA IPC that counts users as torch does: every export is opened, closed and freed."""
+
+import ctypes
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from sharding import channel as channels
+from sharding.receiving import StagingCarrier
+from sharding.transport import CudaIpcStaging, stamp
+
+CPU = torch.device("cpu")
+NBYTES = 64
+
+
+class FakeIpc:
+    """torch's bookkeeping (torch/csrc/CudaIPCTypes.cpp) over memory of this process.
+
+    An exported storage has a counter that begins at 1. Dropping an opened one takes 1 off; it is unsigned, and only 0
+    lets the sender free the memory. What the sender drops before stays in limbo until it collects.
+    """
+
+    def __init__(self) -> None:
+        self.counters: dict[bytes, int] = {}
+        self.places: dict[bytes, int] = {}
+        self.limbo: set[bytes] = set()
+        self._blocks: list[Any] = []
+        self.exports = self.opens = self.closes = 0
+
+    def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        self.exports += 1
+        name = b"/export/%d" % self.exports
+        self.counters[name] = 1
+        self.places[name] = storage.data_ptr()
+        weakref.finalize(storage, self.limbo.add, name)
+        return (0, b"handle of " + name, storage.nbytes(), 0, name, 0, b"event", True)
+
+    def open(
+        self, device: int, handle: bytes, nbytes: int, offset: int, name: bytes, at: int, event: bytes, wait: bool
+    ) -> torch.UntypedStorage:
+        assert type(handle) is type(name) is type(event) is bytes and isinstance(wait, bool)
+        assert self.counters[name] == 1, "an export can be opened once"
+        self.opens += 1
+        memory = (ctypes.c_char * nbytes).from_address(self.places[name])
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        weakref.finalize(storage, self._close, name)
+        return storage
+
+    def _close(self, name: bytes) -> None:
+        self.closes += 1
+        self.counters[name] = (self.counters[name] - 1) % 2**64
+
+    def collect(self) -> None:
+        self.limbo -= {name for name in self.limbo if self.counters[name] == 0}
+
+    def empty(self, size: int, dtype: torch.dtype = torch.uint8, device: object = None) -> torch.Tensor:
+        """Device memory; the device keeps its blocks."""
+        if not size:
+            return torch.tensor([], dtype=dtype)
+        self._blocks.append(ctypes.create_string_buffer(size))
+        return torch.frombuffer(self._blocks[-1], dtype=dtype)
+
+    def assert_all_is_freed(self) -> None:
+        gc.collect()
+        self.collect()
+        assert self.exports == self.opens == self.closes
+        assert not self.limbo
+
+
+@pytest.fixture
+def ipc(monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
+    fake = FakeIpc()
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: fake.share(storage), raising=False)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", fake.open, raising=False)
+    monkeypatch.setattr(torch, "empty", fake.empty)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", fake.collect)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return fake
+
+
+class Script:
+    """A channel that says what it was told to, through the real packing."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+        self.answers: list[str] = []
+
+    def say(self, kind: str, **fields: Any) -> None:
+        self.messages.append(channels.pack(kind, session=1, **fields))
+
+    def receive(self, timeout: float, waiting_for: str) -> dict[str, Any]:
+        return channels.unpack(self.messages.pop(0), waiting_for)
+
+    def send(self, kind: str, **fields: Any) -> None:
+        self.answers.append(kind)
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def carrier(script: Script) -> StagingCarrier:
+    """Of a worker on CUDA, so that it collects as it would there."""
+    carrier = StagingCarrier(script, torch.device("cuda", 0))  # type: ignore[arg-type]
+    carrier.start(1, 5)
+    return carrier
+
+
+def announce(staging: CudaIpcStaging, script: Script, number: int) -> None:
+    stamp(staging.buffers[number % 2], number)
+    script.say("bucket", handle=staging.handle, buffer=number % 2, nbytes=NBYTES - 8, stamp=number)
+
+
+def test_a_whole_update_opens_and_closes_each_export_once(
+    ipc: FakeIpc, script: Script, carrier: StagingCarrier
+) -> None:
+    staging = CudaIpcStaging(NBYTES, CPU)
+    staging.export()
+    staging.export()
+    for number in range(4):
+        announce(staging, script, number)
+        carrier.bucket(carrier.next())
+    script.say("end", close=True)
+    carrier.leave(carrier.next())
+    staging.close()
+    assert (carrier.opened, carrier.closed, ipc.exports) == (1, 1, 2)
+    ipc.assert_all_is_freed()
+
+
+def test_staging_that_nobody_will_open_is_freed_at_once(ipc: FakeIpc) -> None:
+    staging = CudaIpcStaging(NBYTES, CPU)
+    staging.close()
+    assert ipc.exports == 0
+    ipc.assert_all_is_freed()
+
+
+def test_a_bucket_that_fails_in_the_loader_leaves_nothing_mapped(
+    ipc: FakeIpc, script: Script, carrier: StagingCarrier
+) -> None:
+    staging = CudaIpcStaging(NBYTES, CPU)
+    staging.export()
+    announce(staging, script, 0)
+
+    def load(buffer: torch.Tensor) -> None:
+        view = buffer[8:24]
+        try:
+            view.view(3, 7)
+        except RuntimeError as error:
+            raise ValueError("this weight does not fit") from error
+
+    try:
+        load(carrier.bucket(carrier.next()))
+    except ValueError as error:
+        carrier.fail(error)
+        assert ipc.closes == 2, "closed before the trainer is told so"
+    assert script.answers == ["failed"] and carrier.closed == 1
+    staging.close()
+    ipc.assert_all_is_freed()
