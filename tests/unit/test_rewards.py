@@ -181,10 +181,13 @@ def test_a_call_whose_process_is_killed_from_outside_is_made_once_more(rogue: st
 
 
 def test_a_sum_that_is_too_large_cannot_be_a_reward(rogue: str) -> None:
-    """Each by itself is finite: 1e30 times its weight, and two of 3e38 together."""
-    large, product = 3e38, RewardFunction(name=rogue, weight=1e10, kwargs={"factor": 1e30})
+    """Each by itself is finite: 1e35 times its weight, and two of 3e38 together."""
+    large, product = 3e38, RewardFunction(name=rogue, weight=1e5, kwargs={"factor": 1e35})
     twice = [RewardFunction(name=rogue, kwargs={"factor": large})] * 2
-    for functions, sentence in (([product], "rogue times its weight is 1e+40"), (twice, "the sum of all is 6e+38")):
+    for functions, sentence in (
+        ([product], f"rogue times its weight is {1e5 * 1e35}"),
+        (twice, "the sum of all is 6e+38"),
+    ):
         with RewardPool(RewardConfig(functions=functions, workers=1)) as pool:
             (result,) = score(pool, "good")
         assert (result.reward, result.unusable) == (0.0, True)
