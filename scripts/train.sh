@@ -51,4 +51,6 @@ WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check || ex
 # Ranks that have not ended this long after SIGTERM are killed. They end themselves, some seconds after checkpoint.grace_s;
 # torchrun must only not be quicker. A variable, as older torchruns know no such flag.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+# The ranks end with their launcher, which has the number of this process.
+export HOTBUNK_LAUNCHER=$$
 exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$ranks" -m trainer "$command" "$@"

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -19,6 +19,9 @@ from trainer.config import RolloutConfig, TrainConfig, known_keys, load_config, 
 from trainer.config_checks import check_config
 from trainer.errors import UserError
 from trainer.rewards import RewardPool
+
+if TYPE_CHECKING:
+    from trainer.run_lock import RunLock
 
 _TRAINING = {"train": "trainer.loop", "sft": "trainer.sft"}
 _OTHERS = {
@@ -62,9 +65,17 @@ def _train(arguments: argparse.Namespace) -> int:
         print(to_yaml(config), end="")
         return 0
     from trainer import lifetime
+    from trainer.run_lock import RunLock
 
-    lifetime.start_guardian()  # before anything that starts processes or takes long
-    return lifetime.run(lambda: _reporting(lambda: import_module(_TRAINING[arguments.command]).main(config) or 0))
+    lock = RunLock(config.run.folder)
+    lifetime.start_guardian(lock.descriptor)  # before anything that starts processes or takes long
+    return lifetime.run(lambda: _reporting(lambda: _train_locked(config, lock, arguments.command)))
+
+
+def _train_locked(config: TrainConfig, lock: "RunLock", command: str) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        lock.take(config.checkpoint.grace_s + 60)  # one that has been asked to end may take so long
+    return import_module(_TRAINING[command]).main(config, lock) or 0
 
 
 def check_rollout(config: TrainConfig) -> None:

@@ -1,61 +1,106 @@
-"""The process that outlives a rank by a moment: it waits until the rank is gone, then removes what that left behind.
+"""What outlives a rank by a moment: two processes above it that wait for its end, and then end what it has left behind.
 
-Run by `lifetime.start_guardian` as `python -I -S guardian.py PIDFD SESSION TOKEN FOLDER NAME`, in a session of its own:
-neither Ctrl-C nor a launcher that kills the rank's session reaches it. It uses the standard library only: it starts in
-some 30 ms and must work while the rank is still importing torch.
+    launcher ── outer guardian ── inner guardian ── rank ── engine, workers, and whatever these start
 
-What belongs to the rank is found by two marks that children inherit: TOKEN in the environment (every process that was
-exec'd), and, where the rank leads a session, that SESSION (also children that were only forked). Neither is lost when a
-process is orphaned, as a parent id is.
+`lifetime.start_guardian` turns the process that the launcher started into the outer guardian; the inner one is its
+child, and the rank goes on as that one's child. Both run this file as
+
+    python -I -S guardian.py CHILD PARENT FOLDER NAME
+
+with the number of the process below, of the one above (0: any), the rank's private folder, and a name for messages.
+Each hands signals on to its child and ends with its child's exit code or signal, so that the launcher sees the rank.
+
+Both are subreapers (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent becomes their child. So they find all
+of them, whatever session, process group or environment these have made for themselves, and know when none is left. If
+the inner guardian is killed, the kernel kills the rank, and the outer one cleans up; if the outer one is killed, the
+inner one kills the rank and cleans up.
+
+The standard library only: this starts in some 30 ms, while the rank is still importing torch.
 """
 
+import fcntl
 import os
-import select
+import re
+import resource
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LOOK_SECONDS = 1.0  # between looks into the rank's folder
+HANDED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+PARENT_GONE = signal.SIGUSR1  # what the kernel sends the inner guardian at the outer one's death
+WAITED_FOR = HANDED_ON | {signal.SIGCHLD, PARENT_GONE}
+LOOK_SECONDS = 1.0  # between looks at the rank's shared memory
 POLITE_SECONDS = 2.0  # between SIGTERM and SIGKILL: vLLM and W&B's service tidy up in less
 TRACKER_SECONDS = 5.0  # for multiprocessing's resource tracker, which ends by itself once its users are gone
 GIVE_UP_SECONDS = 60.0  # a process that cannot be killed (stuck in the kernel) must not keep the guardian
+LOCK = "lock"  # in the rank's folder: held by the rank and its guardians
+
+SHARED_MEMORY = Path("/dev/shm")
+# Names that multiprocessing, torch and vLLM make up, and nobody else.
+MADE_UP = re.compile(r"psm_[0-9a-f]{8}|torch_\d+_\d+_\d+|sem\.mp-\w{8}|vllm_dist_.+")
 
 
 def main() -> None:
-    """Wait for the rank to end, however it does, then kill its descendants and remove its folder."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    pidfd, session, token, path, name = sys.argv[1:]
-    folder, meetings = Path(path), set[str]()
-    gone = False
-    while not gone:
-        gone = bool(select.select([int(pidfd)], [], [], LOOK_SECONDS)[0])
-        meetings |= {meeting.name for meeting in folder.glob("vllm_dist_*")}
-    ended = end_all(int(session), token)
-    remove(folder, meetings)
+    """Wait for the child to end, however it does, then end all other descendants and remove the rank's folder."""
+    child, parent, folder, name = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would stop one process of many
+    status = watch(child, parent, folder)
+    note_shared_memory(folder, {})
+    ended = end_all()
+    remove(folder)
     if ended:
         print(f"[hotbunk] {name} is gone; ended what it left behind: {', '.join(sorted(ended))}", file=sys.stderr)
+    end_as(status)
 
 
-def end_all(session: int, token: str) -> set[str]:
-    """Ask every process of the rank to end, then kill until none is left. Returns the names of those it signalled."""
+def watch(child: int, parent: int, folder: Path) -> int:
+    """Hand signals on until `child` has ended; returns its status. Without `parent` the child is killed."""
+    looks: dict[str, int] = {}
+    while (status := reap(child)) is None:
+        if parent:
+            note_shared_memory(folder, looks)
+            if os.getppid() != parent:
+                os.kill(child, signal.SIGKILL)
+        # The child is not reaped before `reap` has said so: its number is still its own.
+        came = signal.sigtimedwait(WAITED_FOR, LOOK_SECONDS)
+        if came is not None and came.si_signo in HANDED_ON:
+            os.kill(child, came.si_signo)
+    return status
+
+
+def reap(child: int) -> int | None:
+    """Take note of the children that have ended; the status of `child` if it is one of them."""
+    status = None
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                status = ended[1]
+    return status
+
+
+def end_all() -> set[str]:
+    """Ask all descendants to end, then kill until none is left. Returns the names of those that were signalled."""
     start = time.monotonic()
     asked: dict[int, str] = {}
     while (age := time.monotonic() - start) < GIVE_UP_SECONDS:
-        found = belonging(session, token)
-        if not found:
-            break
-        for pid, handle in found.items():
+        found = descendants()
+        for pid, parent in found.items():
             number = signal_for(pid, age, asked=pid in asked, alone=len(found) == 1)
             if number is not None:
                 asked[pid] = f"{read(f'/proc/{pid}/comm').decode(errors='replace').strip()} ({pid})"
-                send(handle, number)
-        # Wake up when the first of them is gone; new ones may have appeared, so look again soon in any case.
-        select.select(list(found.values()), [], [], 0.1)
-        for handle in found.values():
-            os.close(handle)
+                send(pid, parent, number)
+        try:  # the orphaned are our children by now, so without children there are no descendants
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            break
+        # Wake up when a child ends; others may have appeared, so look again soon in any case.
+        signal.sigtimedwait({signal.SIGCHLD}, 0.1)
     return set(asked.values())
 
 
@@ -69,29 +114,26 @@ def signal_for(pid: int, age: float, *, asked: bool, alone: bool) -> signal.Sign
     return None if asked else signal.SIGTERM
 
 
-def belonging(session: int, token: str) -> dict[int, int]:
-    """The rank's processes: process id -> an open pidfd."""
-    found: dict[int, int] = {}
-    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
-        if pid != os.getpid() and belongs(pid, session, token):
-            try:
-                handle = os.pidfd_open(pid)
-            except ProcessLookupError:
-                continue
-            if belongs(pid, session, token):  # still: the id may have been given to another process before the open
-                found[pid] = handle
-            else:
-                os.close(handle)
+def descendants() -> dict[int, int]:
+    """The living processes below this one: number -> the parent's number. Zombies are left out."""
+    parents = {int(entry): parent_of(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    found, unseen = dict[int, int](), [os.getpid()]
+    while unseen:
+        parent = unseen.pop()
+        below = children.get(parent, [])
+        found |= dict.fromkeys(below, parent)
+        unseen += below
     return found
 
 
-def belongs(pid: int, session: int, token: str) -> bool:
-    """Whether a process, zombies left out, is in the session or carries the token."""
-    # After the command's closing parenthesis come state, parent, process group, session.
+def parent_of(pid: int) -> int:
+    """The parent of a living process; -1 when it has ended."""
+    # After the command's closing parenthesis come state and parent.
     fields = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    if not fields or fields[0] in (b"Z", b"X"):
-        return False
-    return int(fields[3]) == session or f"HOTBUNK_TOKEN={token}".encode() in read(f"/proc/{pid}/environ").split(b"\0")
+    return int(fields[1]) if fields and fields[0] not in (b"Z", b"X") else -1
 
 
 def read(path: str) -> bytes:
@@ -102,26 +144,88 @@ def read(path: str) -> bytes:
         return b""
 
 
-def send(handle: int, number: int) -> None:
-    """Signal the process behind a pidfd: never another one that has been given the same id since."""
-    try:
-        signal.pidfd_send_signal(handle, number)
-    except (ProcessLookupError, PermissionError):
-        return
+def send(pid: int, parent: int, number: int) -> None:
+    """Signal a descendant: never another process that has been given the same number since."""
+    with suppress(ProcessLookupError, PermissionError):
+        handle = os.pidfd_open(pid)
+        try:
+            if parent_of(pid) in (parent, os.getpid()):
+                signal.pidfd_send_signal(handle, number)
+        finally:
+            os.close(handle)
 
 
-def remove(folder: Path, meetings: set[str]) -> None:
-    """Delete the folder, the files that `lifetime.remove_at_end` linked to from it, and vLLM's shared memory.
+def note_shared_memory(folder: Path, looks: dict[str, int]) -> None:
+    """Link from the folder to shared memory that descendants use, for `remove`, here or in a later run.
 
-    On CPU, vLLM's tensor-parallel workers meet at a temporary file and name their shared memory after it; no tracker
-    knows of it. Workers that are asked to end may remove the file and leave the memory, so `meetings` is noted before.
+    Python's resource tracker removes what it knows of, if it is not killed as well. Of what vLLM's tensor-parallel
+    workers share on CPU, no tracker knows. `looks` says how often each name has been examined.
     """
+    new = [name for name in os.listdir(SHARED_MEMORY) if MADE_UP.fullmatch(name) and looks.get(name, 0) < 3]
+    if not new:
+        return
+    mapped = b"".join(read(f"/proc/{pid}/maps") for pid in descendants())
+    for name in new:
+        looks[name] = looks.get(name, 0) + 1  # whose process has yet to map it is looked at again
+        if f"{SHARED_MEMORY / name}\n".encode() in mapped:
+            with suppress(OSError):  # it is known, or there is no folder any more
+                (folder / f"remove-{name}").symlink_to(SHARED_MEMORY / name)
+
+
+def remove(folder: Path) -> None:
+    """Delete the folder and the files that are linked to from it."""
     for link in folder.glob("remove-*"):
-        Path(os.readlink(link)).unlink(missing_ok=True)
-    for meeting in meetings:
-        for memory in Path("/dev/shm").glob(f"{meeting}-*"):
-            memory.unlink(missing_ok=True)
+        with suppress(OSError):
+            Path(os.readlink(link)).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def lock_folder(folder: Path) -> int:
+    """Lock a new private folder; returns the descriptor, which whoever inherits it holds the lock with."""
+    fresh = folder / f"{LOCK}.new"  # renamed when it is locked: `sweep` looks at folders with a lock only
+    descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):  # a file system without locks: never swept
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fresh.rename(folder / LOCK)
+    return descriptor
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove what dead runs of this user have left in `parent`: folders whose lock nobody holds. Returns them."""
+    swept = []
+    for path in sorted(parent.glob("hotbunk-*")):
+        with suppress(OSError), _unused(path):
+            remove(path)
+            swept.append(path)
+    return swept
+
+
+@contextmanager
+def _unused(path: Path) -> Iterator[None]:
+    """Hold a folder's lock. Raises OSError if it is a link, somebody else's, without a lock, or in use."""
+    opened = []
+    try:
+        opened.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        if os.fstat(opened[0]).st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to somebody else")
+        opened.append(os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=opened[0]))
+        fcntl.flock(opened[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def end_as(status: int) -> None:
+    """End this process as the one with this status did."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core dump is enough
+        with suppress(OSError):  # SIGKILL and SIGSTOP have no handlers
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 if __name__ == "__main__":

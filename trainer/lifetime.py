@@ -2,7 +2,8 @@
 
 Three mechanisms, each for an ending the others cannot see:
 
-- the guardian (`guardian.py`), for a rank that is killed: vLLM's engine core has no death pipe and would live on;
+- two guardians above the rank (`guardian.py`), for a rank that is killed, and for each other: vLLM's engine core has no
+  death pipe and would live on;
 - a death signal from the kernel, for a torchrun launcher that is killed: its ranks would train on without it;
 - signal handlers with a deadline, for a rank that is asked to end while its main thread sits in a collective, where
   Python runs no handler. SIGTERM may be given a grace period before that (`hold_sigterm`), in which the run can save.
@@ -16,23 +17,25 @@ import os
 import secrets
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from trainer import guardian
+
 GRACE_SECONDS = 8.0  # from the signal to the forced exit; an orderly shutdown of vLLM takes up to 5
 _BASE_LIMIT = 40  # characters; a Unix socket's path has at most 107: up to 24 are our folder's name, 37 are vLLM's
 _SAME_REQUEST_SECONDS = 1.0  # Slurm and torchrun both forward a request; only what comes later is somebody's impatience
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _folder: Path | None = None
 _hold: "_Hold | None" = None
@@ -55,11 +58,15 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = 128 + number
 
 
-def start_guardian() -> Path:
-    """Make this process's private folder and start the guardian that outlives it. The first thing a rank does.
+def start_guardian(*kept: int) -> Path:
+    """Put two guardians above this process, and make its private folder. The first thing a rank does.
+
+    The process that was started becomes the outer guardian, and the caller goes on in a grandchild of it, in a session
+    of its own (see `guardian.py`). So call it while there is one thread. `kept` are descriptors that the guardians hold
+    open as long as they are there.
 
     The folder (mode 0700) is for sockets, vLLM's too, and becomes the place for temporary files, here and in all
-    children: what they leave there goes with it. Returns it.
+    children: what they leave there goes with it. Those of dead runs are removed. Returns it.
     """
     global _folder
     if _folder is not None:
@@ -67,32 +74,78 @@ def start_guardian() -> Path:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _die_with_launcher()
     shared = tempfile.gettempdir()
-    _folder = Path(tempfile.mkdtemp(prefix=f"hotbunk-{_rank()}-", dir=shared if len(shared) <= _BASE_LIMIT else "/tmp"))
-    session = os.getpid() if os.getsid(0) == os.getpid() else -1  # a shell's session holds more than this run
-    token = secrets.token_hex(16)
-    pidfd = os.pidfd_open(os.getpid())
-    script = str(Path(__file__).with_name("guardian.py"))
-    command = [sys.executable, "-I", "-S", script, str(pidfd), str(session), token, str(_folder), _name()]
-    # The environment is passed on without the token, or the guardian would hunt itself.
-    environment = {key: value for key, value in os.environ.items() if key != "HOTBUNK_TOKEN"}
-    subprocess.Popen(
-        command, pass_fds=[pidfd], env=environment, start_new_session=True, cwd="/",
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    os.close(pidfd)
-    os.environ["HOTBUNK_TOKEN"] = token
+    parent = shared if len(shared) <= _BASE_LIMIT else "/tmp"
+    guardian.sweep(Path(parent))
+    _folder = Path(tempfile.mkdtemp(prefix=f"hotbunk-{_rank()}-", dir=parent))
+    _go_below_guardians(_folder, (guardian.lock_folder(_folder), *kept))
     os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = tempfile.tempdir = str(_folder)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_{os.getuid()}")  # serves later runs
     return _folder
 
 
+def _go_below_guardians(folder: Path, kept: tuple[int, ...]) -> None:
+    """Fork twice: this process becomes the outer guardian, its child the inner one; return in the child's child."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Blocked signals wait for the guardians, which are exec'd and hand them on.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, guardian.WAITED_FOR)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    outer = os.getpid()
+    if inner := os.fork():
+        _become_guardian(inner, 0, folder, f"the guardian of {_name()}", kept)
+    os.setsid()  # neither Ctrl-C nor a launcher that kills the outer guardian's process group reaches it
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, guardian.PARENT_GONE)
+    inner = os.getpid()
+    if own := os.fork():
+        _become_guardian(own, outer, folder, _name(), kept)
+    os.setsid()
+    _die_with(inner)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _become_guardian(child: int, parent: int, folder: Path, name: str, kept: tuple[int, ...]) -> NoReturn:
+    """Go on as `guardian.py`, with no descriptors but standard error and those that are kept."""
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1):
+            os.dup2(null, descriptor)
+        for descriptor in {int(entry) for entry in os.listdir("/proc/self/fd")} - {0, 1, 2}:
+            with suppress(OSError):  # that of the list itself
+                os.set_inheritable(descriptor, descriptor in kept)
+        script = str(Path(__file__).with_name("guardian.py"))
+        os.chdir("/")
+        os.execv(sys.executable, [sys.executable, "-I", "-S", script, str(child), str(parent), str(folder), name])
+    finally:
+        os._exit(1)
+
+
 def _die_with_launcher() -> None:
     """Have the kernel kill this process when torchrun is gone. SIGKILL: whatever it does then, nobody waits for it."""
-    launcher = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != launcher:  # it died before the call above took effect
+    launcher = os.environ.get("HOTBUNK_LAUNCHER")  # by scripts/train.sh
+    _die_with(os.getppid())
+    if launcher is not None and int(launcher) not in _ancestors():  # it died while this process was being started
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent is gone."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above took effect
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ancestors() -> Iterator[int]:
+    """The processes above this one."""
+    pid = os.getppid()
+    while pid > 0:
+        yield pid
+        pid = guardian.parent_of(pid)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def private_folder() -> Path:

@@ -39,13 +39,19 @@ from trainer.policy.base import culprits
 from trainer.progress import Progress
 from trainer.rewards.pool import RewardPool
 from trainer.rollouts import Rollouts, StepAbandoned, answer_row
+from trainer.run_lock import RunLock
 from trainer.watchdog import Watchdog
 
 
-def main(config: TrainConfig) -> None:
-    """One rank's whole life: join the others, train, leave with them. What fails on one rank ends all."""
+def main(config: TrainConfig, lock: RunLock | None = None) -> None:
+    """One rank's whole life: join the others, train, leave with them. What fails on one rank ends all.
+
+    `lock` is that of the run's folder, which rank 0 has taken.
+    """
     # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
     init_process_group(max(config.run.first_step_deadline_s, config.run.step_deadline_s), config.run.device)
+    if lock is not None:
+        lock.share(rank(), world_size())
     with Watchdog(store(), rank(), world_size()) as watchdog:
         lifetime.install_signal_handlers(watchdog.current_phase)
         with ExitStack() as resources:

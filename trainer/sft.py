@@ -26,6 +26,7 @@ from trainer.errors import UserError
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
 from trainer.policy.attention import require_packing
 from trainer.policy.lora import save_adapter
+from trainer.run_lock import RunLock
 from trainer.tracking import NullTracker, make_tracker
 from trainer.watchdog import Watchdog
 
@@ -48,9 +49,14 @@ class Transcripts:
         return [self.samples[epoch_order(seed, epoch, length)[index]] for epoch, index in positions]
 
 
-def main(config: TrainConfig) -> None:
-    """Train `model.path` on the data for `sft.steps` steps and write the result to the run's folder, as `model`."""
+def main(config: TrainConfig, lock: RunLock | None = None) -> None:
+    """Train `model.path` on the data for `sft.steps` steps and write the result to the run's folder, as `model`.
+
+    `lock` is that of the run's folder, which rank 0 has taken.
+    """
     init_process_group(config.run.step_deadline_s, config.run.device)
+    if lock is not None:
+        lock.share(rank(), world_size())
     with Watchdog(store(), rank(), world_size()) as watchdog:
         lifetime.install_signal_handlers(watchdog.current_phase)
         with watchdog.phase("start-up", config.run.first_step_deadline_s):

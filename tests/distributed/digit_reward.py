@@ -1,6 +1,23 @@
-"""The reward function of the runs in `real_run`, which reward processes load by its path."""
+"""The reward functions of the runs in `real_run`, which reward processes load by its path."""
+
+import os
+import subprocess
 
 
 def many_digits(completion: str) -> float:
     """A reward that differs within almost every group of an untrained model."""
     return sum(ord(character) % 7 for character in completion) / 10
+
+
+class LeavesProcesses:
+    """The same, and the first call in each process starts another that bears no mark of the run, except its name."""
+
+    def __init__(self) -> None:
+        self._left = False
+
+    def __call__(self, completion: str) -> float:
+        if not self._left:
+            self._left = True
+            name = "0." + str(int(os.environ["HOTBUNK_TEST_RUN"], 16))  # for sleep it is part of a second
+            subprocess.Popen(["sleep", "10000", name], env={}, start_new_session=True)
+        return many_digits(completion)

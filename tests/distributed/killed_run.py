@@ -1,17 +1,23 @@
-"""A run that is killed again and again, and goes on each time: by hand twenty times, in the tests twice.
+"""A run that is killed, asked to end, and stopped at random, and goes on each time.
 
-    python tests/distributed/killed_run.py FOLDER [KILLS [STEPS [RANKS [SEED]]]]
+    python tests/distributed/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
 
-It trains a tiny model once without disturbance and once with SIGKILLs at random moments, of the launcher or of a random
-rank: while the run starts, while it samples, updates or writes a checkpoint. The end must be the same, bit for bit.
+It trains a tiny model once without disturbance, and once with signals to a random process (the launcher, a rank, an
+engine, a guardian, a reward worker) at a random moment, from the start to the export; what has ended is started again
+by the same command. 20 s after each end nothing of it may be left, and both runs must end alike, bit for bit.
 """
 
+import argparse
+import json
 import random
 import signal
+import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,49 +25,190 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
 from real_run import Run, differences, write_recipe  # noqa: E402
 
-START_SECONDS, STEP_SECONDS = 20.0, 0.5  # the longest that is waited within a start, and after a row
+MOMENTS = ("start", "engine start", "sync", "rollout", "update", "checkpoint", "export")
+VICTIMS = ("launcher", "rank", "engine", "guardian", "reward worker")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
+LONGEST_DELAY = {"start": 8.0, "engine start": 8.0}  # seconds from the moment's beginning; of the others:
+DELAY = 0.15
+END_SECONDS = 90.0  # from a signal to the launcher's end; a rank that is asked to end is given time to save
+STOPPED_SECONDS = 5.0
+REWARD = f"{ROOT}/tests/distributed/digit_reward.py:LeavesProcesses"
 
 
-def kill_at_random(run: Run, draw: random.Random) -> str:
-    """Kill the launcher or a rank, while the run starts or up to half a second after its first or second new row.
+@dataclass
+class Disturbance:
+    """A signal to be sent: to whom, and after how many more rows in which moment."""
 
-    Returns what was hit, and when; "" if the run had ended by then.
-    """
-    before, steps = len(run.rows()), draw.choice([0, 1, 1, 2])
-    delay = draw.uniform(0, STEP_SECONDS if steps else START_SECONDS)
-    began = time.monotonic()
-    while run.process.poll() is None and (len(run.rows()) < before + steps or not run.processes("trainer")):
-        time.sleep(0.02)
-    time.sleep(delay)
-    ranks = run.ranks() if run.process.poll() is None else []
-    victim = draw.choice(["launcher", "rank"]) if ranks else "launcher"
-    if run.process.poll() is not None:
-        return ""
-    (draw.choice(ranks) if victim == "rank" else run.process).send_signal(signal.SIGKILL)
-    return f"{victim} {time.monotonic() - began:6.1f} s after the start, {len(run.rows()) - before} rows on"
+    moment: str
+    victim: str
+    number: signal.Signals
+    rows: int
+    delay: float
 
 
-def go_through(recipe: Path, kills: int, draw: random.Random, ranks: int, name: str) -> Run:
-    """Start the recipe, kill it, and start it again until it ends by itself; the last start."""
-    for number in range(kills):
-        run = Run(recipe, ranks=ranks, name=name)
-        hit = kill_at_random(run, draw)
-        code = run.wait(600)
-        wait_until_gone(run)
-        print(
-            f"kill {number + 1:>2}: {hit or 'none, the run has ended'}; {len(run.rows())} rows, exit {code}", flush=True
-        )
-        if not hit:
-            return run
-    run = Run(recipe, ranks=ranks, name=name)
-    assert run.wait(600) == 0, run.output()
+def draw(kills: int, stops: int, seed: int) -> list[Disturbance]:
+    """What will be done to the run, in order; exports are at its end."""
+    dice = random.Random(seed)
+    signals = [dice.choice(SIGNALS) for _ in range(kills)] + [signal.SIGSTOP] * stops
+    dice.shuffle(signals)
+    drawn = []
+    for number in signals:
+        moment = dice.choice(MOMENTS)
+        delay = dice.uniform(0, LONGEST_DELAY.get(moment, DELAY))
+        drawn.append(Disturbance(moment, dice.choice(VICTIMS), number, dice.choice([0, 1]), delay))
+    return sorted(drawn, key=lambda disturbance: disturbance.moment == "export")
+
+
+class DisturbedRun:
+    """A recipe that is started as often as it takes."""
+
+    def __init__(self, recipe: Path, ranks: int, name: str) -> None:
+        self.recipe, self.ranks, self.name = recipe, ranks, name
+        self.phases = recipe.parent / f"{name}-phases"
+        self.phases.mkdir(exist_ok=True)
+        self.failures: list[str] = []
+        self.longest = 0.0  # seconds from an end until nothing was left
+        self.start()
+
+    def start(self) -> None:
+        for file in self.phases.iterdir():
+            file.unlink()
+        self.run = Run(self.recipe, ranks=self.ranks, name=self.name, phases=self.phases)
+
+    def phase(self) -> str:
+        """What rank 0 is doing."""
+        file = self.phases / "0"
+        return file.read_text() if file.exists() else ""
+
+    def moment(self) -> str:
+        """Which of MOMENTS it is, or the phase."""
+        phase = self.phase()
+        ends = {"generation shift": "sync", "rollout": "rollout", "update": "update", "checkpoint": "checkpoint"}
+        if phase.startswith("finish"):
+            return "export"
+        if phase in ("", "start-up"):
+            return "engine start" if "engine(s) for" in self.run.output() else "start"
+        return ends.get(phase.rpartition(" > ")[2], phase)
+
+    def ended(self) -> bool:
+        return self.run.process.poll() is not None
+
+    def wait_for(self, wanted: Disturbance) -> None:
+        """Until the moment has come, or the run has ended. A step's moments come once it has done what was missing."""
+        rows = len(self.run.rows()) + wanted.rows
+        while not self.ended():
+            early = wanted.moment in ("start", "engine start", "export")
+            if (early or len(self.run.rows()) >= rows) and self.moment() == wanted.moment:
+                break
+            if wanted.moment in ("start", "engine start") and self.moment() not in ("start", "engine start"):
+                break  # it is past that
+            time.sleep(0.003)
+        time.sleep(wanted.delay)
+
+    def victims(self, kind: str) -> list[psutil.Process]:
+        """The living processes of a kind."""
+        if kind == "launcher":
+            return [psutil.Process(self.run.process.pid)]
+        if kind == "rank":
+            return self.run.ranks()
+        if kind == "engine":
+            return self.run.engines()
+        if kind == "guardian":
+            return self.run.guardians()
+        return self.run.reward_workers()
+
+    def disturb(self, wanted: Disturbance, dice: random.Random) -> str:
+        """Send the signal, to another victim where there is none of the kind yet; returns what was done."""
+        self.wait_for(wanted)
+        kinds = [wanted.victim, *dice.sample(VICTIMS, len(VICTIMS))]
+        for kind in kinds:
+            try:
+                found = [] if self.ended() else self.victims(kind)
+                if found:
+                    victim = dice.choice(found)
+                    self.run.note_private_folders()
+                    moment = self.moment()
+                    victim.send_signal(wanted.number)
+                    return self.follow(kind, wanted.number, moment, victim, at_once=dice.random() < 0.3)
+            except psutil.NoSuchProcess:
+                continue
+        self.ended_by_itself()
+        return "none: the run had ended"
+
+    def follow(self, kind: str, number: signal.Signals, moment: str, victim: psutil.Process, at_once: bool) -> str:
+        """See to it that the run ends or goes on as it should; in the one case start it again, perhaps `at_once`."""
+        done = f"{number.name} to {kind} in {moment}"
+        if number == signal.SIGSTOP:
+            time.sleep(STOPPED_SECONDS)
+            victim.send_signal(signal.SIGCONT)
+            self.goes_on(done)
+            return done
+        if kind == "reward worker":
+            self.goes_on(done)
+            return done
+        hurt = self.run
+        try:
+            code = hurt.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+            self.failures.append(f"{done}: no end within {END_SECONDS:.0f} s: {hurt.output()}")
+            hurt.kill_everything()
+        if code == 0 and moment != "export":
+            self.failures.append(f"{done}: exit code 0")
+        if at_once:
+            self.start()
+        self.check_nothing_left(hurt, done)
+        if not at_once:
+            self.start()
+        return f"{done}, exit {code}" + (", started again at once" if at_once else "")
+
+    def goes_on(self, done: str) -> None:
+        """A row more, or a well-ended run, within two minutes and a start."""
+        rows, deadline = len(self.run.rows()), time.monotonic() + 420
+        while not self.ended() and len(self.run.rows()) == rows and not self.phase().startswith("finish"):
+            if time.monotonic() > deadline:
+                self.failures.append(f"{done}: the run does not go on")
+                self.run.kill_everything()
+                self.run.process.wait(10)
+                break
+            time.sleep(0.05)
+        if self.ended():
+            self.ended_by_itself(done)
+
+    def ended_by_itself(self, done: str = "nothing") -> None:
+        """Only at its end, and well."""
+        if self.run.process.returncode != 0:
+            self.failures.append(f"after {done} the run ended with {self.run.process.returncode}: {self.run.output()}")
+        self.check_nothing_left(self.run, done)
+        self.start()
+
+    def check_nothing_left(self, run: Run, done: str) -> None:
+        began = time.monotonic()
+        try:
+            run.assert_gone()
+        except AssertionError as left:
+            self.failures.append(f"{done}: {left}")
+            run.kill_everything()
+        self.longest = max(self.longest, time.monotonic() - began)
+
+    def finish(self) -> Run:
+        """Let it come to its end."""
+        if self.run.wait(900) != 0:
+            self.failures.append(f"the last start ended with {self.run.process.returncode}: {self.run.output()}")
+        self.check_nothing_left(self.run, "the end")
+        return self.run
+
+
+def disturbed(recipe: Path, drawn: list[Disturbance], ranks: int, seed: int, name: str = "broken") -> DisturbedRun:
+    """Go through everything that was drawn; the run is at its end then."""
+    dice, run = random.Random(seed), DisturbedRun(recipe, ranks, name)
+    for number, wanted in enumerate(drawn, 1):
+        began = time.monotonic()
+        done = run.disturb(wanted, dice)
+        line = f"{number:>2} {done}; {len(run.run.rows())} rows, {time.monotonic() - began:.0f} s"
+        print(line + (f"; {len(run.failures)} FAILURES" if run.failures else ""), flush=True)
+    run.finish()
     return run
-
-
-def wait_until_gone(run: Run) -> None:
-    """Two starts of one run must not overlap, and guardians are still at work when their launcher is gone."""
-    while run.processes():
-        time.sleep(0.1)
 
 
 def unequal(one: Run, other: Run) -> list[str]:
@@ -73,30 +220,40 @@ def unequal(one: Run, other: Run) -> list[str]:
     return found + [name for name in weights | others if not weights[name].equal(others[name])]
 
 
-def main(folder: Path, kills: int = 20, steps: int = 30, ranks: int = 1, seed: int = 0) -> int:
+def main() -> int:
     """The undisturbed run, the disturbed one, and what they differ in."""
     from make_tiny import make_tiny_model
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    for name, default in {"kills": 60, "stops": 10, "ranks": 1, "seed": 0, "steps": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    folder, drawn = options.folder, draw(options.kills, options.stops, options.seed)
     folder.mkdir(parents=True, exist_ok=True)
     model = make_tiny_model(folder / "model", layers=2, intermediate_size=128)
-    settings = {"steps": steps, "step_deadline_s": 600, "first_step_deadline_s": 600}
+    # Each disturbance within the steps may take a row before and one after it.
+    steps = options.steps or 5 + 2 * len([one for one in drawn if one.moment != "export"])
     recipe = write_recipe(
         folder,
         model,
-        run=settings,
-        checkpoint={"every": 1},
-        eval={"every": 5},
+        run={"steps": steps, "step_deadline_s": 600, "first_step_deadline_s": 600},
+        checkpoint={"every": 1, "keep": 2},
+        eval={"every": 0},
         engine={"load_format": "dummy"},
         policy={"lr": 1e-4},  # so slowly that there is something to learn in all steps
+        reward={"functions": [{"name": REWARD}]},
     )
-    straight = Run(recipe, ranks=ranks, name="straight")
+    straight = Run(recipe, ranks=options.ranks, name="straight")
     assert straight.wait(1200) == 0, straight.output()
+    straight.assert_gone()
     print(f"undisturbed: {len(straight.rows())} rows", flush=True)
-    broken = go_through(recipe, kills, random.Random(seed), ranks, name="broken")
-    found = unequal(straight, broken)
-    print("\n".join(found) or f"equal, bit for bit: {len(broken.rows())} rows, answers, weights")
+    broken = disturbed(recipe, drawn, options.ranks, options.seed)
+    found = broken.failures + unequal(straight, broken.run)
+    print("\n".join(found) or f"equal, bit for bit: {len(broken.run.rows())} rows, answers, weights")
+    print(json.dumps({"disturbances": len(drawn), "failures": len(found), "longest_until_gone_s": broken.longest}))
     return bool(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+    sys.exit(main())

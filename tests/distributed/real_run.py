@@ -55,7 +55,10 @@ def write_recipe(folder: Path, model: Path, **overrides: dict[str, Any]) -> Path
 class Run:
     """One run of `scripts/train.sh` in the background; every process of it carries a mark in its environment."""
 
-    def __init__(self, recipe: Path, *arguments: str, ranks: int = 2, name: str = "run") -> None:
+    def __init__(
+        self, recipe: Path, *arguments: str, ranks: int = 2, name: str = "run", phases: Path | None = None
+    ) -> None:
+        """`phases` is a folder in which each rank keeps the name of the phase it is in."""
         self.folder = recipe.parent / "runs" / name
         self.mark = uuid.uuid4().hex
         self.log = recipe.parent / f"{name}-{self.mark[:6]}.log"
@@ -68,6 +71,9 @@ class Run:
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
         }
+        if phases is not None:
+            paths = [str(ROOT / "tests/distributed/announcing"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment |= {"HOTBUNK_TEST_PHASES": str(phases), "PYTHONPATH": ":".join(paths)}
         command = ["bash", str(ROOT / "scripts/train.sh"), str(recipe), "--run.name", name, *arguments]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -109,12 +115,12 @@ class Run:
 
     def processes(self, name: str = "") -> list[psutil.Process]:
         """Living processes of the run whose command line contains `name`."""
-        found = []
+        found, number = [], str(int(self.mark, 16))  # the mark as a number: see `digit_reward.LeavesProcesses`
         for process in psutil.process_iter():
             try:
-                if process.environ().get("HOTBUNK_TEST_RUN") != self.mark or process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                if name in " ".join(process.cmdline()):
+                line = " ".join(process.cmdline())
+                ours = number in line or process.environ().get("HOTBUNK_TEST_RUN") == self.mark
+                if ours and name in line and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
@@ -122,22 +128,39 @@ class Run:
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks, in order."""
-        children = psutil.Process(self.process.pid).children()
-        # A child that was only just forked is not a rank yet, by name or by number.
-        ranks = {c.environ().get("RANK"): c for c in children if "trainer" in " ".join(c.cmdline())}
-        return [ranks[number] for number in sorted(ranks.keys() - {None}, key=int)]
+        ranks: dict[str, psutil.Process] = {}
+        for guardian in self.processes("guardian.py"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # The outer guardian's child is the inner one; the rank is that one's oldest, and gets no other name.
+                for child in guardian.children():
+                    if "-m trainer" in " ".join(child.cmdline()) and child.environ().get("RANK"):
+                        ranks.setdefault(child.environ()["RANK"], child)
+        return [ranks[number] for number in sorted(ranks, key=int)]
+
+    def guardians(self) -> list[psutil.Process]:
+        """The ranks' guardians, inner and outer."""
+        return self.processes("guardian.py")
 
     def engines(self) -> list[psutil.Process]:
         """The engine cores, once they have given themselves their name."""
         return self.processes("VLLM::EngineCore")
 
+    def reward_workers(self) -> list[psutil.Process]:
+        """The processes that call reward functions: alone in a process group of the rank's session."""
+        found = []
+        for process in self.processes("spawn_main"):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(process.pid) == process.pid != os.getsid(process.pid):
+                    found.append(process)
+        return found
+
     def left_behind(self) -> list[str]:
         """What is still there of a run that has ended: processes, shared memory, private folders."""
-        self._note_private_folders()
+        self.note_private_folders()
         files = shared_memory.left_since(self._before) | {f for f in self._private if f.exists()}
         return [str(process) for process in self.processes()] + [str(file) for file in files]
 
-    def _note_private_folders(self) -> None:
+    def note_private_folders(self) -> None:
         """Remember the ranks' private folders, which their guardians have on the command line."""
         for guardian in self.processes("guardian.py"):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,28 +1,34 @@
 """P24: whatever ends a run, nothing of it is left 20 s later. Real torchrun, stand-ins for the ranks' children."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from pathlib import Path
 
 import psutil
 import pytest
 
 DEADLINE = 20.0
+ROOT = Path(__file__).parents[2]
 
-# A rank with what a real one has: an engine in a session of its own, spawned workers (one has a child, another
-# ignores SIGTERM), shared memory and a socket.
+# A rank with what a real one has: an engine in a session of its own, spawned workers (one has a child and one that
+# bears no mark of the run, another ignores SIGTERM), shared memory and a socket.
 RANK = """
-    import multiprocessing, os, socket, subprocess, sys, tempfile, time
+    import mmap, multiprocessing, os, socket, subprocess, sys, time
     from multiprocessing import shared_memory
     from pathlib import Path
     from trainer import lifetime
 
-    def worker():
+    def worker(unmarked):
         subprocess.Popen(["sleep", "1000"])
+        told_of = ["sleep", "1000", "0." + os.environ["HOTBUNK_TEST_RUN"]]
+        subprocess.Popen(told_of, env={}, start_new_session=True)
+        unmarked.touch()
         time.sleep(1000)
 
     def stubborn():
@@ -38,20 +44,22 @@ RANK = """
             time.sleep(1000)
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
         spawn = multiprocessing.get_context("spawn")
-        for target in (worker, stubborn):
-            spawn.Process(target=target).start()
+        unmarked = Path(sys.argv[1]) / f"unmarked-{os.getpid()}"
+        spawn.Process(target=worker, args=(unmarked,)).start()
+        spawn.Process(target=stubborn).start()
         memory = shared_memory.SharedMemory(create=True, size=4096)
         told = Path("/dev/shm") / f"told-{os.getpid()}"
         told.write_text("x")
         lifetime.remove_at_end(told)
-        meeting = Path(tempfile.gettempdir()) / f"vllm_dist_{os.getpid()}"  # what vLLM's workers do on CPU
-        meeting.touch()
-        workers = Path("/dev/shm") / f"{meeting.name}-tp:0-[0-1]-cpushm_0"
-        workers.touch()
+        workers = Path("/dev/shm") / f"vllm_dist_{os.getpid()}-tp:0-[0-1]-cpushm_0"  # what vLLM's workers do on CPU
+        workers.write_text("x")
+        with workers.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 1)
         socket.socket(socket.AF_UNIX).bind(str(folder / "engine.sock"))
         time.sleep(1.5)  # the guardian looks every second
+        while not unmarked.exists():
+            time.sleep(0.05)
         report(folder, f"/dev/shm/{memory.name} {told} {workers}")
-        meeting.unlink()
         if "fail" in sys.argv and os.environ["RANK"] == "1":
             while not (Path(sys.argv[1]) / "0").exists():
                 time.sleep(0.05)
@@ -68,7 +76,7 @@ RANK = """
 
     def report(folder, files):
         ready = Path(sys.argv[1]) / os.environ.get("RANK", "0")
-        ready.with_suffix(".tmp").write_text(f"{os.getpid()} {os.environ['HOTBUNK_TOKEN']} {folder} {files}")
+        ready.with_suffix(".tmp").write_text(f"{os.getpid()} {folder} {files}")
         ready.with_suffix(".tmp").rename(ready)
 
     if __name__ == "__main__":
@@ -85,28 +93,30 @@ class Run:
         self.log = folder / "log"
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if torchrun else []
         command = [sys.executable, *launch, str(script), str(folder), *modes]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+        self.mark = str(uuid.uuid4().int)
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOTBUNK_TEST_RUN": self.mark, "TMPDIR": str(folder),
+        }  # fmt: skip
         with self.log.open("w") as log:
             self.launcher = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         files = [folder / str(rank) for rank in range(ranks)]
         assert wait_until(lambda: all(file.exists() for file in files), 60), self.log.read_text()
         told = [file.read_text().split() for file in files]
         self.pids = [int(words[0]) for words in told]
-        self.tokens = [words[1] for words in told]
-        self.paths = [Path(path) for words in told for path in words[2:]]
+        self.paths = [Path(path) for words in told for path in words[1:]]
 
     def left(self) -> list[str]:
-        """What is still there: processes by token, session or guardianship, and files."""
+        """What is still there: processes with the mark in environment or arguments, and files."""
         found = [str(path) for path in self.paths if path.exists()]
-        for process in psutil.process_iter(["pid", "cmdline", "status"]):
-            try:
-                marked = process.environ().get("HOTBUNK_TOKEN") in self.tokens or os.getsid(process.pid) in self.pids
-            except (psutil.Error, ProcessLookupError):
-                continue
-            guards = any(token in (process.info["cmdline"] or []) for token in self.tokens)
-            if (marked or guards) and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(f"{process.pid} {process.info['cmdline']}")
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if self.mark in " ".join([*process.environ().values(), *process.cmdline()]):
+                    found += [str(process)] * (process.status() != psutil.STATUS_ZOMBIE)
         return found
+
+    def guardians(self, rank: int) -> list[psutil.Process]:
+        """The inner guardian of a rank and the outer one."""
+        return psutil.Process(self.pids[rank]).parents()[:2]
 
 
 def wait_until(condition, seconds: float) -> bool:
@@ -133,8 +143,8 @@ def check_nothing_left(run: Run) -> str:
 def test_p24_nothing_is_left_when_the_launcher_is_signalled(tmp_path: Path, number: signal.Signals, mode: str) -> None:
     run = Run(tmp_path, mode)
     if mode == "steady":
-        # Of each rank: itself, its guardian, two workers, two sleepers, a resource tracker, and four paths.
-        assert len(run.left()) == 2 * (7 + 4)
+        # The launcher; of each rank itself, two guardians, two workers, three sleepers, a resource tracker, four paths.
+        assert len(run.left()) == 1 + 2 * (9 + 4)
     run.launcher.send_signal(number)
     log = check_nothing_left(run)
     assert run.launcher.returncode != 0
@@ -151,6 +161,16 @@ def test_p24_nothing_is_left_when_one_rank_is_signalled(tmp_path: Path, number: 
     assert run.launcher.returncode != 0
     assert f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
     assert "rank 0: interrupted by SIGTERM during phase rollout" in log  # torchrun passes it on
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("which", ["inner", "outer"])
+def test_p24_nothing_is_left_when_a_guardian_is_signalled(tmp_path: Path, which: str, number: signal.Signals) -> None:
+    run = Run(tmp_path, "steady")
+    run.guardians(1)[["inner", "outer"].index(which)].send_signal(number)
+    log = check_nothing_left(run)
+    assert run.launcher.returncode != 0
+    assert f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
 
 
 def test_p24_nothing_is_left_when_one_rank_raises(tmp_path: Path) -> None:
