@@ -1,6 +1,6 @@
 """A run that is killed, asked to end, and stopped at random, and goes on each time.
 
-    python tests/distributed/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
+    python tests/distributed/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0] [--runs 1]
 
 It trains a tiny model once without disturbance, and once with signals to a random process (the launcher, a rank, an
 engine, a guardian, a reward worker) at a random moment, from the start to the export; what has ended is started again
@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 from real_run import Run, differences, write_recipe  # noqa: E402
 
 MOMENTS = ("start", "engine start", "sync", "rollout", "update", "checkpoint", "export")
+STARTS = MOMENTS[:2]
 VICTIMS = ("launcher", "rank", "engine", "guardian", "reward worker")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 LONGEST_DELAY = {"start": 8.0, "engine start": 8.0}  # seconds from the moment's beginning; of the others:
@@ -97,10 +98,11 @@ class DisturbedRun:
         """Until the moment has come, or the run has ended. A step's moments come once it has done what was missing."""
         rows = len(self.run.rows()) + wanted.rows
         while not self.ended():
-            early = wanted.moment in ("start", "engine start", "export")
-            if (early or len(self.run.rows()) >= rows) and self.moment() == wanted.moment:
+            moment = self.moment()
+            early = wanted.moment in (*STARTS, "export")
+            if moment == wanted.moment and (early or len(self.run.rows()) >= rows):
                 break
-            if wanted.moment in ("start", "engine start") and self.moment() not in ("start", "engine start"):
+            if wanted.moment in STARTS and moment not in STARTS:
                 break  # it is past that
             time.sleep(0.003)
         time.sleep(wanted.delay)
@@ -202,8 +204,12 @@ class DisturbedRun:
 def disturbed(recipe: Path, drawn: list[Disturbance], ranks: int, seed: int, name: str = "broken") -> DisturbedRun:
     """Go through everything that was drawn; the run is at its end then."""
     dice, run = random.Random(seed), DisturbedRun(recipe, ranks, name)
-    for number, wanted in enumerate(drawn, 1):
+    for number in range(1, len(drawn) + 1):
         began = time.monotonic()
+        # What is for a start waits until there is one again.
+        starting = run.moment() in STARTS
+        wanted = next((one for one in drawn if starting or one.moment not in STARTS), drawn[0])
+        drawn = [one for one in drawn if one is not wanted]
         done = run.disturb(wanted, dice)
         line = f"{number:>2} {done}; {len(run.run.rows())} rows, {time.monotonic() - began:.0f} s"
         print(line + (f"; {len(run.failures)} FAILURES" if run.failures else ""), flush=True)
@@ -226,14 +232,15 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    for name, default in {"kills": 60, "stops": 10, "ranks": 1, "seed": 0, "steps": 0}.items():
+    for name, default in {"kills": 60, "stops": 10, "ranks": 1, "seed": 0, "runs": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    folder, drawn = options.folder, draw(options.kills, options.stops, options.seed)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = options.folder
+    all_drawn = [draw(options.kills, options.stops, options.seed + run) for run in range(options.runs)]
+    folder.mkdir(parents=True)  # a run that is there already would be gone on with
     model = make_tiny_model(folder / "model", layers=2, intermediate_size=128)
     # Each disturbance within the steps may take a row before and one after it.
-    steps = options.steps or 5 + 2 * len([one for one in drawn if one.moment != "export"])
+    steps = 5 + 2 * max(sum(one.moment != "export" for one in drawn) for drawn in all_drawn)
     recipe = write_recipe(
         folder,
         model,
@@ -248,11 +255,15 @@ def main() -> int:
     assert straight.wait(1200) == 0, straight.output()
     straight.assert_gone()
     print(f"undisturbed: {len(straight.rows())} rows", flush=True)
-    broken = disturbed(recipe, drawn, options.ranks, options.seed)
-    found = broken.failures + unequal(straight, broken.run)
-    print("\n".join(found) or f"equal, bit for bit: {len(broken.run.rows())} rows, answers, weights")
-    print(json.dumps({"disturbances": len(drawn), "failures": len(found), "longest_until_gone_s": broken.longest}))
-    return bool(found)
+    failures = 0
+    for seed, drawn in enumerate(all_drawn, options.seed):
+        broken = disturbed(recipe, drawn, options.ranks, seed, f"broken-{seed}")
+        found = broken.failures + unequal(straight, broken.run)
+        print("\n".join(found) or f"equal, bit for bit: {len(broken.run.rows())} rows, answers, weights")
+        figures = {"seed": seed, "disturbances": len(drawn), "failures": len(found), "until gone, s": broken.longest}
+        print(json.dumps(figures), flush=True)
+        failures += len(found)
+    return min(failures, 1)
 
 
 if __name__ == "__main__":
