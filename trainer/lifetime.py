@@ -62,8 +62,8 @@ def start_guardian(*kept: int) -> Path:
     """Put two guardians above this process, and make its private folder. The first thing a rank does.
 
     The process that was started becomes the outer guardian, and the caller goes on in a grandchild of it, in a session
-    of its own (see `guardian.py`). So call it before there are other threads, and before using CUDA. `kept` are descriptors that the guardians hold
-    open as long as they are there.
+    of its own (see `guardian.py`). So call it before there are other threads, and before using CUDA. `kept` are
+    descriptors that the guardians hold open as long as they are there.
 
     The folder (mode 0700) is for sockets, vLLM's too, and becomes the place for temporary files, here and in all
     children: what they leave there goes with it. Those of dead runs are removed. Returns it.
