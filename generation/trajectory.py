@@ -2,6 +2,7 @@
 
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,8 @@ class Trajectory:
 
     Attributes:
         prompt_index: position of the prompt in the step's batch.
-        sample_index: which of the group's samples this is, from 0.
+        sample_index: which of the group's samples this is, from 0. Trajectories that have both indices in common are of
+            one episode (`by_episode`).
         logprobs: the engine's log-probability (nats) of each response token under the distribution it was sampled from
             (temperature applied); 0.0 where `loss_mask` is 0.
         weight_version: the policy version that generated it.
@@ -24,7 +26,8 @@ class Trajectory:
         answer_start: where its last answer begins in `response_ids`; reward functions see the text from there on.
         text: the whole response, decoded, special tokens left out.
         vote: what the last answer comes down to where answers are put to the vote; None: nothing.
-        reward: what the environment or the rollout function gave; the trainer adds the reward functions' sum.
+        reward: what the environment or the rollout function gave; the trainer adds the reward functions' sum. An
+            episode's reward is that of its last trajectory.
         turn_rewards: of each answer, in order, where the environment rewards turns; they are part of `reward`.
         metrics: figures of this trajectory. Names that begin with "tools/" are summed over a step.
         error: not empty when generation of this sample failed; such a sample is counted and left out of the loss.
@@ -94,3 +97,14 @@ def check_rewards(trajectory: Trajectory, source: str) -> None:
         checked_reward(value, f"{source}: the reward of turn {turn} is") for turn, value in turns
     ]
     trajectory.reward = checked_reward(trajectory.reward, f"{source}: the reward is")
+
+
+def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
+    """Trajectories grouped by the episode they come from, both in the order given; no list is empty.
+
+    Most episodes give one. A rollout function may give several, and an OpenAI client gives one for each conversation.
+    """
+    found: dict[tuple[int, int], list[Trajectory]] = {}
+    for trajectory in trajectories:
+        found.setdefault((trajectory.prompt_index, trajectory.sample_index), []).append(trajectory)
+    return list(found.values())

@@ -19,6 +19,7 @@ from trainer.data import load_tokenizer
 from trainer.distributed import is_main
 from trainer.errors import UserError
 from trainer.identity import Identity, differences
+from trainer.learning.learner import updates_asked
 from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
 from trainer.policy.attention import require_packing
 from trainer.policy.checkpoint_names import checkpoint_views
@@ -68,7 +69,7 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
     the teacher.
     """
     algorithm = config.algorithm
-    updates = config.run.steps * config.batch.updates_per_step * algorithm.num_iterations
+    updates = config.run.steps * updates_asked(config)
     values = algorithm.advantage == "gae"
     head = values and config.critic.shared
     policy = make_policy(config.model, config.policy, device, updates, config.lora, head, config.sync.zero_copy)

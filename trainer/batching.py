@@ -25,6 +25,11 @@ class Sample:
     engine_logprobs: list[float]
     advantage: float = 0.0
 
+    @property
+    def trainable(self) -> int:
+        """Tokens that are learned. The first is not among them, whatever its mask: nothing comes before it."""
+        return sum(self.loss_mask[1:])
+
     def __post_init__(self) -> None:
         if not len(self.input_ids) == len(self.loss_mask) == len(self.engine_logprobs) > 0:
             raise ValueError(
@@ -38,13 +43,14 @@ class MicroBatch:
     """B right-padded sequences of T positions; what is about targets has T - 1 columns, aligned to `input_ids[:, 1:]`.
 
     There is no attention mask: with padding on the right and causal attention no real token ever sees a padding token,
-    and what the padding positions compute is multiplied by a loss mask of 0.
+    and what the padding positions compute is left out of the loss. Where the loss mask is 0, tensors may hold anything,
+    inf and NaN included: whoever reads one selects by the mask and does not multiply with it.
 
     Attributes:
         input_ids: [B, T] int64, T >= 2.
         loss_mask: [B, T-1] float32.
         engine_logprobs: [B, T-1] float32, nats.
-        advantages: [B, T-1] float32; what masked positions hold does not count.
+        advantages: [B, T-1] float32.
         lengths: for each sequence its tokens without padding, 1 to T.
         rows: for each sequence its position in the list of samples; empty in a zero-weight micro-batch.
         old_logprobs: [B, T-1] float32 of the policy the step began with, once computed.

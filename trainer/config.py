@@ -244,7 +244,7 @@ class PolicyConfig(Section):
     weight_decay: NotNegative = Field(default=0.0, description="AdamW's decoupled weight decay")
     warmup_steps: Natural = Field(default=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="learning rate after warm-up"
+        default="constant", description="learning rate after warm-up: it stays, or falls to 0 at run.steps"
     )
     max_grad_norm: Positive = Field(
         default=1.0, description="gradients with a larger global norm are scaled down to it"
@@ -320,7 +320,9 @@ class BatchConfig(Section):
         default=True,
         description="sequences end to end, without padding; false: padded to the longest, which counts as tokens, too",
     )
-    updates_per_step: Held = Field(default=1, description="optimizer steps a pass over the batch is cut into")
+    updates_per_step: Held = Field(
+        default=1, description="optimizer steps a pass over the batch is cut into, between prompts, as evenly as can be"
+    )
 
 
 class RewardFunction(Section):

@@ -189,13 +189,21 @@ def _check_divides(key: str, value: int, what: str, divisor: int) -> Iterator[st
 
 
 def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
-    group, updates = config.algorithm.group_size, config.batch.updates_per_step
-    samples = config.batch.prompts_per_step * group
+    prompts, group, updates = config.batch.prompts_per_step, config.algorithm.group_size, config.batch.updates_per_step
+    samples = prompts * group
     name = "batch.prompts_per_step * algorithm.group_size"
     yield from _check_divides(name, samples, "the number of ranks", ranks)
-    yield from _check_divides(name, samples, "batch.updates_per_step", updates)
-    if samples < ranks * updates:
-        yield f"{name} = {samples} leaves some of {ranks} ranks without an answer in each of {updates} updates"
+    smallest = prompts // updates * group  # a step is cut between groups, never within one
+    if not smallest:
+        yield (
+            f"batch.prompts_per_step is {prompts}, but each of batch.updates_per_step = {updates} updates needs a "
+            "prompt of its own: raise one or lower the other"
+        )
+    elif smallest < ranks:
+        yield (
+            f"{name} = {samples} leaves some of {ranks} ranks without an answer in an update, since the smallest of "
+            f"{updates} has {smallest}: raise batch.prompts_per_step or lower batch.updates_per_step"
+        )
     if config.eval.every and not config.held_out:
         yield "eval.every is set, but there is nothing to evaluate on: set data.eval_path or eval.datasets"
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch.distributed import HashStore
 
 from generation.rollout import RolloutSettings
-from generation.trajectory import Trajectory
+from generation.trajectory import Trajectory, by_episode
 from sharding.manager import Leader
 from trainer import lifetime
 from trainer.config import TrainConfig, load_config
@@ -122,6 +122,7 @@ class Evaluation:
                 "prompts": len(held_out.prompts),
                 "prompts_dropped": held_out.prompts.dropped,
                 "samples": held_out.samples,
+                "answers": len(by_episode(trajectories)),
                 **{key: sampling[key] for key in ("temperature", "top_p", "max_tokens")},
                 **dataset_figures(trajectories, label, self.config.eval),
                 "accuracy_standard_error": standard_error(accuracies(trajectories, label)),
@@ -179,7 +180,7 @@ def table(results: Results) -> RenderableType:
         shown.add_row(
             name or Path(figures["path"]).stem,
             str(figures["prompts"]),
-            str(figures["prompts"] * figures["samples"]),
+            str(figures["answers"]),
             f"{figures['accuracy']:.3f} ± {figures['accuracy_standard_error']:.3f}",
             *(f"{figures[key]:.3f}" for key in estimates),
             f"{figures['reward']:.3f}",

@@ -2,7 +2,7 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from generation.sampling import SamplingSettings
-from generation.trajectory import Trajectory
+from generation.trajectory import Trajectory, by_episode
 from trainer.config import DataConfig, EvalConfig, TrainConfig
 from trainer.data import PromptDataset, load_held_out
 from trainer.engines import evaluation_sampling
@@ -89,19 +89,21 @@ def evaluation_metrics(answers: Mapping[str, Sequence[Trajectory]], label: str |
 def dataset_figures(trajectories: Sequence[Trajectory], label: str | None, config: EvalConfig) -> Metrics:
     """The figures of one dataset, means over answers and then over prompts.
 
+    An answer is what an episode came to: its last trajectory's reward, vote and end, and the tokens of all of them.
     accuracy is the mean of the first reward function; pass@k and majority@k take an answer for right from
     `config.right_from` on. An episode that failed is a wrong answer of reward 0, and its vote an abstention.
     """
     prompts = _by_prompt(trajectories)
+    episodes = [episode for answers in prompts for episode in answers]
     figures = {
         "accuracy": _mean(accuracies(trajectories, label)),
-        "reward": _mean([_mean([0.0 if t.error else t.reward for t in group]) for group in prompts]),
-        "length": _mean([float(sum(t.loss_mask)) for t in trajectories]),
-        "truncated": _mean([float(t.finish_reason == "length") for t in trajectories]),
+        "reward": _mean([_mean([0.0 if _failed(e) else e[-1].reward for e in answers]) for answers in prompts]),
+        "length": _mean([float(sum(sum(t.loss_mask) for t in episode)) for episode in episodes]),
+        "truncated": _mean([float(episode[-1].finish_reason == "length") for episode in episodes]),
     }
     for k in config.k:
-        verdicts = [[not t.error and _score(t, label) >= config.right_from for t in group] for group in prompts]
-        votes = [[t.vote for t in group] for group in prompts]
+        verdicts = [[not _failed(e) and _score(e, label) >= config.right_from for e in answers] for answers in prompts]
+        votes = [[None if _failed(e) else e[-1].vote for e in answers] for answers in prompts]
         figures[f"pass@{k}"] = _mean([pass_at_k(len(right), sum(right), k) for right in verdicts])
         figures[f"majority@{k}"] = _mean([majority_at_k(*pair, k) for pair in zip(votes, verdicts, strict=True)])
     return figures
@@ -109,7 +111,7 @@ def dataset_figures(trajectories: Sequence[Trajectory], label: str | None, confi
 
 def accuracies(trajectories: Sequence[Trajectory], label: str | None) -> list[float]:
     """Each prompt's accuracy, the mean over its answers."""
-    return [_mean([_score(t, label) for t in group]) for group in _by_prompt(trajectories)]
+    return [_mean([_score(episode, label) for episode in answers]) for answers in _by_prompt(trajectories)]
 
 
 def standard_error(values: Sequence[float]) -> float:
@@ -121,17 +123,22 @@ def standard_error(values: Sequence[float]) -> float:
     return (sum((value - mean) ** 2 for value in values) / max(count - 1, 1) / count) ** 0.5
 
 
-def _by_prompt(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    groups: dict[int, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        groups[trajectory.prompt_index].append(trajectory)
-    return list(groups.values())
+def _by_prompt(trajectories: Iterable[Trajectory]) -> list[list[list[Trajectory]]]:
+    """Each prompt's episodes."""
+    prompts: dict[int, list[list[Trajectory]]] = defaultdict(list)
+    for episode in by_episode(trajectories):
+        prompts[episode[0].prompt_index].append(episode)
+    return list(prompts.values())
 
 
-def _score(trajectory: Trajectory, label: str | None) -> float:
-    if trajectory.error:
+def _failed(episode: list[Trajectory]) -> bool:
+    return any(trajectory.error for trajectory in episode)
+
+
+def _score(episode: list[Trajectory], label: str | None) -> float:
+    if _failed(episode):
         return 0.0
-    return trajectory.reward if label is None else trajectory.reward_parts.get(label, 0.0)
+    return episode[-1].reward if label is None else episode[-1].reward_parts.get(label, 0.0)
 
 
 def _mean(values: Sequence[float]) -> float:

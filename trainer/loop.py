@@ -149,7 +149,8 @@ class RLTrainer:
         with self.generation_shift():
             sampled = self.sample_groups(step)
         with self.meter.phase("update"):
-            metrics = rollout_metrics(sampled.trajectories) | sampled.metrics() | self.learner.learn(sampled.kept())
+            metrics = rollout_metrics(sampled.trajectories) | sampled.metrics()
+            metrics |= self.learner.learn(sampled.kept(), step)
         metrics |= {"time/step": time.perf_counter() - began}
         self.state.count_step(metrics)
         if self.held_outs and (step % config.eval.every == 0 or step == config.run.steps):

@@ -160,9 +160,9 @@ def longest(config: TrainConfig) -> int:
 
 
 def answers_per_update(config: TrainConfig, ranks: int) -> int:
-    """Of the rank that has the most."""
-    answers = config.batch.prompts_per_step * config.algorithm.group_size
-    return math.ceil(answers / config.batch.updates_per_step / ranks)
+    """Of the largest update and the rank that has the most."""
+    prompts = math.ceil(config.batch.prompts_per_step / config.batch.updates_per_step)
+    return math.ceil(prompts * config.algorithm.group_size / ranks)
 
 
 def _learning_parts(name: str, config: TrainConfig, policy: PolicyConfig, model: ModelSizes, ranks: int) -> list[Part]:

@@ -1,4 +1,4 @@
-"""AdamW over sharded parameters, and the learning rate as a function of how many updates were applied."""
+"""AdamW over sharded parameters, and the learning rate as a function of how far the run has come."""
 
 import math
 from typing import Any, Literal
@@ -8,21 +8,31 @@ from torch import nn
 
 
 def learning_rate_factor(
-    update: int, warmup: int, total: int, schedule: Literal["constant", "linear", "cosine"] = "constant"
+    applied: int,
+    place: float,
+    warmup: int,
+    total: int,
+    schedule: Literal["constant", "linear", "cosine"] = "constant",
 ) -> float:
-    """What the peak learning rate is multiplied by for update number `update`, from 0.
+    """What the peak learning rate is multiplied by for the next update.
 
-    Warm-up is linear and reaches 1 at update `warmup`; it begins above 0, so that no update is spent on nothing. After
-    it the rate stays, or falls to 0 at `total`, in a line or along half a cosine. Because this is a function of the
-    number of *applied* updates there is no scheduler state: a skipped update does not advance it, and a resumed run
-    needs only its number.
+    Warm-up is linear in the updates that were *applied*, since it is they that Adam's moments need, and reaches 1 after
+    `warmup` of them; it begins above 0, so that no update is spent on nothing. The rate stays there, or falls to 0 at
+    the end of the run, in a line or along half a cosine. How far the run has come is counted in its steps, not in
+    updates: steps that have fewer updates than were asked for, or none, bring the end nearer all the same. There is no
+    scheduler state: a resumed run needs only the number of its step and of its applied updates.
+
+    Args:
+        applied: updates so far, without those that were skipped.
+        place: where the run is: the updates it would have done so far, had every step as many as asked for. Within a
+            step of n updates in place of N they are N / n apart.
+        total: what `place` is at the end of the run.
     """
-    if update < warmup:
-        return (update + 1) / (warmup + 1)
+    rise = min(1.0, (applied + 1) / (warmup + 1))
     if schedule == "constant":
-        return 1.0
-    progress = min(1.0, (update - warmup) / max(1, total - warmup))
-    return 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return rise
+    progress = min(1.0, max(0.0, place - warmup) / max(1, total - warmup))
+    return min(rise, 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
 def make_adamw(

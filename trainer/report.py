@@ -24,7 +24,7 @@ _FIGURES = ("reward/mean", "eval/accuracy", "loss", "length/mean", "entropy", "g
 _NAMED = re.compile(r"eval/(.+/)?(accuracy|pass@\d+|majority@\d+)")
 _COUNTS = {
     "skipped_steps": "updates skipped, their loss or gradient not finite",
-    "no_signal_steps": "steps without an update, all answers of each group being equally good",
+    "no_signal_steps": "steps without an update, all answers of each group being equally good or filtered",
     "rollout/failed": "episodes that failed",
     "reward/errors": "calls of reward functions that failed",
 }

@@ -13,7 +13,7 @@ from generation.rollout import Claim, Episodes, OnSample, RolloutSettings, rollo
 from generation.rollouts.sampler import sample_batch
 from generation.rollouts.sampler_prompts import PromptText, prompt_batch
 from generation.sampling import NotFiniteError
-from generation.trajectory import Trajectory, checked_reward
+from generation.trajectory import Trajectory, by_episode, checked_reward
 from sharding.collectives import agreed, all_gather_bytes
 from sharding.manager import Leader
 from trainer.data import Prompt
@@ -202,12 +202,12 @@ async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T
 
 def check_failures(trajectories: list[Trajectory], max_error_rate: float) -> None:
     """Raise RolloutError, with the first error, when a larger share of the episodes failed."""
-    errors = {(t.prompt_index, t.sample_index): t.error for t in trajectories}  # of an episode, all or none have failed
-    failed = [error for error in errors.values() if error]
-    if len(failed) > max_error_rate * len(errors):
+    episodes = by_episode(trajectories)
+    errors = [error for episode in episodes if (error := next((t.error for t in episode if t.error), ""))]
+    if len(errors) > max_error_rate * len(episodes):
         raise RolloutError(
-            f"{len(failed)} of {len(errors)} episodes failed, more than rollout.max_error_rate="
-            f"{max_error_rate:g} allows; first error: {failed[0]}"
+            f"{len(errors)} of {len(episodes)} episodes failed, more than rollout.max_error_rate="
+            f"{max_error_rate:g} allows; first error: {errors[0]}"
         )
 
 

@@ -87,7 +87,7 @@ def train(config: TrainConfig, policy: Policy, transcripts: Transcripts, pad_id:
         began = time.perf_counter()
         with watchdog.phase(f"step {step}", config.run.step_deadline_s):
             samples = transcripts.batch(step - 1, config.sft.batch_size, config.run.seed)
-            stats = train_step(policy, samples, config.batch, pad_id)
+            stats = train_step(policy, samples, config.batch, pad_id, step - 1)
         seconds = time.perf_counter() - began
         figures = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.learning_rate, "time/update": seconds}
         tracker.log(step, figures)
@@ -96,21 +96,22 @@ def train(config: TrainConfig, policy: Policy, transcripts: Transcripts, pad_id:
     tracker.close()
 
 
-def train_step(policy: Policy, samples: list[Sample], config: BatchConfig, pad_id: int) -> UpdateStats:
-    """One update on `samples`, which every rank passes alike and takes its share of."""
+def train_step(policy: Policy, samples: list[Sample], config: BatchConfig, pad_id: int, done: int) -> UpdateStats:
+    """One update on `samples`, which every rank passes alike and takes its share of, after `done` others."""
     # All ranks know all samples, so the counts need no exchange.
     shares = assign_to_ranks([len(sample.input_ids) for sample in samples], world_size())
-    tokens = sum(sum(sample.loss_mask[1:]) for sample in samples)
+    tokens = sum(sample.trainable for sample in samples)
     mine = [samples[i] for i in shares[rank()]]
     batches = micro_batches(mine, config.tokens_per_micro_batch, pad_id, policy.device, packing=config.packing)
-    return policy.update(batches, cross_entropy(tokens), temperature=1.0)
+    return policy.update(batches, cross_entropy(tokens), temperature=1.0, place=done)
 
 
 def cross_entropy(tokens: int) -> LossFn:
     """Mean negative log-probability over the step's `tokens` trainable tokens."""
 
     def loss_fn(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
-        return -(outputs.logprobs * token_mean_weights(batch.loss_mask, tokens)).sum(), {}
+        logprobs = torch.where(batch.loss_mask.bool(), outputs.logprobs, 0.0)
+        return -(logprobs * token_mean_weights(batch.loss_mask, tokens)).sum(), {}
 
     return loss_fn
 
@@ -134,7 +135,7 @@ def load_transcripts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) ->
             except ValueError as error:
                 raise UserError(f"row {index} of {config.data.path} {error}") from error
         samples += encode(transcripts, tokenizer, templated)
-    kept = [sample for sample in samples if len(sample.input_ids) <= limit and any(sample.loss_mask[1:])]
+    kept = [sample for sample in samples if len(sample.input_ids) <= limit and sample.trainable]
     if not kept:
         raise UserError(f"no row of {config.data.path} has an assistant's words within {limit} tokens to learn from")
     return Transcripts(kept, dropped=len(rows) - len(kept))

@@ -147,7 +147,8 @@ def plain_gradients(folder: Path, samples: list[Sample], name: str) -> dict[str,
 
 
 def make_loss(batches: list[MicroBatch], name: str = "token_mean", factor: float = 1.0) -> Callable[..., Any]:
-    counts = all_reduce_sum({"count": float(sum(aggregation.count(b.loss_mask, name) for b in batches))})
+    counted = [b.loss_mask.sum() if name == "token_mean" else b.loss_mask.any(dim=1).sum() for b in batches]
+    counts = all_reduce_sum({"count": float(sum(counted))})
 
     def loss_fn(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         per_token = -batch.advantages * outputs.logprobs - 0.1 * outputs.entropy

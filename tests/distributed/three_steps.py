@@ -14,10 +14,14 @@ from tests.distributed import policy_checks as checks
 from trainer.batching import Sample
 from trainer.policy import UpdateStats
 
-# Every part of a step has a say: warm-up, decay, and a bound that the gradient exceeds. Epsilon is large, for AdamW
-# divides by it: what is rounding in a gradient (that of a key's bias is nothing else) shall be rounding in the weights.
-SETTINGS: dict[str, Any] = {"max_grad_norm": 2.0, "weight_decay": 0.1, "warmup_steps": 2, "lr": 1e-3, "eps": 1e-3}
-RATES = [1e-3 / 3, 2e-3 / 3, 1e-3]
+# Every part of a step has a say: warm-up, schedule, decay, and a bound that the gradient exceeds. Epsilon is large, as
+# AdamW divides by it: what is rounding in a gradient (that of a key's bias is nothing else) shall be rounding in the
+# weights.
+SETTINGS: dict[str, Any] = {
+    "max_grad_norm": 2.0, "weight_decay": 0.1, "warmup_steps": 2, "schedule": "linear", "lr": 1e-3, "eps": 1e-3
+}  # fmt: skip
+PLACES = [0, 1, 2.6]  # in the run, which ends one update after warm-up
+RATES = [1e-3 / 3, 2e-3 / 3, 0.4e-3]
 
 
 @dataclass
@@ -27,6 +31,7 @@ class Step:
     loss: float
     norm: float
     rate: float
+    place: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
 
@@ -37,7 +42,7 @@ def plain_steps(folder: Path, samples: list[Sample]) -> Iterator[Step]:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     groups = [{"params": decayed}, {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=SETTINGS["eps"], weight_decay=SETTINGS["weight_decay"])
-    for rate in RATES:
+    for rate, place in zip(RATES, PLACES, strict=True):
         loss = checks.plain_loss(model, samples, "token_mean")
         loss.backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -47,7 +52,7 @@ def plain_steps(folder: Path, samples: list[Sample]) -> Iterator[Step]:
         optimizer.step()
         optimizer.zero_grad()
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        yield Step(loss.item(), norm.item(), rate, gradients, weights)
+        yield Step(loss.item(), norm.item(), rate, place, gradients, weights)
 
 
 def check_steps(
@@ -66,7 +71,7 @@ def check_steps(
     assert len(batches) > 1
     for step in expected:
         got: dict[str, Tensor] = {}
-        stats = update_and_look(policy, batches, gradient, got)
+        stats = update_and_look(policy, batches, gradient, step.place, got)
         assert stats.loss == pytest.approx(step.loss, rel=2e-5, abs=1e-6)
         assert stats.grad_norm == pytest.approx(step.norm, rel=2e-5) and step.norm > SETTINGS["max_grad_norm"]
         assert stats.learning_rate == pytest.approx(step.rate) and not stats.skipped
@@ -78,7 +83,7 @@ def check_steps(
 
 
 def update_and_look(
-    policy: Any, batches: list[Any], gradient: Callable[[Any], Tensor | None], got: dict[str, Tensor]
+    policy: Any, batches: list[Any], gradient: Callable[[Any], Tensor | None], place: float, got: dict[str, Tensor]
 ) -> UpdateStats:
     """An update that leaves its gradients, whole and not yet clipped, in `got`."""
     apply = policy._step
@@ -89,7 +94,7 @@ def update_and_look(
         return apply(*arguments)
 
     policy._step = look_and_apply
-    stats: UpdateStats = policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
+    stats: UpdateStats = policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE, place)
     del policy._step
     return stats
 

@@ -44,9 +44,11 @@ def random_trajectory(prompt: int, sample: int, generator: torch.Generator) -> T
 
 
 def random_step(prompts: int, samples: int, seed: int) -> list[Trajectory]:
-    """Groups of answers; some failed, so that groups differ in size, and one group is rewarded alike."""
+    """Groups of episodes of one to three trajectories; one has failed, so sizes differ, and one group is all alike."""
     generator = torch.Generator().manual_seed(seed)
-    step = [random_trajectory(p, s, generator) for p in range(prompts) for s in range(samples)]
+    parts = torch.randint(1, 4, (prompts, samples), generator=generator)
+    places = [(p, s) for p in range(prompts) for s in range(samples) for _ in range(int(parts[p, s]))]
+    step = [random_trajectory(prompt, sample, generator) for prompt, sample in places]
     for trajectory in step:
         if trajectory.prompt_index == 0:
             trajectory.reward, trajectory.turn_rewards = 1.0, []
@@ -95,7 +97,9 @@ class TablePolicy(_Table):
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         return [self.outputs(self.table, batch, temperature) for batch in batches]
 
-    def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
+    def update(
+        self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
+    ) -> UpdateStats:
         return self.descend(batches, lambda table, batch: loss_fn(batch, self.outputs(table, batch, temperature)))
 
 
@@ -111,7 +115,7 @@ class TableCritic(_Table):
     def score(self, batches: list[MicroBatch]) -> list[Tensor]:
         return [self.values(self.table, batch) for batch in batches]
 
-    def update(self, batches: list[MicroBatch], loss_fn: Callable[..., Any]) -> UpdateStats:
+    def update(self, batches: list[MicroBatch], loss_fn: Callable[..., Any], place: float | None = None) -> UpdateStats:
         return self.descend(batches, lambda table, batch: loss_fn(batch, self.values(table, batch)))
 
 

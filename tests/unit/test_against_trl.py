@@ -17,9 +17,10 @@ with mock.patch("trl.import_utils.is_vllm_available", return_value=False):  # 10
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
 from trainer.algorithm_config import AlgorithmConfig
-from trainer.algorithms import advantages, aggregation, corrections, entropy, kl, losses, shaping
+from trainer.algorithms import advantages, aggregation, corrections, kl, losses, shaping
 from trainer.algorithms.ratios import log_ratio
 from trainer.batching import MicroBatch
+from trainer.learning.learner import mark_decisive
 from trainer.learning.minibatches import MiniBatch
 from trainer.learning.policy_loss import PolicyLoss
 from trainer.policy.base import Outputs
@@ -119,6 +120,23 @@ def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
 
 
 TOKENS, ROWS = float(sum(LENGTHS) - 2), float(len(LENGTHS))
+
+
+def learners_loss(data: dict[str, Tensor], config: AlgorithmConfig) -> Tensor:
+    """What `PolicyLoss` makes of the batch, as the recipe's keys put it together."""
+    mask, ids = data["mask"], torch.zeros(len(LENGTHS), max(LENGTHS) + 1, dtype=torch.long)
+    advantages_, reference = data["advantages"].unsqueeze(1).expand_as(mask), data["reference"]
+    rows = list(range(len(LENGTHS)))
+    own = MicroBatch(
+        ids, mask, data["engine"], advantages_, LENGTHS, rows, data["old"], reference if config.kl_coef else None
+    )
+    if config.high_entropy_share < 1:
+        before = Outputs(data["new"].detach(), data["entropy"].detach())
+        mark_decisive([own], [before], config.high_entropy_share)
+    loss = PolicyLoss(config, MiniBatch([], [own], int(TOKENS), int(ROWS)), LONGEST)
+    return loss(own, Outputs(data["new"], data["entropy"]))[0]
+
+
 BATCHES = {"ordinary": batch, "far": lambda: awkward("far"), "huge": lambda: awkward("huge")}
 
 
@@ -171,12 +189,7 @@ def test_the_learners_loss_under_a_preset(data: str, preset: str, settings: dict
     """The whole of it, as the recipe's keys put it together, but for the correction, which TRL's defaults lack."""
     numbers = BATCHES[data]()
     config = AlgorithmConfig(preset=preset, tis_cap=None)  # type: ignore[arg-type]
-    mask, advantages_ = numbers["mask"], numbers["advantages"].unsqueeze(1).expand_as(numbers["mask"])
-    reference = numbers["reference"] if config.kl_coef else None
-    ids, rows = torch.zeros(len(LENGTHS), max(LENGTHS) + 1, dtype=torch.long), list(range(len(LENGTHS)))
-    own = MicroBatch(ids, mask, numbers["engine"], advantages_, LENGTHS, rows, numbers["old"], reference)
-    loss = PolicyLoss(config, MiniBatch([], [own], int(TOKENS), int(ROWS)), LONGEST)
-    ours, _ = loss(own, Outputs(numbers["new"], numbers["entropy"]))
+    ours = learners_loss(numbers, config)
     assert_same(differentiated(ours, numbers), trl_loss(numbers, grpo(**settings)))
 
 
@@ -191,16 +204,35 @@ def test_kl_in_the_loss(unbiased: bool) -> None:
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
-def test_entropy_bonus_and_high_entropy_tokens(share: float) -> None:
+def test_high_entropy_tokens(share: float) -> None:
     data = batch()
-    threshold = entropy.entropy_threshold(data["entropy"][data["mask"].bool()].detach().float(), share)
-    chosen = entropy.high_entropy_mask(data["entropy"].float(), data["mask"], threshold).double()
-    assert 0 < chosen.sum() <= TOKENS
-    bonus = entropy.entropy_bonus(data["entropy"], 0.1)
-    bonus = (bonus * aggregation.weights(chosen, "token_mean", float(chosen.sum()))).sum()
-    ours = our_loss(data, surrogate("dapo", data) * chosen, "token_mean", TOKENS) + bonus
-    theirs = trl_loss(data, grpo(loss_type="dapo", entropy_coef=0.1, top_entropy_quantile=share))
-    assert_same(differentiated(ours, data), theirs)
+    config = AlgorithmConfig(preset="dapo", tis_cap=None, high_entropy_share=share)
+    theirs = trl_loss(data, grpo(loss_type="dapo", top_entropy_quantile=share))
+    assert_same(differentiated(learners_loss(data, config), data), theirs)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize(("preset", "loss_type"), [("dapo", "dapo"), ("grpo", "grpo")])
+def test_the_entropy_bonus_differs_by_what_is_averaged_and_by_nothing_else(
+    preset: str, loss_type: str, share: float
+) -> None:
+    """Ours goes over all trainable tokens, averaged as the loss is; TRL's is the mean over the tokens of high entropy.
+
+    docs/algorithms.md has both formulas. They are one where all tokens count and the loss is their mean.
+    """
+    data = batch()
+    settings = {"preset": preset, "kl_coef": 0.0, "tis_cap": None, "clip_high": 0.28, "high_entropy_share": share}
+    config = AlgorithmConfig(**settings, entropy_coef=0.1)
+    ours = differentiated(learners_loss(data, config), data)
+    theirs = trl_loss(data, grpo(loss_type=loss_type, entropy_coef=0.1, top_entropy_quantile=share))
+    mask, entropies = data["mask"], data["entropy"].detach()
+    cut = torch.quantile(entropies[mask.bool()].float(), 1 - share)
+    chosen = mask * (entropies.float() >= cut)
+    own_weights = mask / TOKENS if preset == "dapo" else mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / ROWS
+    difference = -0.1 * (own_weights - chosen / chosen.sum())  # of the weights of each token's entropy
+    expected = (theirs[0] + (difference * entropies).sum(), theirs[1], theirs[2] + difference)
+    assert_same(ours, expected)
+    assert (preset == "dapo" and share == 1) == (difference.abs().max().item() < 1e-12)
 
 
 @pytest.mark.parametrize("threshold", [0.01, 0.2])

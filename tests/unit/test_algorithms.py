@@ -13,6 +13,11 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 MASK = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]], dtype=torch.float32)
 
 
+def count(mask: torch.Tensor, name: str) -> float:
+    """What the sum of a loss is divided by: trainable tokens, or sequences that have any."""
+    return float(mask.sum() if name == "token_mean" else mask.any(dim=1).sum())
+
+
 def test_group_relative_against_statistics() -> None:
     rewards = [[1.0, 0.0, 0.5, 0.25], [3.0, -2.0, 0.1, 7.5]]
     for normalize in (True, False):
@@ -222,6 +227,22 @@ def test_the_weighted_k3_is_unbiased_for_samples_of_another_policy() -> None:
     assert (expected_gradient("k2", sampler) - true_gradient()).abs().max() > 0.05
 
 
+def test_the_weighted_k3_has_no_gradient_beyond_its_bound_and_the_exact_one_within() -> None:
+    """As NeMo RL's `calculate_kl` (nemo_rl/algorithms/utils.py, its test "detaches importance sampling when clamped").
+
+    At d = reference - policy and r = 1, (r (exp(d) - d - 1))' = exp(d) - d - 1 + 1 - exp(d) = -d.
+    """
+    distances = torch.tensor([20.5, 25.0, -20.5, 19.5, -19.5, 3.0], dtype=torch.float64)
+    policy = (-30.0 * torch.ones_like(distances)).requires_grad_()
+    reference = policy.detach() + distances
+    estimate = kl.unbiased_k3(policy, policy.detach(), reference)
+    bounded = distances.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    torch.testing.assert_close(estimate.detach(), bounded.exp() - bounded - 1)
+    (gradient,) = torch.autograd.grad(estimate.sum(), policy)
+    # Within the bound two numbers of 3e8 cancel, which leaves float64 some 1e-7.
+    assert gradient.tolist() == pytest.approx([0.0, 0.0, 0.0, -19.5, 19.5, -3.0], abs=1e-6)
+
+
 def test_estimators_by_name_and_their_clamp() -> None:
     policy, old, reference = LOGPROBS.clone().requires_grad_(), OLD, noise(12, 4, 4) - 2
     difference = LOGPROBS - reference
@@ -269,7 +290,7 @@ def test_weights_against_a_loop() -> None:
         "fixed_length": sum(tokens) / (sum(1 for r in rows if r) * 16),
     }
     for name, value in expected.items():
-        denominator = float(aggregation.count(MASK, name))
+        denominator = count(MASK, name)
         assert float((numbers * aggregation.weights(MASK, name, denominator, 16)).sum()) == pytest.approx(
             value, abs=1e-6
         )
@@ -278,10 +299,10 @@ def test_weights_against_a_loop() -> None:
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_p14_weights_add_up_over_any_split(name: str) -> None:
     numbers = torch.randn(4, 4)
-    denominator = float(aggregation.count(MASK, name))
+    denominator = count(MASK, name)
     whole = (numbers * aggregation.weights(MASK, name, denominator, 16)).sum()
     for parts in ([[0], [1], [2], [3]], [[3, 1], [0, 2]], [[2], [0, 1, 3]]):
-        assert sum(float(aggregation.count(MASK[p], name)) for p in parts) == denominator
+        assert sum(count(MASK[p], name) for p in parts) == denominator
         pieces = [(numbers[p] * aggregation.weights(MASK[p], name, denominator, 16)).sum() for p in parts]
         torch.testing.assert_close(torch.stack(pieces).sum(), whole)
 
@@ -289,7 +310,6 @@ def test_p14_weights_add_up_over_any_split(name: str) -> None:
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_nothing_to_train_on_weighs_nothing(name: str) -> None:
     mask = torch.zeros(2, 3)
-    assert float(aggregation.count(mask, name)) == 0.0
     assert torch.equal(aggregation.weights(mask, name, 0.0, 16), torch.zeros(2, 3))
 
 

@@ -100,8 +100,8 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     ),
     "batch over updates": (
         nothing,
-        ["--batch.updates_per_step", "5"],
-        "must be divisible by batch.updates_per_step (5)",
+        ["--batch.updates_per_step", "50"],
+        "but each of batch.updates_per_step = 50 updates needs a prompt of its own",
     ),
     "too long for the engine": (nothing, ["--sampling.max_tokens", "200"], "is more than engine.max_model_len = 256"),
     "too long for the model": (nothing, ["--engine.max_model_len", "1024"], "more than the 512 positions of the model"),

@@ -43,6 +43,7 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
     assert problems(config, WORLD_SIZE="8") == []
     three = {"engine": {"tensor_parallel_size": 3}, "batch": {"prompts_per_step": 3}}
     assert problems(config, three, WORLD_SIZE="12", PYTORCH_ALLOC_CONF="expandable_segments:True") == []
+    assert problems(config, {"batch": {"prompts_per_step": 10, "updates_per_step": 4}}, WORLD_SIZE="8") == []
     assert problems(config, {"reward": {"functions": []}, "algorithm": {"group_size": 1}}, command="sft") == []
 
 
@@ -55,11 +56,15 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
             2,
             r"= 15 must be divisible by .*ranks \(2\)",
         ),
-        ({"batch": {"prompts_per_step": 4, "updates_per_step": 3}}, 1, r"= 32 must be .*updates_per_step \(3\)"),
         (
-            {"batch": {"prompts_per_step": 1, "updates_per_step": 4}, "algorithm": {"group_size": 4}},
-            2,
-            "without an answer",
+            {"batch": {"prompts_per_step": 2, "updates_per_step": 4}},  # 16 answers, but a group is never torn
+            1,
+            "batch.prompts_per_step is 2, but each of batch.updates_per_step = 4 updates needs a prompt of its own",
+        ),
+        (
+            {"batch": {"prompts_per_step": 7, "updates_per_step": 4}, "algorithm": {"group_size": 2}},
+            7,
+            "= 14 leaves some of 7 ranks without an answer in an update, since the smallest of 4 has 2",
         ),
         ({"sampling": {"max_tokens": 1025}}, 1, "data.max_prompt_tokens \\+ sampling.max_tokens = 2049 is more than"),
         ({"eval": {"max_tokens": 1025}}, 1, "data.max_prompt_tokens \\+ eval.max_tokens = 2049 is more than"),

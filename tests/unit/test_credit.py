@@ -5,14 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from generation.trajectory import Trajectory
+from generation.trajectory import Trajectory, by_episode
 from tests.unit.learning_steps import make_config, random_step
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.learning.credit import assign_credit, has_signal
 from trainer.learning.groups import informative, longest_answer, make_groups
+from trainer.learning.learner import mark_decisive
 from trainer.learning.minibatches import MiniBatch, prepare, split
+from trainer.policy.base import Outputs
 
 CPU = torch.device("cpu")
 IN_REWARD = {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}
@@ -34,7 +37,7 @@ def credited(step: list[Trajectory], config: TrainConfig, parts: int = 2) -> lis
 
 def _answers(minibatch: MiniBatch) -> list[tuple[Trajectory, list[float], dict]]:
     answers = {}
-    everyone = [t for group in minibatch.groups for t in group]
+    everyone = [t for group in minibatch.groups for episode in group for t in episode]
     for batch in minibatch.batches:
         for row, place in enumerate(batch.rows):
             trajectory = everyone[place]
@@ -46,9 +49,14 @@ def _answers(minibatch: MiniBatch) -> list[tuple[Trajectory, list[float], dict]]
     return [answers[place] for place in range(len(everyone))]
 
 
-def groups_of(answers: list[tuple[Trajectory, list[float], dict]]) -> list[list[int]]:
-    prompts = [t.prompt_index for t, _, _ in answers]
-    return [[i for i, p in enumerate(prompts) if p == prompt] for prompt in sorted(set(prompts))]
+def groups_of(answers: list[tuple[Trajectory, list[float], dict]]) -> list[list[list[int]]]:
+    """For each prompt the positions of its episodes' trajectories; the last one's reward is the episode's."""
+    places = [(t.prompt_index, t.sample_index) for t, _, _ in answers]
+    episodes = [[i for i, other in enumerate(places) if other == place] for place in dict.fromkeys(places)]
+    prompts = dict.fromkeys(prompt for prompt, _ in places)
+    groups = [[e for e in episodes if places[e[0]][0] == prompt] for prompt in prompts]
+    assert any(len(episode) > 1 for group in groups for episode in group) or len(places) < 4
+    return groups
 
 
 def turn_numbers(mask: list[float]) -> list[int]:
@@ -83,14 +91,28 @@ def test_answers_are_compared_within_their_group(algorithm: dict[str, Any], form
     algorithm = (IN_REWARD if kl else {}) | algorithm
     kl = kl and algorithm["kl_coef"] > 0
     answers = credited(random_step(4, 4, seed=1), make_config(algorithm=algorithm))
-    for members in groups_of(answers):
+    for episodes in groups_of(answers):
         rewards = []
-        for trajectory, _, known in (answers[i] for i in members):
-            drift = zip(known["loss_mask"], known["old_logprobs"], known["ref_logprobs"], strict=True)
-            rewards.append(trajectory.reward - kl * 0.1 * sum(m * (old - ref) for m, old, ref in drift))
-        for i, expected in zip(members, formula(rewards), strict=True):
-            got = answers[i][1]
-            assert got == pytest.approx([expected] * len(got), abs=2e-5)
+        for episode in episodes:
+            reward = answers[episode[-1]][0].reward
+            for known in (answers[i][2] for i in episode):
+                drift = zip(known["loss_mask"], known["old_logprobs"], known["ref_logprobs"], strict=True)
+                reward -= kl * 0.1 * sum(m * (old - ref) for m, old, ref in drift)
+            rewards.append(reward)
+        for episode, expected in zip(episodes, formula(rewards), strict=True):
+            for got in (answers[i][1] for i in episode):
+                assert got == pytest.approx([expected] * len(got), abs=2e-5)
+
+
+def rewards_by_turn(answers: list[tuple[Trajectory, list[float], dict]], episode: list[int]) -> list[list[float]]:
+    """For each trajectory of an episode what its turns were given; the very last has what no turn was given."""
+    given = []
+    for trajectory, _, known in (answers[i] for i in episode):
+        turns = max(turn_numbers(known["loss_mask"])) + 1
+        given.append((trajectory.turn_rewards or [0.0] * turns)[:turns])
+    given[-1][-1] = 0.0
+    given[-1][-1] = answers[episode[-1]][0].reward - sum(map(sum, given))
+    return given
 
 
 @pytest.mark.parametrize("std", [True, False])
@@ -98,22 +120,23 @@ def test_turns_are_compared_with_the_same_turn_of_others(std: bool) -> None:
     """A turn's own reward and the discounted ones after it; what turns were not given is the last one's."""
     algorithm = {"credit": "turns", "discount": 0.9, "normalize_std": std}
     answers = credited(random_step(4, 4, seed=2), make_config(algorithm=algorithm))
-    for members in groups_of(answers):
+    for episodes in groups_of(answers):
         returns = {}
-        for i in members:
-            trajectory, _, known = answers[i]
-            turns = max(turn_numbers(known["loss_mask"])) + 1
-            rewards = (trajectory.turn_rewards or [0.0] * turns)[:turns]
-            rewards[-1] += trajectory.reward - sum(trajectory.turn_rewards)
-            for turn in range(turns):
-                returns[i, turn] = sum(0.9**k * reward for k, reward in enumerate(rewards[turn:]))
-        for i in members:
-            for number, got in zip(turn_numbers(answers[i][2]["loss_mask"]), answers[i][1], strict=True):
-                peers = [key for key in returns if key[1] == number]
-                expected = 0.0
-                if number >= 0:
-                    expected = relative([returns[key] for key in peers], std)[peers.index((i, number))]
-                assert got == pytest.approx(expected, abs=2e-5)
+        for number, episode in enumerate(episodes):
+            rewards = [reward for given in rewards_by_turn(answers, episode) for reward in given]
+            for turn in range(len(rewards)):
+                returns[number, turn] = sum(0.9**k * reward for k, reward in enumerate(rewards[turn:]))
+        for number, episode in enumerate(episodes):
+            before = 0
+            for i in episode:
+                turns = turn_numbers(answers[i][2]["loss_mask"])
+                for turn, got in zip(turns, answers[i][1], strict=True):
+                    expected = 0.0
+                    if turn >= 0:
+                        peers = [key for key in returns if key[1] == before + turn]
+                        expected = relative([returns[key] for key in peers], std)[peers.index((number, before + turn))]
+                    assert got == pytest.approx(expected, abs=2e-5)
+                before += max(turns) + 1
 
 
 @pytest.mark.parametrize("credit", ["outcome", "turns"])
@@ -123,11 +146,16 @@ def test_tokens_get_what_comes_after_them_relative_to_the_step(advantage: str, c
     algorithm = {"advantage": advantage, "credit": credit, "discount": 0.9, "trace": 0.8, **IN_REWARD}
     answers = credited(random_step(4, 4, seed=3), make_config(algorithm=algorithm))
     raw: list[list[float]] = []
-    for trajectory, _, known in answers:
-        numbers = turn_numbers(known["loss_mask"])
-        turns, row = max(numbers) + 1, [0.0] * len(numbers)
-        given = [0.0] * turns if credit == "outcome" else (trajectory.turn_rewards or [0.0] * turns)[:turns]
-        given[-1] += trajectory.reward - sum(given)
+    at_ends = {}  # of each trajectory's turns; its last has in addition whatever the episode was given after it
+    for episode in (episode for episodes in groups_of(answers) for episode in episodes):
+        by_turn = rewards_by_turn(answers, episode)
+        for place, i in enumerate(episode):
+            at_ends[i] = [*by_turn[place][:-1], by_turn[place][-1] + sum(map(sum, by_turn[place + 1 :]))]
+            if credit == "outcome":
+                at_ends[i] = [0.0] * (len(by_turn[place]) - 1) + [answers[episode[-1]][0].reward]
+    for place, (_, _, known) in enumerate(answers):
+        numbers, given = turn_numbers(known["loss_mask"]), at_ends[place]
+        row = [0.0] * len(numbers)
         upcoming = value_after = 0.0
         for t in reversed(range(len(numbers))):
             if numbers[t] < 0:
@@ -153,9 +181,9 @@ def test_tokens_get_what_comes_after_them_relative_to_the_step(advantage: str, c
 def test_reinforce_pp_baseline_is_relative_to_the_group_and_then_to_the_step() -> None:
     answers = credited(random_step(4, 4, seed=4), make_config(algorithm={"advantage": "reinforce_pp_baseline"}))
     centred = {}
-    for members in groups_of(answers):
-        values = relative([answers[i][0].reward for i in members], False)
-        centred |= dict(zip(members, values, strict=True))
+    for episodes in groups_of(answers):
+        values = relative([answers[episode[-1]][0].reward for episode in episodes], False)
+        centred |= {i: value for episode, value in zip(episodes, values, strict=True) for i in episode}
     tokens = [(i, m) for i, (_, _, known) in enumerate(answers) for m in known["loss_mask"]]
     white = iter(relative([centred[i] for i, m in tokens if m], True))
     expected = [next(white) if m else 0.0 for i, m in tokens]
@@ -163,24 +191,101 @@ def test_reinforce_pp_baseline_is_relative_to_the_group_and_then_to_the_step() -
 
 
 def test_each_reward_is_made_relative_by_itself_before_they_are_added() -> None:
-    """Both functions', what the episode itself gave, and the penalty of long answers."""
+    """Both functions' and what the episode itself gave; the penalty of long answers comes on top, less its mean."""
     config = make_config(
         algorithm={"combine_rewards": "normalize_then_sum", "overlong_margin": 0.5}, sampling={"max_tokens": 8}
     )
     answers = credited(random_step(4, 4, seed=5), config)
-    for members in groups_of(answers):
-        group = [answers[i][0] for i in members]
-        sampled = [sum(t.loss_mask) for t in group]
-        own = [t.reward - t.reward_parts["a"] - 0.5 * t.reward_parts["b"] for t in group]
+    for episodes in groups_of(answers):
+        last = [answers[episode[-1]][0] for episode in episodes]
+        longest = [max(sum(answers[i][0].loss_mask) for i in episode) for episode in episodes]
+        own = [t.reward - t.reward_parts["a"] - 0.5 * t.reward_parts["b"] for t in last]
         total = zip(
-            relative([t.reward_parts["a"] for t in group], True),
-            [0.5 * x for x in relative([t.reward_parts["b"] for t in group], True)],
+            relative([t.reward_parts["a"] for t in last], True),
+            [0.5 * x for x in relative([t.reward_parts["b"] for t in last], True)],
             relative([round(x, 9) for x in own], True),
-            relative([-min(max(n - 4, 0) / 4, 1.0) for n in sampled], True),
+            relative([-min(max(n - 4, 0) / 4, 1.0) for n in longest], False),
             strict=True,
         )
-        for i, parts in zip(members, total, strict=True):
-            assert answers[i][1][0] == pytest.approx(sum(parts), abs=1e-4)
+        for episode, parts in zip(episodes, total, strict=True):
+            assert [answers[i][1][0] for i in episode] == pytest.approx([sum(parts)] * len(episode), abs=1e-4)
+
+
+def one_turn(sample: int, tokens: int, prompt: int = 0, **fields: Any) -> Trajectory:
+    return Trajectory(prompt, sample, [1], [2] * tokens, [1] * tokens, [-1.0] * tokens, **fields)
+
+
+def first_advantages(step: list[Trajectory], config: TrainConfig) -> list[float]:
+    """Of each trajectory, its first token's."""
+    return [advantages[0] for _, advantages, _ in credited(step, config, parts=1)]
+
+
+def test_leave_one_out_of_an_episode_in_three_parts_is_that_of_skyrls_step_wise_training() -> None:
+    """1, 1, 1, -1, as SkyRL's `RayPPOTrainer.compute_advantages_and_returns` (skyrl/train/trainer.py) has it.
+
+    There the last step of each trajectory is put through `compute_rloo_outcome_advantage`, here rewards of 1 and 0, and
+    the result is given to all its steps. With each part as a sample of its own it would be 1/3, 1/3, 1/3, -1.
+    """
+    step = [one_turn(0, 2, reward=1.0) for _ in range(3)] + [one_turn(1, 2, reward=0.0)]
+    assert first_advantages(step, make_config(algorithm={"advantage": "leave_one_out"})) == [1, 1, 1, -1]
+    step[0].reward = step[1].reward = 7.0  # of parts that are not the last
+    assert first_advantages(step, make_config(algorithm={"advantage": "leave_one_out"})) == [1, 1, 1, -1]
+    assert first_advantages(step, make_config(algorithm={"normalize_std": False})) == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_whether_a_group_has_a_signal_is_a_matter_of_its_episodes() -> None:
+    first, second, other = (one_turn(s, 2, reward=r) for s, r in ((0, 0.0), (0, 1.0), (1, 1.0)))
+    (group,) = make_groups([first, second, other])
+    assert not informative(group)
+    first.turn_rewards = [0.5]
+    assert informative(group)
+    first.error = "a part of the episode failed"
+    assert make_groups([first, second, other]) == [[[other]]]
+
+
+def test_length_is_that_of_the_whole_episode_and_the_overlong_penalty_that_of_its_longest_part() -> None:
+    step = [one_turn(0, 3, reward=1.0), one_turn(0, 5, reward=1.0), one_turn(1, 2, reward=1.0)]
+    config = make_config(algorithm={"length_strength": 1.0, "normalize_std": False}, sampling={"max_tokens": 8})
+    worth = 1 / (1 + 8 / 5), 1 / (1 + 2 / 5)
+    assert first_advantages(step, config) == pytest.approx(
+        [(worth[0] - worth[1]) / 2] * 2 + [(worth[1] - worth[0]) / 2]
+    )
+    config = make_config(algorithm={"overlong_margin": 0.5, "normalize_std": False}, sampling={"max_tokens": 8})
+    assert first_advantages(step, config) == pytest.approx([-0.125, -0.125, 0.125])
+
+
+def test_a_token_over_the_margin_costs_little_where_rewards_are_normalised_one_by_one() -> None:
+    """Of eight answers two are right, one of them a single token into a margin of 800, for which it loses 1/800."""
+    lengths = [201, *[100] * 7]
+    rewards = [1.0, 1.0, *[0.0] * 6]
+    step = [
+        one_turn(s, n, reward=r, reward_parts={"a": r}) for s, (n, r) in enumerate(zip(lengths, rewards, strict=True))
+    ]
+    algorithm = {"combine_rewards": "normalize_then_sum", "overlong_margin": 0.8}
+    config = make_config(algorithm=algorithm, sampling={"max_tokens": 1000})
+    minibatches = [prepare(make_groups(step), config, 0, CPU)]
+    assign_credit(minibatches, config, {"a": 1.0})
+    got = [advantages[0] for _, advantages, _ in _answers(minibatches[0])]
+    penalties = relative([-1 / 800, *[0.0] * 7], False)
+    expected = [a + b for a, b in zip(relative(rewards, True), penalties, strict=True)]
+    assert got == pytest.approx(expected, abs=1e-5)
+    assert got[0] == pytest.approx(1.731, abs=1e-3) and got[1] == pytest.approx(1.732, abs=1e-3)
+
+
+@pytest.mark.parametrize("instead", [0.0, -1.0])
+def test_a_reward_function_that_failed_is_no_reward_of_its_own(instead: float) -> None:
+    """The answer is as good as one that the function gave `reward.error_reward`, and the others do not notice."""
+    config = make_config(algorithm={"combine_rewards": "normalize_then_sum"}, reward={"error_reward": instead})
+    given = [{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 0.0}]
+    step = [one_turn(s, 2, reward_parts=parts) for s, parts in enumerate(given)]
+    for trajectory in step:
+        parts = trajectory.reward_parts
+        trajectory.reward = 0.25 + (parts["a"] + 0.5 * parts["b"] if "b" in parts else instead)
+    expected = [
+        a + 0.5 * b
+        for a, b in zip(relative([1.0, 0.0, 1.0, 0.0], True), relative([0.5, 1.0, 1.0, instead], True), strict=True)
+    ]
+    assert first_advantages(step, config) == pytest.approx(expected, abs=1e-5)
 
 
 def test_length_shapes_rewards_but_not_which_groups_have_a_signal() -> None:
@@ -188,7 +293,7 @@ def test_length_shapes_rewards_but_not_which_groups_have_a_signal() -> None:
         return Trajectory(0, sample, [1], [2] * tokens, [1] * tokens, [-1.0] * tokens, reward=1.0)
 
     step = [answer(0, 2), answer(1, 6)]
-    assert not informative(step)
+    assert not informative([[answer] for answer in step])
     config = make_config(
         algorithm={"length_strength": 1.0, "normalize_std": False, "overlong_margin": 0.5}, sampling={"max_tokens": 8}
     )
@@ -207,7 +312,8 @@ def test_the_longest_answer_of_several_turns_fills_the_context() -> None:
 @pytest.mark.parametrize("algorithm", [{"advantage": "max_rl"}, {"length_strength": 0.1}])
 def test_negative_rewards_are_named_where_they_cannot_be(algorithm: dict[str, Any]) -> None:
     step = random_step(2, 2, seed=6)
-    step[0].reward, step[0].reward_parts = -2.0, {"format": -2.0}
+    for trajectory in by_episode(step)[0]:
+        trajectory.reward, trajectory.reward_parts = -2.0, {"format": -2.0}
     with pytest.raises(UserError, match=r"needs rewards of at least 0, but an answer got -2 \({'format': -2.0}\)"):
         credited(step, make_config(algorithm=algorithm))
 
@@ -231,3 +337,50 @@ def test_answers_that_were_cut_off_are_compared_but_not_learned_from() -> None:
     assign_credit([minibatch], config, {})
     (batch,) = minibatch.batches
     assert sorted((batch.advantages * batch.loss_mask)[:, 0].tolist()) == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"advantage": "leave_one_out", **IN_REWARD},
+        {"advantage": "reinforce_pp", **IN_REWARD},
+        {"advantage": "reinforce_pp_baseline", "high_entropy_share": 0.5},
+        {"advantage": "gae", "credit": "turns", **IN_REWARD},
+        {"advantage": "distill"},
+        {"credit": "turns"},
+    ],
+)
+def test_what_models_say_of_masked_tokens_has_no_part_in_credit(algorithm: dict[str, Any], value: float) -> None:
+    """NaN and inf neither: advantages and returns of trained tokens, the choice of them and the signal stay."""
+
+    def computed(rotten: float) -> tuple[list[Tensor], bool]:
+        generator = torch.Generator().manual_seed(7)
+        config = make_config(algorithm=algorithm)
+        minibatches = [prepare(groups, config, 0, CPU) for groups in split(make_groups(random_step(3, 3, seed=8)), 2)]
+        batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+        for batch in batches:
+            mask = batch.loss_mask.bool()
+            noise = [torch.randn(mask.shape, generator=generator) for _ in range(4)]
+            told = [torch.where(mask, x, rotten) for x in noise]
+            batch.old_logprobs, batch.ref_logprobs, batch.old_values = told[:3]
+            mark_decisive([batch], [Outputs(told[0], told[3])], 0.5)
+        assign_credit(minibatches, config, WEIGHTS)
+        masks = [batch.loss_mask.bool() for batch in batches]
+        credit = [batch.advantages[mask] for batch, mask in zip(batches, masks, strict=True)]
+        credit += [b.returns[mask] for b, mask in zip(batches, masks, strict=True) if b.returns is not None]
+        return [*credit, *(batch.decisive for batch in batches if batch.decisive is not None)], has_signal(minibatches)
+
+    (sound, _), (got, signal) = computed(0.0), computed(value)
+    assert signal and len(sound) == len(got)
+    assert all(torch.isfinite(x).all() and torch.equal(x, y) for x, y in zip(got, sound, strict=True))
+
+
+def test_a_step_of_masked_rubbish_has_no_signal() -> None:
+    alike = [one_turn(s, 2, reward=1.0) for s in range(2)]
+    config = make_config()
+    minibatches = [prepare(make_groups(alike), config, 0, CPU)]
+    assign_credit(minibatches, config, {})
+    for batch in minibatches[0].batches:
+        batch.advantages = torch.where(batch.loss_mask.bool(), batch.advantages, float("nan"))
+    assert not has_signal(minibatches)

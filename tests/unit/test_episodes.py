@@ -198,13 +198,13 @@ def test_too_many_failed_episodes_end_the_run_with_the_first_error() -> None:
 
 
 def test_v14_v15_figures_count_what_the_policy_sampled_and_what_tools_did() -> None:
-    def done(**metrics: float) -> Trajectory:
-        return Trajectory(0, 0, [1], [7, 8, 9], [1, 0, 1], [-1.0, 0.0, -1.0], turns=2, metrics=dict(metrics))
+    def done(sample: int, **metrics: float) -> Trajectory:
+        return Trajectory(0, sample, [1], [7, 8, 9], [1, 0, 1], [-1.0, 0.0, -1.0], turns=2, metrics=dict(metrics))
 
-    figures = rollout_metrics([done(**{"tools/calls": 3.0, "tools/errors": 1.0}), done(**{"tools/calls": 1.0})])
+    figures = rollout_metrics([done(0, **{"tools/calls": 3.0, "tools/errors": 1.0}), done(1, **{"tools/calls": 1.0})])
     assert figures["rollout_tokens"] == 4 and figures["length/mean"] == 2 and figures["turns/mean"] == 2
     assert figures["tools/calls"] == 4 and figures["tools/failure_rate"] == 0.25
-    assert "tools/calls" not in rollout_metrics([done()])
+    assert "tools/calls" not in rollout_metrics([done(0)])
 
 
 def test_v15_tool_tokens_have_no_part_in_loss_kl_or_gradient() -> None:
@@ -217,7 +217,7 @@ def test_v15_tool_tokens_have_no_part_in_loss_kl_or_gradient() -> None:
     done = Trajectory(0, 0, [1, 2], [7, 8, 9, 10], [1, 0, 0, 1], [-1.0, 0.0, 0.0, -2.0])
     (batch,) = micro_batches([to_sample(done)], 100, 0, "cpu", count=1)
     batch.advantages = torch.full_like(batch.loss_mask, 0.7)
-    step = MiniBatch([[done]], [batch], tokens=2, sequences=1)
+    step = MiniBatch([[[done]]], [batch], tokens=2, sequences=1)
     masked = batch.loss_mask == 0
     losses = []
     for seed in (0, 1):

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,28 +14,39 @@ import torch
 from pydantic import ValidationError
 from small_tokenizer import small_tokenizer
 
+from generation.sampling import SamplingSettings
 from generation.trajectory import Trajectory
 from trainer.config import EvalConfig, RewardConfig, TrainConfig
 from trainer.config_checks import _check_evaluation, _check_lengths
+from trainer.data import Prompt, PromptDataset
 from trainer.engines import evaluation_sampling
-from trainer.evaluation import dataset_figures, evaluation_metrics, random_states_kept
+from trainer.evaluate import Evaluation, table
+from trainer.evaluation import (
+    HeldOut,
+    accuracies,
+    dataset_figures,
+    evaluation_metrics,
+    random_states_kept,
+    standard_error,
+)
+from trainer.progress import make_console
 from trainer.rewards import RewardPool
 
 
-def answer(prompt: int, vote: str | None, right: float, reward: float = 0.0, **fields: Any) -> Trajectory:
+def answer(prompt: int, sample: int, vote: str | None, right: float, reward: float = 0.0, **fields: Any) -> Trajectory:
     """Three sampled tokens of five; `right` is what the first reward function gave."""
     tokens = {"response_ids": [7] * 5, "loss_mask": [1, 1, 0, 0, 1], "logprobs": [0.0] * 5}
     parts = {"reward_parts": {"match": right, "form": 9.0}}
-    return Trajectory(prompt, 0, [1], vote=vote, reward=reward, **(tokens | parts | fields))
+    return Trajectory(prompt, sample, [1], vote=vote, reward=reward, **(tokens | parts | fields))
 
 
 ANSWERS = [
-    answer(0, "4", 1.0, 2.0),
-    answer(0, "4", 1.0, 2.0, finish_reason="length"),
-    answer(0, "5", 0.0),
-    answer(1, "x", 0.5, 1.0),  # not right: half a point
-    answer(1, None, 0.0, error="a tool died", reward=7.0),
-    answer(1, "y", 1.0, 2.0),
+    answer(0, 0, "4", 1.0, 2.0),
+    answer(0, 1, "4", 1.0, 2.0, finish_reason="length"),
+    answer(0, 2, "5", 0.0),
+    answer(1, 0, "x", 0.5, 1.0),  # not right: half a point
+    answer(1, 1, None, 0.0, error="a tool died", reward=7.0),
+    answer(1, 2, "y", 1.0, 2.0),
 ]
 
 
@@ -53,6 +66,32 @@ def test_figures_of_a_dataset_by_hand() -> None:
             "majority@3": (1 + 1 / 2) / 2,
         }
     )
+
+
+def test_an_answer_in_several_parts_is_one_answer() -> None:
+    """Three conversations came to the right answer, one to a wrong one: half of the answers are right, not 3/4."""
+    right, wrong = [answer(0, 0, v, r, 9 * r) for v, r in ((None, 0.0), ("5", 0.0), ("4", 1.0))], answer(0, 1, "5", 0.0)
+    figures = dataset_figures([*right, wrong], "match", EvalConfig(k=[1, 2], samples=2))
+    expected = {"accuracy": 0.5, "reward": 4.5, "length": 6.0, "truncated": 0.0, "pass@1": 0.5, "pass@2": 1.0}
+    assert figures == pytest.approx(expected | {"majority@1": 0.5, "majority@2": 0.5})
+    again = [replace(t, prompt_index=1, finish_reason="length") for t in right]
+    assert accuracies([*right, wrong, *again], "match") == [0.5, 1.0]
+    assert standard_error(accuracies([*right, wrong, *again], "match")) == pytest.approx(0.25)  # of 0.5 and 1
+    assert dataset_figures([*right, wrong, *again], "match", EvalConfig())["truncated"] == pytest.approx(1 / 3)
+    again[0].error = "a part of it failed"
+    assert dataset_figures(again, "match", EvalConfig(k=[1]))["pass@1"] == 0
+
+
+def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two to the one prompt, one of them in two parts."""
+    held_out = HeldOut("", PromptDataset([Prompt(0, (1,), {})]), SamplingSettings(max_tokens=4), 2)
+    recipe = config(data={"path": "d", "eval_path": "questions.jsonl"})
+    evaluation = SimpleNamespace(config=recipe, held_outs=[held_out], rewards=SimpleNamespace(labels=["match"]))
+    trajectories = [answer(0, 0, "5", 0.0), answer(0, 0, "4", 1.0), answer(0, 1, "5", 0.0)]
+    results = Evaluation.results(evaluation, {"": trajectories}) | {"seconds": 1.0}  # type: ignore[arg-type]
+    assert (results["datasets"][""]["answers"], results["datasets"][""]["accuracy"]) == (2, 0.5)
+    make_console().print(table(results))
+    assert re.search(r"questions\s+│\s+1 │\s+2 │\s+0.500 ± 0.000", capsys.readouterr().out)
 
 
 def test_what_is_right_is_the_recipes_to_say() -> None:

@@ -71,7 +71,7 @@ def learned(
         reference = TablePolicy(seed=1) if config.algorithm.kl_coef or choice == "distill" else None
         critic = TableCritic() if choice == "gae" else None
         learner = Learner(config, policy, reference, 0, {"a": 1.0, "b": 0.5}, critic)  # type: ignore[arg-type]
-        metrics = learner.learn(random_step(4, 3, seed))
+        metrics = learner.learn(random_step(4, 3, seed), step=1)
         return torch.stack([policy.table, critic.table if critic else policy.table]), metrics
 
     (table, metrics), *others = on_ranks(ranks, rank)

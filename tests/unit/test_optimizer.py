@@ -15,16 +15,39 @@ def test_schedules_without_warm_up_are_those_of_transformers(schedule: str) -> N
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = get_scheduler(schedule, optimizer, num_warmup_steps=0, num_training_steps=20)
     for update in range(21):
-        assert learning_rate_factor(update, 0, 20, schedule) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        assert learning_rate_factor(update, update, 0, 20, schedule) == pytest.approx(
+            theirs.get_last_lr()[0], abs=1e-12
+        )
         optimizer.step()
         theirs.step()
 
 
 def test_warm_up_wastes_no_update_and_ends_at_the_peak() -> None:
-    factors = [learning_rate_factor(update, 4, 10, "linear") for update in range(12)]
+    factors = [learning_rate_factor(update, update, 4, 10, "linear") for update in range(12)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert factors[5:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0.0, 0.0])
-    assert learning_rate_factor(3, 3, 3, "cosine") == 1.0
+    assert learning_rate_factor(3, 3, 3, 3, "cosine") == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_rate_falls_to_the_end_of_the_run_however_many_updates_were_left_out(schedule: str) -> None:
+    """Four updates a step are asked for. Steps do fewer, or none; yet each begins where its place in the run says."""
+    done, rates = 0, []
+    for step, updates in enumerate([4, 2, 0, 3, 1, 4]):
+        for number in range(updates):
+            place = 4 * step + 4 * number / updates
+            rates.append(learning_rate_factor(done, place, 0, 24, schedule))  # type: ignore[arg-type]
+            share = (step + number / updates) / 6
+            expected = 1 - share if schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
+            assert rates[-1] == pytest.approx(expected)
+            done += 1
+    assert rates == sorted(rates, reverse=True) and learning_rate_factor(done, 24, 0, 24, schedule) == pytest.approx(0)  # type: ignore[arg-type]
+
+
+def test_warm_up_counts_applied_updates_alone() -> None:
+    """After five of six steps of which nothing came, warm-up has just begun, and the run is nearly over."""
+    assert learning_rate_factor(0, 5, 2, 6, "constant") == pytest.approx(1 / 3)
+    assert learning_rate_factor(0, 5, 2, 6, "linear") == pytest.approx(min(1 / 3, 1 / 4))
 
 
 def test_adamw_against_the_formula() -> None:

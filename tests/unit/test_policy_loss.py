@@ -1,6 +1,7 @@
 """The loss put together from its parts, against a loop over tokens that knows nothing of them."""
 
 import math
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -178,3 +179,49 @@ def test_without_old_logprobs_the_forward_pass_is_the_policy_before() -> None:
     again, _ = PolicyLoss(AlgorithmConfig(), minibatch(batch), LONGEST)(batch, outputs)
     assert single.item() == again.item() and sums["clipped"] == 0
     torch.testing.assert_close(once.gaps[0][0], old[batch.loss_mask.bool()])
+
+
+ROTTEN = [float("nan"), float("inf"), float("-inf")]
+
+
+def spoiled(tensors: MicroBatch | Outputs, mask: Tensor, name: str, value: float) -> MicroBatch | Outputs:
+    """The same with `value` in one tensor wherever the mask is 0; what carried a gradient still does."""
+    tensor = getattr(tensors, name)
+    rotten = torch.where(mask.bool(), tensor.detach(), value).requires_grad_(tensor.requires_grad)
+    return replace(tensors, **{name: rotten})
+
+
+def per_token_names(tensors: MicroBatch | Outputs) -> list[str]:
+    """All that hold a number for every target."""
+    found = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    return [n for n, x in found.items() if isinstance(x, Tensor) and x.is_floating_point() and n != "loss_mask"]
+
+
+@pytest.mark.parametrize("value", ROTTEN)
+@pytest.mark.parametrize("case", [*CASES, {"advantage": "gae", "value_clip": None, "high_entropy_share": 0.5}])
+def test_what_is_not_finite_under_the_mask_never_reaches_loss_or_gradient(case: dict[str, Any], value: float) -> None:
+    config = AlgorithmConfig(**case)
+    batch, outputs = make_batch()
+
+    def computed(batch: MicroBatch, outputs: Outputs) -> list[Tensor]:
+        """Loss, its figures, its gradients by all outputs, and what the engine is compared with."""
+        policy_loss = PolicyLoss(config, minibatch(batch), LONGEST)
+        loss, sums = policy_loss(batch, outputs)
+        leaves = [outputs.logprobs, outputs.entropy, outputs.values]
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        alone, value_sums = CriticLoss(config, minibatch(batch))(batch, outputs.values)  # type: ignore[arg-type]
+        figures = [*sums.values(), *value_sums.values(), *policy_loss.gaps[0]]
+        return [loss, alone, *torch.autograd.grad(alone, outputs.values), *gradients, *figures]  # type: ignore[arg-type]
+
+    expected = computed(batch, outputs)
+    assert all(torch.isfinite(tensor).all() for tensor in expected)
+    names = per_token_names(batch), per_token_names(outputs)
+    assert names == (
+        ["engine_logprobs", "advantages", "old_logprobs", "ref_logprobs", "old_values", "returns"],
+        ["logprobs", "entropy", "values"],
+    )
+    cases = [(spoiled(batch, batch.loss_mask, name, value), outputs) for name in names[0]]
+    cases += [(batch, spoiled(outputs, batch.loss_mask, name, value)) for name in names[1]]
+    for rotten_batch, rotten_outputs in cases:
+        for got, wanted in zip(computed(rotten_batch, rotten_outputs), expected, strict=True):  # type: ignore[arg-type]
+            assert torch.equal(got, wanted)

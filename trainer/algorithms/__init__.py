@@ -13,4 +13,8 @@ They are put together like this, and every step is a choice:
     number     (loss * aggregation.weights).sum()
 
 Nothing here averages over a batch: what is divided by is a count over the whole step and all ranks, passed in.
+
+Functions that take a mask select by it, so that masked positions may hold anything, inf and NaN included. Those without
+one compute every position, and the last line multiplies: what they are given must be finite throughout
+(`trainer.learning.policy_loss.only_trained`).
 """

@@ -10,20 +10,6 @@ from torch import Tensor
 from trainer.algorithms.names import Aggregation
 
 
-def count(mask: Tensor, aggregation: Aggregation) -> Tensor:
-    """What this part of the step adds to the denominator: trainable tokens, or sequences having at least one.
-
-    Args:
-        mask: [B, T], 1 on trainable tokens.
-
-    Returns:
-        scalar float32; sum it over micro-batches and ranks before the first backward.
-    """
-    if aggregation == "token_mean":
-        return mask.sum().float()
-    return (mask.sum(dim=1) > 0).sum().float()
-
-
 def token_mean_weights(mask: Tensor, denominator: float) -> Tensor:
     """Every trainable token of the step weighs the same: DAPO's token-level loss (arXiv:2503.14476, equation 8).
 

@@ -23,7 +23,7 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
         reference_logprobs: [B, T], treated as constant.
 
     Returns:
-        [B, T], nats a token.
+        [B, T], nats a token, within +-MAX_LOG_RATIO. Beyond the bound the gradient is 0, that of all estimators here.
     """
     return (logprobs - reference_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -54,7 +54,9 @@ def unbiased_k3(logprobs: Tensor, old_logprobs: Tensor, reference_logprobs: Tens
     """r * k3 with r = exp(logprobs - old_logprobs): value and gradient unbiased for samples of the old policy, too.
 
     DeepSeek-V3.2, 2025 (arXiv:2512.02556), equation 7. The ratio carries a gradient as well, and has to: even at r = 1
-    it is what turns k3's gradient into that of the divergence.
+    it is what turns k3's gradient into that of the divergence. Where the difference to the reference is beyond its
+    bound, k3 is a constant, and the ratio is one, too: by itself its gradient would be k3's value, 4.9e8 at 20 nats, in
+    the wrong direction. NeMo RL does the same (`calculate_kl` in nemo_rl/algorithms/utils.py).
 
     Args:
         logprobs: [B, T] under the policy being trained; carries the gradient.
@@ -65,6 +67,8 @@ def unbiased_k3(logprobs: Tensor, old_logprobs: Tensor, reference_logprobs: Tens
         [B, T], nats a token.
     """
     ratio = torch.exp((logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    bounded = (logprobs - reference_logprobs).abs() > MAX_LOG_RATIO
+    ratio = torch.where(bounded, ratio.detach(), ratio)
     return ratio * k3(logprobs, reference_logprobs)
 
 

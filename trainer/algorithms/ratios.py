@@ -27,7 +27,7 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Level
     Args:
         logprobs: [B, T] under the policy being trained; carries the gradient.
         old_logprobs: [B, T] under the policy to compare with; treated as constant.
-        mask: [B, T]; what the others hold where it is 0 does not matter, as long as it is a number.
+        mask: [B, T]; what the others hold where it is 0 does not matter.
 
     Returns:
         [B, T] within +-MAX_LOG_RATIO, 0 on masked tokens. Beyond the bound the gradient is 0.

@@ -7,7 +7,14 @@ from sharding.collectives import all_reduce_sum
 from trainer.algorithms import advantages, kl, returns
 from trainer.batching import MicroBatch
 from trainer.config import AlgorithmConfig, TrainConfig
-from trainer.learning.groups import Group, reward_components, shaped_rewards, turn_rewards
+from trainer.learning.groups import (
+    Group,
+    overlong_penalty,
+    own_turns,
+    reward_components,
+    shaped_rewards,
+    turn_rewards,
+)
 from trainer.learning.minibatches import MiniBatch, own_rows
 
 _BY_TOKEN = ("reinforce_pp", "gae")
@@ -36,18 +43,22 @@ def assign_credit(minibatches: list[MiniBatch], config: TrainConfig, reward_weig
 
 def has_signal(minibatches: list[MiniBatch]) -> bool:
     """Whether any trainable token of any rank has an advantage other than 0. Collective."""
-    found = any((b.advantages * b.loss_mask).any() for minibatch in minibatches for b in minibatch.batches)
+    found = any(b.advantages[b.loss_mask.bool()].any() for minibatch in minibatches for b in minibatch.batches)
     return all_reduce_sum({"signal": float(found)})["signal"] > 0
 
 
 def _credit_tokens(minibatch: MiniBatch, config: TrainConfig) -> None:
-    """Rewards on the tokens that end a turn or the episode, KL on every token; then what they add up to."""
+    """Rewards on the tokens that end a turn or the episode, KL on every token; then what they add up to.
+
+    Each trajectory of an episode ends with what the episode was given from there on.
+    """
     algorithm = config.algorithm
     turns = algorithm.credit == "turns"
     tables = []
     for group in minibatch.groups:
         totals = shaped_rewards(group, config)
-        tables.append(turn_rewards(group, totals)[0] if turns else totals.unsqueeze(1))
+        given = turn_rewards(group, totals)[0] if turns else totals.unsqueeze(1)
+        tables.append(own_turns(group, given, later=True) if turns else _for_trajectories(group, given))
     table = _stacked(tables)
     for batch in minibatch.batches:
         own, mask = own_rows(table, batch), batch.loss_mask
@@ -70,16 +81,19 @@ def _credit_likeness(batches: list[MicroBatch]) -> None:
     """
     for batch in batches:
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-        batch.advantages = -kl.k1(batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
+        likelier = -kl.k1(batch.old_logprobs, batch.ref_logprobs)
+        batch.advantages = torch.where(batch.loss_mask.bool(), likelier, 0.0)
 
 
 def _credit_groups(minibatch: MiniBatch, config: TrainConfig, reward_weights: dict[str, float]) -> None:
-    """Each answer against its group, the same on all its tokens, or on all of a turn."""
+    """Each episode against its group, the same on all its tokens, or on all of a turn."""
     turns = config.algorithm.credit == "turns"
-    penalties = _answers_penalties(minibatch, config.algorithm).split([len(group) for group in minibatch.groups])
+    penalties = _kl_penalties(minibatch, config.algorithm).split([len(group) for group in minibatch.groups])
     table = _stacked(
         [
-            _turn_advantages(group, config) if turns else _outcome_advantages(group, penalty, config, reward_weights)
+            own_turns(group, _turn_advantages(group, config))
+            if turns
+            else _for_trajectories(group, _outcome_advantages(group, penalty, config, reward_weights))
             for group, penalty in zip(minibatch.groups, penalties, strict=True)
         ]
     )
@@ -91,11 +105,18 @@ def _credit_groups(minibatch: MiniBatch, config: TrainConfig, reward_weights: di
 def _outcome_advantages(
     group: Group, penalties: Tensor, config: TrainConfig, reward_weights: dict[str, float]
 ) -> Tensor:
-    """[G, 1] float32. `penalties` [G] are added to the rewards."""
+    """[G, 1] float32. `penalties` [G] are added to the rewards.
+
+    Where rewards are made relative one by one, the penalty of long answers is added to the result, less its mean: it is
+    in parts of a reward's standard deviation then, and a token over the margin costs as little as it should. As a
+    reward of its own it would be blown up to the size of the others, however small it is.
+    """
     algorithm = config.algorithm
     if algorithm.combine_rewards == "normalize_then_sum":
-        rewards, weights = reward_components(group, reward_weights, config)
-        return advantages.normalize_then_sum(rewards.unsqueeze(1), weights)[0].unsqueeze(1)
+        rewards, weights = reward_components(group, reward_weights, config.reward.error_reward)
+        relative = advantages.normalize_then_sum(rewards.unsqueeze(1), weights)
+        lengths = advantages.group_relative(overlong_penalty(group, config).unsqueeze(0), normalize_std=False)
+        return (relative + lengths).T
     rewards = (shaped_rewards(group, config) + penalties).unsqueeze(0)
     if algorithm.advantage == "leave_one_out":
         return advantages.leave_one_out(rewards).T
@@ -105,7 +126,11 @@ def _outcome_advantages(
 
 
 def _turn_advantages(group: Group, config: TrainConfig) -> Tensor:
-    """[G, K] float32, from what each turn and those after it were given."""
+    """[G, K] float32, from what each turn and those after it were given, against the same turn of other episodes.
+
+    An episode's turns are those of its trajectories, end to end: its third is compared with everybody's third,
+    whichever conversation it is in, because what counts is how much of the episode is still to come.
+    """
     rewards, taken = turn_rewards(group, shaped_rewards(group, config))
     to_go = returns.returns_to_go(rewards, taken, config.algorithm.discount)
     return returns.turn_relative(to_go.unsqueeze(0), taken.unsqueeze(0), _by_std(config.algorithm))[0]
@@ -125,16 +150,17 @@ def _kl_penalty(batch: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
     return kl.penalty(estimate, batch.loss_mask, algorithm.kl_coef)
 
 
-def _answers_penalties(minibatch: MiniBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """What each answer's reward loses to KL, [N] over all ranks. Collective where KL is in the reward."""
-    total = torch.zeros(sum(map(len, minibatch.groups)))
+def _kl_penalties(minibatch: MiniBatch, algorithm: AlgorithmConfig) -> Tensor:
+    """What each episode's reward loses to KL, [E] over all ranks. Collective where KL is in the reward."""
+    sizes = [len(episode) for group in minibatch.groups for episode in group]
     if algorithm.kl_coef == 0 or algorithm.kl_in == "loss":
-        return total
-    own: dict[str, float] = dict.fromkeys(map(str, range(len(total))), 0.0)
+        return torch.zeros(len(sizes))
+    own: dict[str, float] = dict.fromkeys(map(str, range(sum(sizes))), 0.0)
     for batch in minibatch.batches:
         sums = _kl_penalty(batch, algorithm).sum(dim=1).tolist()
         own |= {str(row): value for row, value in zip(batch.rows, sums, strict=False)}
-    return torch.tensor(list(all_reduce_sum(own).values()))
+    penalties = torch.tensor(list(all_reduce_sum(own).values()))
+    return torch.stack([part.sum() for part in penalties.split(sizes)])
 
 
 def _whiten(batches: list[MicroBatch]) -> None:
@@ -146,6 +172,11 @@ def _whiten(batches: list[MicroBatch]) -> None:
     )
     for batch in batches:
         batch.advantages = advantages.whiten(batch.advantages, batch.loss_mask, summed.to(batch.advantages.device))
+
+
+def _for_trajectories(group: Group, table: Tensor) -> Tensor:
+    """From a table [G, K] of episodes the rows [N, K] of their trajectories, which are those of their episode."""
+    return table.repeat_interleave(torch.tensor([len(episode) for episode in group]), dim=0)
 
 
 def _stacked(tables: list[Tensor]) -> Tensor:

@@ -65,7 +65,7 @@ class StepSampling:
         algorithm = self._config.algorithm
         if not self._selects:
             return SamplingDecision(list(range(len(self.prompts))), 0, 0)
-        with_signal = {group[0].prompt_index for group in make_groups(self.trajectories) if informative(group)}
+        with_signal = {group[0][0].prompt_index for group in make_groups(self.trajectories) if informative(group)}
         flags = [index in with_signal for index in range(len(self.prompts))]
         return dynamic_sampling(
             flags, self._wanted, self._rounds, algorithm.sampling_rounds, algorithm.oversampling, algorithm.at_bound

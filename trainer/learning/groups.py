@@ -1,25 +1,35 @@
-"""Answers by prompt, and what they are worth to the learner: rewards combined and shaped by length."""
+"""Episodes by prompt, and what they are worth to the learner: rewards combined and shaped by length."""
 
 from collections import defaultdict
 
 import torch
 from torch import Tensor
 
-from generation.trajectory import Trajectory
+from generation.trajectory import Trajectory, by_episode
 from trainer.algorithms.shaping import length_normalized, soft_overlong_penalty
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 
-Group = list[Trajectory]
-"""The answers to one prompt that can be trained on."""
+Episode = list[Trajectory]
+"""One sample of its group, however many trajectories it has: it counts once wherever samples are compared.
+
+Its reward, and the parts of it, are those of its last trajectory, which holds the final answer; rewards that earlier
+ones have are not looked at, since they are either the same or judge an answer that was not the last. SkyRL's step-wise
+training does the same. Its turns and its tokens are those of all its trajectories, end to end.
+"""
+Group = list[Episode]
+"""The episodes of one prompt that can be trained on."""
 
 
 def make_groups(trajectories: list[Trajectory]) -> list[Group]:
-    """Answers by prompt, in the order of prompts. Failed ones are left out, before any mean is taken."""
+    """Episodes by prompt, in the order of prompts. Failed ones are left out, before any mean is taken.
+
+    An episode has failed when any of its trajectories has: the others are part of something that went wrong.
+    """
     groups: dict[int, Group] = defaultdict(list)
-    for trajectory in trajectories:
-        if not trajectory.error:
-            groups[trajectory.prompt_index].append(trajectory)
+    for episode in by_episode(trajectories):
+        if not any(trajectory.error for trajectory in episode):
+            groups[episode[0].prompt_index].append(episode)
     return [group for _, group in sorted(groups.items())]
 
 
@@ -28,51 +38,59 @@ def informative(group: Group) -> bool:
 
     DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 11.
     """
-    return any((t.reward, t.turn_rewards) != (group[0].reward, group[0].turn_rewards) for t in group)
+    worth = [(episode[-1].reward, [reward for t in episode for reward in t.turn_rewards]) for episode in group]
+    return any(other != worth[0] for other in worth)
 
 
 def longest_answer(config: TrainConfig) -> int:
-    """The most tokens an episode can sample: one answer's, or as many turns' as the context has room for."""
+    """The most tokens a trajectory can sample: one answer's, or as many turns' as the context has room for."""
     turns = config.rollout.max_turns if config.rollout.tools or config.rollout.code else 1
     return min(turns * config.sampling.max_tokens, config.engine.max_model_len)
 
 
 def shaped_rewards(group: Group, config: TrainConfig) -> Tensor:
     """Rewards [G] float32, divided by length, then less the penalty of long answers, where the recipe says so."""
-    rewards, lengths = torch.tensor([t.reward for t in group]), sampled_tokens(group)
+    rewards = torch.tensor([episode[-1].reward for episode in group])
     algorithm = config.algorithm
     if algorithm.length_strength:
         _refuse_negative(group, "length_strength")
+        lengths = torch.tensor([float(sum(map(sampled_tokens, episode))) for episode in group])
         rewards = length_normalized(rewards.unsqueeze(0), lengths.unsqueeze(0), algorithm.length_strength)[0]
     if algorithm.advantage == "max_rl":
         _refuse_negative(group, "advantage: max_rl")
-    return rewards + overlong_penalty(lengths, config)
+    return rewards + overlong_penalty(group, config)
 
 
-def overlong_penalty(lengths: Tensor, config: TrainConfig) -> Tensor:
-    """See `soft_overlong_penalty`; [G], zeros where the recipe has none."""
+def overlong_penalty(group: Group, config: TrainConfig) -> Tensor:
+    """See `soft_overlong_penalty`; [G], of each episode's longest trajectory, zeros where the recipe has none."""
     margin = config.algorithm.overlong_margin
     if margin is None:
-        return torch.zeros(len(lengths))
+        return torch.zeros(len(group))
     longest = longest_answer(config)
+    lengths = torch.tensor([float(max(map(sampled_tokens, episode))) for episode in group])
     return soft_overlong_penalty(lengths, longest, round(margin * longest))
 
 
-def reward_components(group: Group, weights: dict[str, float], config: TrainConfig) -> tuple[Tensor, Tensor]:
-    """Each reward by itself: of every function, what the episode itself gave, and the penalty of long answers.
+def reward_components(group: Group, weights: dict[str, float], failed: float) -> tuple[Tensor, Tensor]:
+    """Each reward by itself: of every function, and what the episode itself gave. Nothing that only shapes them.
 
     Args:
-        weights: of each reward function, by its label; what is missing in an answer, since it failed, is 0.
+        weights: of each reward function, by its label.
+        failed: stands in for what a function that failed would have given (`reward.error_reward`).
 
     Returns:
-        rewards [R, G] and weights [R]; their weighted sum is the reward (plus the penalty).
+        rewards [R, G] and weights [R]; their weighted sum is the reward where no function failed.
     """
-    columns = [[t.reward_parts.get(label, 0.0) for t in group] for label in weights]
-    scored = [sum(w * t.reward_parts.get(label, 0.0) for label, w in weights.items()) for t in group]
-    columns.append([t.reward - score for t, score in zip(group, scored, strict=True)])
-    parts = torch.tensor(columns, dtype=torch.float64)
-    penalty = overlong_penalty(sampled_tokens(group), config).double()
-    return torch.cat([parts, penalty.unsqueeze(0)]), torch.tensor([*weights.values(), 1.0, 1.0])
+    last = [episode[-1] for episode in group]
+    columns = [[t.reward_parts.get(label, failed) for t in last] for label in weights]
+    columns.append([t.reward - _scored(t, weights, failed) for t in last])
+    return torch.tensor(columns, dtype=torch.float64), torch.tensor([*weights.values(), 1.0])
+
+
+def _scored(trajectory: Trajectory, weights: dict[str, float], failed: float) -> float:
+    """What the reward functions added to the reward: if one failed, `failed` in place of their sum."""
+    parts = trajectory.reward_parts
+    return sum(w * parts[label] for label, w in weights.items()) if weights.keys() <= parts.keys() else failed
 
 
 def turn_rewards(group: Group, totals: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,16 +100,43 @@ def turn_rewards(group: Group, totals: Tensor) -> tuple[Tensor, Tensor]:
         totals: [G], the episodes' rewards, those of turns included.
 
     Returns:
-        rewards [G, K] float32, and [G, K], 1 where the answer has this turn: a run of tokens that the policy sampled.
+        rewards [G, K] float32, and [G, K], 1 where the episode has this turn: a run of tokens that the policy sampled.
     """
-    counts = [count_turns(t.loss_mask) for t in group]
+    counts = [sum(count_turns(t.loss_mask) for t in episode) for episode in group]
     rewards = torch.zeros(len(group), max(1, *counts))
-    for row, trajectory, count, total in zip(rewards, group, counts, totals.tolist(), strict=True):
+    for row, episode, count, total in zip(rewards, group, counts, totals.tolist(), strict=True):
         if count:
-            own = trajectory.turn_rewards[: count - 1]
-            row[: len(own)] = torch.tensor(own)
+            own = [reward for t in episode for reward in _of_each_turn(t)][: count - 1]
+            row[: count - 1] = torch.tensor(own)
             row[count - 1] = total - sum(own)
     return rewards, (torch.arange(rewards.shape[1]) < torch.tensor(counts).unsqueeze(1)).float()
+
+
+def _of_each_turn(trajectory: Trajectory) -> list[float]:
+    """As many rewards as it has turns; 0 where none was given."""
+    turns = count_turns(trajectory.loss_mask)
+    return (trajectory.turn_rewards + [0.0] * turns)[:turns]
+
+
+def own_turns(group: Group, table: Tensor, later: bool = False) -> Tensor:
+    """From a table [G, K] of episodes' turns the rows [N, K] of their trajectories, each beginning with its first turn.
+
+    Args:
+        later: a trajectory's last turn has in addition what the episode's later trajectories have, so that a sum over
+            a row from some turn on is the sum over the episode from there on. Otherwise what follows a trajectory's own
+            turns means nothing.
+    """
+    rows = []
+    for row, episode in zip(table, group, strict=True):
+        first = 0
+        for trajectory in episode:
+            turns = count_turns(trajectory.loss_mask)
+            own = row.roll(-first)
+            first += turns
+            if later and turns:
+                own[turns - 1] += row[first:].sum()
+            rows.append(own)
+    return torch.stack(rows)
 
 
 def count_turns(loss_mask: list[int]) -> int:
@@ -99,13 +144,13 @@ def count_turns(loss_mask: list[int]) -> int:
     return sum(now > before for before, now in zip([0, *loss_mask], loss_mask, strict=False))
 
 
-def sampled_tokens(group: Group) -> Tensor:
-    """[G] float32: tokens the policy sampled; what tools said is not its own."""
-    return torch.tensor([float(sum(t.loss_mask)) for t in group])
+def sampled_tokens(trajectory: Trajectory) -> int:
+    """Tokens the policy sampled; what tools said is not its own."""
+    return sum(trajectory.loss_mask)
 
 
 def _refuse_negative(group: Group, key: str) -> None:
-    worst = min(group, key=lambda t: t.reward)
+    worst = min((episode[-1] for episode in group), key=lambda t: t.reward)
     if worst.reward < 0:
         raise UserError(
             f"algorithm.{key} needs rewards of at least 0, but an answer got {worst.reward:g} "

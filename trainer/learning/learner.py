@@ -17,7 +17,7 @@ from trainer.learning.metrics import (
     gather_columns,
     update_metrics,
 )
-from trainer.learning.minibatches import MiniBatch, prepare, split
+from trainer.learning.minibatches import MiniBatch, prepare, split, to_sample
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
 from trainer.policy.base import Outputs, Policy, Scorer
 from trainer.policy.critic import Critic
@@ -45,16 +45,22 @@ class Learner:
         self._config, self._policy, self._reference, self._critic = config, policy, reference, critic
         self._pad_id, self._reward_weights = pad_id, reward_weights or {}
 
-    def learn(self, trajectories: list[Trajectory]) -> Metrics:
-        """All passes over the step's batch; returns its figures, the same on all ranks.
+    def learn(self, trajectories: list[Trajectory], step: int) -> Metrics:
+        """All passes over the batch of step number `step`, from 1; returns its figures, the same on all ranks.
 
         A step in which no token was better or worse than expected, and nothing else pulls, has a gradient of zero: the
-        policy leaves it out, since Adam's momentum would move the weights all the same. A critic learns from it.
+        policy leaves it out, since Adam's momentum would move the weights all the same. A critic learns from it. Groups
+        of which every token is filtered are no part of any update, and where all are, nobody learns.
+
+        There are as many updates as asked for, or one for each group where fewer are left; `updates` counts the
+        policy's.
         """
         config = self._config
         groups = make_groups(trajectories)
         if config.algorithm.drop_zero_variance:
             groups = [group for group in groups if informative(group)]
+        filters = config.algorithm.overlong_filter
+        groups = [g for g in groups if any(to_sample(t, filters).trainable for episode in g for t in episode)]
         minibatches = [
             prepare(part, config, self._pad_id, self._policy.device)
             for part in split(groups, config.batch.updates_per_step)
@@ -62,11 +68,11 @@ class Learner:
         self._score_before(minibatches)
         assign_credit(minibatches, config, self._reward_weights)
         signal = bool(minibatches) and (has_signal(minibatches) or self._pulled())
-        metrics = {"no_signal_steps": float(not signal), "skipped_steps": 0.0}
+        metrics = {"no_signal_steps": float(not signal), "skipped_steps": 0.0, "updates": 0.0}
         if signal:
-            metrics |= self._update_policy(minibatches)
+            metrics |= self._update_policy(minibatches, step)
         if self._critic is not None and minibatches:
-            metrics |= self._update_critic(self._critic, minibatches)
+            metrics |= self._update_critic(self._critic, minibatches, step)
         if "gap/max" not in metrics:
             metrics |= gap_without_update(trajectories, self._policy, config, self._pad_id)
         return metrics
@@ -108,22 +114,37 @@ class Learner:
         for_credit = in_reward or self._shared_critic or algorithm.advantage == "distill"
         return minibatches * algorithm.num_iterations > 1 or for_credit or algorithm.high_entropy_share < 1
 
-    def _update_policy(self, minibatches: list[MiniBatch]) -> Metrics:
+    def _update_policy(self, minibatches: list[MiniBatch], step: int) -> Metrics:
         algorithm, longest = self._config.algorithm, longest_answer(self._config)
+        temperature = self._config.sampling.temperature
         updates = []
         gaps: list[tuple[Tensor, Tensor]] = []
-        for iteration in range(algorithm.num_iterations):
-            for minibatch in minibatches:
-                loss = PolicyLoss(algorithm, minibatch, longest)
-                updates.append(self._policy.update(minibatch.batches, loss, self._config.sampling.temperature))
-                if iteration == 0:
-                    gaps += loss.gaps
+        for minibatch, place in self._passes(minibatches, step):
+            loss = PolicyLoss(algorithm, minibatch, longest)
+            updates.append(self._policy.update(minibatch.batches, loss, temperature, place))
+            if len(updates) <= len(minibatches):
+                gaps += loss.gaps
         return update_metrics(updates) | engine_gap(gaps, algorithm)
 
-    def _update_critic(self, critic: Critic, minibatches: list[MiniBatch]) -> Metrics:
+    def _update_critic(self, critic: Critic, minibatches: list[MiniBatch], step: int) -> Metrics:
         algorithm = self._config.algorithm
-        steps = [minibatch for _ in range(algorithm.num_iterations) for minibatch in minibatches]
-        return critic_metrics([critic.update(step.batches, CriticLoss(algorithm, step)) for step in steps])
+        return critic_metrics(
+            [
+                critic.update(minibatch.batches, CriticLoss(algorithm, minibatch), place)
+                for minibatch, place in self._passes(minibatches, step)
+            ]
+        )
+
+    def _passes(self, minibatches: list[MiniBatch], step: int) -> list[tuple[MiniBatch, float]]:
+        """What each update of a step learns from, and its place in the run (`learning_rate_factor`)."""
+        order = minibatches * self._config.algorithm.num_iterations
+        asked = updates_asked(self._config)
+        return [(each, (step - 1) * asked + done * asked / len(order)) for done, each in enumerate(order)]
+
+
+def updates_asked(config: TrainConfig) -> int:
+    """Updates of a step in which no group is left out."""
+    return config.batch.updates_per_step * config.algorithm.num_iterations
 
 
 def mark_decisive(batches: list[MicroBatch], outputs: list[Outputs], share: float) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from generation.trajectory import Trajectory
+from generation.trajectory import Trajectory, by_episode
 from sharding.collectives import all_gather_bytes, rank, world_size
 from trainer.algorithms.corrections import correction_metrics, gap_metrics
 from trainer.batching import assign_to_ranks, micro_batches
 from trainer.config import AlgorithmConfig, TrainConfig
+from trainer.learning.groups import sampled_tokens
 from trainer.learning.minibatches import to_sample
 from trainer.policy.base import Policy, UpdateStats
 
@@ -80,6 +81,7 @@ def update_metrics(updates: list[UpdateStats]) -> Metrics:
         "lr": updates[-1].learning_rate,
         "entropy": per_token("entropy"),
         "clip_fraction": per_token("clipped"),
+        "updates": float(len(updates)),
         "skipped_steps": float(sum(u.skipped for u in updates)),
         "train_tokens": sums.get("tokens", 0.0),
     }
@@ -125,24 +127,26 @@ def summed(updates: list[UpdateStats]) -> Metrics:
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> Metrics:
-    """Rewards, lengths and failures of a step's trajectories."""
-    sampled = [t for t in trajectories if not t.error]
-    rewards = torch.tensor([t.reward for t in sampled], dtype=torch.float64)
-    lengths = [sum(t.loss_mask) for t in sampled]  # what the policy sampled: what tools said is not its own
-    count = max(1, len(sampled))
+    """Rewards, lengths and failures of a step's episodes; reward and end are those of an episode's last trajectory."""
+    episodes = by_episode(trajectories)
+    sound = [episode for episode in episodes if not any(t.error for t in episode)]
+    sampled, last = [t for episode in sound for t in episode], [episode[-1] for episode in sound]
+    rewards = torch.tensor([t.reward for t in last], dtype=torch.float64)
+    lengths = [sum(map(sampled_tokens, episode)) for episode in sound]
+    count = max(1, len(sound))
     metrics = {
-        "reward/mean": rewards.mean().item() if sampled else 0.0,
-        "reward/std": rewards.std(correction=0).item() if sampled else 0.0,
+        "reward/mean": rewards.mean().item() if sound else 0.0,
+        "reward/std": rewards.std(correction=0).item() if sound else 0.0,
         "reward/errors": sum(t.metrics.get("reward/error", 0.0) for t in sampled),
         "length/mean": sum(lengths) / count,
         "length/max": float(max(lengths, default=0)),
-        "length/truncated": sum(t.finish_reason == "length" for t in sampled) / count,
-        "rollout/failed": float(len({(t.prompt_index, t.sample_index) for t in trajectories if t.error})),
+        "length/truncated": sum(t.finish_reason == "length" for t in last) / count,
+        "rollout/failed": float(len(episodes) - len(sound)),
         "rollout_tokens": float(sum(lengths)),
         "turns/mean": sum(t.turns for t in sampled) / count,
     }
-    for name in sorted({part for t in sampled for part in t.reward_parts}):
-        values = [t.reward_parts[name] for t in sampled if name in t.reward_parts]
+    for name in sorted({part for t in last for part in t.reward_parts}):
+        values = [t.reward_parts[name] for t in last if name in t.reward_parts]
         metrics[f"reward/{name}"] = sum(values) / len(values)
     return metrics | tool_metrics(sampled)
 

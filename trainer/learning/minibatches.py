@@ -1,7 +1,7 @@
 """What each optimizer step learns from, and which rank trains on what."""
 
-import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class MiniBatch:
     """One optimizer step's: the same groups on all ranks, and this rank's share of them in micro-batches.
 
     Attributes:
-        batches: their `rows` are positions in the groups' N answers, end to end.
+        batches: their `rows` are positions in the groups' N trajectories, end to end.
         tokens: trainable ones, all ranks.
         sequences: with a trainable token, all ranks.
     """
@@ -30,19 +30,19 @@ class MiniBatch:
 
 
 def prepare(groups: list[Group], config: TrainConfig, pad_id: int, device: torch.device) -> MiniBatch:
-    """Deal the groups' answers out to ranks and cut this rank's into micro-batches. Collective.
+    """Deal the groups' trajectories out to ranks and cut this rank's into micro-batches. Collective.
 
     Counts are of the masks as they are trained on: a filtered answer is in none of them. What is left out later, since
     engine and trainer disagree on it or it is of low entropy, is multiplied into the loss and stays in the counts, as
     in the papers.
     """
-    samples = [to_sample(t, config.algorithm.overlong_filter) for group in groups for t in group]
+    samples = [to_sample(t, config.algorithm.overlong_filter) for group in groups for episode in group for t in episode]
     mine = assign_to_ranks([len(s.input_ids) for s in samples], world_size())[rank()]
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
     batches = micro_batches([samples[i] for i in mine], budget, pad_id, device, packing=packing)
     for batch in batches:
         batch.rows = [mine[row] for row in batch.rows]
-    tokens = [sum(sample.loss_mask) for sample in samples]
+    tokens = [sample.trainable for sample in samples]
     return MiniBatch(groups, batches, sum(tokens), sum(map(bool, tokens)))
 
 
@@ -61,13 +61,13 @@ def to_sample(trajectory: Trajectory, overlong_filter: bool = False) -> Sample:
 
 
 def split(groups: list[Group], parts: int) -> list[list[Group]]:
-    """Consecutive groups in at most `parts` portions, as even as can be; no group is torn, no portion empty."""
-    size = max(1, math.ceil(len(groups) / parts))
-    return [groups[i : i + size] for i in range(0, len(groups), size)]
+    """Consecutive groups in `parts` portions whose sizes differ by one at most; fewer groups are a portion each."""
+    bounds = [len(groups) * part // parts for part in range(parts + 1)]
+    return [groups[start:end] for start, end in pairwise(bounds) if start < end]
 
 
 def own_rows(table: Tensor, batch: MicroBatch) -> Tensor:
-    """The rows [B, K] of a table [N, K] over all answers that are a micro-batch's; zeros where it only takes part."""
+    """The rows [B, K] of a table [N, K] over all trajectories that are a micro-batch's; zeros where it has none."""
     if not batch.rows:
         return torch.zeros(len(batch.lengths), table.shape[1], device=batch.loss_mask.device)
     return table[batch.rows].to(batch.loss_mask)

@@ -1,5 +1,8 @@
 """The loss of one optimizer step, put together from `trainer.algorithms` as the recipe says."""
 
+from dataclasses import fields, replace
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -13,13 +16,14 @@ from trainer.learning.minibatches import MiniBatch
 from trainer.policy.base import Outputs
 
 Sums = dict[str, Tensor]
+PerToken = TypeVar("PerToken", MicroBatch, Outputs)
 
 
 class PolicyLoss:
     """Called for each micro-batch of an optimizer step; see `trainer.policy.base.LossFn`. All tensors are [B, T-1].
 
     The surrogate of each token, times its correction, on decisive tokens only; plus KL, less the entropy bonus; and
-    what the values are off, where a value head shares the trunk.
+    what the values are off, where a value head shares the trunk. Nothing is read where the loss mask is 0.
 
     Attributes:
         gaps: (trainer's, engine's) log-probabilities of the trainable tokens seen.
@@ -33,6 +37,7 @@ class PolicyLoss:
         self._denominator = float(minibatch.tokens if by_token else minibatch.sequences)
 
     def __call__(self, batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, Sums]:
+        batch, outputs = only_trained(batch, batch.loss_mask), only_trained(outputs, batch.loss_mask)
         config, mask, logprobs = self._config, batch.loss_mask, outputs.logprobs
         # With a single update nothing has changed yet, so the forward pass itself tells what the policy was.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -61,6 +66,16 @@ class PolicyLoss:
             value_loss, value_sums = self._critic(batch, outputs.values)
             total, sums = total + config.value_coef * value_loss, sums | value_sums
         return total, sums
+
+
+def only_trained(tensors: PerToken, mask: Tensor) -> PerToken:
+    """The same with zeros in every floating tensor where `mask`, of the tensors' shape, is 0.
+
+    Selected and not multiplied: 0 * NaN is NaN, and so is the gradient through it.
+    """
+    found = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    floating = {name: x for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return replace(tensors, **{name: torch.where(mask.bool(), x, 0.0) for name, x in floating.items()})
 
 
 def surrogate(
@@ -104,8 +119,9 @@ class CriticLoss:
 
     def __call__(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor, Sums]:
         """The loss and its figures; `values` [B, T-1] carry the gradient."""
+        batch, mask = only_trained(batch, batch.loss_mask), batch.loss_mask
         assert batch.old_values is not None and batch.returns is not None
-        mask, goal = batch.loss_mask, batch.returns
+        values, goal = torch.where(mask.bool(), values, 0.0), batch.returns
         loss, clipped = clipped_value_loss(values, batch.old_values, goal, self._clip)
         sums = {
             "value/tokens": mask.sum(),

@@ -80,8 +80,14 @@ class Policy(Scorer, Protocol):
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`."""
 
-    def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
-        """One optimizer step on the sum of all batches' losses over all ranks."""
+    def update(
+        self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
+    ) -> UpdateStats:
+        """One optimizer step on the sum of all batches' losses over all ranks.
+
+        `place` is where the run is, for the learning rate: see `trainer.optimizer.learning_rate_factor`. None: as many
+        updates were asked for as were applied.
+        """
 
     def release(self, weights: bool) -> int:
         """Put away what policy.offload says: optimizer state, and the weights themselves if `weights`; returns bytes.

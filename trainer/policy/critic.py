@@ -56,9 +56,9 @@ class Critic(ShardedModel):
         """Values [B, T-1] float32 for each batch, 0 where its loss mask is; without gradients. Collective."""
         return self._without_gradients(batches, self._values)
 
-    def update(self, batches: list[MicroBatch], loss_fn: ValueLoss) -> UpdateStats:
+    def update(self, batches: list[MicroBatch], loss_fn: ValueLoss, place: float | None = None) -> UpdateStats:
         """One optimizer step on the sum of all losses, or none, as `Policy.update`. Collective."""
-        return self._update(batches, lambda batch: loss_fn(batch, self._values(batch)))
+        return self._update(batches, lambda batch: loss_fn(batch, self._values(batch)), place)
 
     def _values(self, batch: MicroBatch) -> Tensor:
         values: Tensor = self.module(batch.input_ids, batch.loss_mask.bool(), batch.packed_lengths)

@@ -197,7 +197,9 @@ class DeepSpeedPolicy(InShifts):
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
         return self.score([scored_batch(token_ids, self.device)], temperature=1.0)[0].logprobs[0].tolist()
 
-    def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
+    def update(
+        self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
+    ) -> UpdateStats:
         """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).
 
         Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
@@ -210,16 +212,16 @@ class DeepSpeedPolicy(InShifts):
             # DeepSpeed averages over ranks what is already divided by the whole step's count (P14).
             self.engine.backward(loss * world_size(), scale_wrt_gas=False)
             figures.add(loss, sums)
-        return self._step(figures.over_ranks())
+        return self._step(self.updates.learning_rate(place), figures.over_ranks())
 
-    def _step(self, sums: dict[str, float]) -> UpdateStats:
+    def _step(self, rate: float, sums: dict[str, float]) -> UpdateStats:
         """Apply, or skip where DeepSpeed finds a gradient that is not finite, as it does on all ranks together."""
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = self.updates.learning_rate
+            group["lr"] = rate
         self.engine.step()
         skipped = bool(self.engine.optimizer.overflow)
         norm = float("nan") if skipped else float(self.engine.get_global_grad_norm())
-        return self.updates.count(skipped, norm, sums)
+        return self.updates.count(skipped, norm, rate, sums)
 
     def state_dict(self) -> dict[str, Any]:
         """Masters and moments as FSDP2 would hold them: float32, sharded by rows. Copies, one shard of each.

@@ -32,7 +32,7 @@ class FsdpPolicy(ShardedModel):
 
         Args:
             device: "cpu", or the CUDA device of this rank.
-            total_updates: where the learning rate's schedule ends.
+            total_updates: where the learning rate's schedule ends, in updates asked for.
             trainable: False for a frozen reference: no gradients, no optimizer, weights kept in the compute dtype.
             value_head: outputs have values, too, of a head on the last hidden state: a critic that shares the trunk.
             lora: with a rank, adapters are trained, in float32, and the weights are kept in the compute dtype.
@@ -60,12 +60,14 @@ class FsdpPolicy(ShardedModel):
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
         return self.score([scored_batch(token_ids, self.device)], temperature=1.0)[0].logprobs[0].tolist()
 
-    def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> UpdateStats:
+    def update(
+        self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
+    ) -> UpdateStats:
         """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).
 
         Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
         """
-        return self._update(batches, lambda batch: loss_fn(batch, outputs(self.module, batch, temperature)))
+        return self._update(batches, lambda batch: loss_fn(batch, outputs(self.module, batch, temperature)), place)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the model in Hugging Face format and the compute dtype; without the tokenizer."""

@@ -49,7 +49,7 @@ class ShardedModel(InShifts):
         Args:
             module: holds `model`, which has no data yet (`loading.build_meta_model`), and may hold a head.
             source: the checkpoint to load.
-            total_updates: where the learning rate's schedule ends.
+            total_updates: where the learning rate's schedule ends, in updates asked for.
             trainable: False for a frozen model: no gradients, no optimizer.
             start: see `loading.load_sharded`.
         """
@@ -119,7 +119,10 @@ class ShardedModel(InShifts):
         return results
 
     def _update(
-        self, batches: list[MicroBatch], loss_of: Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+        self,
+        batches: list[MicroBatch],
+        loss_of: Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]],
+        place: float | None,
     ) -> UpdateStats:
         """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).
 
@@ -138,27 +141,28 @@ class ShardedModel(InShifts):
         # Every replica has the same gradients: each shard counts once.
         squared_norm = torch.nn.utils.get_total_norm(gradients).double() ** 2 / self._replicas
         totals = figures.over_ranks(squared_norm=squared_norm)
-        return self._step(gradients, totals.pop("squared_norm") ** 0.5, totals)
+        rate = self.updates.learning_rate(place)
+        return self._step(gradients, totals.pop("squared_norm") ** 0.5, rate, totals)
 
-    def _step(self, gradients: list[Tensor], norm: float, sums: dict[str, float]) -> UpdateStats:
+    def _step(self, gradients: list[Tensor], norm: float, rate: float, sums: dict[str, float]) -> UpdateStats:
         """Clip and apply, or skip. Loss and norm are sums over ranks, so that all ranks decide the same."""
         finite = abs(sums["loss"]) < float("inf") and norm < float("inf")  # both comparisons are false for NaN
         if finite:
             if norm > self.config.max_grad_norm:
                 torch._foreach_mul_(gradients, self.config.max_grad_norm / (norm + 1e-6))
             for group in self.optimizer.param_groups:
-                group["lr"] = self.updates.learning_rate
+                group["lr"] = rate
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return self.updates.count(not finite, norm, sums)
+        return self.updates.count(not finite, norm, rate, sums)
 
     def state_dict(self) -> dict[str, Any]:
         """Live sharded tensors of what learns: torch.distributed.checkpoint saves them, and loads into them in place.
 
         With adapters, the base comes from `model.path` again.
 
-        The learning rate is a function of `version`, as is AdamW's own step count, so the number is all that is kept of
-        both.
+        AdamW's own step count is `version`, and the learning rate a function of it and of the run's step, so nothing
+        else is kept of either.
         """
         parameters = self.trained()
         moments: dict[str, Tensor] = {}

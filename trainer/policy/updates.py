@@ -34,29 +34,28 @@ class Updates:
     """The updates of one model.
 
     Attributes:
-        applied: how many changed the weights; the learning rate is a function of it.
+        applied: how many changed the weights.
         skipped_in_a_row: how many of the latest did not, their loss or gradient not being finite.
     """
 
     def __init__(self, settings: PolicyConfig, total: int) -> None:
-        """`total`: where the learning rate's schedule ends."""
+        """`total`: where the learning rate's schedule ends, in updates asked for."""
         self._settings, self._total = settings, total
         self.applied = self.skipped_in_a_row = 0
 
-    @property
-    def learning_rate(self) -> float:
-        """Of the next update."""
-        settings = self._settings
-        factor = learning_rate_factor(self.applied, settings.warmup_steps, self._total, settings.schedule)
+    def learning_rate(self, place: float | None) -> float:
+        """Of the next update; see `learning_rate_factor`. None: as many updates were asked for as were applied."""
+        settings, place = self._settings, self.applied if place is None else place
+        factor = learning_rate_factor(self.applied, place, settings.warmup_steps, self._total, settings.schedule)
         return settings.lr * factor
 
-    def count(self, skipped: bool, norm: float, sums: dict[str, float]) -> UpdateStats:
-        """One more update, with the norm of its gradients and what `Figures.over_ranks` gave; its stats.
+    def count(self, skipped: bool, norm: float, rate: float, sums: dict[str, float]) -> UpdateStats:
+        """One more update: the norm of its gradients, its learning rate and what `Figures.over_ranks` gave; its stats.
 
         Raises TrainingDiverged when the last `max_skipped_steps` updates were all skipped.
         """
         sums = dict(sums)
-        stats = UpdateStats(sums.pop("loss"), norm, self.learning_rate, skipped, sums)
+        stats = UpdateStats(sums.pop("loss"), norm, rate, skipped, sums)
         self.applied += not skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= self._settings.max_skipped_steps:
