@@ -276,14 +276,14 @@ def test_a_token_over_the_margin_costs_little_where_rewards_are_normalised_one_b
 def test_a_reward_function_that_failed_is_no_reward_of_its_own(instead: float) -> None:
     """The answer is as good as one that the function gave `reward.error_reward`, and the others do not notice."""
     config = make_config(algorithm={"combine_rewards": "normalize_then_sum"}, reward={"error_reward": instead})
-    given = [{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 0.0}]
+    given = [{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0}]
     step = [one_turn(s, 2, reward_parts=parts) for s, parts in enumerate(given)]
     for trajectory in step:
         parts = trajectory.reward_parts
         trajectory.reward = 0.25 + (parts["a"] + 0.5 * parts["b"] if "b" in parts else instead)
     expected = [
         a + 0.5 * b
-        for a, b in zip(relative([1.0, 0.0, 1.0, 0.0], True), relative([0.5, 1.0, 1.0, instead], True), strict=True)
+        for a, b in zip(relative([1.0, 0.0, 1.0, 1.0], True), relative([0.5, 1.0, 1.0, instead], True), strict=True)
     ]
     assert first_advantages(step, config) == pytest.approx(expected, abs=1e-5)
 
@@ -377,7 +377,7 @@ def test_what_models_say_of_masked_tokens_has_no_part_in_credit(algorithm: dict[
 
 
 def test_a_step_of_masked_rubbish_has_no_signal() -> None:
-    alike = [one_turn(s, 2, reward=1.0) for s in range(2)]
+    alike = [one_turn(s, 2 + s, reward=1.0) for s in range(2)]
     config = make_config()
     minibatches = [prepare(make_groups(alike), config, 0, CPU)]
     assign_credit(minibatches, config, {})

@@ -1,7 +1,7 @@
 """The loss of one optimizer step, put together from `trainer.algorithms` as the recipe says."""
 
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,9 +73,11 @@ def only_trained(tensors: PerToken, mask: Tensor) -> PerToken:
 
     Selected and not multiplied: 0 * NaN is NaN, and so is the gradient through it.
     """
-    found = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    floating = {name: x for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    return replace(tensors, **{name: torch.where(mask.bool(), x, 0.0) for name, x in floating.items()})
+    found: dict[str, Any] = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    for name, value in found.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            found[name] = torch.where(mask.bool(), value, 0.0)
+    return replace(tensors, **found)
 
 
 def surrogate(

@@ -62,8 +62,8 @@ class InPlacePolicy(FsdpPolicy):
         super().load_state_dict(state)
         self._publish()
 
-    def _step(self, gradients: list[Tensor], norm: float, sums: dict[str, float]) -> UpdateStats:
-        stats = super()._step(gradients, norm, sums)
+    def _step(self, gradients: list[Tensor], norm: float, rate: float, sums: dict[str, float]) -> UpdateStats:
+        stats = super()._step(gradients, norm, rate, sums)
         self._publish()
         return stats
 
