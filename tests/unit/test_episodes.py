@@ -195,6 +195,11 @@ def test_too_many_failed_episodes_end_the_run_with_the_first_error() -> None:
     check_failures(failed, 0.2)
     with pytest.raises(RolloutError, match=r"2 of 10 episodes failed, more than rollout.max_error_rate=0.1 .* 0"):
         check_failures(failed, 0.1)
+    # An episode of many trajectories, one or all of which failed, is one that failed.
+    failed += [Trajectory(0, 1, [1], error="") for _ in range(5)] + [Trajectory(0, 0, [1], error="again")] * 5
+    check_failures(failed, 0.2)
+    with pytest.raises(RolloutError, match=r"2 of 10 episodes failed"):
+        check_failures(failed, 0.19)
 
 
 def test_v14_v15_figures_count_what_the_policy_sampled_and_what_tools_did() -> None:

@@ -14,6 +14,7 @@ from trainer.config import TrainConfig
 from trainer.memory_plan import (
     ModelSizes,
     Part,
+    answers_per_update,
     engine_parts,
     kv_token_bytes,
     model_sizes,
@@ -55,6 +56,8 @@ def test_a_steps_arithmetic(tiny_qwen2: Path) -> None:
         "updates": "6 a step, 60 in 10 steps",
         "answers an update and rank": "4, in at most 1 micro-batch(es)",
     }
+    config = recipe(tiny_qwen2, batch={"prompts_per_step": 13, "updates_per_step": 4})  # of 3, 3, 3 and 4 prompts
+    assert answers_per_update(config, 2) == 4 * 4 / 2
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
