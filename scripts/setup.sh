@@ -3,6 +3,7 @@
 #
 #   PYTHON=python3.12      the interpreter to use (default: python3, or the first of python3.13, 3.12, 3.11 that exists)
 #   HOTBUNK_DEVICE=cuda    which lock: cpu or cuda (default: cuda where nvidia-smi lists a GPU, else cpu)
+#   HOTBUNK_VENV=FOLDER    another place than .venv
 #
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL can name an index with CPU builds of torch, which are far smaller.
 # Needs Linux, Python 3.11 or newer with its headers, and g++: PyTorch compiles kernels while vLLM runs.
@@ -25,6 +26,14 @@ find_python() {
         fi
     done
     die "Python 3.11 or newer is needed, but ${PYTHON:-python3} is $(${PYTHON:-python3} -V 2>/dev/null || echo not there): install one, or name one as PYTHON=/path/to/python3.11."
+}
+
+# The CUDA lock is built for CUDA 13, which needs a driver of at least 580 (generation/devices.py).
+check_driver() {
+    local driver
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | awk "NR == 1") || return 0
+    [[ $driver =~ ^[0-9]+ ]] && [ "${BASH_REMATCH[0]}" -lt 580 ] && [ "${VLLM_ENABLE_CUDA_COMPATIBILITY:-0}" != 1 ] || return 0
+    die "the NVIDIA driver here is $driver, but the CUDA lock needs 580 or newer: update it, on a data centre's card install cuda-compat and set VLLM_ENABLE_CUDA_COMPATIBILITY=1, or set HOTBUNK_DEVICE=cpu."
 }
 
 find_device() {
@@ -52,27 +61,27 @@ check_machine() {
         die "$PWD has $free_gib GiB of free disk space, but $need_gib are needed: free some, or clone to a larger disk."
 }
 
-is_finished() { [ "$(cat .venv/.hotbunk 2>/dev/null)" = "$key" ] && .venv/bin/python -c '' 2>/dev/null; }
+is_finished() { [ "$(cat "$venv"/.hotbunk 2>/dev/null)" = "$key" ] && "$venv"/bin/python -c '' 2>/dev/null; }
 
-pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input --quiet "$@"; }
+pip() { "$venv"/bin/python -m pip --disable-pip-version-check --no-input --quiet "$@"; }
 
 # The lock is complete, so nothing is resolved. uv takes seconds where pip takes a minute, but does not read pip's configuration
 # (an index of one's own, say): then pip does it.
 install_exactly() {
-    .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --compile-bytecode "$@" && return
+    "$venv"/bin/uv pip install --quiet --python "$venv"/bin/python --no-deps --no-build-isolation --compile-bytecode "$@" && return
     echo "setup: uv could not install the lock, so pip does, which takes a minute longer" >&2
     pip install --no-deps --no-build-isolation "$@"
 }
 
 install() {
-    rm -rf .venv
-    mkdir .venv
-    echo unfinished >.venv/.hotbunk
-    "$python" -m venv .venv
+    rm -rf "$venv"
+    mkdir -p "$venv"
+    echo unfinished >"$venv"/.hotbunk
+    "$python" -m venv "$venv"
     # torch with its own requirements, which on CUDA are NVIDIA's packages; then the rest as it stands.
     pip install --no-compile --constraint "$lock" torch setuptools uv
     install_exactly --requirement "$lock" --editable .
-    echo "$key" >.venv/.hotbunk
+    echo "$key" >"$venv"/.hotbunk
 }
 
 python=$(find_python)
@@ -81,15 +90,17 @@ device=$(find_device)
 lock=scripts/requirements/$device.txt
 [ -e "$lock" ] || die "HOTBUNK_DEVICE is '$device', but must be cpu or cuda."
 key="$device, Python $version, $(cat "$lock" pyproject.toml | sha256sum | cut -c1-16)"
+venv=${HOTBUNK_VENV:-$PWD/.venv}
 is_finished && exit
 
-[ ! -e .venv ] || [ -e .venv/.hotbunk ] ||
-    die "$PWD/.venv exists but was not made by this script: move it away first."
+[ ! -e "$venv" ] || [ -e "$venv/.hotbunk" ] ||
+    die "$venv exists but was not made by this script: move it away first."
+[ "$device" = cpu ] || check_driver
 check_machine $([ "$device" = cuda ] && echo 20 || echo 6)
-exec 9>.venv.lock
+exec 9>"$venv.lock"
 flock 9 # two set-ups in one clone: the second finds what the first has made
 if ! is_finished; then
-    echo "setup: installing the $device lock for Python $version into .venv"
+    echo "setup: installing the $device lock for Python $version into $venv"
     install
     echo "setup: done in $SECONDS s"
 fi

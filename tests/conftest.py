@@ -24,13 +24,13 @@ TinyModel = Callable[..., Path]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is none; torch is imported only if there are such tests."""
+    """Tests marked gpu are skipped where there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
-    import torch
+    from generation.devices import device_count
 
-    if not torch.cuda.is_available():
+    if not device_count():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from generation.devices import cuda_problem, gpu_visible, sharing_problems, torch_cuda
 from generation.settings import LORA_RANKS, OWN_ARGUMENTS, engine_argument_names
 from trainer.algorithm_checks import check_algorithm
 from trainer.config import TrainConfig
@@ -105,13 +106,7 @@ def resolve_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
     """The device that `run.device` stands for, found out without torch."""
     if config.run.device != "auto":
         return config.run.device
-    return "cuda" if gpu_visible() else "cpu"
-
-
-def gpu_visible() -> bool:
-    """Whether there is an NVIDIA driver (natively or under WSL) and CUDA_VISIBLE_DEVICES does not hide all GPUs."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1")
-    return not hidden and any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
+    return "cuda" if cuda_problem() is None else "cpu"
 
 
 def without_expandable_segments(setting: str) -> str | None:
@@ -134,16 +129,22 @@ def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
 
 
 def _check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[str]:
-    """P3: expandable segments defeat sleep mode, and cannot be shared between processes in most containers."""
+    """Whether CUDA can be used as asked for, and whether processes can share its memory."""
+    problem, asked = cuda_problem(), config.run.device
+    if problem and (asked == "cuda" or (asked == "auto" and gpu_visible() and torch_cuda())):
+        yield f"run.device is {asked}, but {problem}"
     if resolve_device(config) == "cpu":
         return
-    if not gpu_visible():
-        yield "run.device is cuda, but this machine shows no NVIDIA GPU: set it to cpu or auto"
+    if problem is None:
+        ranks = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE", "1"))
+        yield from sharing_problems(ranks, config.engine.tensor_parallel_size, environ)
     for variable in ALLOCATOR_VARIABLES:
         kept = without_expandable_segments(environ.get(variable, ""))
         if kept is not None:
             remedy = f"set it to {kept!r}" if kept else "unset it"
             yield f"{variable} switches on expandable_segments, which sleep mode and CUDA IPC cannot use: {remedy}"
+        if re.search(r"backend\s*:\s*cudaMallocAsync", environ.get(variable, "")):
+            yield f"{variable} sets backend:cudaMallocAsync, whose memory has no CUDA IPC: leave the backend out"
 
 
 def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from generation.devices import cuda_problem
 from sharding.collectives import (  # noqa
     RemoteError,
     agree,
@@ -27,14 +28,14 @@ _store: dist.Store | None = None
 
 
 def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
-    """Join the ranks: gloo for CPU tensors, and NCCL for CUDA ones if `device` is "cuda" (or "auto" and there is one).
+    """Join the ranks: gloo for CPU tensors, and NCCL for CUDA ones if `device` is "cuda" (or "auto" and CUDA works).
 
     Under torchrun the ranks meet through its environment variables; without it this process is the only rank.
     `timeout_seconds` is the deadline of every collective. On CUDA the process is bound to device LOCAL_RANK.
     """
     global _store
     timeout = timedelta(seconds=timeout_seconds)
-    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    cuda = device == "cuda" or (device == "auto" and cuda_problem() is None)
     if "RANK" in os.environ:
         _stay_on_loopback()
         _store, rank_, world = next(dist.rendezvous("env://", timeout=timeout))

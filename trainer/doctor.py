@@ -7,7 +7,6 @@ The trials run in processes of their own (`trainer.doctor_trials`), where a cras
 import argparse
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -22,9 +21,10 @@ from typing import Any, Literal
 import psutil
 from rich.table import Table
 
+from generation.devices import DRIVERS, driver_version, gpu_visible
 from trainer import lifetime
 from trainer.config import load_config
-from trainer.config_checks import ALLOCATOR_VARIABLES, find_problems, gpu_visible, without_expandable_segments
+from trainer.config_checks import ALLOCATOR_VARIABLES, find_problems, without_expandable_segments
 from trainer.memory_plan import GIB, engine_parts, model_sizes, trainer_parts
 from trainer.progress import make_console
 
@@ -147,7 +147,7 @@ def look(ranks: int | None = None) -> Machine:
     return Machine(
         ranks=ranks or max(1, min(2, count)),
         gpu=gpu_visible(),
-        driver=_driver(),
+        driver=driver_version(),
         torch=str(torch.__version__),
         torch_cuda=torch.version.cuda,
         vllm=_vllm(),
@@ -160,14 +160,6 @@ def look(ranks: int | None = None) -> Machine:
         temporary=_temporary(),
         compiler=shutil.which(os.environ.get("CXX", "g++")) or "",
     )
-
-
-def _driver() -> str | None:
-    try:
-        found = re.search(r"Kernel Module\D*(\d+[\d.]*)", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:
-        return None
-    return found[1] if found else None
 
 
 def _vllm() -> str:
@@ -251,7 +243,7 @@ def _judge_wheels(machine: Machine) -> Iterator[Finding]:
     remedy = f"install the other lock: rm -rf .venv && HOTBUNK_DEVICE={kind} bash scripts/setup.sh"
     yield _finding("wheels", found, f"torch and vLLM built for {kind.upper()}", right, remedy)
     if machine.gpu:
-        least = {"12": 525, "13": 580}.get((machine.torch_cuda or "").partition(".")[0], 0)
+        least = DRIVERS.get(int((machine.torch_cuda or "0").partition(".")[0]), 0)
         new = machine.driver is None or int(machine.driver.partition(".")[0]) >= least
         usable = bool(machine.devices) or not machine.torch_cuda
         remedy = f"update the NVIDIA driver to {least} or newer, or ask whoever runs this machine to"

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from generation.devices import first_devices
 from generation.event_loop import EngineThread
 from generation.rollouts.conversation import encode_following, without_second_end
 from generation.sampling import SamplingSettings
@@ -16,7 +17,6 @@ from generation.settings import EngineSettings
 from generation.worker_async import VllmAsyncGenerationWorker
 from trainer import lifetime
 from trainer.config import ModelConfig
-from trainer.config_checks import gpu_visible
 from trainer.data import load_tokenizer
 from trainer.engines import end_token_ids
 from trainer.errors import UserError
@@ -68,7 +68,7 @@ def engine_settings(name: str) -> EngineSettings:
         max_num_seqs=1,
         kv_cache_bytes=(length + _SPARE) * kv_elements(config) * (4 if dtype == "float32" else 2),
         sleep=False,
-        device_indices=(0,) if gpu_visible() else (),
+        device_indices=first_devices(1),
         cpu_threads=len(os.sched_getaffinity(0)),
     )
 

@@ -25,6 +25,7 @@ from trainer.assembly import (
     resume,
 )
 from trainer.config import TrainConfig
+from trainer.config_checks import resolve_device
 from trainer.data import Prompt, load_prompts, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
 from trainer.engines import end_token_ids, start_engine, stop_engine, training_sampling
@@ -49,7 +50,7 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     `lock` is that of the run's folder, which rank 0 has taken.
     """
     # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
-    init_process_group(max(config.run.first_step_deadline_s, config.run.step_deadline_s), config.run.device)
+    init_process_group(max(config.run.first_step_deadline_s, config.run.step_deadline_s), resolve_device(config))
     if lock is not None:
         lock.share(rank(), world_size())
     with Watchdog(store(), rank(), world_size()) as watchdog:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.table import Table
 
+from generation.devices import cuda_problem
 from trainer.config import TrainConfig, load_config
-from trainer.config_checks import find_problems, gpu_visible, resolve_device
+from trainer.config_checks import find_problems, resolve_device
 from trainer.errors import UserError
 from trainer.machine import rank_count
 from trainer.memory import device_total_gib
@@ -26,7 +27,7 @@ def main(arguments: argparse.Namespace) -> int:
     problems = find_problems(config, "train", os.environ | {"WORLD_SIZE": str(ranks)})
     if any(problem.startswith("model.path") for problem in problems):
         raise UserError(*problems)  # nothing can be worked out without the model's sizes
-    total = arguments.device_gib or device_total_gib(resolve_device(config) == "cuda" and gpu_visible())
+    total = arguments.device_gib or device_total_gib(resolve_device(config) == "cuda" and cuda_problem() is None)
     console = make_console()
     console.print(batch_table(config, ranks))
     console.print(memory_table(config, ranks, total))

@@ -54,7 +54,7 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
 
     `lock` is that of the run's folder, which rank 0 has taken.
     """
-    init_process_group(config.run.step_deadline_s, config.run.device)
+    init_process_group(config.run.step_deadline_s, resolve_device(config))
     if lock is not None:
         lock.share(rank(), world_size())
     with Watchdog(store(), rank(), world_size()) as watchdog:

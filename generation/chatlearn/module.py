@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from omegaconf import OmegaConf
 
+from ..devices import first_devices
 from ..event_loop import EngineThread
 from ..rollouts.history import sampled_logprobs
 from ..rollouts.llm import RolloutSettings
@@ -247,9 +248,9 @@ def start_engine(settings: ChatLearnSettings) -> tuple[EngineThread, VllmAsyncGe
     if "model" not in settings.engine:
         raise ValueError("model is missing: set it to a folder in Hugging Face format, or give the module an llm")
     thread = EngineThread()
-    engine = VllmAsyncGenerationWorker(
-        EngineSettings(max_model_len=settings.seq_length, sleep=False, extra=settings.vllm, **settings.engine)
-    )
+    devices = first_devices(settings.engine.get("tensor_parallel_size", 1))
+    lengths: dict[str, Any] = {"max_model_len": settings.seq_length, "sleep": False, "device_indices": devices}
+    engine = VllmAsyncGenerationWorker(EngineSettings(**lengths, extra=settings.vllm, **settings.engine))
     try:
         thread.run(engine.start(), START_SECONDS, f"starting the engine for {settings.engine['model']}")
     except BaseException:

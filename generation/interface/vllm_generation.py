@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any, Self
 
-import torch
-
+from ..devices import device_count
 from ..event_loop import as_ready
 from ..sampling import Completion
 from ..service.load_balancer import LoadBalancer
@@ -202,7 +201,7 @@ def _stop(workers: list[VllmGenerationWorker]) -> None:
 def _devices(config: VllmConfig) -> list[range]:
     """Each engine's CUDA devices; empty ranges on a machine without any."""
     size, count = config["vllm_cfg"].get("tensor_parallel_size", 1), replicas(config)
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    available = device_count()
     if available == 0:
         return [range(0)] * count
     if size * count > available:

@@ -8,6 +8,7 @@ import logging
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from ..devices import device_count
 from ..event_loop import EngineThread
 from ..settings import EngineSettings
 from .engine import ServiceEngine
@@ -188,6 +189,4 @@ def gpu_count(backend: str) -> int:
         if not ray_module().is_initialized():
             raise RuntimeError("there is no Ray cluster: call ray.init() first, which starts one or connects to one")
         return int(ray_module().cluster_resources().get("GPU", 0))
-    import torch
-
-    return torch.cuda.device_count()
+    return device_count()

@@ -142,7 +142,7 @@ def test_p13_both_spellings_of_no_top_k_are_fine(config: dict) -> None:
 def test_p3_expandable_segments_are_refused_on_cuda(
     config: dict, variable: str, setting: str, kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.config_checks.gpu_visible", lambda: True)
+    monkeypatch.setattr("trainer.config_checks.cuda_problem", lambda: None)
     assert without_expandable_segments(setting) == kept
     found = problems(config, {"run": {"device": "cuda"}}, **{variable: setting})
     remedy = "unset it" if kept == "" else f"set it to {kept!r}"

@@ -175,6 +175,21 @@ def test_setup_takes_the_cuda_lock_where_nvidia_smi_lists_a_gpu(clone: Path, rec
     assert "requirements/cpu.txt" in recorded(HOTBUNK_DEVICE="cpu")
 
 
+@pytest.mark.parametrize(("driver", "taken"), [("580.65.06", True), ("610.1", True), ("570.133.20", False)])
+def test_setup_refuses_the_cuda_lock_where_the_driver_is_older_than_its_cuda(
+    clone: Path, recorded: Callable[..., str], driver: str, taken: bool
+) -> None:
+    write_stub(clone / "bin" / "nvidia-smi", f"[ $1 = -L ] && echo 'GPU 0: NVIDIA H100' || echo {driver}")
+    if taken:
+        assert "requirements/cuda.txt" in recorded()
+        return
+    refused = run_script(clone, "setup.sh")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert all(word in refused.stderr for word in (driver, "580", "HOTBUNK_DEVICE=cpu")), refused.stderr
+    assert "requirements/cpu.txt" in recorded(HOTBUNK_DEVICE="cpu")
+    assert "requirements/cuda.txt" in recorded(VLLM_ENABLE_CUDA_COMPATIBILITY="1")
+
+
 @pytest.fixture
 def launched(clone: Path) -> Callable[..., list[str]]:
     """Runs train.sh with a Python that prints what it is started with: a line an argument, then two variables.

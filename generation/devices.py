@@ -1,0 +1,126 @@
+"""Whether CUDA can be used here, and on how many devices: decided in this one place, without initialising CUDA."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+DRIVERS = {12: 525, 13: 580}
+"""The oldest driver for each major release of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility/)."""
+
+SHARED_MEMORY = 1 << 30
+"""Bytes of /dev/shm that several ranks on one machine should have."""
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_SHARED_MEMORY_FOLDER = "/dev/shm"
+
+
+def gpu_visible() -> bool:
+    """Whether there is an NVIDIA driver (natively or under WSL) and CUDA_VISIBLE_DEVICES does not hide all GPUs."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1")
+    return not hidden and any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def cuda_problem() -> str | None:
+    """Why this process cannot use CUDA, and the remedy; None if it can. No torch is imported."""
+    if not gpu_visible():
+        return "this machine shows no NVIDIA GPU: set it to cpu or auto"
+    built_for = torch_cuda()
+    if built_for is None:
+        return "the installed torch is a build for CPUs: get the other by HOTBUNK_DEVICE=cuda bash scripts/setup.sh"
+    return driver_problem(built_for)
+
+
+def driver_problem(built_for: str) -> str | None:
+    """Why the driver is not one for torch's release of CUDA; None if it is, or if nothing tells (as under WSL)."""
+    needed, driver = DRIVERS.get(int(built_for.partition(".")[0])), driver_version()
+    compatible = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0").lower() in ("1", "true")
+    if compatible or needed is None or driver is None or int(driver.partition(".")[0]) >= needed:
+        return None
+    return (
+        f"the NVIDIA driver {driver} is too old for CUDA {built_for}, which needs {needed}: update it, or, for a card "
+        "of a data centre, put NVIDIA's cuda-compat on LD_LIBRARY_PATH and set VLLM_ENABLE_CUDA_COMPATIBILITY=1"
+    )
+
+
+def driver_version() -> str | None:
+    """Version of the loaded driver (`580.65.06`); None where it does not say."""
+    try:
+        found = re.search(r"Kernel Module[^\n]*?\s(\d+(?:\.\d+)+)\s", _DRIVER_FILE.read_text())
+    except OSError:
+        return None
+    return found and found[1]
+
+
+def torch_cuda() -> str | None:
+    """The release of CUDA that the installed torch is built for (`13.0`); None for a build without."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = Path(spec.origin).with_name("version.py").read_text()
+    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found and found[1]
+
+
+def device_count() -> int:
+    """CUDA devices that this process can use; 0 where it cannot use CUDA."""
+    if cuda_problem() is not None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def first_devices(count: int) -> tuple[int, ...]:
+    """Indices of `count` CUDA devices for engines of this process; none where CUDA cannot be used.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    available = device_count()
+    if 0 < available < count:
+        raise ValueError(f"{count} CUDA devices are needed, but here are {available}: lower tensor_parallel_size")
+    return tuple(range(count)) if available else ()
+
+
+def sharing_problems(local_ranks: int, workers: int, environ: Mapping[str, str]) -> Iterator[str]:
+    """What keeps processes from sharing this machine's GPUs.
+
+    Args:
+        local_ranks: ranks of the trainer on this machine.
+        workers: workers of one engine.
+        environ: CUDA_VISIBLE_DEVICES is read from it.
+    """
+    modes = _modes(environ.get("CUDA_VISIBLE_DEVICES", ""))
+    if "Exclusive" in modes or "Prohibited" in modes:
+        yield (
+            "a GPU is in exclusive or prohibited compute mode, but trainer and engine are two processes on it: "
+            "sudo nvidia-smi --compute-mode=DEFAULT"
+        )
+    if local_ranks > 1 and "Enabled" in modes:
+        yield (
+            "the GPUs are cut into MIG slices, of which a process sees one, so that several ranks cannot join: start "
+            "one rank on one slice, or sudo nvidia-smi --multi-instance-gpu=0"
+        )
+    if max(local_ranks, workers) > 1 and (free := shutil.disk_usage(_SHARED_MEMORY_FOLDER).free) < SHARED_MEMORY:
+        yield (
+            f"{_SHARED_MEMORY_FOLDER} has {free >> 20} MiB left, but NCCL and vLLM exchange data between the processes "
+            f"of a machine through it: give it {SHARED_MEMORY >> 20} (docker run --shm-size 2g, or --ipc host)"
+        )
+
+
+def _modes(visible: str) -> str:
+    """Compute mode and MIG mode of the visible GPUs, as nvidia-smi prints them; empty without it."""
+    if visible.startswith("MIG"):
+        return "Enabled"
+    command = ["nvidia-smi", "--query-gpu=compute_mode,mig.mode.current", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(
+            [*command, *([f"--id={visible}"] if visible else [])], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return asked.stdout

@@ -1,0 +1,216 @@
+"""One decision on whether CUDA can be used, on machines that are made up; and what engines are started with there."""
+
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from generation import VllmGeneration, devices
+from generation.chatlearn.module import VLLMModule
+from generation.service.async_vllm import AsyncVLLM
+from generation.settings import EngineSettings
+from generation.vllm_compat import engine_environment
+from trainer import lifetime
+from trainer.cli import main
+from trainer.config import TrainConfig
+from trainer.config_checks import find_problems, resolve_device
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes this machine one with a GPU and a driver, and the installed torch a build for some release of CUDA."""
+    for variable in ("CUDA_VISIBLE_DEVICES", "VLLM_ENABLE_CUDA_COMPATIBILITY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(devices, "gpu_visible", lambda: True)
+    monkeypatch.setattr("trainer.config_checks.gpu_visible", lambda: True)
+    monkeypatch.setattr(devices, "_DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(devices, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "torch/__init__.py")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "torch").mkdir()
+
+    def make(driver: str | None, cuda: str | None, module: str = "Kernel Module") -> None:
+        (tmp_path / "version").unlink(missing_ok=True)
+        if driver:
+            text = f"NVRM version: NVIDIA UNIX x86_64  {module}  {driver}  Tue Mar  4 2026\nGCC version: gcc 13.2.0\n"
+            (tmp_path / "version").write_text(text)
+        lines = f"__version__ = '2.13.0'\ncuda: str | None = {cuda!r}\nhip: str | None = None\n"
+        (tmp_path / "torch/version.py").write_text(lines)
+
+    return make
+
+
+def auto(device: str = "auto", **engine: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {"run": {"device": device}, "model": {"path": "/no/model"}, "data": {"path": "no/data"}, "engine": engine}
+    )
+
+
+def device_problems(config: TrainConfig, **environ: str) -> list[str]:
+    return [
+        line for line in find_problems(config, "train", environ) if not line.startswith(("data", "model", "reward"))
+    ]
+
+
+def test_the_release_of_cuda_is_read_without_importing_torch() -> None:
+    assert devices.torch_cuda() == torch.version.cuda
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "problem"),
+    [
+        ("580.65.06", "13.0", None),
+        ("610.10", "13.0", None),
+        ("550.54.15", "12.8", None),
+        (None, "13.0", None),  # WSL
+        ("570.133.20", "13.0", "the NVIDIA driver 570.133.20 is too old for CUDA 13.0, which needs 580: update it"),
+        ("580.65.06", None, "the installed torch is a build for CPUs"),
+    ],
+)
+@pytest.mark.parametrize("module", ["Kernel Module", "Open Kernel Module for x86_64"])
+def test_auto_means_cuda_where_driver_and_torch_can_do_it(
+    machine: Callable[..., None], driver: str | None, cuda: str | None, problem: str | None, module: str
+) -> None:
+    machine(driver, cuda, module)
+    found = devices.cuda_problem()
+    assert (found or "").startswith(problem or "") and bool(found) == bool(problem)
+    assert resolve_device(auto()) == ("cpu" if problem else "cuda")
+    expected = [f"run.device is cuda, but {found}"] if problem else []
+    assert device_problems(auto("cuda")) == expected
+    assert all(len(line) < 300 for line in expected)
+    # A driver that is too old for the installed build is no choice of CPU; a CPU build of torch is.
+    assert device_problems(auto()) == ([f"run.device is auto, but {found}"] if problem and cuda else [])
+
+
+def test_ranks_join_for_the_device_they_train_on(monkeypatch: pytest.MonkeyPatch, machine: Callable[..., None]) -> None:
+    from trainer import distributed
+
+    machine("570.133.20", "13.0")
+    joined: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as with cuda-compat half installed
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda backend, **_: joined.append(backend))
+    monkeypatch.setattr(distributed, "introduce", lambda: None)
+    distributed.init_process_group(60, "auto")
+    machine("580.65.06", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    distributed.init_process_group(60, "auto")
+    assert joined == ["gloo", "cpu:gloo,cuda:nccl"]
+    monkeypatch.setattr(distributed, "_store", None)
+
+
+def test_compatibility_libraries_make_an_old_driver_do(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("550.54.15", "13.0")
+    monkeypatch.setenv("VLLM_ENABLE_CUDA_COMPATIBILITY", "1")
+    assert devices.cuda_problem() is None
+
+
+@pytest.mark.parametrize(
+    ("modes", "ranks", "size", "free", "words"),
+    [
+        ("Default, Disabled", 8, 1, 2 << 30, []),
+        ("Default, Disabled", 1, 1, 64 << 20, []),
+        ("Default, Enabled", 1, 1, 2 << 30, []),
+        ("Exclusive_Process, Disabled", 1, 1, 2 << 30, ["exclusive or prohibited compute mode"]),
+        ("Default, Enabled", 2, 1, 2 << 30, ["MIG slices"]),
+        ("Default, [N/A]", 8, 1, 64 << 20, ["/dev/shm has 64 MiB left"]),
+        ("Default, [N/A]", 1, 2, 64 << 20, ["/dev/shm has 64 MiB left"]),
+    ],
+)
+def test_what_keeps_processes_from_sharing_gpus_is_said_before_anything_starts(
+    machine: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    modes: str,
+    ranks: int,
+    size: int,
+    free: int,
+    words: list[str],
+) -> None:
+    machine("580.65.06", "13.0")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/bash\n[ $2 = --format=csv,noheader ] && echo '{modes}'\n")
+    smi.chmod(0o755)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    found = device_problems(auto("cuda", tensor_parallel_size=size), LOCAL_WORLD_SIZE=str(ranks), WORLD_SIZE="8")
+    assert len(found) == len(words) and all(word in line for word, line in zip(words, found, strict=True)), found
+    assert all(len(line) < 300 for line in found)
+
+
+def test_a_slice_named_in_cuda_visible_devices_is_for_one_rank(machine: Callable[..., None]) -> None:
+    machine("580.65.06", "13.0")
+    (found,) = device_problems(auto("cuda"), LOCAL_WORLD_SIZE="2", WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="MIG-1,MIG-2")
+    assert "MIG slices" in found
+
+
+def test_an_allocator_without_ipc_is_refused_on_cuda(machine: Callable[..., None]) -> None:
+    machine("580.65.06", "13.0")
+    for setting in ("backend:cudaMallocAsync", "max_split_size_mb:64, backend: cudaMallocAsync"):
+        (found,) = device_problems(auto("cuda"), PYTORCH_CUDA_ALLOC_CONF=setting)
+        assert found.startswith("PYTORCH_CUDA_ALLOC_CONF sets backend:cudaMallocAsync, whose memory has no CUDA IPC")
+    assert device_problems(auto("cuda"), PYTORCH_CUDA_ALLOC_CONF="backend:native") == []
+
+
+def vllm_generation(model: str) -> None:
+    config: Any = {
+        "backend": "vllm",
+        "model_name": model,
+        "max_new_tokens": 4,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "stop_token_ids": [2],
+        "vllm_cfg": {"max_model_len": 64},
+    }
+    VllmGeneration(config)
+
+
+ENTRY_POINTS: dict[str, Callable[[str, Path], Any]] = {
+    "hotbunk generate": lambda model, _: main(["generate", model, "--prompt", "1+1="]),
+    "hotbunk serve": lambda model, _: main(["serve", model, "--port", "0"]),
+    "hotbunk eval": lambda model, recipe: main(["eval", model, str(recipe)]),
+    "VllmGeneration": lambda model, _: vllm_generation(model),
+    "AsyncVLLM": lambda model, _: AsyncVLLM(EngineSettings(model=model, max_model_len=64)).start(),
+    "VLLMModule": lambda model, _: VLLMModule({"model": model, "seq_length": 64, "max_new_tokens": 8}).setup(),
+}
+
+
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_no_entry_point_poisons_the_fork_of_an_engine_nor_forks_one(
+    entry_point: str, tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`_cuda_getDeviceCount` leaves a process whose forked children cannot use CUDA."""
+    started: list[EngineSettings] = []
+    counted: list[str] = []
+
+    def start(settings: EngineSettings, *_: Any) -> Any:
+        started.append(settings)
+        raise RuntimeError("started")
+
+    monkeypatch.setattr("generation.worker_async.start_async_llm", start)
+    monkeypatch.setattr("generation.service.engine.start_async_llm", start)
+    for name in ("install_signal_handlers", "start_guardian"):
+        monkeypatch.setattr(lifetime, name, lambda *_: None)
+    monkeypatch.setattr(lifetime, "run", lambda job: job())
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"data: {{path: {data}}}\nreward: {{functions: [{{name: exact_match}}]}}\n")
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: counted.append(entry_point) or 1, raising=False)
+    monkeypatch.setattr(devices, "gpu_visible", lambda: True)
+    monkeypatch.setattr(devices, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(devices, "_DRIVER_FILE", tmp_path / "none")
+    with suppress(RuntimeError, SystemExit):
+        ENTRY_POINTS[entry_point](str(tiny_qwen2), recipe)
+    (settings,) = started
+    assert settings.device_indices == (0,)
+    assert counted == []
+    assert engine_environment(settings)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
