@@ -1,9 +1,9 @@
 """The two staging buffers, and how a worker in another process comes to see the same memory.
 
 On CPU the memory is an anonymous file (`memfd_create`), opened by the worker through `/proc`: it has no name, so
-nothing is left behind however a run ends, and a small `/dev/shm` does not matter. On CUDA it is plain device memory,
-opened through an IPC handle. Either way a buffer is exported once, opened once and closed once (P4); per bucket only
-offsets travel.
+nothing is left behind however a run ends, and a small `/dev/shm` does not matter to it. On CUDA it is plain device
+memory, opened through an IPC handle. Either way a buffer is exported once, opened once and closed once (P4); per
+bucket only offsets travel.
 """
 
 import mmap
@@ -171,5 +171,8 @@ def _map_file(fd: int, nbytes: int) -> list[torch.Tensor]:
 
 def _open_cuda(args: list[Any], nbytes: int, device: torch.device) -> torch.Tensor:
     args[0] = device.index  # the sender's index means nothing here: each process numbers its visible devices itself
+    # The sender has synchronised (`flush`), and torch never frees the event that it would open to wait for it
+    # (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/StorageSharing.cpp, newSharedCuda).
+    args[7] = False
     storage = torch.UntypedStorage._new_shared_cuda(*args)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -183,7 +184,27 @@ class BroadcastGroup:
         make = _nccl if device.type == "cuda" else _gloo
         self._backend: Any = make(board.prefixed("broadcast"), rank, world_size, address, timeout)
         first = torch.full((1,), world_size if rank == 0 else 0, dtype=torch.uint8, device=device)
-        self.wait(self.start(first), "first broadcast", lambda: None)  # NCCL connects only now
+        try:
+            self.wait(self._join(first), "first broadcast", lambda: None)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, tensor: torch.Tensor) -> Work:
+        """Start the first broadcast, in which NCCL connects: in a thread, as the call itself waits for every member."""
+        started: Future[Work] = Future()
+
+        def start() -> None:
+            try:
+                if tensor.is_cuda:
+                    torch.cuda.set_device(tensor.device)  # the current device is a thread's own
+                started.set_result(self.start(tensor))
+            except BaseException as error:
+                started.set_exception(error)
+
+        threading.Thread(target=start, name="weights-group-join", daemon=True).start()
+        self._until(started.done, "connection of all members", lambda: None)
+        return started.result()
 
     def start(self, tensor: torch.Tensor) -> Work:
         """Send from rank 0, receive elsewhere; `tensor` belongs to the group until `wait` returns."""
@@ -200,14 +221,19 @@ class BroadcastGroup:
         Raises:
             GroupError: a member was lost, or the deadline passed.
         """
+        self._until(work.is_completed, what, still_alive)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise GroupError(f"{what}: {error}") from error
 
+    def _until(self, done: Callable[[], bool], what: str, still_alive: Callable[[], None]) -> None:
         def look() -> None:
             still_alive()
             self._board.check_alarm()
 
         try:
-            until(work.is_completed, self._timeout, what, look)
-            work.wait()
+            until(done, self._timeout, what, look)
         except SyncError:
             raise
         except (RuntimeError, TimeoutError) as error:
@@ -233,17 +259,21 @@ def _gloo(store: Store, rank: int, world_size: int, address: str, timeout: float
 
 
 def _nccl(store: Store, rank: int, world_size: int, address: str, timeout: float) -> Any:
-    """NCCL without torch's watchdog, which would end the whole engine where `BroadcastGroup.wait` ends the update."""
+    """NCCL whose watchdog and heartbeat monitor do not end the engine where `BroadcastGroup.wait` ends the update
+    (https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html).
+    """
     from torch.distributed import ProcessGroupNCCL
 
-    before = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # read by the constructor
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "0"))  # read by the constructor
     try:
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
         return ProcessGroupNCCL(store, rank, world_size, options)
     finally:
-        if before is None:
-            del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
-        else:
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import shared_memory
@@ -209,3 +210,19 @@ def test_released_pages_are_zeros_and_neighbours_are_untouched() -> None:
     assert freed > big.nbytes - 2 * 4096
     assert big[5000:-5000].sum() == 0
     assert small.sum() == 10
+
+
+def test_a_worker_opens_device_memory_without_the_event_that_torch_never_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer has synchronised before it posts a bucket."""
+    opened: list[tuple[Any, ...]] = []
+
+    def open_shared(*arguments: Any) -> torch.UntypedStorage:
+        opened.append(arguments)
+        return torch.UntypedStorage(24)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_shared)
+    exported = [5, b"handle", 24, 0, b"counter", 8, b"event", True]
+    handle = {"kind": "cuda_ipc", "nbytes": 16, "buffers": [exported, list(exported)]}
+    assert [buffer.numel() for buffer in open_staging(handle, torch.device("cpu", 0))] == [16, 16]
+    assert opened == [(0, b"handle", 24, 0, b"counter", 8, b"event", False)] * BUFFERS
+    assert exported[7] is True and exported[0] == 5  # what was received is not changed
