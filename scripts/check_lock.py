@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,12 +98,11 @@ def problems(device: str, lock: Lock, metadata: Callable[[str, str], list[str]])
         if (device, who) == ("cpu", "torch"):  # installed first, with whatever its build asks for
             continue
         name = canonicalize_name(asked.name)
-        fits = re.sub(r"\+\w+", "", str(asked.specifier))  # a local version (+cpu) is a build of the same release
         if name not in lock and name in excepted:
             used.add(name)
         elif name not in lock:
             found.append(f"{who} asks for {name}{asked.specifier}, which {device}.txt lacks")
-        elif not Requirement(f"{name}{fits}").specifier.contains(lock[name], prereleases=True):
+        elif not SpecifierSet(_release(asked.specifier)).contains(lock[name], prereleases=True):
             found.append(f"{who} asks for {name}{asked.specifier}, but {device}.txt has {lock[name]}")
     found += [f"{device}_left_out.txt names {name}, which nobody asks for" for name in sorted(excepted.keys() - used)]
     return sorted(set(found))
@@ -121,8 +121,38 @@ def store(lock: Lock) -> None:
     METADATA.write_text(json.dumps({name: sorted(set(lines)) for name, lines in sorted(kept.items())}, indent=0) + "\n")
 
 
+def lacking(name: str, device: str) -> list[str]:
+    """Requirements of an installed package that this environment does not meet, and the lock does not leave out."""
+    asked = [Requirement(line) for line in requires(name) or []]
+    needed = [each for each in asked if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return [
+        f"{each.name}{_release(each.specifier)}"
+        for each in needed
+        if canonicalize_name(each.name) not in left_out(device) and not _met(each)
+    ]
+
+
+def _met(asked: Requirement) -> bool:
+    try:
+        return SpecifierSet(_release(asked.specifier)).contains(version(asked.name), prereleases=True)
+    except PackageNotFoundError:
+        return False
+
+
+def _release(specifier: SpecifierSet) -> str:
+    """Without local versions: +cpu is a build of the same release."""
+    return re.sub(r"\+\w+", "", str(specifier))
+
+
 def main(device: str, *options: str) -> int:
-    """Print what is wrong with the lock of a device, by this environment's metadata; 1 if anything is."""
+    """Print what is wrong with the lock of a device, by this environment's metadata; 1 if anything is.
+
+    Instead, with `--lacking PACKAGE`, what that package asks for and this environment has not.
+    """
+    if options[:1] == ("--lacking",):
+        for line in lacking(options[1], device):
+            print(line)
+        return 0
     lock = read_lock(device)
     if "--store" in options:
         store(lock)

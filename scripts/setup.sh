@@ -78,8 +78,8 @@ install() {
     mkdir -p "$venv"
     echo unfinished >"$venv"/.hotbunk
     "$python" -m venv "$venv"
-    # torch with its own requirements, which on CUDA are NVIDIA's packages; then the rest as it stands.
-    pip install --no-compile --constraint "$lock" torch setuptools uv
+    # The CPU lock goes with several builds of torch: first that with what it asks for, then the rest as it stands.
+    pip install --no-compile --constraint "$lock" $([ "$device" = cuda ] || echo torch) setuptools uv
     install_exactly --requirement "$lock" --editable .
     echo "$key" >"$venv"/.hotbunk
 }

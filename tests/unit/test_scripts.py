@@ -171,7 +171,9 @@ def test_setup_repeats_what_was_interrupted_or_has_changed(clone: Path, recorded
 
 def test_setup_takes_the_cuda_lock_where_nvidia_smi_lists_a_gpu(clone: Path, recorded: Callable[..., str]) -> None:
     write_stub(clone / "bin" / "nvidia-smi", "echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'")
-    assert "requirements/cuda.txt" in recorded()
+    first, then_all = recorded().splitlines()
+    assert first.endswith("--constraint scripts/requirements/cuda.txt setuptools uv")
+    assert "--no-deps" in then_all and "requirements/cuda.txt" in then_all
     assert "requirements/cpu.txt" in recorded(HOTBUNK_DEVICE="cpu")
 
 

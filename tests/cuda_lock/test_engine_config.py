@@ -1,0 +1,72 @@
+"""What vLLM makes of our engine arguments on an H100."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from generation.settings import EngineSettings
+from generation.vllm_compat import check_build, check_version, engine_arguments, started_with
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from make_tiny import make_tiny_model
+
+    folder: Path = make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden_size=512, heads=8, kv_heads=4, layers=2)
+    return str(folder)
+
+
+def configured(model: str, **changes: Any) -> tuple[Any, str]:
+    """vLLM's configuration, and how it would start the engine's processes."""
+    defaults: dict[str, Any] = {"max_model_len": 1024, "dtype": "bfloat16", "device_indices": (0,), "max_num_seqs": 512}
+    settings = EngineSettings(model=model, **(defaults | changes))
+    with started_with(settings):
+        check_version()
+        check_build(settings)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.utils.system_utils import get_mp_context
+
+        arguments = engine_arguments(settings)
+        assert set(arguments) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+        return AsyncEngineArgs(**arguments).create_engine_config(), get_mp_context().get_start_method()
+
+
+def test_an_engine_is_spawned_on_the_second_runner_asleep_by_cumem_and_reads_8192_tokens_a_step(model: str) -> None:
+    config, start = configured(model)
+    assert start == "spawn"
+    assert config.use_v2_model_runner
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
+    assert config.parallel_config.worker_extension_cls == "sharding.worker_extension.VllmInternalWorkerExtension"
+    assert config.scheduler_config.max_num_batched_tokens == 8192
+    assert config.scheduler_config.max_num_seqs == 512
+    assert config.model_config.enable_sleep_mode
+    assert config.model_config.logprobs_mode == "processed_logprobs"
+    assert config.cache_config.enable_prefix_caching
+    assert config.device_config.device_type == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"shared_weights": True}, lambda c: c.parallel_config.worker_cls == "sharding.sharing_worker.SharingWorker"),
+        ({"tensor_parallel_size": 2, "device_indices": (0, 1)}, lambda c: c.parallel_config.world_size == 2),
+        ({"fp32_head": True}, lambda c: str(c.model_config.head_dtype) == "torch.float32"),
+        ({"lora_rank": 12}, lambda c: c.lora_config.max_lora_rank == 16),
+        ({"dtype": "float32"}, lambda c: str(c.model_config.dtype) == "torch.float32"),
+        ({"extra": {"max_num_batched_tokens": 4096}}, lambda c: c.scheduler_config.max_num_batched_tokens == 4096),
+    ],
+)
+def test_settings_arrive_in_vllms_configuration(model: str, changes: dict[str, Any], says: Any) -> None:
+    config, start = configured(model, **changes)
+    assert start == "spawn"
+    assert says(config)
+
+
+def test_factories_of_logits_processors_run_in_the_second_runner(model: str) -> None:
+    from generation.logits_processors import factories
+
+    extra = factories.engine_arguments(["make_tiny:make_tiny_model"], factories.uses_v2(on_cpu=False, environ={}))
+    config, _ = configured(model, extra=extra)
+    assert config.use_v2_model_runner
