@@ -122,6 +122,9 @@ class DisturbedRun:
     def disturb(self, wanted: Disturbance, dice: random.Random) -> str:
         """Send the signal, to another victim where there is none of the kind yet; returns what was done."""
         self.wait_for(wanted)
+        if self.ended() and wanted.moment == "export":
+            self.ended_by_itself()  # too late: there is another export after the next start
+            self.wait_for(wanted)
         kinds = [wanted.victim, *dice.sample(VICTIMS, len(VICTIMS))]
         for kind in kinds:
             try:
