@@ -203,6 +203,18 @@ def test_p24_the_exit_code_names_the_signal(tmp_path: Path, number: signal.Signa
     assert run.launcher.returncode == 128 + number
 
 
+def test_a_rank_whose_launcher_has_died_before_it_could_tell_ends_at_once(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for launcher, expected in ((os.getpid(), "lives\n"), (dead.pid, "")):
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x", "HOTBUNK_LAUNCHER": str(launcher),
+        }  # fmt: skip
+        code = "from trainer import lifetime; lifetime.start_guardian(); print('lives')"
+        rank = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        assert (rank.stdout, rank.returncode) == (expected, 0 if expected else -signal.SIGKILL), rank.stderr
+
+
 HELD = """
     import sys, threading, time
     from trainer import lifetime
