@@ -8,6 +8,7 @@ by the same command. 20 s after each end nothing of it may be left, and both run
 """
 
 import argparse
+import contextlib
 import json
 import random
 import signal
@@ -105,7 +106,19 @@ class DisturbedRun:
             if wanted.moment in STARTS and moment not in STARTS:
                 break  # it is past that
             time.sleep(0.003)
-        time.sleep(wanted.delay)
+        if wanted.moment in (*STARTS, "export"):
+            time.sleep(wanted.delay)
+
+    def hit(self, wanted: Disturbance, victim: psutil.Process) -> str:
+        """Send the signal, in a step as soon as the moment is there again; returns what the run was doing."""
+        deadline = time.monotonic() + 10
+        if wanted.moment not in (*STARTS, "export"):
+            while self.moment() != wanted.moment and not self.ended() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(wanted.delay)
+        moment = self.moment()
+        victim.send_signal(wanted.number)
+        return moment
 
     def victims(self, kind: str) -> list[psutil.Process]:
         """The living processes of a kind."""
@@ -129,14 +142,14 @@ class DisturbedRun:
         for kind in kinds:
             try:
                 found = [] if self.ended() else self.victims(kind)
-                if found:
-                    victim = dice.choice(found)
-                    self.run.note_private_folders()
-                    moment = self.moment()
-                    victim.send_signal(wanted.number)
-                    return self.follow(kind, wanted.number, moment, victim, at_once=dice.random() < 0.3)
+                if not found:
+                    continue
+                victim = dice.choice(found)
+                self.run.note_private_folders()
+                moment = self.hit(wanted, victim)
             except psutil.NoSuchProcess:
                 continue
+            return self.follow(kind, wanted.number, moment, victim, at_once=dice.random() < 0.3)
         self.ended_by_itself()
         return "none: the run had ended"
 
@@ -145,7 +158,8 @@ class DisturbedRun:
         done = f"{number.name} to {kind} in {moment}"
         if number == signal.SIGSTOP:
             time.sleep(STOPPED_SECONDS)
-            victim.send_signal(signal.SIGCONT)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.send_signal(signal.SIGCONT)
             self.goes_on(done)
             return done
         if kind == "reward worker":
