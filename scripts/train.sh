@@ -47,6 +47,7 @@ else
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 # A recipe with a mistake in it is told of once, in a sentence, before there are ranks; torchrun would add a traceback.
+trap 'exit 130' INT # one that reaches bash alone would be lost while the check goes on
 WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check || exit
 # Ranks that have not ended this long after SIGTERM are killed. They end themselves, some seconds after checkpoint.grace_s;
 # torchrun must only not be quicker. A variable, as older torchruns know no such flag.
