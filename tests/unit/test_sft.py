@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_tokenizer import small_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from trainer.batching import Sample, micro_batches
 from trainer.config import TrainConfig
 from trainer.errors import UserError
-from trainer.sft import load_transcripts
+from trainer.policy.base import Outputs
+from trainer.sft import cross_entropy, load_transcripts
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
@@ -107,3 +110,12 @@ def test_bad_rows_are_one_sentence(
     with pytest.raises(UserError, match=message) as caught:
         load(tmp_path, rows, small_tokenizer(template))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_under_the_mask_is_not_learned(value: float) -> None:
+    (batch,) = micro_batches([Sample([5, 6, 7, 8], [0, 1, 0, 1], [0.0] * 4)], 10, 0, "cpu", count=1)
+    logprobs = torch.tensor([[-1.0, value, -3.0]], requires_grad=True)
+    loss, _ = cross_entropy(2)(batch, Outputs(logprobs, torch.zeros(1, 3)))
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert loss.item() == 2.0 and gradient.tolist() == [[-0.5, 0.0, -0.5]]
