@@ -44,9 +44,9 @@ def random_trajectory(prompt: int, sample: int, generator: torch.Generator) -> T
 
 
 def random_step(prompts: int, samples: int, seed: int) -> list[Trajectory]:
-    """Groups of episodes of one to three trajectories; one has failed, so sizes differ, and one group is all alike."""
+    """Groups of episodes, some in two or three parts; one has failed, so sizes differ; one group is all alike."""
     generator = torch.Generator().manual_seed(seed)
-    parts = torch.randint(1, 4, (prompts, samples), generator=generator)
+    parts = torch.randint(-2, 4, (prompts, samples), generator=generator).clamp(min=1)
     places = [(p, s) for p in range(prompts) for s in range(samples) for _ in range(int(parts[p, s]))]
     step = [random_trajectory(prompt, sample, generator) for prompt, sample in places]
     for trajectory in step:
