@@ -1,11 +1,13 @@
-"""Puts the parts of a run together: policies, sharding manager, and the point a resumed run continues from."""
+"""Puts the parts of a run together: policies, sharding manager, and the checkpoint that a run goes on from."""
 
 import math
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -16,7 +18,7 @@ from trainer import checkpoint, lifetime
 from trainer.config import ModelConfig, TrainConfig, to_yaml
 from trainer.config_checks import resolve_device
 from trainer.data import load_tokenizer
-from trainer.distributed import is_main
+from trainer.distributed import agreed, is_main
 from trainer.errors import UserError
 from trainer.identity import Identity, differences
 from trainer.learning.learner import updates_asked
@@ -147,25 +149,54 @@ class RunState:
             self.eval_before = reward
 
 
-def resume(config: TrainConfig, parts: checkpoint.Parts, identity: Identity) -> RunState:
-    """Load the checkpoint the run continues from, if there is one. Collective.
+def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | None, RunState]:
+    """The checkpoint that the run goes on from, verified, and the state in it; None, where the run begins. Collective.
+
+    Of the run's own, damaged ones are named and passed over.
 
     Raises:
-        UserError: the checkpoint is incomplete, or another run's by its identity (checkpoint.resume_anyway permits it).
+        UserError: the checkpoint asked for is damaged, none is sound, or the newest sound one is another run's by its
+            identity (checkpoint.resume_anyway permits it).
     """
-    folder = config.run.folder / "checkpoints"
-    checkpoint.remove_unfinished(folder)
-    if config.checkpoint.resume == "none":
-        return RunState()
-    path = checkpoint.latest_complete(folder) if config.checkpoint.resume == "auto" else Path(config.checkpoint.resume)
-    if path is None:
-        return RunState()
-    check_identity(path, checkpoint.read_extra(path), identity, config.checkpoint.resume_anyway)
-    extra = checkpoint.load(path, parts)
-    state = RunState(**extra["state"])
-    if extra["identity"]["data"] != identity["data"]:
+    folder, wanted = config.run.folder / "checkpoints", config.checkpoint.resume
+    with agreed("removing unfinished checkpoints"):
+        checkpoint.remove_unfinished(folder)
+    if wanted == "none":
+        return None, RunState()
+    candidates = checkpoint.all_complete(folder) if wanted == "auto" else [Path(wanted)]
+    for path in candidates:
+        try:
+            extra = checkpoint.verify(path)
+        except checkpoint.Damaged as damage:
+            if wanted != "auto":
+                raise
+            _say(f"{damage}; left out")
+            continue
+        check_identity(path, extra, identity, config.checkpoint.resume_anyway)
+        if path != candidates[0]:
+            _say(f"going on from {path}, the newest sound checkpoint")
+        return path, _saved_state(path, extra, identity)
+    if candidates:
+        raise UserError(
+            f"no checkpoint in {folder} is sound (see above): restore one from a copy, or start over with "
+            "checkpoint.resume=none"
+        )
+    return None, RunState()
+
+
+def _saved_state(path: Path, extra: dict[str, Any], identity: Identity) -> RunState:
+    try:
+        state = msgspec.convert(extra["state"], RunState)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise UserError(f"{path} was saved by another version of Hotbunk: in extra.json, state: {error}") from error
+    if extra["identity"].get("data") != identity["data"]:
         state.prompts = 0  # a position means nothing in other data
     return state
+
+
+def _say(line: str) -> None:
+    if is_main():
+        print(f"[hotbunk] {line}", file=sys.stderr)
 
 
 def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str]) -> None:
@@ -173,7 +204,7 @@ def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowe
 
     What goes on with other data, another model or another algorithm is another experiment.
     """
-    if "identity" not in extra:
+    if not isinstance(extra.get("identity"), dict):
         raise UserError(
             f"{path} does not say which data, model and algorithm it belongs to, as it is of an older version: "
             "start over with another run.name, or with checkpoint.resume=none"

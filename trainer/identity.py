@@ -27,15 +27,12 @@ Identity = dict[str, Any]
 
 def run_identity(config: TrainConfig, fingerprint: str, tokenizer: PreTrainedTokenizerBase) -> Identity:
     """The identity of a run; `fingerprint` is that of its training data (`PromptDataset`)."""
-    recipe = dict(_flat(config.model_dump(mode="json")))
-    del recipe["algorithm.preset"]  # the keys that it sets are there
-    named = {key: value for key, value in recipe.items() if key in IDENTITY_KEYS or _section(key) in IDENTITY_SECTIONS}
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     return {
         "data": fingerprint,
         "model": model_digest(resolve_folder(config.model.path)),
         "tokenizer": _digest(vocabulary),
-        **named,
+        **_compared_keys(config),
     }
 
 
@@ -56,12 +53,22 @@ def model_digest(folder: Path) -> str:
 def differences(saved: Identity, current: Identity, allowed: list[str]) -> list[tuple[str, str]]:
     """What differs and may not: each key, and a phrase with both values.
 
+    A key that the recipe did not have yet when the checkpoint was saved counts as its default.
+
     Args:
         allowed: keys, or sections of keys, that may differ (`checkpoint.resume_anyway`).
     """
+    defaults = _compared_keys(TrainConfig.model_validate({"model": {"path": ""}, "data": {"path": ""}}))
+    saved = {key: value for key, value in defaults.items() if key in current} | saved
     keys = [key for key in (saved | current) if key not in allowed and _section(key) not in allowed]
     changed = [key for key in keys if saved.get(key, "unknown") != current.get(key, "unknown")]
     return [(key, f"{key} = {_shown(saved, key)} (now {_shown(current, key)})") for key in changed]
+
+
+def _compared_keys(config: TrainConfig) -> dict[str, Any]:
+    recipe = dict(_flat(config.model_dump(mode="json")))
+    del recipe["algorithm.preset"]  # the keys that it sets are there
+    return {key: value for key, value in recipe.items() if key in IDENTITY_KEYS or _section(key) in IDENTITY_SECTIONS}
 
 
 def _flat(sections: dict[str, Any]) -> Iterator[tuple[str, Any]]:

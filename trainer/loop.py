@@ -20,10 +20,11 @@ from trainer.assembly import (
     build_sharding,
     check_model,
     check_teacher,
+    find_checkpoint,
     make_run_tracker,
     rank_device,
-    resume,
 )
+from trainer.checkpoint import load
 from trainer.config import TrainConfig
 from trainer.config_checks import resolve_device
 from trainer.data import Prompt, load_prompts, load_tokenizer
@@ -87,6 +88,8 @@ class RLTrainer:
         )
         self.end_ids = end_token_ids(config.model.path, self.tokenizer)
         self.held_outs = load_held_outs(config, data, self.tokenizer, self.end_ids) if config.eval.every else []
+        identity = run_identity(config, self.prompts.fingerprint, self.tokenizer)
+        start, self.state = find_checkpoint(config, identity)
         self.rewards = RewardPool(config.reward)
         # The engine before the policy: vLLM measures free memory while it starts, and nobody may free any meanwhile
         # (P1).
@@ -113,8 +116,8 @@ class RLTrainer:
             config, self.policy, reference, self.tokenizer.pad_token_id, self.rewards.weights, critic
         )
         parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
-        identity = run_identity(config, self.prompts.fingerprint, self.tokenizer)
-        self.state = resume(config, parts, identity)
+        if start is not None:
+            load(start, parts)
         self.keeper = Keeper(config, watchdog, self.state, parts, identity)
         resources.callback(self.keeper.close)
         self.tracker = make_run_tracker(config, self.state)

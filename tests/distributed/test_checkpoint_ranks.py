@@ -10,11 +10,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from sharding.collectives import exchange
 from tests.distributed.launch import run_ranks
 from trainer import checkpoint, distributed
+from trainer.assembly import RunState, find_checkpoint
 from trainer.checkpoint_writer import CheckpointWriter
-from trainer.config import CheckpointConfig
+from trainer.config import CheckpointConfig, TrainConfig
 from trainer.distributed import RemoteError
+from trainer.errors import UserError
 
 VOCABULARY = 257
 
@@ -113,6 +116,52 @@ def loads(folder: str) -> None:
     distributed.destroy_process_group()
 
 
+def test_all_ranks_pass_over_a_checkpoint_that_one_of_them_finds_damaged(tmp_path: Path) -> None:
+    run_ranks(one_finds_damage, 2, arguments=[str(tmp_path)])
+
+
+def one_finds_damage(folder: str) -> None:
+    distributed.init_process_group(60, device="cpu")
+    sections = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"output_dir": folder, "name": "run"}}
+    config, identity = TrainConfig.model_validate(sections), {"data": "rows"}
+    place, policy = config.run.folder / "checkpoints", ShardedPolicy(seed=1)
+    saved = {}
+    for step in (1, 2, 3):
+        checkpoint.save(place, step, {"policy": policy}, {"state": {"step": step}, "identity": identity})
+        saved[step] = policy.full()
+        policy.learn()
+    assert find_checkpoint(config, identity) == (place / "step_3", RunState(step=3))
+    said = []
+    for name in sorted(path.name for path in (place / "step_3").iterdir() if path.name != "COMPLETE"):
+        content = (place / "step_3" / name).read_bytes()
+        dist.barrier()
+        if distributed.is_main():
+            (place / "step_3" / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        dist.barrier()
+        with pytest.raises(checkpoint.Damaged) as damage:
+            checkpoint.verify(place / "step_3")
+        said.append(str(damage.value))
+        path, state = find_checkpoint(config, identity)
+        assert path == place / "step_2" and state == RunState(step=2)
+        dist.barrier()
+        if distributed.is_main():
+            (place / "step_3" / name).write_bytes(content)
+        dist.barrier()
+    assert exchange(said) == [said, said] and len(said) == 6
+    assert all(
+        f"step_3 is damaged: {name}.distcp is not what" in s
+        for name, s in zip(["__0_0", "__1_0"], said[1:3], strict=True)
+    )
+    checkpoint.load(place / "step_2", {"policy": policy})
+    assert all(torch.equal(value, saved[2][name]) for name, value in policy.full().items())
+
+    if not distributed.is_main():
+        (place / "step_2" / "__1_0.distcp").unlink()  # which only rank 1 reads, and both tell of
+    with pytest.raises(UserError, match=r"step_2 cannot be loaded: __1_0.distcp: No such file"):
+        checkpoint.load(place / "step_2", {"policy": policy})
+    distributed.destroy_process_group()
+
+
 def test_p20_a_rank_that_cannot_write_spoils_it_for_all_and_leaves_the_last_one(tmp_path: Path) -> None:
     run_ranks(one_cannot_write, 2, arguments=[str(tmp_path)])
 
@@ -126,7 +175,7 @@ def one_cannot_write(folder: str) -> None:
         raise OSError(28, "No space left on device")
 
     if distributed.rank() == 1:
-        checkpoint._write = full
+        checkpoint.write_whole = full
     with pytest.raises(RemoteError, match=r"phase checkpoint \(write\) failed on rank 1: OSError: .*No space left"):
         checkpoint.save(place, 2, {"policy": policy}, {})
     writer = CheckpointWriter(place, CheckpointConfig(), 60)

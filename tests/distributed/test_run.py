@@ -53,7 +53,10 @@ def test_p23_a_run_leaves_the_record_it_promises(whole: Run) -> None:
 
 
 def test_p19_p20_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
-    """What is asked to end hangs in a rollout, with the policy's memory given back: the step is given up."""
+    """What is asked to end hangs in a rollout, with the policy's memory given back: the step is given up.
+
+    What it saved is damaged afterwards, so that the next start goes on from the checkpoint before.
+    """
     hanging = f"{Path(__file__).with_name('hanging_rollout.py')}:hangs_in_step_4"
     settings = ["--rollout.custom", hanging, "--policy.offload", "all", "--checkpoint.grace_s", "12"]
     asked = Run(recipe, *settings, name="broken")
@@ -66,9 +69,15 @@ def test_p19_p20_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(recipe: 
     assert asked.rows()[-1]["memory/offloaded_gib"] > 0
     assert "asked to end: saved at step 3" in asked.output()  # none of the steps that were done is done again
     assert checkpoint.latest_complete(asked.folder / "checkpoints") == asked.folder / "checkpoints" / "step_3"
+    shards = asked.folder / "checkpoints" / "step_3" / "__1_0.distcp"
+    content = bytearray(shards.read_bytes())
+    content[len(content) // 2] ^= 1
+    shards.write_bytes(content)
     resumed = Run(recipe, name="broken")
     assert resumed.wait() == 0, resumed.output()
     resumed.assert_gone()
+    assert "step_3 is damaged: __1_0.distcp is not what was written (SHA-256); left out" in resumed.output()
+    assert "step_2, the newest sound checkpoint" in resumed.output()
     assert unequal(whole, resumed) == []
 
 

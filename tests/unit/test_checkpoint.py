@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)  # or p
 
 
 class TinyPolicy:
-    """A head over a vocabulary that divides by nothing, and its optimizer; state as DCP takes it."""
+    """A head over a vocabulary that divides by nothing, and its optimizer; its state is tensors."""
 
     def __init__(self, vocabulary: int = VOCABULARY) -> None:
         self.model = torch.nn.Linear(4, vocabulary)
@@ -40,11 +41,12 @@ class TinyPolicy:
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
 
 
 class WeightsOnly(TinyPolicy):
@@ -76,7 +78,8 @@ def test_p20_what_is_loaded_is_what_was_saved_random_states_included(tmp_path: P
     other = TinyPolicy()
     assert path == tmp_path / "step_3" == checkpoint.latest_complete(tmp_path)
     extra = checkpoint.load(path, {"policy": other})
-    assert extra == {"fingerprint": "abc", "counters": {"skipped": 2}, "step": 3, "world_size": 1}
+    own = {"step": 3, "world_size": 1, "digests": "SHA-256"}
+    assert extra == {"fingerprint": "abc", "counters": {"skipped": 2}} | own == checkpoint.verify(path)
     assert (random.random(), numpy.random.rand(), torch.rand(3).tolist(), random.gauss(0, 1)) == drawn
     assert all(torch.equal(value, saved[key]) for key, value in other.model.state_dict().items())
     other.learn(inputs)  # Adam's moments and step count came along
@@ -171,6 +174,7 @@ def test_p20_killed_at_every_write_the_newest_complete_one_loads(
             shutil.copytree(backup, folder)
         killed = save_and_die(folder, last=len(seen) + 1)
         for complete in folder.glob("step_?/COMPLETE"):  # also one whose deletion was cut short
+            checkpoint.verify(complete.parent)
             step = checkpoint.load(complete.parent, {"policy": policy})["step"]
             assert torch.equal(policy.model.weight, torch.full_like(policy.model.weight, step))
         newest = checkpoint.latest_complete(folder)
@@ -217,7 +221,8 @@ def save_scores(folder: Path, scores: dict[int, float | None]) -> None:
     for step, score in scores.items():
         path = folder / f"step_{step}"
         path.mkdir()
-        (path / "extra.json").write_text(json.dumps({"metrics": {} if score is None else {"score": score}}))
+        metrics = {} if score is None else {"score": score}
+        (path / "extra.json").write_text(json.dumps({"metrics": metrics, "step": step, "world_size": 1}))
         (path / "COMPLETE").touch()
 
 
@@ -236,7 +241,9 @@ def save_scores(folder: Path, scores: dict[int, float | None]) -> None:
 def test_p20_neither_the_newest_nor_the_best_are_deleted(
     tmp_path: Path, keep: int, best: int, metric: str, kept: list[int]
 ) -> None:
-    save_scores(tmp_path, {1: 0.5, 2: 0.9, 3: 0.5, 4: -1.0, 7: None, 8: math.nan, 9: 0.1})
+    save_scores(tmp_path, {1: 0.5, 2: 0.9, 3: 0.5, 4: -1.0, 5: 2.0, 6: 2.0, 7: None, 8: math.nan, 9: 0.1})
+    (tmp_path / "step_5" / "extra.json").write_text('{"metrics": {"score": 2.0')  # of damaged ones nothing is known
+    (tmp_path / "step_6" / "extra.json").write_text('{"metrics": [], "step": 6, "world_size": 1}')
     checkpoint.prune(tmp_path, keep, best, metric)
     assert {path.name for path in tmp_path.iterdir()} == {f"step_{step}" for step in kept}
 
@@ -274,7 +281,7 @@ def test_p20_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 def test_p20_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 1, {"policy": TinyPolicy()}, {})
-    with pytest.raises(UserError, match="does not fit this model: .*[Ss]ize") as caught:
+    with pytest.raises(UserError, match="does not fit this model: policy.model.weight is .*size") as caught:
         checkpoint.load(path, {"policy": TinyPolicy(vocabulary=256)})
     assert len(str(caught.value).splitlines()) == 1
 
@@ -297,3 +304,18 @@ def test_the_small_files_are_plain_json(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 1, {"policy": TinyPolicy()}, {"a": 0.1})
     assert json.loads((path / "extra.json").read_text())["a"] == 0.1
     assert set(json.loads((path / "rank_0.json").read_text())) == {"python", "numpy", "torch"}
+
+
+def test_only_tensors_are_kept(tmp_path: Path) -> None:
+    policy = TinyPolicy()
+    policy.state_dict = lambda: {"model": {"rate": 0.1}}  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="policy.model.rate is a float; a checkpoint keeps tensors only"):
+        checkpoint.save(tmp_path, 1, {"policy": policy}, {})
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs coreutils")
+def test_the_marker_is_a_list_that_sha256sum_checks(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, {"policy": TinyPolicy()}, {})
+    done = subprocess.run(["sha256sum", "-c", "COMPLETE"], cwd=path, capture_output=True, text=True)
+    expected = [f"{name}: OK" for name in (".metadata", "__0_0.distcp", "extra.json", "rank_0.json")]
+    assert sorted(done.stdout.splitlines()) == expected and done.returncode == 0

@@ -49,7 +49,7 @@ class Disk:
         assert self.may_write.wait(20)
         if self.error is not None:
             raise self.error
-        self.written.append((snapshot.step, snapshot.tensors["counter"]["value"].item()))
+        self.written.append((snapshot.step, snapshot.tensors["counter.value"].item()))
         return folder
 
 

@@ -108,3 +108,13 @@ def test_a_checkpoint_of_an_older_version_is_refused(model: Path) -> None:
         UserError, match="step_4 does not say which data, model and algorithm .* checkpoint.resume=none$"
     ):
         check_identity(Path("step_4"), {"state": {}}, {"data": "rows"}, [])
+
+
+def test_a_key_that_a_checkpoint_does_not_know_counts_as_its_default(model: Path) -> None:
+    current = run_identity(recipe(model), "rows", AutoTokenizer.from_pretrained(model))
+    saved = {key: value for key, value in current.items() if key != "algorithm.dual_clip"}
+    check_identity(Path("step_4"), {"identity": saved}, current, [])
+    with pytest.raises(UserError, match=r"with algorithm.dual_clip = null \(now 3.0\): restore"):
+        check_identity(Path("step_4"), {"identity": saved}, current | {"algorithm.dual_clip": 3.0}, [])
+    with pytest.raises(UserError, match=r'data = unknown \(now "rows"\), model = unknown'):
+        check_identity(Path("step_4"), {"identity": {}}, current, [])

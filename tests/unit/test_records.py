@@ -16,7 +16,16 @@ from trainer.tracking import make_tracker
 FILES = ("metrics.jsonl", "completions.jsonl")
 STEPS, CHECKPOINT = 7, 5
 STRANGE_STEPS = (None, "3", 3.0, True, [3], {"step": 3}, 2**70, -0.5)
-NOT_ROWS = (b"", b"\x00" * 9, b"3", b"[]", b'{"text": "no step"}', b"[" * 100_000, b"9" * 5000, b'"\xc3"')
+NOT_ROWS = (
+    b"",
+    b"\x00" * 9,
+    b"3",
+    b"[]",
+    b'{"text": "no step"}',
+    b"[" * 100_000,
+    b"9" * 5000,
+    b'{"train/step": 3, "text": "\xc3"}',
+)
 
 
 def record(folder: Path, steps: range, resumed_from: int | None = None) -> None:
