@@ -346,22 +346,20 @@ def _read_json(path: Path) -> Any:
 @contextmanager
 def _told_alike(kind: type[UserError], beginning: str) -> Iterator[None]:
     """Run the block on every rank; whatever fails on any is raised on all, as the first such rank's sentence."""
-    problem = ""
+    problem, cause = "", None
     try:
         yield
-    except UserError as error:
-        problem = str(error)
     except Exception as error:
-        problem = f"{beginning}: {_phrase(error)}"
+        problem, cause = str(error) if isinstance(error, UserError) else f"{beginning}: {_phrase(error)}", error
     if found := next(filter(None, exchange(problem.encode(errors="replace").decode())), ""):
-        raise kind(found)
+        raise kind(found) from cause
 
 
 def _phrase(error: Exception) -> str:
-    """An error in a few words: of ours what they say, of files what is wrong with which, of others their first line."""
+    """An error in a few words: what is wrong with which file, or the first sentence of what it says."""
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name}: {error.strerror}"
-    text = str(error).partition("\n")[0][:_REASON_LIMIT]
+    text = re.split(r"\n|\. ", str(error), maxsplit=1)[0][:_REASON_LIMIT]
     return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
 
 
