@@ -58,7 +58,7 @@ def differences(saved: Identity, current: Identity, allowed: list[str]) -> list[
     Args:
         allowed: keys, or sections of keys, that may differ (`checkpoint.resume_anyway`).
     """
-    defaults = _compared_keys(TrainConfig.model_validate({"model": {"path": ""}, "data": {"path": ""}}))
+    defaults = _compared_keys(TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}))
     saved = {key: value for key, value in defaults.items() if key in current} | saved
     keys = [key for key in (saved | current) if key not in allowed and _section(key) not in allowed]
     changed = [key for key in keys if saved.get(key, "unknown") != current.get(key, "unknown")]
