@@ -1,6 +1,9 @@
 """What vLLM makes of our engine arguments on an H100."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +73,22 @@ def test_factories_of_logits_processors_run_in_the_second_runner(model: str) -> 
     extra = factories.engine_arguments(["make_tiny:make_tiny_model"], factories.uses_v2(on_cpu=False, environ={}))
     config, _ = configured(model, extra=extra)
     assert config.use_v2_model_runner
+
+
+FORKS = """
+import os, sys, torch
+before = torch.cuda.is_available() if "count" in sys.argv else None
+child = os.fork()
+if not child:
+    os._exit(torch.cuda._is_in_bad_fork())
+print(torch.cuda.is_initialized(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(("argument", "poisoned"), [("count", 1), ("leave", 0)])
+def test_a_child_of_a_process_that_has_counted_devices_cannot_use_cuda(argument: str, poisoned: int) -> None:
+    """Why engines are spawned: vLLM asks `is_initialized`, which says nothing of it."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"}
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, argument]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["False", str(poisoned)]
