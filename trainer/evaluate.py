@@ -13,6 +13,7 @@ from rich.table import Table
 from torch.distributed import HashStore
 
 from generation.rollout import RolloutSettings
+from generation.sampling import NotFiniteError
 from generation.trajectory import Trajectory, by_episode
 from sharding.manager import Leader
 from trainer import lifetime
@@ -153,6 +154,9 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
         answers = evaluation.answers(leader)
     except (UserError, ValueError) as error:  # a model that vLLM does not take
         print(f"hotbunk: {error}", file=sys.stderr)
+        return 2
+    except NotFiniteError as error:
+        print(f"hotbunk: {error}: look at the weights of {config.model.path} and at engine.dtype", file=sys.stderr)
         return 2
     finally:
         stop_engine(leader)

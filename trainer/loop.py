@@ -162,6 +162,10 @@ class RLTrainer:
         rows = [answer_row(t, sampled.prompts[t.prompt_index], self.tokenizer) for t in sampled.trajectories]
         self.tracker.completions(step, rows)
         self.last_answers = self.last_answers if self.held_outs else rows
+        if error := next((t.error for t in sampled.trajectories if t.error), ""):
+            self.screen.note(
+                f"step {step}: {metrics['rollout/failed']:.0f} episodes failed, the first by {error[:200]}"
+            )
         self.log(step, metrics | self.meter.take())
         # After the row, so that whenever the run is killed, the files have the steps that a checkpoint has.
         with self.meter.phase("checkpoint"):

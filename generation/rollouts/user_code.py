@@ -31,7 +31,9 @@ class UserCodeError(RuntimeError):
 def described(error: BaseException) -> str:
     """An error in one text, by name, whatever its own `__str__` does."""
     try:
-        text = str(error) if isinstance(error, UserCodeError) else f"{type(error).__name__}: {error}"
+        text = str(error)
+        if not isinstance(error, UserCodeError):
+            text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     except BaseException:
         text = f"{type(error).__name__}, whose message cannot be read"
     text = text.encode(errors="replace").decode()  # lone surrogates do not travel

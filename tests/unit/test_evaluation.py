@@ -14,8 +14,9 @@ import torch
 from pydantic import ValidationError
 from small_tokenizer import small_tokenizer
 
-from generation.sampling import SamplingSettings
+from generation.sampling import NotFiniteError, SamplingSettings
 from generation.trajectory import Trajectory
+from trainer import evaluate
 from trainer.config import EvalConfig, RewardConfig, TrainConfig
 from trainer.config_checks import _check_evaluation, _check_lengths
 from trainer.data import Prompt, PromptDataset
@@ -218,3 +219,20 @@ def test_votes_are_taken_where_asked_for_only() -> None:
         done = Trajectory(0, 0, [4], ids, [1] * len(ids), [0.0] * len(ids), answer_start=5)
         asyncio.run(rollouts._score(done, SimpleNamespace(), voting))  # type: ignore[arg-type]
         assert done.vote == ("A TOOL" if voting else None)
+
+
+def test_evaluation_of_a_model_that_is_not_finite_ends_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answers(leader: Any) -> Any:
+        raise NotFiniteError("the engine of rank 0 sampled a token with a log-probability of nan")
+
+    leader = SimpleNamespace(engine=SimpleNamespace(state=SimpleNamespace(adopt_checkpoint=lambda version: None)))
+    monkeypatch.setattr(evaluate.lifetime, "install_signal_handlers", lambda phase: None)
+    monkeypatch.setattr(evaluate, "start_engine", lambda *_: leader)
+    monkeypatch.setattr(evaluate, "stop_engine", lambda leader: None)
+    asked: Any = SimpleNamespace(config=config(run={"device": "cpu"}), answers=answers)
+    assert evaluate.evaluate(asked, tmp_path / "eval") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("hotbunk: the engine of rank 0 sampled a token with a log-probability of nan: look at")
+    assert not (tmp_path / "eval").exists()

@@ -37,7 +37,7 @@ class Unreadable(Own):
 
 RAISED: list[tuple[BaseException, str]] = [
     (SystemExit(3), "SystemExit: 3"),
-    (KeyboardInterrupt(), "KeyboardInterrupt: "),
+    (KeyboardInterrupt(), "KeyboardInterrupt"),
     (asyncio.CancelledError("a leaked scope"), "CancelledError: a leaked scope"),
     (GeneratorExit("odd"), "GeneratorExit: odd"),
     (Own("mine"), "Own: mine"),

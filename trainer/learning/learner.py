@@ -73,7 +73,7 @@ class Learner:
             metrics |= self._update_policy(minibatches, step)
         if self._critic is not None and minibatches:
             metrics |= self._update_critic(self._critic, minibatches, step)
-        if "gap/max" not in metrics:
+        if not signal:
             metrics |= gap_without_update(trajectories, self._policy, config, self._pad_id)
         return metrics
 
