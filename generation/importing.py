@@ -33,6 +33,8 @@ def load(spec: str) -> Any:
         found: Any = importlib.import_module(home)
         for part in name.split("."):
             found = getattr(found, part)
-    except (Exception, SystemExit) as error:  # whatever the user's module does while it is imported
+    except BaseException as error:  # whatever the user's module does while it is imported
+        if isinstance(error, KeyboardInterrupt) and type(error) is not KeyboardInterrupt:
+            raise  # a signal's, by the caller's own handler
         raise ValueError(f"{spec!r} cannot be loaded: {type(error).__name__}: {error}") from error
     return found

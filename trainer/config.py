@@ -193,7 +193,9 @@ class EngineConfig(Section):
         description="pkg.mod:Name or file.py:Name: classes or factories that change logits before sampling, in the "
         "engine only (generation.logits_processors.factories)",
     )
-    extra: dict[str, Any] = Field(default={}, description="further fields of vLLM's AsyncEngineArgs, by name")
+    extra: dict[str, Any] = Field(
+        default={}, description="further fields of vLLM's AsyncEngineArgs, by name, of those Hotbunk does not set"
+    )
 
 
 class SyncConfig(Section):

@@ -18,6 +18,7 @@ from trainer.config import DataConfig, RolloutConfig, TrainConfig
 from trainer.data import Prompt, prompt_messages
 from trainer.errors import UserError
 from trainer.importing import load_object
+from trainer.lifetime import Interrupted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,10 +111,10 @@ def _checked(key: str, make: Callable[[], T]) -> T:
     """What `make` gives; what is wrong with the user's object becomes a sentence about the key."""
     try:
         return make()
-    except UserError:
+    except (UserError, Interrupted):
         raise
-    except (Exception, SystemExit) as error:  # the user's constructor may raise anything
-        raise UserError(f"{key}: {error}") from error
+    except BaseException as error:  # the user's constructor may raise anything
+        raise UserError(f"{key}: {error or type(error).__name__}") from error
 
 
 def _describing(data: DataConfig, schemas: list[dict[str, Any]]) -> DataConfig:

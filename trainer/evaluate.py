@@ -25,6 +25,7 @@ from trainer.episodes import EpisodePlan
 from trainer.errors import UserError
 from trainer.evaluation import HeldOut, accuracies, dataset_figures, load_held_outs, standard_error
 from trainer.generate import model_folder
+from trainer.machine import unwritable
 from trainer.progress import make_console
 from trainer.rewards.pool import RewardPool
 from trainer.rollouts import Rollouts, answer_row
@@ -40,9 +41,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
     config = evaluation_config(arguments.model, arguments.recipe, arguments.overrides)
     check_config(config, "eval")
+    output = arguments.output or default_output(arguments.model)
+    if reason := unwritable(output):
+        raise UserError(f"--output: {output} cannot be made or written to, as {reason}: name another")
     evaluation = Evaluation(config)
     lifetime.start_guardian()
-    lifetime.run(lambda: evaluate(evaluation, arguments.output or default_output(arguments.model)))
+    lifetime.run(lambda: evaluate(evaluation, output))
 
 
 def evaluation_config(model: str, recipe: Path | None, overrides: list[str]) -> TrainConfig:

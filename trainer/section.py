@@ -4,11 +4,17 @@ Every number has both its bounds, wide enough for any run that could work: a dea
 and what is smaller than 1e-20 is as good as 0 to float32.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 _LARGEST = 1e9
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
+    return value
 
 
 def _zero_or_enough(value: float) -> float:
@@ -17,23 +23,24 @@ def _zero_or_enough(value: float) -> float:
     return value
 
 
-Count = Annotated[int, Field(ge=1, le=10**9)]
-Natural = Annotated[int, Field(ge=0, le=10**9)]
-Held = Annotated[int, Field(ge=1, le=2**16)]  # as many are in memory at the same time
-Processes = Annotated[int, Field(ge=1, le=256)]
-Mebibytes = Annotated[int, Field(ge=1, le=2**20)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # NumPy takes no larger one, and vLLM hands it on to NumPy
-Positive = Annotated[float, Field(ge=1e-20, le=_LARGEST)]
-Rate = Annotated[float, Field(ge=1e-20, le=1)]
-NotNegative = Annotated[float, Field(ge=0, le=_LARGEST)]
-Amount = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Part = Annotated[float, Field(ge=0, lt=1)]
-Portion = Annotated[float, Field(ge=1e-6, le=1)]
-Softness = Annotated[float, Field(ge=0.01, le=100)]
-Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_zero_or_enough)]
-Seconds = Annotated[float, Field(ge=1, le=1e6)]  # eleven days; sockets count milliseconds in 32 bits
-CallSeconds = Annotated[float, Field(ge=0.01, le=1e6)]  # of one call of user code
+_NUMBER = BeforeValidator(_not_bool)
+Count = Annotated[int, Field(ge=1, le=10**9), _NUMBER]
+Natural = Annotated[int, Field(ge=0, le=10**9), _NUMBER]
+Held = Annotated[int, Field(ge=1, le=2**16), _NUMBER]  # as many are in memory at the same time
+Processes = Annotated[int, Field(ge=1, le=256), _NUMBER]
+Mebibytes = Annotated[int, Field(ge=1, le=2**20), _NUMBER]
+Seed = Annotated[int, Field(ge=0, lt=2**32), _NUMBER]  # NumPy takes no larger one, and vLLM hands it on to NumPy
+Positive = Annotated[float, Field(ge=1e-20, le=_LARGEST), _NUMBER]
+Rate = Annotated[float, Field(ge=1e-20, le=1), _NUMBER]
+NotNegative = Annotated[float, Field(ge=0, le=_LARGEST), _NUMBER]
+Amount = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST), _NUMBER]
+Share = Annotated[float, Field(ge=0, le=1), _NUMBER]
+Part = Annotated[float, Field(ge=0, lt=1), _NUMBER]
+Portion = Annotated[float, Field(ge=1e-6, le=1), _NUMBER]
+Softness = Annotated[float, Field(ge=0.01, le=100), _NUMBER]
+Temperature = Annotated[float, Field(ge=0, le=100), _NUMBER, AfterValidator(_zero_or_enough)]
+Seconds = Annotated[float, Field(ge=1, le=1e6), _NUMBER]  # eleven days; sockets count milliseconds in 32 bits
+CallSeconds = Annotated[float, Field(ge=0.01, le=1e6), _NUMBER]  # of one call of user code
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=200)]
 Dtype = Literal["float32", "bfloat16"]

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer import lifetime
 from trainer.algorithms.aggregation import token_mean_weights
+from trainer.assembly import check_model
 from trainer.batching import MicroBatch, Sample, assign_to_ranks, micro_batches
 from trainer.config import BatchConfig, DataConfig, TrainConfig
 from trainer.config_checks import resolve_device
@@ -61,6 +62,7 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
         lifetime.install_signal_handlers(watchdog.current_phase)
         with watchdog.phase("start-up", config.run.first_step_deadline_s):
             tokenizer = load_tokenizer(config.model)
+            check_model(config)
             transcripts = load_transcripts(config, tokenizer)
             settings = config.policy.model_copy(update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps})
             policy = make_policy(config.model, settings, _device(config), config.sft.steps, config.lora)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,14 @@ from pathlib import Path
 import pytest
 from bad_configs import Case, Folder, Outcome, search
 
+from generation.importing import importable, load
+from trainer.cli import main
 from trainer.errors import UserError, shown
 from trainer.machine import device_gib, unwritable
 
 DEEP = "[" * 900 + "]" * 900
 MODEL = "model/config.json"
+QUITTING = "class f:\n    def __init__(self):\n        raise KeyboardInterrupt('enough')\n"
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,7 @@ REFUSED: list[tuple[Case, str]] = [
     ({"run.first_step_deadline_s": 1e300}, "run.first_step_deadline_s is 1e+300, but should be at most 1e+06"),
     ({"run.first_step_deadline_s": 1e12}, "should be at most 1e+06"),
     ({"run.step_deadline_s": 1e-300}, "run.step_deadline_s is 1e-300, but should be at least 1"),
+    ({"run.step_deadline_s": True}, "run.step_deadline_s is True, but should be a number"),
     ({"run.seed": 2**70}, "run.seed is 1180591620717411303424, but should be less than 4294967296"),
     ({"sampling.temperature": 1e-300}, "sampling.temperature is 1e-300, but should be 0 (greedy) or at least 0.01"),
     ({"policy.lr": 1e300}, "policy.lr is 1e+300, but should be at most 1"),
@@ -100,6 +105,8 @@ REFUSED: list[tuple[Case, str]] = [
     (code("reward.functions", "raise KeyboardInterrupt\n"), "importing it raised KeyboardInterrupt"),
     (code("rollout.tools", "raise SystemExit(3)\n"), "importing it raised SystemExit: 3"),
     (code("rollout.custom", "raise BaseException('x' * 5000)\n"), "importing it raised BaseException: xxx"),
+    (code("reward.functions", QUITTING), "cannot be set up with kwargs {}: KeyboardInterrupt: enough"),
+    (code("rollout.sampler", QUITTING), "rollout.sampler: enough"),
     (code("reward.functions", "f = max\n"), "does not say what it takes"),
 ]
 
@@ -122,6 +129,22 @@ def test_nothing_drawn_at_random_is_met_with_a_traceback(folder: Folder) -> None
     search(folder, 60, look, "--check")
     assert {outcome.code for outcome in seen} == {0, 2}  # neither all refused nor all accepted
     assert folder.judge({}, "--dry-run").code == 0  # and the folder is as it was
+
+
+def test_modules_of_logits_processors_may_raise_anything(tmp_path: Path) -> None:
+    (tmp_path / "hotbunk_quits.py").write_text("raise KeyboardInterrupt('enough')\n")
+    with pytest.raises(ValueError, match="'hotbunk_quits:f' cannot be loaded: KeyboardInterrupt: enough"):
+        load(importable(f"{tmp_path}/hotbunk_quits.py:f"))
+    sys.path.remove(str(tmp_path))
+
+
+@pytest.mark.parametrize("output", ["/proc/nothing", "/dev/null/x"])
+def test_an_evaluation_asks_first_whether_it_can_write(
+    output: str, folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(folder.folder / "model"), str(folder.recipe), "--output", output]
+    assert main(["eval", *words]) == 2
+    assert f"hotbunk: --output: {output} cannot be made or written to, as " in capsys.readouterr().err
 
 
 def test_long_values_are_quoted_without_their_middle() -> None:

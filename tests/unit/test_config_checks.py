@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from trainer.config import TrainConfig
-from trainer.config_checks import check_config, model_config, resolve_device, without_expandable_segments
+from trainer.config_checks import check_config, resolve_device, without_expandable_segments
 from trainer.errors import UserError
+from trainer.model_file import model_config
 
 MODEL = {"max_position_embeddings": 2048, "num_attention_heads": 6}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.errors import UserError, shown
 from trainer.importing import load_object
+from trainer.lifetime import Interrupted
 from trainer.rewards.functions import BUILTINS, EXTRACTORS
 
 OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory")
@@ -81,8 +82,11 @@ def _find(name: str) -> Any:
 def _construct(name: str, cls: type, kwargs: dict[str, Any]) -> Any:
     try:
         return cls(**kwargs)
-    except (Exception, SystemExit) as error:  # whatever the user's constructor raises
-        raise UserError(f"reward {name!r} cannot be set up with kwargs {shown(kwargs)}: {error}") from error
+    except Interrupted:
+        raise
+    except BaseException as error:  # whatever the user's constructor raises
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"reward {name!r} cannot be set up with kwargs {shown(kwargs)}: {reason}") from error
 
 
 def _keywords(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> frozenset[str]:
