@@ -81,8 +81,7 @@ class EngineSettings:
         cpu_cores: on CPU with tensor parallelism, the core each worker is bound to (two unbound workers fight for one
             core).
         plain_cpu_weights: keep weights on CPU in the layout of the checkpoint instead of packed for oneDNN: in-place
-            updates, as on CUDA; faster for models of a few million parameters, slower from about 100 million on
-            (VLLM.md).
+            updates, as on CUDA; faster for models of a few million parameters, slower from about 100 million on.
         sleep: free the engine's memory while the trainer works.
         shared_weights: the trainer computes with this engine's weights (`sharding.sharing`), so that they cannot sleep.
         fp32_head: compute logits in float32 whatever `dtype` is.

@@ -34,7 +34,7 @@ FORK_VARIABLE = "HOTBUNK_FORK_ENGINE"
 without tensor parallelism, and from a process that has no process group: a child that inherits one may take it for its
 own, or wait at its end for threads that only the parent has."""
 
-# A vLLM process that inherits these joins the trainer's process group, or hangs in its store (VLLM.md 1.12).
+# A vLLM process that inherits these joins the trainer's process group, or hangs in its store.
 _TORCHRUN = (
     "RANK",
     "WORLD_SIZE",
@@ -54,7 +54,7 @@ def _hidden_variables() -> list[str]:
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
     """Variables that the engine's processes start with."""
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
-    env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing is unpickled that came over a socket (invariant 11)
+    env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing is unpickled that came over a socket
     env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines that concern nobody here
     if not settings.on_cpu:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(_physical_devices(settings.device_indices))
@@ -120,7 +120,7 @@ def started_with(settings: EngineSettings) -> Iterator[None]:
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs`; what would change what is sampled is never left to a default (P13)."""
+    """Keyword arguments of `AsyncEngineArgs`; what would change what is sampled is never left to a default."""
     arguments: dict[str, Any] = {
         "model": settings.model,
         "tokenizer": settings.tokenizer or settings.model,

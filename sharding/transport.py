@@ -2,7 +2,7 @@
 
 On CPU the memory is an anonymous file (`memfd_create`), opened by the worker through `/proc`: it has no name, so
 nothing is left behind however a run ends, and a small `/dev/shm` does not matter to it. On CUDA it is plain device
-memory, opened through an IPC handle. Either way a buffer is exported once, opened once and closed once (P4); per
+memory, opened through an IPC handle. Either way a buffer is exported once, opened once and closed once; per
 bucket only offsets travel.
 """
 
@@ -114,7 +114,7 @@ class CudaIpcStaging:
         torch.cuda.current_stream(self.buffers[0].device).synchronize()
 
     def close(self) -> None:
-        """Drop the buffers and collect what the worker has released (without `ipc_collect` it would stay, P4)."""
+        """Drop the buffers and collect what the worker has released (without `ipc_collect` it would stay)."""
         self.buffers = []
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
