@@ -28,6 +28,7 @@ STARTING_ENGINES = (
     "test_collective_ranks.py",
     "test_doctor.py",
     "test_lifetime.py",
+    "test_presets.py",
     "test_reach.py",
     "test_run.py",
     "test_shift_ranks.py",
