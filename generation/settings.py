@@ -10,6 +10,9 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks of adapters that vLLM makes room for; a smaller one leaves part of it empty."""
 
 
+LEAST_MODEL_LEN = 49
+"""The shortest engine.max_model_len with which weights can be verified by a prompt, and a token that is sampled."""
+
 OWN_ARGUMENTS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",

@@ -147,7 +147,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.on_cpu:
         # A prompt that is cut in two asks its seeded generator for an offset, which CPU generators do not have, and the
         # engine dies (0.32, gpu_model_runner); so prompts are never cut, and a step can hold the longest one.
-        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, settings.max_model_len)}
+        tokens = max(2048, settings.max_model_len, settings.max_num_seqs)
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
     else:
         # vLLM's own choice for an AsyncLLM is 2048, of which every sequence that is being decoded takes one.
         arguments["max_num_batched_tokens"] = max(8192, settings.max_num_seqs)

@@ -21,6 +21,7 @@ import torch
 
 from generation.event_loop import EngineThread
 from generation.sampling import NotFiniteError
+from generation.settings import LEAST_MODEL_LEN
 from generation.worker_async import VllmAsyncGenerationWorker
 
 from .channel import Listener, SyncError
@@ -35,7 +36,7 @@ from .transport import BUFFERS, Staging, make_staging
 from .verifying import DigestCheck
 from .worker_memory import return_free_pages
 
-PROBE_TOKENS = 48
+PROBE_TOKENS = LEAST_MODEL_LEN - 1
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Largest mean gap (nats) of the log-probability probe; a stale or misplaced weight is off by more than 1 (VLLM.md
 1.7).

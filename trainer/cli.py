@@ -239,10 +239,16 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 
 
 def _reporting(action: Callable[[], int]) -> int:
-    """The exit code of `action`; a UserError is printed, once on each machine, and gives 2."""
+    """The exit code of `action`; a UserError is printed, once on each machine, and gives 2.
+
+    Where all ranks were told of it, it is the cause of what is raised here.
+    """
     try:
         return action()
-    except UserError as error:
+    except (UserError, RuntimeError) as raised:
+        error = raised if isinstance(raised, UserError) else raised.__cause__
+        if not isinstance(error, UserError):
+            raise
         if not re.fullmatch("0*[1-9][0-9]{0,5}", os.environ.get("LOCAL_RANK", "0")):  # the first here, or not a number
             for line in str(error).splitlines():
                 print(f"hotbunk: {line}", file=sys.stderr)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from generation.devices import cuda_problem, gpu_visible, sharing_problems, torch_cuda
-from generation.settings import LORA_RANKS, OWN_ARGUMENTS, engine_argument_names
+from generation.settings import LEAST_MODEL_LEN, LORA_RANKS, OWN_ARGUMENTS, engine_argument_names
 from trainer.algorithm_checks import check_algorithm
 from trainer.config import TrainConfig
 from trainer.errors import UserError, shown
@@ -96,6 +96,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_batch(config, ranks)
         problems += check_algorithm(config)
         problems += _check_sampling(config)
+        problems += _check_probe(config)
         problems += _check_resume(config)
         problems += _check_retention(config)
         problems += _check_zero_copy(config, ranks)
@@ -252,6 +253,15 @@ def _check_lengths(config: TrainConfig) -> Iterator[str]:
                 f"data.max_prompt_tokens + {key}.max_tokens = {total} is more than engine.max_model_len = {limit}: "
                 "raise it or lower them"
             )
+
+
+def _check_probe(config: TrainConfig) -> Iterator[str]:
+    limit = config.engine.max_model_len
+    if config.sync.verify != "off" and limit < LEAST_MODEL_LEN:
+        yield (
+            f"engine.max_model_len is {limit}, but sync.verify asks the engines about {LEAST_MODEL_LEN - 1} tokens: "
+            f"make it at least {LEAST_MODEL_LEN}, or set sync.verify to off"
+        )
 
 
 def _check_rollout(config: TrainConfig) -> Iterator[str]:

@@ -38,7 +38,7 @@ Share = Annotated[float, Field(ge=0, le=1), _NUMBER]
 Part = Annotated[float, Field(ge=0, lt=1), _NUMBER]
 Portion = Annotated[float, Field(ge=1e-6, le=1), _NUMBER]
 Softness = Annotated[float, Field(ge=0.01, le=100), _NUMBER]
-Temperature = Annotated[float, Field(ge=0, le=100), _NUMBER, AfterValidator(_zero_or_enough)]
+Temperature = Annotated[float, Field(ge=0, le=2), _NUMBER, AfterValidator(_zero_or_enough)]  # vLLM takes no higher
 Seconds = Annotated[float, Field(ge=1, le=1e6), _NUMBER]  # eleven days; sockets count milliseconds in 32 bits
 CallSeconds = Annotated[float, Field(ge=0.01, le=1e6), _NUMBER]  # of one call of user code
 Text = Annotated[str, Field(min_length=1)]

@@ -12,6 +12,7 @@ import pytest
 from bad_configs import Case, Folder, Outcome, search
 
 from generation.importing import importable, load
+from sharding.collectives import agreed
 from trainer.cli import main
 from trainer.errors import UserError, shown
 from trainer.machine import device_gib, unwritable
@@ -51,12 +52,14 @@ REFUSED: list[tuple[Case, str]] = [
     ({"run.step_deadline_s": True}, "run.step_deadline_s is True, but should be a number"),
     ({"run.seed": 2**70}, "run.seed is 1180591620717411303424, but should be less than 4294967296"),
     ({"sampling.temperature": 1e-300}, "sampling.temperature is 1e-300, but should be 0 (greedy) or at least 0.01"),
+    ({"sampling.temperature": 2.5}, "sampling.temperature is 2.5, but should be at most 2"),
     ({"policy.lr": 1e300}, "policy.lr is 1e+300, but should be at most 1"),
     ({"policy.lr": 0.5, "policy.weight_decay": 2.0}, "policy.lr * policy.weight_decay = 1 "),
     ({"policy.betas": [0.9, 1.0]}, "policy.betas.1 is 1.0, but should be less than 1"),
     ({"algorithm.group_size": 10**12}, "algorithm.group_size is 1000000000000, but should be at most 65536"),
     ({"algorithm.group_size": 65536, "batch.prompts_per_step": 64}, "answers in a step, but at most 1048576 are"),
     ({"reward.workers": 10**6}, "reward.workers is 1000000, but should be at most 256"),
+    ({"engine.max_model_len": 48}, "engine.max_model_len is 48, but sync.verify asks the engines about 48 tokens"),
     ({"engine.kv_cache_gib": 1e12}, "engine.kv_cache_gib is 1000000000000.0, but should be at most 1e+09"),
     ({"engine.kv_cache_gib": 1e6}, "engine.kv_cache_gib = 1e+06 is more than the"),
     (
@@ -145,6 +148,19 @@ def test_an_evaluation_asks_first_whether_it_can_write(
     words = [str(folder.folder / "model"), str(folder.recipe), "--output", output]
     assert main(["eval", *words]) == 2
     assert f"hotbunk: --output: {output} cannot be made or written to, as " in capsys.readouterr().err
+
+
+def test_what_all_ranks_were_told_of_is_still_a_sentence(
+    folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(*_: object) -> None:
+        with agreed("starting the engine"):
+            raise UserError("the engine does not start")
+
+    monkeypatch.setattr("trainer.cli.check_config", tell)
+    monkeypatch.setattr("sharding.collectives.all_gather_bytes", lambda own, group: [own])
+    assert main(["train", str(folder.recipe)]) == 2
+    assert capsys.readouterr().err == "hotbunk: the engine does not start\n"
 
 
 def test_long_values_are_quoted_without_their_middle() -> None:
