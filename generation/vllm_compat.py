@@ -296,15 +296,34 @@ def _root_logging_kept() -> Iterator[None]:
 
 
 async def build_openai_app(
-    engine: Any, model_name: str, model: str, tool_parser: str | None, reasoning_parser: str | None
+    engine: Any,
+    model_name: str,
+    model: str,
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    check: Callable[[Any], None],
 ) -> Any:
     """vLLM's own OpenAI-compatible FastAPI application on an engine that is running already.
+
+    `check` is given each request for answers as vLLM has parsed it, before anything is done for it.
 
     Raises:
         ValueError: vLLM has no parser of that name.
     """
     with _root_logging_kept():
-        return await _build_openai_app(engine, model_name, model, tool_parser, reasoning_parser)
+        app = await _build_openai_app(engine, model_name, model, tool_parser, reasoning_parser)
+    for serving, method in (("chat", "create_chat_completion"), ("completion", "create_completion")):
+        if (handler := getattr(app.state, f"openai_serving_{serving}", None)) is not None:
+            setattr(handler, method, _checked_first(check, getattr(handler, method)))
+    return app
+
+
+def _checked_first(check: Callable[[Any], None], handle: Callable[..., Any]) -> Callable[..., Any]:
+    async def checked(request: Any, *arguments: Any, **named: Any) -> Any:
+        check(request)
+        return await handle(request, *arguments, **named)
+
+    return checked
 
 
 async def _build_openai_app(

@@ -47,6 +47,7 @@ class Call:
     """One request for generation.
 
     Attributes:
+        opens: the key of a trajectory that is to be opened with the first answer.
         open_ended: the client leaves the answer's length to the context.
         refused: why it cannot be answered, found out after vLLM took it over.
         generations: what was sampled, by the choice's index in the response.
@@ -54,6 +55,7 @@ class Call:
 
     sampling: SamplingSettings | None
     conversation: Conversation | None = None
+    opens: str = ""
     exact: ExactIds | None = None
     open_ended: bool = False
     refused: Refused | None = None
