@@ -85,10 +85,13 @@ class Gate:
         if path not in SERVED:
             raise Refused(404, f"there is no {path[:80]} here; there is {', '.join(SERVED)}")
         own, token = self._settings.api_key, _token(scope)
+        opened = self._conversations.get(token)
         if conversation is not None and not _same(token, conversation.key):
             conversation.lost_keys += scope["method"] == "POST"
             raise Refused(401, "the key of this trajectory was lost: send the api_key that came with this base_url")
-        if own is not None and path != "/health" and not _same(token, own) and token not in self._conversations:
+        # The key of a header is the client's choice, which others might guess: it lets nobody in.
+        known = own is None or _same(token, own) or (opened is not None and not opened.by_request)
+        if not known and path != "/health":
             raise Refused(401, "the API key is missing, or is not this server's: send it as a bearer token")
         return {**scope, "path": path, "raw_path": path.encode()}
 
@@ -98,11 +101,12 @@ class Gate:
         conversation = self._conversations.get(key or token)
         if key and not self._settings.header_keys:
             raise Refused(400, f"this server takes no trajectories' keys in {KEY_HEADER}: leave it out")
+        own = self._settings.api_key
+        if key and own is not None and not _same(token, own) and token != key:
+            raise Refused(403, f"a trajectory's key opens no others: leave {KEY_HEADER} out")
         if conversation is not None:
             return Call(conversation.sampling, conversation)
         if key:
-            if self._settings.api_key is not None and token in self._conversations:
-                raise Refused(403, f"a trajectory's key opens no others: leave {KEY_HEADER} out")
             self._conversations.check_room(by_request=True)
         return Call(self._settings.sampling, opens=key)
 
