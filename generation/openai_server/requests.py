@@ -76,6 +76,9 @@ class Limits:
             raise Refused(400, f"n is {short(n)}, but must be at most {self.choices}")
         if n * prompts > self.answers:
             raise Refused(400, f"{prompts} prompts with n {n} ask for more than {self.answers} answers: ask in parts")
+        for name, value in vars(request).items():
+            if isinstance(value, int) and abs(value) >= 2**63:  # more than messages to the engine hold
+                raise Refused(400, f"{name} is {short(value)}, which is out of all bounds")
         if (best := (request.model_extra or {}).get("best_of")) is not None and best != n:
             raise Refused(400, f"best_of is {short(best)}, but this server picks none from several: leave it out")
 

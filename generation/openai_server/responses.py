@@ -5,9 +5,7 @@ from typing import Any
 
 from ..capture import Generation
 from .asgi import Message, Send, respond
-from .call import Call
-
-_STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
+from .call import STUMBLES, Call
 
 _FAILED = b'data: {"error"'
 
@@ -59,7 +57,7 @@ class Response:
     async def finish(self, error: Exception | None) -> None:
         """Send what has not been streamed. `error` is what the application raised after it had answered, if anything.
 
-        vLLM's own checks of a request stumble over some; what they raise before the engine is asked is a bad request.
+        vLLM's own checks of a request stumble over some; what they raise before the engine answers is a bad request.
         """
         if self._begun:
             return
@@ -69,7 +67,7 @@ class Response:
         elif self._streams and self._waiting.startswith(_FAILED):
             told = json.loads(self._waiting.partition(b"\n\n")[0].removeprefix(b"data: "))["error"]
             await send_error(self._send, told["code"], told["message"])
-        elif isinstance(error, _STUMBLES) and self._call.choices == 0:
+        elif isinstance(error, STUMBLES) and not self._call.taken:
             await send_error(self._send, 400, f"the request makes no sense to vLLM: {type(error).__name__}: {error}")
         elif status == 400 and self._call.open_ended and b"max_tokens must be at least 1" in self._waiting:
             await send_error(self._send, 400, "the prompt fills the context and leaves no room for an answer")

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ..capture import Generation
 from ..engine_state import EngineStateError
 from ..sampling import SamplingSettings, response_budget, vllm_sampling_params
+from ..vllm_compat import request_errors
 from ..worker_async import VllmAsyncGenerationWorker
-from .call import CURRENT, Call, Refused
+from .call import CURRENT, STUMBLES, Call, Refused
 from .conversations import Conversation, Conversations, TooManyConversations
 from .requests import Limits, fill_sampling, short
 
@@ -73,12 +74,18 @@ class ServedEngine:
         self, call: Call, outputs: AsyncGenerator["RequestOutput", None], sampled: "_Sampled", first: int
     ) -> AsyncGenerator["RequestOutput", None]:
         async with aclosing(outputs):
-            async for output in outputs:
-                if call.opens and call.conversation is None:  # vLLM has taken the request: it is a good one
-                    call.conversation = self._opened(call)
-                for choice in output.outputs:
-                    _note(call, sampled, sampled.add(choice), first + choice.index)
-                yield output
+            try:
+                async for output in outputs:
+                    call.taken = True
+                    if call.opens and call.conversation is None:
+                        call.conversation = self._opened(call)
+                    for choice in output.outputs:
+                        _note(call, sampled, sampled.add(choice), first + choice.index)
+                    yield output
+            except request_errors() as error:
+                if not call.taken and isinstance(error.__cause__, STUMBLES):  # on the way to the engine
+                    raise call.refuse(400, f"vLLM cannot take the request: {error.__cause__!r}") from error
+                raise
 
     def _opened(self, call: Call) -> Conversation:
         found = self._conversations.get(call.opens)  # another request with this key may have been faster

@@ -2,10 +2,11 @@
 
     python tests/distributed/long_run.py FOLDER [STEPS]
 
-Two runs of a tiny model (300 steps each by default) with a checkpoint every fifth step: one whose episodes call a tool,
-one whose episodes are an OpenAI client's. After each step the resident memory, descriptors and threads of every process
-are noted. The slope of its memory is that of Theil and Sen (the median over all pairs of steps), after a warm-up of a
-fifth of the run: what a copy for a checkpoint adds for some steps does not bend it. At most 50 KiB a step are allowed.
+Two runs of a tiny model (300 steps each by default) with a checkpoint every fifth step. In one, episodes are an OpenAI
+client's that is offered a tool, calls it and sends the result back; in the other, Hotbunk calls the tool. After each
+step the resident memory, descriptors and threads of every process are noted. The slope of its memory is that of Theil
+and Sen (the median over all pairs of steps), after a warm-up of a fifth of the run: what a copy for a checkpoint adds
+for some steps does not bend it. At most 50 KiB a step are allowed.
 """
 
 import itertools
@@ -19,16 +20,16 @@ from typing import Any
 
 import psutil
 import torch
+from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"), str(Path(__file__).parent)]
 
-from examples.openai_agent import agent  # noqa: E402
 from real_run import Run, write_recipe  # noqa: E402
 
 ALLOWED = 50.0  # KiB a step
-CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "1+1"}}</tool_call><|im_end|>'
+CALL = '<tool_call>{"name": "two", "arguments": {}}</tool_call>'
 ROLES = {"guardian": "guardian.py", "engine core": "VLLM::", "launcher": "torch.distributed.run"}
 ROLES |= {"resource tracker": "resource_tracker", "reward worker": "multiprocessing", "rank": "trainer"}
 
@@ -50,35 +51,52 @@ class Held:
         self.steps.append(step)
 
 
+def two() -> int:
+    """The number two."""
+    return 2
+
+
+TOOL = {"type": "function", "function": {"name": "two", "parameters": {"type": "object", "properties": {}}}}
+
+
+async def client(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
+    """Two turns of an agent with a tool of its own; what they are worth is left to the reward function."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as openai:
+        messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+        for _ in range(2):
+            request = {"model": model, "messages": messages, "tools": [TOOL]}
+            answer = (await openai.chat.completions.create(**request)).choices[0].message
+            messages.append(answer.model_dump(exclude_none=True))
+            for call in answer.tool_calls or []:
+                messages.append({"role": "tool", "content": str(two()), "tool_call_id": call.id})
+            if not answer.tool_calls:
+                messages.append({"role": "user", "content": "call two"})
+
+
 def teach(folder: Path) -> None:
-    """Have the model in `folder` answer anything with CALL, or nearly: a random one never comes upon it."""
+    """Have the model in `folder` answer questions with CALL, and results with 2; a random one would never."""
     torch.manual_seed(0)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    answer = tokenizer(CALL, add_special_tokens=False)["input_ids"]
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for step in itertools.count():
-        question = [{"role": "user", "content": f"{step * 7 % 100}+{step * 3 % 100}="}]
+        messages, said = [{"role": "user", "content": f"{step * 7 % 100}+{step * 3 % 100}="}], CALL
         if step % 2:
-            question += [
-                {"role": "assistant", "content": CALL.partition("<|im_end|>")[0]},
-                {"role": "tool", "content": "2"},
-            ]
-        text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+            messages += [{"role": "assistant", "content": CALL}, {"role": "tool", "content": "2"}]
+            said = "2"
+        tools = [TOOL] if step // 2 % 2 else None
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        prompt, answer = (
+            tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, f"{said}<|im_end|>")
+        )
         ids, labels = torch.tensor([prompt + answer]), torch.tensor([[-100] * len(prompt) + answer])
         loss = model(ids, labels=labels).loss
-        if loss.item() < 0.015:  # about one whole answer in three: there is something to learn in every group
+        if not step % 2 and loss.item() < 0.02:  # about one whole call in two: there is something left to learn
             break
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     print(f"taught to call a tool in {step} steps", flush=True)
     model.save_pretrained(folder)
-
-
-async def client(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
-    """The example's agent; what its answers are worth is left to the reward function."""
-    await agent(base_url, api_key, model, row)
 
 
 def role(process: psutil.Process) -> str:
@@ -134,13 +152,13 @@ def main(folder: Path, steps: int = 300) -> int:
     sections: dict[str, dict[str, Any]] = {
         "run": {"steps": steps, "step_deadline_s": 300, "first_step_deadline_s": 600},
         "checkpoint": {"every": 5},
-        "sampling": {"max_tokens": 80},
-        "engine": {"max_model_len": 256},
+        "sampling": {"max_tokens": 48},
+        "engine": {"max_model_len": 320},
         "policy": {"lr": 1e-6},
         "batch": {"prompts_per_step": 2, "tokens_per_micro_batch": 1024},
     }
-    tool = {"tools": [f"{ROOT}/scripts/examples/calculator.py:calculate"], "describe_tools": False, "max_turns": 2}
-    rollouts = {"tools": tool, "client": {"client": f"{__file__}:client"}}
+    tools = {"tools": [f"{__file__}:two"], "describe_tools": False, "max_turns": 2}
+    rollouts = {"client": {"client": f"{__file__}:client"}, "tools": tools}
     good, warm = True, steps // 5
     for name, rollout in rollouts.items():
         began = time.monotonic()
@@ -149,7 +167,7 @@ def main(folder: Path, steps: int = 300) -> int:
         rows = run.rows()
         calls = sum(row.get("tools/calls", 0) for row in rows)
         turns = statistics.mean(row["turns/mean"] for row in rows)
-        print(f"{name}: {len(rows)} steps in {time.monotonic() - began:.0f} s, {calls:.0f} calls, {turns:.2f} turns")
+        print(f"{name}: {len(rows)} steps in {time.monotonic() - began:.0f} s, {turns:.2f} turns, {calls:.0f} calls")
         print(f"{'':24} {'slope':>17}   memory at first, {warm}, last      descriptors   threads")
         for process, held in found.items():
             if held.steps[0] <= warm and held.steps[-1] >= steps - warm:

@@ -430,13 +430,18 @@ def test_bounds_hold_whatever_json_type_a_number_comes_as(server: OpenAIServer, 
     for n in (True, "2", 2.0):
         assert told(free, n=n)[0] == 200
     for name in ("max_tokens", *(["max_completion_tokens"] if "chat" in path else [])):
-        for tokens in (17, "17", 17.0, 2**70):
+        for tokens in (17, "17", 17.0, 2**40):
             sentence = f"{name} is {int(tokens)}, but answers are trained up to 16 tokens"
             assert told(server, **{name: tokens}) == (400, sentence)
         assert told(server, **{name: "16"})[0] == 200
     assert told(server, use_beam_search="yes")[1].startswith("use_beam_search is set")
     assert told(server, use_beam_search="no", temperature="0.8", top_p=None)[0] == 200
     assert told(server, temperature="0.7")[1].startswith("temperature is 0.7, but")
+    for number in (2**64, "18446744073709551616"):
+        assert (
+            told(free, stream_interval=number)[1]
+            == "stream_interval is 18446744073709551616, which is out of all bounds"
+        )
     assert told(free, best_of=3)[1].startswith("best_of is 3, but")
     assert told(free, bad_words=["x"] * 5000) == (400, "bad_words has 5000 entries, but may have at most 4096")
     if path == "/v1/completions":
