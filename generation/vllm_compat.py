@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -253,6 +254,15 @@ def request_errors() -> tuple[type[Exception], ...]:
     from vllm.v1.engine.exceptions import EngineGenerateError
 
     return (ValueError, EngineGenerateError, VLLMClientError)
+
+
+def told_error(status: int, sentence: str) -> Exception:
+    """The one error that vLLM's handlers hand on to the client, also within a stream, without logging a traceback."""
+    from vllm.exceptions import GenerationError
+
+    error = GenerationError(sentence)
+    error.status_code = HTTPStatus(status)
+    return error
 
 
 def unfinished_requests(engine: "AsyncLLM") -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..capture import Generation
 from ..engine_state import EngineStateError
 from ..sampling import SamplingSettings, response_budget, vllm_sampling_params
-from ..vllm_compat import request_errors
+from ..vllm_compat import request_errors, told_error
 from ..worker_async import VllmAsyncGenerationWorker
 from .call import CURRENT, STUMBLES, Call, Refused
 from .conversations import Conversation, Conversations, TooManyConversations
@@ -82,10 +82,13 @@ class ServedEngine:
                     for choice in output.outputs:
                         _note(call, sampled, sampled.add(choice), first + choice.index)
                     yield output
+            except Refused as refused:
+                raise told_error(refused.status, str(refused)) from refused
             except request_errors() as error:
-                if not call.taken and isinstance(error.__cause__, STUMBLES):  # on the way to the engine
-                    raise call.refuse(400, f"vLLM cannot take the request: {error.__cause__!r}") from error
-                raise
+                if call.taken or (error.__cause__ is not None and not isinstance(error.__cause__, STUMBLES)):
+                    raise
+                client = call.refuse(400, str(error) or f"vLLM cannot take the request: {error.__cause__!r}")
+                raise told_error(client.status, str(client)) from error
 
     def _opened(self, call: Call) -> Conversation:
         found = self._conversations.get(call.opens)  # another request with this key may have been faster
