@@ -251,12 +251,14 @@ class PolicyConfig(Section):
     max_grad_norm: Positive = Field(
         default=1.0, description="gradients with a larger global norm are scaled down to it"
     )
-    activation_checkpointing: bool = Field(
-        default=False, description="recompute activations in backward: less memory, more time"
+    activation_checkpointing: Literal["none", "every_second", "full"] = Field(
+        default="none",
+        description="layers whose activations are computed again in backward, for less memory and more time: none, "
+        "every second one, or all (true means full, false none)",
     )
     max_skipped_steps: Count = Field(default=3, description="end the run after this many non-finite updates in a row")
     compile: bool = Field(
-        default=False, description="torch.compile for the decoder layers; fsdp only; the first steps take minutes"
+        default=False, description="torch.compile for norms and MLPs; fsdp only; the first steps take a minute"
     )
     reshard_after_forward: bool = Field(default=True, description="free gathered weights between forward and backward")
     offload: Literal["none", "optimizer", "all"] = Field(
@@ -272,6 +274,11 @@ class PolicyConfig(Section):
         description="fsdp only: neighbouring ranks the model is cut over, such as those of a machine, with a copy on "
         "every such group (HSDP); null: all ranks",
     )
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _all_or_none(cls, value: object) -> object:
+        return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class LoraConfig(Section):

@@ -152,6 +152,12 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
     policy = config.policy
     if policy.backend == "deepspeed" and find_spec("deepspeed") is None:
         yield "policy.backend is deepspeed, but DeepSpeed is not installed: pip install 'hotbunk[deepspeed]'"
+    if policy.backend == "deepspeed" and policy.zero_stage == 1 and policy.dtype == "bfloat16":
+        # BF16_Optimizer's `fp32_groups_gradients_flat` (deepspeed/runtime/bf16_optimizer.py).
+        yield (
+            "policy.zero_stage: 1 in bfloat16 keeps float32 gradients of the whole model on every rank for good: set "
+            "it to 2, which computes the same with less memory, or policy.dtype to float32"
+        )
     if policy.backend != "deepspeed" and policy.offload_optimizer:
         yield "policy.offload_optimizer works with policy.backend: deepspeed only"
     if policy.backend != "fsdp" and policy.compile:

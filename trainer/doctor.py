@@ -286,7 +286,7 @@ def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Ma
         return
     model = model_sizes(config, config.model.path, config.lora)
     total = min((device.total_gib for device in machine.devices), default=psutil.virtual_memory().total / GIB / ranks)
-    parts = [*trainer_parts(config, model, ranks), *engine_parts(config, model, ranks, total)]
+    parts = [*trainer_parts(config, model, ranks, total), *engine_parts(config, model, ranks, total)]
     needed = max(sum(part.generating for part in parts), sum(part.training for part in parts)) / GIB
     remedy = f"hotbunk plan {path} shows what takes it; policy.offload, policy.shard_size or more ranks make room"
     yield _finding(

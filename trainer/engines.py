@@ -14,6 +14,7 @@ from sharding.collectives import rank
 from sharding.manager import Leader
 from trainer.config import EngineConfig, HeldOutConfig, TrainConfig
 from trainer.errors import UserError
+from trainer.policy.loading import resolve_folder
 
 
 def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
@@ -24,7 +25,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
     cores = sorted(os.sched_getaffinity(0))
     group = [local_rank + k for k in range(size)]
     return EngineSettings(
-        model=config.model.path,
+        model=str(resolve_folder(config.model.path)),
         tokenizer=config.model.tokenizer,
         dtype=engine.dtype or config.policy.dtype,
         max_model_len=engine.max_model_len,
@@ -56,6 +57,12 @@ def _vllm_arguments(engine: EngineConfig, on_cuda: bool) -> dict[str, Any]:
         raise UserError(f"engine.logits_processors: {error}") from error
     both = {"additional_config": needed.get("additional_config", {}) | engine.extra.get("additional_config", {})}
     return needed | engine.extra | (both if both["additional_config"] else {})
+
+
+def fetch_model(config: TrainConfig) -> None:
+    """Download the model, on one rank of each machine and before the start of engines, which has a deadline."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        resolve_folder(config.model.path)
 
 
 def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:

@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Elements of one chunk's float32 logits: 256 MiB on a GPU, 441 tokens at a vocabulary of 152k; 4 MiB on a CPU, where
-# the softmax then runs in the cache. With fewer tokens than MIN_CHUNK reading the weight costs more than multiplying
-# by it: on a CPU at a vocabulary of 152k, chunks of 8 took five times as long as chunks of 256.
-CHUNK_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
+# Elements of one chunk's float32 logits on a CPU: 4 MiB, so that the softmax runs in the cache. With fewer tokens than
+# MIN_CHUNK reading the weight costs more than multiplying by it: on a CPU at a vocabulary of 152k, chunks of 8 took
+# five times as long as chunks of 256.
+CPU_ELEMENTS = 1 << 20
 MIN_CHUNK = 256
+
+# On a GPU large chunks pay, since in backward each reads and writes the head's whole gradient: this share of the
+# device's memory, 1 GiB of 80 (1,764 tokens at a vocabulary of 152k), beside which two more such tensors exist. Of all
+# its memory and not of what is free, or a resumed run would add up in another order.
+DEVICE_SHARE = 1 / 80
 
 
 def target_logprobs(
@@ -46,10 +51,17 @@ def target_logprobs(
         logprobs [N] and entropy [N] in nats, float32.
     """
     if chunk_tokens is None:
-        elements = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
+        elements = CPU_ELEMENTS
+        if hidden.is_cuda:
+            elements = cuda_chunk_elements(torch.cuda.get_device_properties(hidden.device).total_memory)
         chunk_tokens = max(MIN_CHUNK, elements // weight.shape[0])
     logprobs, entropy = _TargetLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens, fp32_head)
     return logprobs, entropy
+
+
+def cuda_chunk_elements(device_bytes: int) -> int:
+    """How many logits are made at a time on a GPU with so much memory."""
+    return int(device_bytes * DEVICE_SHARE / 4)
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, wide: bool) -> Tensor:
@@ -118,17 +130,28 @@ class _TargetLogprobs(torch.autograd.Function):
                 entropy[part],
                 None if grad_logprobs is None else grad_logprobs[part],
                 None if grad_entropy is None else grad_entropy[part],
-            ).div_(ctx.temperature)
+            )
+            if ctx.temperature != 1.0:
+                grad.div_(ctx.temperature)
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
             narrow = grad.to(hidden.dtype)
             torch.mm(narrow, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                # Between chunks the sum stays wide: a bf16 sum over thousands of chunks would lose the small ones.
-                grad_weight += narrow.t() @ hidden[part]
+                _add_product(grad_weight, narrow.t(), hidden[part])
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, [V, H]; the sum stays wide between chunks, since bfloat16 would lose the small ones."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:  # reads bfloat16 and adds in float32, without a product of its own in between
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def _grad_logits(

@@ -29,7 +29,7 @@ from trainer.config import TrainConfig
 from trainer.config_checks import resolve_device
 from trainer.data import Prompt, load_prompts, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
-from trainer.engines import end_token_ids, start_engine, stop_engine, training_sampling
+from trainer.engines import end_token_ids, fetch_model, start_engine, stop_engine, training_sampling
 from trainer.episodes import EpisodePlan
 from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept
 from trainer.finish import export_and_report
@@ -96,6 +96,8 @@ class RLTrainer:
         self.screen.note(
             f"starting {world_size() // config.engine.tensor_parallel_size} engine(s) for {config.model.path}"
         )
+        with agreed("fetching the model"):
+            fetch_model(config)
         with agreed("starting the engine"):
             self.leader = start_engine(config, device.type == "cuda")
         resources.callback(stop_engine, self.leader)

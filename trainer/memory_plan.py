@@ -18,7 +18,7 @@ from sharding.transport import BUFFERS
 from trainer.config import LoraConfig, PolicyConfig, TrainConfig
 from trainer.config_checks import resolve_device
 from trainer.generate import kv_elements
-from trainer.logprobs import CHUNK_ELEMENTS, MIN_CHUNK
+from trainer.logprobs import CPU_ELEMENTS, MIN_CHUNK, cuda_chunk_elements
 from trainer.policy.checkpoint_names import parameter_names
 from trainer.policy.loading import build_meta_model
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors
@@ -89,8 +89,8 @@ def shard(shapes: Shapes, ranks: int) -> int:
     return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes.values())
 
 
-def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int) -> list[Part]:
-    """What the policy, and what else learns or is asked beside it, takes on a rank."""
+def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[Part]:
+    """What the policy, and what else learns or is asked beside it, takes on a rank whose device has `device_gib`."""
     policy, algorithm = config.policy, config.algorithm
     parts = _learning_parts("policy", config, policy, model, ranks)
     if algorithm.teacher:
@@ -101,7 +101,8 @@ def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int) -> list[Pa
         path = config.critic.path or config.model.path
         critic = model_sizes(config, path, kind=AutoModelForSequenceClassification, num_labels=1)
         parts += _learning_parts("critic", config, policy.model_copy(update={"backend": "fsdp"}), critic, ranks)
-    return [*parts, Part("activations", 0, _activation_bytes(config, model, ranks), "roughly; logits included")]
+    activations = _activation_bytes(config, model, ranks, device_gib)
+    return [*parts, Part("activations", 0, activations, "roughly; logits included")]
 
 
 def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[Part]:
@@ -186,7 +187,12 @@ def _learning_parts(name: str, config: TrainConfig, policy: PolicyConfig, model:
         *parts,
         Part(f"{name}: float32 weights", stays * masters, masters),
         Part(f"{name}: Adam's moments", 0 if put_away else _MOMENTS * on_device, _MOMENTS * on_device),
-        Part(f"{name}: gradients", 0, _GRADIENT * (whole if deepspeed and stage == 1 else trained)),
+        # ZeRO-3 makes its buffer once (`grad_partitions_flat_buffer` in deepspeed/runtime/zero/stage3.py).
+        Part(
+            f"{name}: gradients",
+            _GRADIENT * trained if deepspeed and stage == 3 and not put_away else 0,
+            _GRADIENT * (whole if deepspeed and stage == 1 else trained),
+        ),
         Part(f"{name}: gathered weights", 0, 0 if whole_already else width * _gathered(policy, model)),
     ]
 
@@ -207,7 +213,7 @@ def _frozen_part(name: str, config: TrainConfig, model: ModelSizes, ranks: int) 
     return Part(f"{name}: weights", 0 if away else held, held, "while it scores" if away else "")
 
 
-def _activation_bytes(config: TrainConfig, model: ModelSizes, ranks: int) -> float:
+def _activation_bytes(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> float:
     """What the largest micro-batch leaves for backward.
 
     A layer with a gated MLP keeps its input and six more tensors of the hidden size (both normed inputs, queries, the
@@ -217,10 +223,12 @@ def _activation_bytes(config: TrainConfig, model: ModelSizes, ranks: int) -> flo
     """
     layers, hidden = model.config["num_hidden_layers"], model.config["hidden_size"]
     layer = 7 * hidden + kv_elements(model.config) / layers + 4 * (model.config.get("intermediate_size") or 0)
-    kept = layers * hidden + layer if config.policy.activation_checkpointing else layers * layer
+    again = {"none": 0, "every_second": math.ceil(layers / 2), "full": layers}[config.policy.activation_checkpointing]
+    kept = again * hidden + (layers - again) * layer + (layer if again else 0)
     share = answers_per_update(config, ranks)
     tokens = min(max(config.batch.tokens_per_micro_batch, longest(config)), share * longest(config))
-    logits = max(CHUNK_ELEMENTS[resolve_device(config)], MIN_CHUNK * model.config["vocab_size"])
+    chunk = cuda_chunk_elements(int(device_gib * GIB)) if resolve_device(config) == "cuda" else CPU_ELEMENTS
+    logits = max(chunk, MIN_CHUNK * model.config["vocab_size"])
     return tokens * kept * _width(config.policy) + 3 * 4 * logits
 
 

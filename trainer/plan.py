@@ -62,7 +62,7 @@ def batch_table(config: TrainConfig, ranks: int) -> RenderableType:
 def memory_table(config: TrainConfig, ranks: int, device_gib: float) -> RenderableType:
     """All parts and their sums, which a CPU's ranks share and a CUDA device has to itself."""
     model = model_sizes(config, config.model.path, config.lora)
-    parts = [*trainer_parts(config, model, ranks), *engine_parts(config, model, ranks, device_gib)]
+    parts = [*trainer_parts(config, model, ranks, device_gib), *engine_parts(config, model, ranks, device_gib)]
     table = Table(title=f"GiB of a rank; {model.total:,} parameters", title_justify="left", header_style="bold")
     table.add_column("")
     for title in ("generating", "training"):

@@ -15,7 +15,7 @@ from tests.distributed import three_steps
 from trainer import checkpoint
 from trainer.config import ModelConfig, PolicyConfig
 from trainer.distributed import init_process_group
-from trainer.policy import FsdpPolicy
+from trainer.policy import FsdpPolicy, loading
 from trainer.policy.deepspeed import DeepSpeedPolicy
 from trainer.policy.updates import TrainingDiverged
 
@@ -117,11 +117,39 @@ def check_small_steps_are_not_lost(folder: Path, stage: int) -> None:
     assert changed > 0.5 * sum(weight.numel() for weight in before.values())
 
 
-def check_zero_shifts(folder: Path, stage: int) -> None:
+def check_read_once(folder: Path, stage: int) -> None:
+    """A checkpoint in bfloat16 is all that masters need to know; one in float32 is read again for them."""
+    source = checks.model_folder(folder)
+    half = folder / f"half_{stage}"
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(half)
+    read: list[int] = []
+    real = loading.SafetensorsFolder.read
+
+    def counted(files: Any, views: Any, begin: int, end: int, *rest: Any) -> Tensor:
+        read.append(end - begin)
+        return real(files, views, begin, end, *rest)
+
+    loading.SafetensorsFolder.read = counted  # type: ignore[method-assign]
+    try:
+        policy = zero_policy(half, stage, dtype="bfloat16")
+        total = sum(weight.numel() for weight in masters(policy).values())
+        assert sum(read) == total, (sum(read), total)
+        stored = dict(AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32).named_parameters())
+        assert all(torch.equal(weight, stored[name]) for name, weight in masters(policy).items())
+        read.clear()
+        zero_policy(source, stage, dtype="bfloat16")
+        assert sum(read) == 2 * total
+    finally:
+        loading.SafetensorsFolder.read = real  # type: ignore[method-assign]
+
+
+def check_zero_shifts(folder: Path, stage: int, dtype: str = "float32") -> None:
     def weights(policy: DeepSpeedPolicy) -> list[Tensor]:
         return [getattr(p, "ds_tensor", p) for _, p in policy.named_parameters()]
 
-    checks.check_shifts(lambda what: zero_policy(checks.model_folder(folder), stage, offload=what), weights)
+    checks.check_shifts(
+        lambda what: zero_policy(checks.model_folder(folder), stage, offload=what, dtype=dtype), weights
+    )
 
 
 def two_ranks(models: str, results: str) -> None:
@@ -132,8 +160,11 @@ def two_ranks(models: str, results: str) -> None:
         run[f"steps zero {stage}"] = lambda s=stage: check_three_steps(folder, s, "qwen2", True)
         run[f"nan {stage}"] = lambda s=stage: check_nan_on_one_rank(folder, s)
         run[f"checkpoint {stage}"] = lambda s=stage: check_checkpoints_cross(folder, s)
-        run[f"small steps {stage}"] = lambda s=stage: check_small_steps_are_not_lost(folder, s)
         run[f"shifts {stage}"] = lambda s=stage: check_zero_shifts(folder, s)
+    for stage in (2, 3):  # the recipe's check refuses 1
+        run[f"small steps {stage}"] = lambda s=stage: check_small_steps_are_not_lost(folder, s)
+        run[f"shifts in bfloat16 {stage}"] = lambda s=stage: check_zero_shifts(folder, s, "bfloat16")
+        run[f"read once {stage}"] = lambda s=stage: check_read_once(folder, s)
     run["steps fsdp"] = lambda: check_fsdp_steps(folder)
     run["steps hsdp, whole on every rank"] = lambda: check_fsdp_steps(folder, shard_size=1)
     run["steps zero 3, experts"] = lambda: check_three_steps(folder, 3, "qwen3_moe", False)

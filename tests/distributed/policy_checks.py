@@ -414,9 +414,10 @@ def two_ranks(models: str, results: str) -> None:
             checks[f"gradients {kind} {tied} {packing}"] = lambda k=kind, t=tied, n=name, p=packing: check_gradients(
                 folder, k, t, 33, n, p
             )
-    checks["gradients recomputed"] = lambda: check_gradients(
-        folder, "qwen2", True, 33, "token_mean", packing=True, activation_checkpointing=True
-    )
+    for layers in ("every_second", "full"):
+        checks[f"gradients recomputed {layers}"] = lambda layers=layers: check_gradients(
+            folder, "qwen2", True, 33, "token_mean", packing=True, activation_checkpointing=layers
+        )
     checks["gradients kept gathered"] = lambda: check_gradients(
         folder, "qwen2", True, 33, "token_mean", reshard_after_forward=False
     )

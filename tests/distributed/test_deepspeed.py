@@ -55,7 +55,17 @@ def test_p20_export_opens_in_plain_transformers(found: dict[str, str], weights: 
     assert found[f"export {weights}"] == ""
 
 
-@STAGES
+@pytest.mark.parametrize("stage", [2, 3])
+def test_memory_put_away_in_bfloat16_changes_none(found: dict[str, str], stage: int) -> None:
+    assert found[f"shifts in bfloat16 {stage}"] == ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_in_the_compute_dtype_is_read_once(found: dict[str, str], stage: int) -> None:
+    assert found[f"read once {stage}"] == ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
 def test_p11_a_step_at_1e_6_moves_the_masters(found: dict[str, str], stage: int) -> None:
     assert found[f"small steps {stage}"] == ""
 

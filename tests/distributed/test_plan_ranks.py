@@ -39,7 +39,7 @@ def test_planned_bytes_are_held_bytes(tiny_model: Callable[..., Path], tmp_path:
     sections = {"engine": {"dtype": "bfloat16"}, "sync": {"bucket_mib": 1}, "policy": {"dtype": "float32"}}
     config = TrainConfig.model_validate({"model": {"path": str(model)}, "data": {"path": "d"}} | sections)
     sizes = model_sizes(config, config.model.path)
-    parts = {part.name: part.generating for part in trainer_parts(config, sizes, 2)}
+    parts = {part.name: part.generating for part in trainer_parts(config, sizes, 2, 80.0)}
     assert parts["policy: float32 weights"] == held["model"]
     assert parts["policy: Adam's moments"] == held["optimizer"]
     assert staging_bytes(config, sizes, 2, cut=False) == held["staging"]

@@ -82,6 +82,11 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
         ({"data": {"eval_path": "/absent"}}, 1, "data.eval_path: there is no file or folder /absent"),
         ({"model": {"path": "/absent"}}, 1, "model.path: there is no folder /absent"),
         ({"policy": {"shard_size": 3}}, 4, r"number of ranks = 4 must be divisible by policy.shard_size \(3\)"),
+        (
+            {"policy": {"backend": "deepspeed", "zero_stage": 1}},
+            1,
+            "policy.zero_stage: 1 in bfloat16 keeps float32 gradients.*set it to 2",
+        ),
         ({"policy": {"backend": "deepspeed", "compile": True}}, 1, "policy.compile works with .* fsdp only"),
         ({"policy": {"backend": "deepspeed", "shard_size": 2}}, 2, "policy.shard_size works with .* fsdp only"),
         (

@@ -1,5 +1,7 @@
 """The chunked head against torch.log_softmax over the whole logits tensor, and against finite differences."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -125,9 +127,9 @@ def test_a_float32_head_does_not_round_logits(with_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_float32_head_is_one_key_for_policy_and_engines(asked: bool) -> None:
+def test_a_float32_head_is_one_key_for_policy_and_engines(asked: bool, tmp_path: Path) -> None:
     """On one side alone it would move the two apart, where it is there to bring them together."""
-    recipe = {"model": {"path": "m"}, "data": {"path": "d"}}
+    recipe = {"model": {"path": str(tmp_path)}, "data": {"path": "d"}}
     config = TrainConfig.model_validate(recipe | {"policy": {"fp32_head": asked}})
     assert config.policy.fp32_head is asked
     assert engine_settings(config, on_cuda=False).fp32_head is asked

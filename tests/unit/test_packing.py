@@ -1,6 +1,8 @@
 """Sequences laid end to end give what each gives alone in plain Transformers: values, gradients, and no more memory."""
 
 import itertools
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +13,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     FalconConfig,
+    Gemma3Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
     LlamaConfig,
     MambaConfig,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -25,6 +30,7 @@ from transformers import (
 from trainer.batching import MicroBatch, Sample, micro_batches
 from trainer.errors import UserError
 from trainer.policy import attention
+from trainer.policy.loading import build_meta_model
 from trainer.policy.module import PolicyModule, outputs
 
 VOCABULARY = 61
@@ -244,3 +250,44 @@ def test_models_that_cannot_be_packed_are_refused_in_one_sentence() -> None:
     (batch,) = micro_batches(make_samples([5, 4]), 100, 0, "cpu", 1, packing=True)
     with pytest.raises(UserError, match="set it to false"):
         outputs(make_module(falcon), batch, TEMPERATURE)
+
+
+def test_what_a_model_asks_of_its_attention_and_would_not_get_is_refused() -> None:
+    query = torch.randn(1, 4, 6, 8)
+    harmless = {"position_ids": torch.arange(6), "softcap": None, "use_cache": False}
+    assert attention.attention(torch.nn.Identity(), query, query, query, None, **harmless)[0].shape == (1, 6, 4, 8)
+    for name, value in {"softcap": 30.0, "s_aux": torch.zeros(4), "position_bias": torch.zeros(1, 4, 6, 6)}.items():
+        with pytest.raises(
+            UserError, match=f"Identity asks its attention for {name}, .* set model.attn_implementation"
+        ):
+            attention.attention(torch.nn.Identity(), query, query, query, None, **{name: value})
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_the_packing_kernel_begins_with_ampere(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], taken: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    shape = torch.Size((1, 4, 6, 64))
+    query: Any = SimpleNamespace(is_cuda=True, device="cuda:0", dtype=torch.bfloat16, shape=shape)
+    assert attention._kernel_takes(query, query, 0.0) == taken
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (CohereConfig(**SHAPE), "logit_scale, which the trainer's output head does not apply"),
+        (
+            Gemma3Config(text_config=SHAPE | {"head_dim": 8, "final_logit_softcapping": 30.0}),
+            "final_logit_softcapping, which the trainer's output head does not apply",
+        ),
+        (Gemma3Config(text_config=SHAPE | {"head_dim": 8}), "does not keep its decoder layers in one list"),
+        (GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4), "does not keep its decoder layers"),
+    ],
+)
+def test_models_that_the_trainer_would_compute_otherwise_are_refused(
+    config: PretrainedConfig, sentence: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=sentence):
+        build_meta_model(tmp_path, torch.float32, "sdpa", False, torch.device("cpu"))

@@ -67,7 +67,7 @@ def test_sizes_are_those_of_the_model(tiny_qwen2_untied: Path, ranks: int) -> No
     part = sum(torch.chunk(p, ranks)[0].numel() for p in model.parameters())
     config = recipe(tiny_qwen2_untied, algorithm={"kl_coef": 0.1})
     sizes = model_sizes(config, config.model.path)
-    parts = by_name(trainer_parts(config, sizes, ranks))
+    parts = by_name(trainer_parts(config, sizes, ranks, 80.0))
     assert sizes.total == whole
     assert parts["policy: float32 weights"] == (4 * part, 4 * part)
     assert parts["policy: Adam's moments"] == (8 * part, 8 * part)
@@ -82,7 +82,7 @@ def test_a_tied_head_counts_once_and_a_critic_has_one_output(tiny_qwen2: Path) -
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
     assert sizes.total == sum(p.numel() for p in model.parameters())
     critic = sum(p.numel() for p in model.base_model.parameters()) + model.config.hidden_size
-    assert by_name(trainer_parts(config, sizes, 1))["critic: float32 weights"] == (4 * critic, 4 * critic)
+    assert by_name(trainer_parts(config, sizes, 1, 80.0))["critic: float32 weights"] == (4 * critic, 4 * critic)
 
 
 def test_of_a_model_with_adapters_only_they_are_trained(tiny_qwen2: Path) -> None:
@@ -91,7 +91,7 @@ def test_of_a_model_with_adapters_only_they_are_trained(tiny_qwen2: Path) -> Non
     lora = {"rank": 4, "target_modules": ["q_proj", "down_proj"]}
     config = recipe(tiny_qwen2, lora=lora, algorithm={"kl_coef": 0.1}, policy={"dtype": "bfloat16"})
     sizes = model_sizes(config, config.model.path, config.lora)
-    parts = by_name(trainer_parts(config, sizes, 1))
+    parts = by_name(trainer_parts(config, sizes, 1, 80.0))
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
     whole = sum(p.numel() for p in model.parameters())
     peft = get_peft_model(model, LoraConfig(r=4, target_modules=lora["target_modules"]))
@@ -131,7 +131,7 @@ def test_what_is_put_away_on_cuda_is_not_there_while_answers_are_generated(
 ) -> None:
     for device, away in (("cuda", True), ("cpu", False)):
         config = recipe(tiny_qwen2, run={"device": device}, policy={"offload": offload}, algorithm={"kl_coef": 0.1})
-        parts = by_name(trainer_parts(config, model_sizes(config, config.model.path), 1))
+        parts = by_name(trainer_parts(config, model_sizes(config, config.model.path), 1, 80.0))
         assert (parts["policy: float32 weights"][0] > 0) == (masters or not away)
         assert (parts["policy: Adam's moments"][0] > 0) == (moments or not away)
         assert (parts["reference: weights"][0] > 0) == (not away)
@@ -142,7 +142,7 @@ def test_what_is_put_away_on_cuda_is_not_there_while_answers_are_generated(
 def test_weights_that_trainer_and_engine_share_are_there_once(tiny_qwen2: Path, dtype: str) -> None:
     config = recipe(tiny_qwen2, policy={"dtype": dtype}, sync={"zero_copy": True})
     sizes = model_sizes(config, config.model.path)
-    parts = by_name([*trainer_parts(config, sizes, 1), *engine_parts(config, sizes, 1, 1.0)])
+    parts = by_name([*trainer_parts(config, sizes, 1, 80.0), *engine_parts(config, sizes, 1, 1.0)])
     width = {"float32": 4, "bfloat16": 2}[dtype]
     assert parts["engine: weights"] == (width * sizes.total, width * sizes.total)
     masters = 0 if dtype == "float32" else 4 * sizes.total
@@ -152,7 +152,7 @@ def test_weights_that_trainer_and_engine_share_are_there_once(tiny_qwen2: Path, 
 
 def test_a_teacher_takes_the_references_place(tiny_qwen2: Path, tiny_qwen2_untied: Path) -> None:
     config = recipe(tiny_qwen2, algorithm={"advantage": "distill", "teacher": str(tiny_qwen2_untied)})
-    parts = by_name(trainer_parts(config, model_sizes(config, config.model.path), 1))
+    parts = by_name(trainer_parts(config, model_sizes(config, config.model.path), 1, 80.0))
     teacher = AutoModelForCausalLM.from_pretrained(tiny_qwen2_untied)
     assert parts["teacher: weights"][0] == 4 * sum(p.numel() for p in teacher.parameters())
 
@@ -165,12 +165,13 @@ def test_what_zero_cuts_depends_on_its_stage(
 ) -> None:
     config = recipe(tiny_qwen2, policy={"backend": "deepspeed", "zero_stage": stage, "dtype": "bfloat16"})
     sizes = model_sizes(config, config.model.path)
-    parts = by_name(trainer_parts(config, sizes, 4))
+    parts = by_name(trainer_parts(config, sizes, 4, 80.0))
     whole, part = sizes.total, shard(sizes.shapes, 4)
     assert parts["policy: weights to compute with"][0] == 2 * (whole if whole_weights else part)
     assert parts["policy: gradients"][1] == 4 * (whole if whole_gradients else part)
+    assert parts["policy: gradients"][0] == (4 * part if stage == 3 else 0), "ZeRO-3 keeps its buffer"
     away = recipe(tiny_qwen2, policy={"backend": "deepspeed", "zero_stage": stage, "offload_optimizer": True})
-    assert by_name(trainer_parts(away, sizes, 4))["policy: Adam's moments"] == (0, 0)
+    assert by_name(trainer_parts(away, sizes, 4, 80.0))["policy: Adam's moments"] == (0, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -22,6 +22,11 @@ from trainer.errors import UserError
 NAME = "hotbunk_sdpa"
 """The value of `attn_implementation` under which Transformers finds `attention`."""
 
+_WITHOUT_EFFECT = frozenset(
+    ("position_ids", "cu_seq_lens_k", "max_length_k", "is_causal", "use_cache", "output_attentions", "cache_position")
+)
+"""What models also pass on to their attention, and which says nothing that is not said otherwise."""
+
 # Since torch 2.12 grouped queries have to be asked for; before, the kernel simply took them.
 _GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
@@ -38,7 +43,7 @@ def attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface; masks are made here, where they are needed.
 
@@ -50,7 +55,13 @@ def attention(
 
     Returns:
         [B, T, heads, D], and no attention weights.
+
+    Raises:
+        UserError: the model asks for something else, such as a soft cap of the scores, or sinks.
     """
+    if unknown := [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]:
+        asked = f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which packing does not know"
+        raise UserError(f"{asked}: set model.attn_implementation to eager and batch.packing to false")
     if cu_seq_lens_q is None:
         return _causal(query, key, value, dropout, scaling, sliding_window).transpose(1, 2).contiguous(), None
     if _kernel_takes(query, value, dropout):
@@ -96,8 +107,10 @@ def _causal(
 def _kernel_takes(query: Tensor, value: Tensor, dropout: float) -> bool:
     """What PyTorch's build of FlashAttention computes."""
     size = query.shape[-1]
+    if not query.is_cuda or torch.cuda.get_device_capability(query.device) < (8, 0):
+        return False  # FlashAttention begins with Ampere
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and half and dropout == 0.0 and size == value.shape[-1] and size <= 256 and size % 8 == 0
+    return half and dropout == 0.0 and size == value.shape[-1] and size <= 256 and size % 8 == 0
 
 
 AttentionInterface.register(NAME, attention)

@@ -43,8 +43,7 @@ class Critic(ShardedModel):
             )
         except ValueError as error:
             raise UserError(f"{model.path} cannot be a critic: Transformers has no classifier of its type") from error
-        if settings.activation_checkpointing:
-            built.gradient_checkpointing_enable({"use_reentrant": False})
+        loading.checkpoint_activations(built, settings.activation_checkpointing)
         fresh = HEAD not in loading.SafetensorsFolder(source).names
 
         def start(name: str, shape: torch.Size) -> Tensor | None:

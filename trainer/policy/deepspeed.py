@@ -67,20 +67,17 @@ class DeepSpeedPolicy(InShifts):
         self.source = loading.resolve_folder(model.path)
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self.model = self._build(model)
-        if policy.activation_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        loading.checkpoint_activations(self.model, policy.activation_checkpointing)
         module = PolicyModule(self.model, policy.fp32_head)
-        if self.zero_3:
-            # The output head's weight is used by the root, not by a module of its own: ZeRO must gather it there.
-            deepspeed.zero.register_external_parameter(module, self.model.get_output_embeddings().weight)
         groups = decay_groups(list(self.trained().values()), policy.weight_decay)
         # At rate 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state.
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=policy.betas, eps=policy.eps, fused=True)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=self._settings())
         self._make_optimizer_state()
         if self.compute_dtype != torch.float32:
-            for parameter, whole in self._start_values(self.model, self.trained()):
-                safe_set_full_fp32_param(parameter, whole)  # DeepSpeed has made its masters of rounded weights
+            # DeepSpeed has made its masters of rounded weights.
+            for parameter, whole in self._start_values(self.model, self.trained(), wider_than=self.compute_dtype):
+                safe_set_full_fp32_param(parameter, whole)
         # DeepSpeed's own way of putting memory away takes no other Adam than its own.
         self._memory = ShiftMemory(policy.offload, self._update_memory, self._compute_weights)
 
@@ -114,22 +111,34 @@ class DeepSpeedPolicy(InShifts):
         }
 
     def _build(self, model: ModelConfig) -> PreTrainedModel:
-        """The model with its weights, cut as it is built under ZeRO-3, so that no rank ever holds it whole."""
-        # First without data: it imports the model's classes, which ZeRO would patch wrongly while they are being made.
-        empty = loading.build_meta_model(
+        """The model with its weights: whole on the device or, under ZeRO-3, cut as it is built; not on the host."""
+        # Without data, which also imports the model's classes: ZeRO would patch them wrongly while they are being made.
+        built = loading.build_meta_model(
             self.source, self.compute_dtype, model.attn_implementation, model.trust_remote_code, self.device
         )
+        if self.zero_3:
+            built = self._build_cut(built, model.trust_remote_code)
+        else:
+            loading.load_sharded(built, self.source, self.device)
+        if self.lora.rank:
+            add_adapters(built, self.lora, self.compute_dtype, self.device)  # whole; DeepSpeed cuts them as it starts
+            for factor, whole in self._start_values(built, factors(built)):
+                factor.data.copy_(whole)
+        return built
+
+    def _build_cut(self, empty: PreTrainedModel, trust_remote_code: bool) -> PreTrainedModel:
+        """A model like `empty`, with its weights, each cut as soon as it is made."""
         with (
             no_init_weights(),
             self._deepspeed.zero.Init(
-                config_dict_or_path=self._settings(), enabled=self.zero_3, mem_efficient_linear=False
+                config_dict_or_path=self._settings(), mem_efficient_linear=False
             ),  # that linear would replace torch's own in the whole process
         ):
             built = AutoModelForCausalLM.from_config(
                 empty.config,
                 dtype=self.compute_dtype,
                 attn_implementation=empty.config._attn_implementation,
-                trust_remote_code=model.trust_remote_code,
+                trust_remote_code=trust_remote_code,
             )
         built.tie_weights()  # left out with the initialisation
         built = built.to(self.device)
@@ -138,22 +147,23 @@ class DeepSpeedPolicy(InShifts):
                 built.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
         for parameter, whole in self._start_values(built, parameter_names(built)):
             self._fill(parameter, whole)
-        if self.lora.rank:
-            add_adapters(built, self.lora, self.compute_dtype, self.device)  # whole; DeepSpeed cuts them as it starts
-            for factor, whole in self._start_values(built, factors(built)):
-                factor.data.copy_(whole)
         return built
 
     def _start_values(
-        self, model: PreTrainedModel, parameters: dict[str, nn.Parameter]
+        self, model: PreTrainedModel, parameters: dict[str, nn.Parameter], wider_than: torch.dtype | None = None
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with the whole value it starts from, float32: what is on disk, or an adapter's beginning."""
+        """Each parameter with the whole value it starts from, float32: what is on disk, or an adapter's beginning.
+
+        With `wider_than`, without those that this dtype holds exactly.
+        """
         files = loading.SafetensorsFolder(self.source)
         for name, parameter in parameters.items():
             shape = whole_shape(parameter)
             whole = start_value(name, shape, self.lora.seed)
             if whole is None:
                 views = checkpoint_views(model, name, shape)
+                if wider_than is not None and files.dtypes(views) == {wider_than}:
+                    continue
                 whole = files.read(views, 0, shape.numel(), torch.float32, self.device).view(shape)
             yield parameter, whole.to(self.device)
 

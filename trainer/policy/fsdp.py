@@ -47,8 +47,8 @@ class FsdpPolicy(ShardedModel):
         )
         if lora.rank:
             add_adapters(built, lora, torch.float32, "meta")
-        if trainable and policy.activation_checkpointing:
-            built.gradient_checkpointing_enable({"use_reentrant": False})
+        if trainable:
+            loading.checkpoint_activations(built, policy.activation_checkpointing)
         module, start = PolicyModule(built, policy.fp32_head, value_head), partial(start_value, seed=lora.seed)
         super().__init__(module, built, source, policy, device, total_updates, trainable, start)
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -30,11 +30,13 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm
 
 
 def resolve_folder(path: str) -> Path:
-    """A local folder as it is, a hub name after downloading its configuration and safetensors files."""
+    """A local folder as it is, a hub name after downloading configuration, tokenizer and safetensors files."""
     if Path(path).is_dir():
         return Path(path)
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.py"]))
+        # Mistral's repositories hold the weights a second time, in a layout of their own.
+        wanted = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.py"]
+        return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=["consolidated*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"model.path {path} is neither a folder nor a model to download: {reason}") from error
@@ -54,12 +56,17 @@ def build_meta_model(
     `kind` is the automatic class that knows the model's own; `settings` replace what config.json says.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **settings)
-    for key in LOGIT_CHANGES:
-        if getattr(config, key, None) not in (None, 1.0):
+    for key in LOGIT_CHANGES:  # models of several modalities keep the language model's part by itself
+        if getattr(config.get_text_config(), key, None) not in (None, 1.0):
             raise UserError(f"{folder} sets {key}, which the trainer's output head does not apply: use another model")
     with torch.device("meta"):
         model: PreTrainedModel = kind.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    if not hasattr(model.base_model, "layers"):
+        name = type(model).__name__
+        raise UserError(
+            f"{folder}: {name} does not keep its decoder layers in one list, as text models do: use another"
         )
     model.set_attn_implementation(attention.implementation(attn_implementation, type(model), model.config))
     with torch.no_grad():
@@ -69,6 +76,14 @@ def build_meta_model(
                     module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
                 model._init_weights(module)  # computes the buffers; parameters are on meta, where this does nothing
     return model
+
+
+def checkpoint_activations(model: PreTrainedModel, layers: Literal["none", "every_second", "full"]) -> None:
+    """Let these decoder layers keep their input alone, and compute the rest again in backward (Chen et al. 2016,
+    arXiv:1604.06174).
+    """
+    if layers != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=1 if layers == "full" else 2)
 
 
 StartValue = Callable[[str, torch.Size], Tensor | None]
@@ -155,6 +170,10 @@ class SafetensorsFolder:
     def names(self) -> set[str]:
         """Every tensor's name in the checkpoint."""
         return set(self._file_of)
+
+    def dtypes(self, views: list[CheckpointView]) -> set[torch.dtype]:
+        """The dtypes that tensors are stored in."""
+        return {self._stored(view)[:0].dtype for view in views}
 
     def read(
         self, views: list[CheckpointView], begin: int, end: int, dtype: torch.dtype, device: torch.device

@@ -1,5 +1,7 @@
 """What is trained: a causal language model that answers with log-probabilities, a trunk that answers with values."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -13,8 +15,8 @@ from trainer.policy.base import Outputs
 class PolicyModule(nn.Module):
     """A causal language model whose forward gives log-probabilities instead of logits.
 
-    It is the module FSDP wraps at the root, so that the output head's weight, used here directly, is gathered when it
-    is needed.
+    Its output head is called with hidden states and targets, and answers as `target_logprobs`: a call, so that the
+    hooks of FSDP and ZeRO gather the head's weight when it is needed.
 
     Attributes:
         value_head: [1, H], from zeros; None: values are another model's, or nobody's. No part of `model`, so that
@@ -23,7 +25,8 @@ class PolicyModule(nn.Module):
 
     def __init__(self, model: PreTrainedModel, fp32_head: bool = False, value_head: bool = False) -> None:
         super().__init__()
-        self.model, self.fp32_head = model, fp32_head
+        self.model = model
+        answer_with_logprobs(model.get_output_embeddings(), fp32_head)
         self.value_head = zero_head(model.config.get_text_config().hidden_size) if value_head else None
 
     def forward(
@@ -42,13 +45,23 @@ class PolicyModule(nn.Module):
             two tensors [B, T-1] float32, nats; with a value head a third, the values.
         """
         hidden = target_states(self.model.base_model, input_ids, mask, lengths)
-        head = self.model.get_output_embeddings()
-        found: tuple[Tensor, ...] = target_logprobs(
-            hidden, head.weight, head.bias, input_ids[:, 1:][mask], temperature, fp32_head=self.fp32_head
-        )
+        found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden, input_ids[:, 1:][mask], temperature)
         if self.value_head is not None:
             found = (*found, values_of(hidden, self.value_head))
         return tuple(spread(mask, each) for each in found)
+
+
+def answer_with_logprobs(head: nn.Linear, fp32_head: bool) -> None:
+    """Let an output head, where it is called with targets and a temperature as well, answer as `target_logprobs`."""
+    logits = head.forward
+
+    def forward(hidden: Tensor, *asked: Any) -> Any:
+        if not asked:
+            return logits(hidden)
+        targets, temperature = asked
+        return target_logprobs(hidden, head.weight, head.bias, targets, temperature, fp32_head=fp32_head)
+
+    head.forward = forward  # type: ignore[assignment, method-assign]
 
 
 class ValueModule(nn.Module):

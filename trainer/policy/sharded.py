@@ -78,14 +78,19 @@ class ShardedModel(InShifts):
         return self.module.parameters()
 
     def _shard(self) -> None:
-        """One FSDP unit a decoder layer, and one for the rest: embeddings, final norm and output head."""
+        """One FSDP unit a decoder layer, one each for embeddings and output head, if untied, and one for the rest.
+
+        So the head is gathered while the last layers are at work, and its gradients are reduced while backward goes on.
+        """
         mesh = shard_mesh(self.device, self.config.shard_size)
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         self._compile()
         for layer in self.model.base_model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=self.config.reshard_after_forward)
-        # The root's weights are needed again right after the forward pass, so they stay until the backward pass is
-        # over.
+        # The weights of these are needed again right after the forward pass, or nearly so: they stay until the backward
+        # pass is over.
+        for end in self._ends():
+            fully_shard(end, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
         fully_shard(self.module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
         for unit in self._units():
             # The loss is divided by the whole step's count already (P14), so gradients are summed over ranks, not
@@ -94,12 +99,24 @@ class ShardedModel(InShifts):
             unit.set_force_sum_reduction_for_comms(True)
         self._replicas = world_size() // mesh.size(-1)
 
+    def _ends(self) -> list[nn.Module]:
+        """Embeddings and output head, where each has a weight of its own."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if head is None:  # a critic's, which the root calls
+            return [embedding]
+        return [] if head.weight is embedding.weight else [embedding, head]
+
     def _compile(self) -> None:
-        """Layer by layer, so that all layers are one compilation and FSDP's hooks stay between the graphs; for any
-        length, since no two packs have the same.
+        """The norms and dense MLPs of the decoder layers, for any length, since no two packs have the same.
+
+        Not whole layers: with checkpointing, scoring and padding among their inputs, one would be compiled more often
+        than torch.compile does (torch._dynamo.config.recompile_limit) and run uncompiled from then on.
         """
-        for layer in self.model.base_model.layers if self.config.compile else ():
-            layer.compile(dynamic=True)
+        layers = self.model.base_model.layers if self.config.compile else ()
+        for module in (module for layer in layers for module in layer.modules()):
+            dense = hasattr(module, "down_proj") and isinstance(module.down_proj, nn.Linear)
+            if dense or "Norm" in type(module).__name__:
+                module.compile(dynamic=True)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Sharded parameters under the names they have in the Transformers model, tied ones once."""

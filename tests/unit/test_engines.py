@@ -1,0 +1,29 @@
+"""What an engine is started with, and what is there before."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import engines
+from trainer.config import TrainConfig
+from trainer.policy import loading
+
+
+def test_a_hub_model_is_fetched_once_on_a_machine_and_the_engine_is_given_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fetched: list[dict[str, Any]] = []
+
+    def snapshot_download(name: str, **patterns: Any) -> str:
+        fetched.append({"name": name} | patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
+    config = TrainConfig.model_validate({"model": {"path": "mistralai/Some-7B"}, "data": {"path": "d"}})
+    for rank in range(8):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        engines.fetch_model(config)
+    assert [call["name"] for call in fetched] == ["mistralai/Some-7B"]
+    assert fetched[0]["ignore_patterns"] == ["consolidated*"], "the same weights in another layout"
+    assert engines.engine_settings(config, on_cuda=False).model == str(tmp_path)
