@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -255,6 +256,15 @@ def request_errors() -> tuple[type[Exception], ...]:
     return (ValueError, EngineGenerateError, VLLMClientError)
 
 
+def told_error(status: int, sentence: str) -> Exception:
+    """The one error that vLLM's handlers hand on to the client, also within a stream, without logging a traceback."""
+    from vllm.exceptions import GenerationError
+
+    error = GenerationError(sentence)
+    error.status_code = HTTPStatus(status)
+    return error
+
+
 def unfinished_requests(engine: "AsyncLLM") -> int:
     """Requests that this process has submitted and that have not finished; at once, also before the scheduler saw
     them.
@@ -296,15 +306,34 @@ def _root_logging_kept() -> Iterator[None]:
 
 
 async def build_openai_app(
-    engine: Any, model_name: str, model: str, tool_parser: str | None, reasoning_parser: str | None
+    engine: Any,
+    model_name: str,
+    model: str,
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    check: Callable[[Any], None],
 ) -> Any:
     """vLLM's own OpenAI-compatible FastAPI application on an engine that is running already.
+
+    `check` is given each request for answers as vLLM has parsed it, before anything is done for it.
 
     Raises:
         ValueError: vLLM has no parser of that name.
     """
     with _root_logging_kept():
-        return await _build_openai_app(engine, model_name, model, tool_parser, reasoning_parser)
+        app = await _build_openai_app(engine, model_name, model, tool_parser, reasoning_parser)
+    for serving, method in (("chat", "create_chat_completion"), ("completion", "create_completion")):
+        if (handler := getattr(app.state, f"openai_serving_{serving}", None)) is not None:
+            setattr(handler, method, _checked_first(check, getattr(handler, method)))
+    return app
+
+
+def _checked_first(check: Callable[[Any], None], handle: Callable[..., Any]) -> Callable[..., Any]:
+    async def checked(request: Any, *arguments: Any, **named: Any) -> Any:
+        check(request)
+        return await handle(request, *arguments, **named)
+
+    return checked
 
 
 async def _build_openai_app(

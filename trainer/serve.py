@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from generation.event_loop import EngineThread
-from generation.openai_server import OpenAIServer, ServerSettings
+from generation.openai_server import OpenAIServer, ServerSettings, is_loopback
 from generation.settings import EngineSettings
 from generation.worker_async import VllmAsyncGenerationWorker
 from trainer import lifetime
@@ -23,17 +23,19 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
     if arguments.concurrent < 1 or not 0 <= arguments.port < 65536:
         raise UserError("--concurrent must be at least 1, and --port from 0 to 65535")
+    if not arguments.api_key and not is_loopback(arguments.host):
+        where = f"--host {arguments.host[:80]} lets other machines ask"
+        raise UserError(f"{where}: give an --api-key, set HOTBUNK_API_KEY, or listen on 127.0.0.1")
     settings = engine_settings(arguments.model)
     tokenizer = load_tokenizer(ModelConfig(path=settings.model))
     server = ServerSettings(
         model_name=arguments.name or arguments.model,
         host=arguments.host,
         port=arguments.port,
-        api_key=arguments.api_key,
+        api_key=arguments.api_key or None,
         eos_token_ids=tuple(end_token_ids(settings.model, tokenizer)),
         tool_parser=arguments.tool_parser,
         reasoning_parser=arguments.reasoning_parser,
-        max_conversations=0,
     )
     cache = settings.kv_cache_bytes and settings.kv_cache_bytes * arguments.concurrent
     several = replace(settings, max_num_seqs=arguments.concurrent, kv_cache_bytes=cache)

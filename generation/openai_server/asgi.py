@@ -1,6 +1,7 @@
 """The few things about ASGI that are needed here: reading a request, replaying it, asking an application oneself."""
 
 import asyncio
+import ipaddress
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -20,18 +21,26 @@ class Disconnected(ConnectionError):
     """The client went away before its request was complete."""
 
 
-async def read_body(receive: Receive, limit: int) -> bytes:
-    """The whole body, up to `limit` bytes."""
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
+    """The whole body.
+
+    Raises:
+        TooLarge: it has, or is announced to have, more than `limit` bytes.
+        TimeoutError: it is not there after `timeout_s` seconds.
+        Disconnected: the client went away.
+    """
+    announced = header(scope, "content-length")
     parts, size, more = [], 0, True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise Disconnected
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        more = message.get("more_body", False)
-        if size > limit:
-            raise TooLarge(f"the request is larger than {limit >> 20} MiB")
+    async with asyncio.timeout(timeout_s):
+        while more:
+            if max(size, int(announced) if announced.isdecimal() else 0) > limit:
+                raise TooLarge(f"the request is larger than {limit:,} bytes")
+            message = await receive()
+            if message["type"] != "http.request":
+                raise Disconnected
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            more = message.get("more_body", False) or size > limit
     return b"".join(parts)
 
 
@@ -48,6 +57,22 @@ def replay(body: bytes, receive: Receive) -> Receive:
 def header(scope: Scope, name: str) -> str:
     """The header's value; empty where it is not there."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name.encode()), "")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether that name or address means this machine to every program: `localhost`, 127.0.0.0/8 or ::1."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def named_host(scope: Scope) -> str:
+    """The machine that the request's Host header names, without the port; empty where HTTP/1.0 leaves it out."""
+    host = header(scope, "host").strip()
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
 def with_length(scope: Scope, body: bytes) -> Scope:

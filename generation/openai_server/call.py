@@ -11,6 +11,9 @@ from ..prefix_tokens import replace_prefix_tokens
 from ..sampling import SamplingSettings
 from .conversations import Conversation
 
+STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
+"""What vLLM raises over requests that its own checks have missed."""
+
 
 class Refused(ValueError):
     """A request is answered with `status` and one sentence. A ValueError: vLLM blames the client for those."""
@@ -47,15 +50,19 @@ class Call:
     """One request for generation.
 
     Attributes:
+        opens: the key of a trajectory that is to be opened with the first answer.
         open_ended: the client leaves the answer's length to the context.
+        taken: the engine has begun to answer, so vLLM finds nothing wrong with the request.
         refused: why it cannot be answered, found out after vLLM took it over.
         generations: what was sampled, by the choice's index in the response.
     """
 
     sampling: SamplingSettings | None
     conversation: Conversation | None = None
+    opens: str = ""
     exact: ExactIds | None = None
     open_ended: bool = False
+    taken: bool = False
     refused: Refused | None = None
     choices: int = 0
     generations: dict[int, Generation] = field(default_factory=dict)

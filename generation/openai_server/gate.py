@@ -14,14 +14,16 @@ from .asgi import (
     TooLarge,
     ask,
     header,
+    is_loopback,
+    named_host,
     read_body,
     replay,
     respond,
     with_length,
 )
 from .call import CURRENT, Call, ExactIds, Refused
-from .conversations import Conversation, Conversations, TooManyConversations
-from .requests import Body, fill_sampling, find_exact, parse_body, readable_messages, take_prefix
+from .conversations import Conversations, TooManyConversations
+from .requests import Body, Limits, find_exact, parse_body, readable_messages, take_prefix
 from .responses import Response, send_error
 from .served_engine import check_ready
 from .settings import ServerSettings
@@ -29,11 +31,12 @@ from .settings import ServerSettings
 KEY_HEADER = "x-hotbunk-trajectory"
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 SERVED = (CHAT, COMPLETIONS, TOKENIZE, "/detokenize", "/v1/models", "/health", "/version", "/openapi.json")
-LARGEST = 32 << 20  # bytes of a request
+PLACES = "/trajectories/"
+"""Before the path of a request to one trajectory's own address, which names the trajectory beside its key."""
 
 
 class Gate:
-    """An ASGI application around vLLM's."""
+    """An ASGI application around vLLM's. `local`: the server listens on loopback."""
 
     def __init__(
         self,
@@ -41,11 +44,12 @@ class Gate:
         worker: VllmAsyncGenerationWorker,
         settings: ServerSettings,
         conversations: Conversations,
-        vocabulary: int,
+        limits: Limits,
         tokenizer: Any,
+        local: bool,
     ) -> None:
-        self._app, self._worker, self._settings = app, worker, settings
-        self._conversations, self._vocabulary, self._tokenizer = conversations, vocabulary, tokenizer
+        self._app, self._worker, self._settings, self._local = app, worker, settings, local
+        self._conversations, self._limits, self._tokenizer = conversations, limits, tokenizer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -53,7 +57,7 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
-            self._check_allowed(scope)
+            scope = self._allowed(scope)
             if scope["method"] == "POST":
                 await self._post(scope, receive, send)
             else:
@@ -67,23 +71,57 @@ class Gate:
         except Disconnected:
             return
 
-    def _check_allowed(self, scope: Scope) -> None:
-        if scope["path"] not in SERVED:
-            raise Refused(404, f"there is no {scope['path'][:80]} here; there is {', '.join(SERVED)}")
-        own = self._settings.api_key
-        if own is None or scope["path"] == "/health":
-            return
-        token = _token(scope)
-        if not hmac.compare_digest(token.encode(), own.encode()) and token not in self._conversations:
+    def _allowed(self, scope: Scope) -> Scope:
+        """The request without its trajectory's address, once it is known that it may be made."""
+        if self._local and (host := named_host(scope)) and not is_loopback(host):
+            # A page whose name is made to resolve to 127.0.0.1 would otherwise read answers: DNS rebinding.
+            raise Refused(403, f"this server listens on loopback, and is not {host[:80]!r}: ask localhost or 127.0.0.1")
+        path, conversation = scope["path"], None
+        if path.startswith(PLACES):
+            place, _, rest = path.removeprefix(PLACES).partition("/")
+            path, conversation = f"/{rest}", self._conversations.at(place)
+            if conversation is None:
+                raise Refused(404, "there is no such trajectory, or it has ended")
+        if path not in SERVED:
+            raise Refused(404, f"there is no {path[:80]} here; there is {', '.join(SERVED)}")
+        own, token = self._settings.api_key, _token(scope)
+        opened = self._conversations.get(token)
+        if conversation is not None and not _same(token, conversation.key):
+            conversation.lost_keys += scope["method"] == "POST"
+            raise Refused(401, "the key of this trajectory was lost: send the api_key that came with this base_url")
+        # The key of a header is the client's choice, which others might guess: it lets nobody in.
+        known = own is None or _same(token, own) or (opened is not None and not opened.by_request)
+        if not known and path != "/health":
             raise Refused(401, "the API key is missing, or is not this server's: send it as a bearer token")
+        return {**scope, "path": path, "raw_path": path.encode()}
+
+    def _call(self, scope: Scope) -> Call:
+        """Under which trajectory a request for answers is captured: the one of its header, or of its bearer token."""
+        token, key = _token(scope), header(scope, KEY_HEADER)
+        conversation = self._conversations.get(key or token)
+        if key and not self._settings.header_keys:
+            raise Refused(400, f"this server takes no trajectories' keys in {KEY_HEADER}: leave it out")
+        own = self._settings.api_key
+        if key and own is not None and not _same(token, own) and token != key:
+            raise Refused(403, f"a trajectory's key opens no others: leave {KEY_HEADER} out")
+        if conversation is not None:
+            return Call(conversation.sampling, conversation)
+        if key:
+            self._conversations.check_room(by_request=True)
+        return Call(self._settings.sampling, opens=key)
 
     async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
         generates = scope["path"] in (CHAT, COMPLETIONS)
-        conversation = self._conversation(scope) if generates else None
-        call = Call(self._settings.sampling if conversation is None else conversation.sampling, conversation)
+        call = self._call(scope) if generates else Call(None)
         if generates:
             check_ready(self._worker, call)
-        body = parse_body(await read_body(receive, LARGEST))
+        limit, seconds = self._settings.max_body_bytes, self._settings.body_timeout_s
+        try:
+            raw = await read_body(scope, receive, limit, seconds)
+        except TimeoutError as late:
+            raise Refused(408, f"the request was not complete after {seconds:g} s") from late
+        body = parse_body(raw)
+        self._limits.check_sizes(body)
         response = Response(send, call, readable_messages(body) if scope["path"] == CHAT else None)
         raw = await self._prepared(scope, call, body)
         if scope["path"] == TOKENIZE and call.exact is not None:
@@ -103,25 +141,13 @@ class Gate:
         """The body for vLLM; what only we understand is taken out of it, and what it must not decide is put in."""
         if scope["path"] in (CHAT, COMPLETIONS):
             call.open_ended = body.get("max_tokens") is None and body.get("max_completion_tokens") is None
-            if call.sampling is not None:
-                fill_sampling(body, call.sampling)
-            if isinstance(body.get("n"), int) and body["n"] > self._settings.max_choices:
-                raise Refused(400, f"n is {body['n']}, but must be at most {self._settings.max_choices}")
         if scope["path"] in (CHAT, TOKENIZE):
             call.exact = await self._exact(body, call)
         return json.dumps(body).encode()
 
-    def _conversation(self, scope: Scope) -> Conversation | None:
-        """The one that the header names, which opens it, or that the bearer token is the key of."""
-        if key := header(scope, KEY_HEADER):
-            if key not in self._conversations:
-                self._conversations.open(key, sampling=self._settings.sampling)
-            return self._conversations.get(key)
-        return self._conversations.get(_token(scope))
-
     async def _exact(self, body: Body, call: Call) -> ExactIds | None:
         wanted = body.get("required_prefix_token_ids")
-        given = take_prefix(body, self._vocabulary)
+        given = take_prefix(body, self._limits.vocabulary)
         if self._settings.keep_exact_ids:
             return await find_exact(body, call, given, self._render)
         if wanted:
@@ -149,3 +175,8 @@ class Gate:
 def _token(scope: Scope) -> str:
     kind, _, token = header(scope, "authorization").partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
+
+
+def _same(token: str, key: str) -> bool:
+    """Compared in a time that does not tell how much of it is right."""
+    return hmac.compare_digest(token.encode(), key.encode())

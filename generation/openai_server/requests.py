@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..chat_history import KnownPrefix
@@ -14,6 +15,9 @@ Render = Callable[[Body], Awaitable[list[int]]]
 
 CARRIED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """What answers carry beside their text, and what a client may send back with them."""
+
+LARGEST = 4096
+"""The most entries of a list whose entries take time: messages are tried against many forms, words are tokenized."""
 
 
 def parse_body(raw: bytes) -> Body:
@@ -36,24 +40,86 @@ def parse_body(raw: bytes) -> Body:
     return body
 
 
-def fill_sampling(body: Body, trained: SamplingSettings) -> None:
+@dataclass(frozen=True)
+class Limits:
+    """How much one request may ask for, beyond what vLLM limits itself; in answers, or in tokens."""
+
+    choices: int
+    answers: int
+    context: int
+    vocabulary: int
+
+    def check_sizes(self, body: Body) -> None:
+        """Refuse lists longer than any sensible request's, before time goes into what is in them.
+
+        Raises:
+            Refused: naming the field.
+        """
+        most = {"messages": min(self.context, LARGEST), "tools": min(self.context, LARGEST), "bad_words": LARGEST}
+        most |= dict.fromkeys(("prompt", "tokens"), self.context)
+        most |= dict.fromkeys(("stop_token_ids", "allowed_token_ids", "logit_bias"), self.vocabulary)
+        for name, limit in most.items():
+            prompts = body[name] if name == "prompt" and isinstance(body.get(name), list) else []
+            for value in (body.get(name), *prompts):
+                if isinstance(value, list | dict) and len(value) > limit:
+                    raise Refused(400, f"{name} has {len(value)} entries, but may have at most {limit}")
+
+    def check(self, request: Any) -> None:
+        """Refuse what asks for too much. `request` is vLLM's own, parsed: "129" and 129.0 have become 129.
+
+        Raises:
+            Refused: naming the field.
+        """
+        n, prompt = request.n or 1, getattr(request, "prompt", None)
+        prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+        if n > self.choices:
+            raise Refused(400, f"n is {short(n)}, but must be at most {self.choices}")
+        if n * prompts > self.answers:
+            raise Refused(400, f"{prompts} prompts with n {n} ask for more than {self.answers} answers: ask in parts")
+        for name, value in vars(request).items():
+            if isinstance(value, int) and abs(value) >= 2**63:  # more than messages to the engine hold
+                raise Refused(400, f"{name} is {short(value)}, which is out of all bounds")
+        if (best := (request.model_extra or {}).get("best_of")) is not None and best != n:
+            raise Refused(400, f"best_of is {short(best)}, but this server picks none from several: leave it out")
+
+
+def short(value: Any) -> str:
+    """The beginning of what Python writes for it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def sentence_of(errors: Sequence[Mapping[str, Any]], body: Any) -> str:
+    """What pydantic finds wrong with a request's body first, in a sentence that begins with the field's name."""
+    where, value, (_, *path) = list[str](), body, errors[0]["loc"]
+    for part in path:  # beside fields and places in lists, it names what pydantic has tried
+        there = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
+        if part in there:
+            where, value = [*where, str(part)], value[part]
+    if errors[0]["type"] == "missing":
+        where.append(str(path[-1]))
+    return f"{'.'.join(where) or 'the request'}: {errors[0]['msg']}"
+
+
+def fill_sampling(request: Any, trained: SamplingSettings) -> None:
     """Write what the policy is trained with where the client left it open: vLLM's own defaults are nobody's choice.
+
+    `request` is vLLM's own, parsed.
 
     Raises:
         Refused: an answer longer than in training is asked for, or beam search.
     """
     for name in ("temperature", "top_p", "top_k", "min_p"):
-        if body.get(name) is None:
-            body[name] = getattr(trained, name)
+        if getattr(request, name) is None:
+            setattr(request, name, getattr(trained, name))
     for name in ("stop", "stop_token_ids"):
-        given, own = body.get(name) or [], list(getattr(trained, name))
+        given, own = getattr(request, name) or [], getattr(trained, name)
         given = [given] if isinstance(given, str) else given
-        if own and isinstance(given, list):
-            body[name] = [*given, *(value for value in own if value not in given)]
+        setattr(request, name, [*given, *(value for value in own if value not in given)])
     for name in ("max_tokens", "max_completion_tokens"):
-        if isinstance(body.get(name), int) and body[name] > trained.max_tokens:
-            raise Refused(400, f"{name} is {body[name]}, but answers are trained up to {trained.max_tokens} tokens")
-    if body.get("use_beam_search"):
+        if (asked := vars(request).get(name) or 0) > trained.max_tokens:
+            raise Refused(400, f"{name} is {short(asked)}, but answers are trained up to {trained.max_tokens} tokens")
+    if request.use_beam_search:
         raise Refused(400, "use_beam_search is set, but the policy is trained on what it samples: leave it out")
 
 

@@ -5,9 +5,12 @@ from typing import Any
 
 from ..capture import Generation
 from .asgi import Message, Send, respond
-from .call import Call
+from .call import STUMBLES, Call
 
-_STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
+_FAILED = b'data: {"error"'
+
+LONGEST = 300
+"""Characters of an error's message, at most one less."""
 
 LOWEST = -9999.0
 """Stands for a log-probability of minus infinity, which JSON does not have (vLLM's own choice)."""
@@ -28,7 +31,7 @@ class Response:
     def __init__(self, send: Send, call: Call, messages: list[Any] | None) -> None:
         self._send, self._call, self._messages = send, call, messages
         self._start: Message = {}
-        self._streams = False
+        self._streams = self._begun = False
         self._waiting = b""
         self._said: dict[int, dict[str, Any]] = {}
 
@@ -38,11 +41,14 @@ class Response:
             self._start = message
             kinds = [value for name, value in message["headers"] if name == b"content-type"]
             self._streams = any(kind.startswith(b"text/event-stream") for kind in kinds)
-            if self._streams:
-                await self._send(message)
             return
         self._waiting += message.get("body", b"")
         more = message.get("more_body", False)
+        if self._streams and not self._begun:
+            if self._call.refused is not None or self._waiting.startswith(_FAILED):
+                return  # before a word was said, so it need not be told within the stream
+            await self._send(self._start)
+            self._begun = True
         if self._streams:
             *events, self._waiting = self._waiting.split(b"\n\n") if more else (*self._waiting.split(b"\n\n"), b"")
             body = b"\n\n".join(map(self._event, events)) + b"\n\n" * (more and bool(events))
@@ -51,19 +57,23 @@ class Response:
     async def finish(self, error: Exception | None) -> None:
         """Send what has not been streamed. `error` is what the application raised after it had answered, if anything.
 
-        vLLM's own checks of a request stumble over some; what they raise before the engine is asked is a bad request.
+        vLLM's own checks of a request stumble over some; what they raise before the engine answers is a bad request.
         """
-        if self._streams:
+        if self._begun:
             return
         status, refused = self._start.get("status", 500), self._call.refused
-        if refused is not None and status >= 400:
+        if refused is not None and (status >= 400 or self._streams):
             await send_error(self._send, refused.status, str(refused))
-        elif isinstance(error, _STUMBLES) and self._call.choices == 0:
+        elif self._streams and self._waiting.startswith(_FAILED):
+            told = json.loads(self._waiting.partition(b"\n\n")[0].removeprefix(b"data: "))["error"]
+            await send_error(self._send, told["code"], told["message"])
+        elif isinstance(error, STUMBLES) and not self._call.taken:
             await send_error(self._send, 400, f"the request makes no sense to vLLM: {type(error).__name__}: {error}")
         elif status == 400 and self._call.open_ended and b"max_tokens must be at least 1" in self._waiting:
             await send_error(self._send, 400, "the prompt fills the context and leaves no room for an answer")
-        elif status == 501:  # vLLM's word for what this model or this server does not offer
-            await send_error(self._send, 400, json.loads(self._waiting)["error"]["message"])
+        elif self._start and status >= 400:
+            # 501 is vLLM's word for what this model or this server does not offer.
+            await send_error(self._send, 400 if status == 501 else status, _said(self._waiting))
         elif status == 200 and self._waiting.startswith(b"{"):
             await respond(self._send, status, self._completed(json.loads(self._waiting)))
         elif self._start:
@@ -111,9 +121,25 @@ def _add_delta(said: dict[str, Any], delta: dict[str, Any]) -> None:
             function[name] += (part.get("function") or {}).get(name) or ""
 
 
-async def send_error(send: Send, status: int, sentence: str) -> None:
-    """An error in the form OpenAI's clients know."""
+def _said(answer: bytes) -> str:
+    """The message of an error that vLLM or its web framework has answered with."""
+    try:
+        found = json.loads(answer)
+        return str(found["error"]["message"] if "error" in found else found["detail"])
+    except (ValueError, KeyError, TypeError):
+        return answer.decode(errors="replace")
+
+
+def error_answer(status: int, text: str) -> dict[str, Any]:
+    """An error in the form OpenAI's clients know, on one line of less than 300 characters."""
     kind = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
+    sentence = " ".join(text.split())
+    sentence = sentence if len(sentence) < LONGEST else f"{sentence[: LONGEST - 2]}…"
     error = {"message": sentence, "type": kind.get(status, "invalid_request_error"), "param": None, "code": status}
-    extra = {"retry-after": "1"} if status == 503 else {}
-    await respond(send, status, {"error": error}, extra)
+    return {"error": error}
+
+
+async def send_error(send: Send, status: int, text: str) -> None:
+    """Answer with an error. Where the request's body was not read to its end, the connection ends with it."""
+    extra = {"retry-after": "1"} if status == 503 else {"connection": "close"} if status in (408, 413) else {}
+    await respond(send, status, error_answer(status, text), extra)

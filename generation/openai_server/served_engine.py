@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 from ..capture import Generation
 from ..engine_state import EngineStateError
 from ..sampling import SamplingSettings, response_budget, vllm_sampling_params
+from ..vllm_compat import request_errors, told_error
 from ..worker_async import VllmAsyncGenerationWorker
-from .call import CURRENT, Call, Refused
+from .call import CURRENT, STUMBLES, Call, Refused
+from .conversations import Conversation, Conversations, TooManyConversations
+from .requests import Limits, fill_sampling, short
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -28,11 +31,30 @@ _FREE = {
 class ServedEngine:
     """vLLM's engine with another `generate`; everything else is the engine's own."""
 
-    def __init__(self, worker: VllmAsyncGenerationWorker, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        worker: VllmAsyncGenerationWorker,
+        tokenizer: Any,
+        eos_token_ids: tuple[int, ...],
+        limits: Limits,
+        conversations: Conversations,
+    ) -> None:
         self._worker, self._tokenizer, self._ends = worker, tokenizer, eos_token_ids
+        self._limits, self._conversations = limits, conversations
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker.engine, name)
+
+    def check(self, request: Any) -> None:
+        """Look at a request that vLLM has parsed, before anything is done for it, and fill in what it leaves open."""
+        if (call := CURRENT.get()) is None:
+            return
+        try:
+            self._limits.check(request)
+            if call.sampling is not None:
+                fill_sampling(request, call.sampling)
+        except Refused as refused:
+            raise call.refuse(refused.status, str(refused)) from refused
 
     def generate(
         self, prompt: Any, sampling_params: "SamplingParams", request_id: str, **options: Any
@@ -46,7 +68,34 @@ class ServedEngine:
         params = self._params(call, sampling_params, len(ids))
         first, call.choices = call.choices, call.choices + params.n
         outputs = self._worker.submit({**prompt, "prompt_token_ids": ids}, params, request_id, **options)
-        return _captured(call, outputs, _Sampled(ids, version, params), first)
+        return self._captured(call, outputs, _Sampled(ids, version, params), first)
+
+    async def _captured(
+        self, call: Call, outputs: AsyncGenerator["RequestOutput", None], sampled: "_Sampled", first: int
+    ) -> AsyncGenerator["RequestOutput", None]:
+        async with aclosing(outputs):
+            try:
+                async for output in outputs:
+                    call.taken = True
+                    if call.opens and call.conversation is None:
+                        call.conversation = self._opened(call)
+                    for choice in output.outputs:
+                        _note(call, sampled, sampled.add(choice), first + choice.index)
+                    yield output
+            except Refused as refused:
+                raise told_error(refused.status, str(refused)) from refused
+            except request_errors() as error:
+                if call.taken or (error.__cause__ is not None and not isinstance(error.__cause__, STUMBLES)):
+                    raise
+                client = call.refuse(400, str(error) or f"vLLM cannot take the request: {error.__cause__!r}")
+                raise told_error(client.status, str(client)) from error
+
+    def _opened(self, call: Call) -> Conversation:
+        found = self._conversations.get(call.opens)  # another request with this key may have been faster
+        try:
+            return found or self._conversations.open(call.opens, by_request=True, sampling=call.sampling)
+        except TooManyConversations as error:
+            raise call.refuse(429, str(error)) from error
 
     def _prompt_ids(self, call: Call, prompt: Any) -> list[int]:
         if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
@@ -104,8 +153,8 @@ def _check_sampling(call: Call, params: "SamplingParams", trained: SamplingSetti
         if name.startswith("_") or asked == own:
             continue
         hint = "; response_format and a forced tool_choice come to the same" if name == "structured_outputs" else ""
-        sentence = f"{name} is {asked!r}, but the policy is trained on samples drawn with {own!r}: leave it out{hint}"
-        raise call.refuse(400, sentence)
+        trained_with = f"the policy is trained on samples drawn with {short(own)}"
+        raise call.refuse(400, f"{name} is {short(asked)}, but {trained_with}: leave it out{hint}")
 
 
 @dataclass
@@ -136,21 +185,14 @@ class _Sampled:
         return Generation(self.prompt_ids, ids, logprobs, self.version, choice.finish_reason)
 
 
-async def _captured(
-    call: Call, outputs: AsyncGenerator["RequestOutput", None], sampled: _Sampled, first: int
-) -> AsyncGenerator["RequestOutput", None]:
-    async with aclosing(outputs):
-        async for output in outputs:
-            for choice in output.outputs:
-                _note(call, sampled.add(choice), first + choice.index)
-            yield output
-
-
-def _note(call: Call, generation: Generation | None, index: int) -> None:
+def _note(call: Call, sampled: _Sampled, generation: Generation | None, index: int) -> None:
     if generation is None:
         return
     if generation.finish_reason == "abort":
         raise call.refuse(503, "the engine was put to sleep before the answer was finished; try again later")
+    if generation.finish_reason == "error" and sampled.params.structured_outputs is not None:
+        # Such as the grammar `root ::= root root`, which no text fits; vLLM would make a 500 of it.
+        raise call.refuse(400, "no token fits what structured_outputs or response_format ask for: correct the grammar")
     call.generations[index] = generation
     if call.conversation is not None:
         call.conversation.capture.add(generation)

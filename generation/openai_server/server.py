@@ -8,13 +8,18 @@ from ..sampling import SamplingSettings
 from ..trajectory import Trajectory
 from ..vllm_compat import build_openai_app
 from ..worker_async import VllmAsyncGenerationWorker
+from .asgi import is_loopback
 from .conversations import Conversations
-from .gate import SERVED, Gate
+from .gate import PLACES, SERVED, Gate
+from .requests import Limits, sentence_of
+from .responses import error_answer
 from .served_engine import ServedEngine
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
     import uvicorn
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse
 
 STOP_SECONDS = 5.0
 """How long requests may take to end when the server stops."""
@@ -48,7 +53,7 @@ class OpenAIServer:
         settings = settings or ServerSettings()
         sock = bind(settings.host, settings.port)
         try:
-            gate, app, conversations = await _application(worker, settings)
+            gate, app, conversations = await _application(worker, settings, is_loopback(sock.getsockname()[0]))
             server = _uvicorn(gate)
             app.state.server = server  # vLLM tells it to stop when the engine has died
         except BaseException:
@@ -81,7 +86,8 @@ class OpenAIServer:
     ) -> str:
         """Begin to capture what clients say under `key` (by default a new one that nobody can guess); gives the key.
 
-        A client sends it as its API key, or in the header `x-hotbunk-trajectory`, which opens a trajectory by itself.
+        A client sends it as its API key, or, where the settings allow it, in the header `x-hotbunk-trajectory`, which
+        opens a trajectory by itself.
 
         Args:
             sampling: what requests have to be sampled with; by default the server's.
@@ -89,7 +95,21 @@ class OpenAIServer:
             policy_version: requests are answered by these weights only.
         """
         sampling = self.settings.sampling if sampling is None else sampling
-        return self._conversations.open(key, sampling=sampling, seed=seed, policy_version=policy_version)
+        return self._conversations.open(key, sampling=sampling, seed=seed, policy_version=policy_version).key
+
+    def address(self, key: str) -> str:
+        """A base URL for the clients of one open trajectory: requests there that lack its key count as lost ones.
+
+        Raises KeyError if it is not open.
+        """
+        return self.base_url.removesuffix("/v1") + PLACES + self._conversations[key].place + "/v1"
+
+    def lost_keys(self, key: str) -> int:
+        """How many requests to the trajectory's own address were refused because they came without its key, so far.
+
+        Raises KeyError if it is not open.
+        """
+        return self._conversations[key].lost_keys
 
     def take(self, key: str) -> list[Trajectory]:
         """The trajectories captured under `key`, which is then forgotten. Raises KeyError if it is not open."""
@@ -105,18 +125,31 @@ class OpenAIServer:
             await asyncio.wait({self._task}, timeout=STOP_SECONDS)
 
 
-async def _application(worker: VllmAsyncGenerationWorker, settings: ServerSettings) -> tuple[Gate, Any, Conversations]:
+async def _application(
+    worker: VllmAsyncGenerationWorker, settings: ServerSettings, local: bool
+) -> tuple[Gate, Any, Conversations]:
+    from fastapi.exceptions import RequestValidationError
+
     if worker.settings.extra.get("skip_tokenizer_init"):
         raise ValueError("an OpenAI server needs the engine's tokenizer: leave skip_tokenizer_init out")
     tokenizer = worker.engine.get_tokenizer()
-    engine = ServedEngine(worker, tokenizer, settings.eos_token_ids)
+    conversations = Conversations(tokenizer, settings.eos_token_ids, settings.max_conversations)
+    config = worker.engine.model_config
+    limits = Limits(settings.max_choices, settings.max_answers, config.max_model_len, config.get_vocab_size())
+    engine = ServedEngine(worker, tokenizer, settings.eos_token_ids, limits, conversations)
     names = settings.model_name, worker.settings.model
-    app = await build_openai_app(engine, *names, settings.tool_parser, settings.reasoning_parser)
+    app = await build_openai_app(engine, *names, settings.tool_parser, settings.reasoning_parser, engine.check)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in SERVED]
     app.user_middleware.clear()  # authentication is the gate's, and pages of other origins have no business here
-    conversations = Conversations(tokenizer, settings.eos_token_ids, settings.max_conversations)
-    vocabulary = worker.engine.model_config.get_vocab_size()
-    return Gate(app, worker, settings, conversations, vocabulary, tokenizer), app, conversations
+    app.exception_handler(RequestValidationError)(_invalid)
+    return Gate(app, worker, settings, conversations, limits, tokenizer, local), app, conversations
+
+
+async def _invalid(_: Any, error: "RequestValidationError") -> "JSONResponse":
+    """vLLM's own handler lists all that pydantic has tried, over many lines."""
+    from fastapi.responses import JSONResponse
+
+    return JSONResponse(error_answer(400, sentence_of(error.errors(), error.body)), 400)
 
 
 def _uvicorn(gate: Gate) -> "uvicorn.Server":

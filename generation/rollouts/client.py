@@ -10,6 +10,7 @@ The client's code runs on a thread of its own: it may block, and the engine does
 
 import asyncio
 import functools
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,10 @@ from .user_code import call_user
 
 Client = Callable[[str, str, str, dict[str, Any]], Awaitable[float | None] | float | None]
 """Called with base URL, API key, the model's name and the row; gives a reward, or None to leave that to others."""
+
+
+class LostKey(ValueError):
+    """A client has sent requests without its trajectory's key; none of them was answered."""
 
 
 class ClientRollout:
@@ -39,13 +44,14 @@ class ClientRollout:
 
         Raises:
             TimeoutError: the client takes longer than it may.
+            LostKey: it has sent requests without the key they would be captured under.
             ValueError: it has asked for nothing, or its reward is not a finite number.
             UserCodeError: it raised what is not an `Exception`.
         """
         server, thread = await self._started(llm)
         place = llm.settings.seed, llm.settings.step, llm.prompt_index, llm.sample_index
         key = server.open(sampling=sampling, seed=sample_seed(*place), policy_version=llm.settings.policy_version)
-        run = functools.partial(self._client, server.base_url, key, self._settings.model_name, row)
+        run = functools.partial(self._client, server.address(key), key, self._settings.model_name, row)
         try:
             running = asyncio.wrap_future(thread.submit(call_user(run)))
             async with asyncio.timeout(self._timeout_s) as limit:  # here, as a client may block its own loop
@@ -55,9 +61,11 @@ class ClientRollout:
                 raise
             raise TimeoutError(f"the client did not finish within {self._timeout_s:g} s") from error
         finally:
-            trajectories = server.take(key)
+            lost, trajectories = server.lost_keys(key), server.take(key)
             if llm.engine.engine.errored:  # the client has only seen some request fail
                 llm.fatal = llm.engine.engine.dead_error
+        if lost:
+            raise LostKey(f"the client lost its key: {lost} of its requests came without the api_key it was given")
         if not trajectories:
             raise ValueError("the client ended without an answer of the policy: it must use base_url and api_key")
         reward = 0.0 if given is None else checked_reward(given, "the client returned")
@@ -71,7 +79,9 @@ class ClientRollout:
             if self._server is None or self._thread is None:
                 own = llm.settings.sampling
                 ends = {*own.stop_token_ids, *([llm.tokenizer.eos_token_id] if llm.tokenizer.eos_token_id else [])}
-                settings = replace(self._settings, sampling=own, eos_token_ids=tuple(sorted(ends)))
+                # A key that nobody knows: keys of open trajectories are the only ones that open this server.
+                key = self._settings.api_key or secrets.token_urlsafe(32)
+                settings = replace(self._settings, api_key=key, sampling=own, eos_token_ids=tuple(sorted(ends)))
                 self._server = await OpenAIServer.start(llm.engine, settings)
                 self._thread = EngineThread("clients")
         return self._server, self._thread

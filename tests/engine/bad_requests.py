@@ -38,7 +38,7 @@ def from_schema(schema: dict[str, Any]) -> Iterator[Request]:
     """For every field of every request: values of kinds that the schema does not name; required fields left out."""
     for path in GOOD:
         content = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        for form in _alternatives(schema, content):
+        for form in alternatives(schema, content):
             base = {"prompt": ..., "messages": USER} if "messages" in form.get("required", []) else {}
             for name, field_schema in form.get("properties", {}).items():
                 kinds = _kinds(schema, field_schema)
@@ -46,23 +46,23 @@ def from_schema(schema: dict[str, Any]) -> Iterator[Request]:
                     if kinds and not _fits(value, kinds):
                         yield request(path, **(base | {name: value}))
             for name in form.get("required", []):
-                if not any(name not in other.get("required", []) for other in _alternatives(schema, content)):
+                if not any(name not in other.get("required", []) for other in alternatives(schema, content)):
                     yield request(path, **{name: ...})
 
 
-def _alternatives(schema: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any]]:
+def alternatives(schema: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any]]:
     if "$ref" in part:
         target = schema
         for step in part["$ref"].removeprefix("#/").split("/"):
             target = target[step]
-        return _alternatives(schema, target)
+        return alternatives(schema, target)
     several = part.get("anyOf") or part.get("oneOf") or []
-    return [form for each in several for form in _alternatives(schema, each)] if several else [part]
+    return [form for each in several for form in alternatives(schema, each)] if several else [part]
 
 
 def _kinds(schema: dict[str, Any], part: dict[str, Any]) -> set[str]:
     """The JSON types a field may have; empty where it may be anything."""
-    forms = _alternatives(schema, part)
+    forms = alternatives(schema, part)
     kinds = {form.get("type", "object" if "properties" in form else "") for form in forms}
     return set() if "" in kinds else kinds
 

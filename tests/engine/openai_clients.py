@@ -1,6 +1,7 @@
 """Servers on a test engine, and the official client's requests to them."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,18 @@ async def quits(*_: Any) -> None:
 
 async def sleeps(*_: Any) -> None:
     await asyncio.sleep(60)
+
+
+async def keeps_quiet_about_its_key(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
+    """A client that loses its key after its first answer, and takes the refusal for nothing."""
+    await asyncio.to_thread(ask_once, base_url, api_key, model, row)
+    with contextlib.suppress(openai.AuthenticationError):
+        await asyncio.to_thread(ask_once, base_url, "another", model, row)
+    return 1.0
+
+
+def loses_its_key(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
+    ask_once(base_url, "none", model, row)
 
 
 async def no_number(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> Any:

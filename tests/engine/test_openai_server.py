@@ -1,7 +1,12 @@
 """The OpenAI-compatible server on a real engine: the official client, exact ids, refusals, and malformed requests."""
 
 import asyncio
+import contextlib
+import functools
 import logging
+import os
+import socket
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +15,12 @@ import httpx
 import openai
 import psutil
 import pytest
-from bad_requests import by_hand, from_schema
+from bad_requests import GOOD, by_hand, from_schema
 from colocated import HfPolicy, start_engine, stop
+from hostile_requests import Hostile, complaint, known_cases, outside, send
+from hostile_requests import from_schema as from_schema_hostile
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai_clients import (
     ADD,
     QUESTION,
@@ -25,6 +34,8 @@ from openai_clients import (
     client,
     episode,
     explodes,
+    keeps_quiet_about_its_key,
+    loses_its_key,
     no_number,
     nothing,
     opened,
@@ -38,8 +49,8 @@ from openai_clients import (
 )
 from transformers import AutoTokenizer
 
-from generation.openai_server import OpenAIServer, ServerSettings
-from generation.rollouts.client import verifiers_client
+from generation.openai_server import OpenAIServer, ServerSettings, TooManyConversations
+from generation.rollouts.client import LostKey, verifiers_client
 from generation.rollouts.user_code import UserCodeError
 from sharding.manager import Leader
 
@@ -54,8 +65,15 @@ def leader(tiny_qwen2: Path) -> Iterator[Leader]:
 
 @pytest.fixture(scope="module")
 def server(leader: Leader) -> Iterator[OpenAIServer]:
-    """As the trainer starts it: requests are sampled as the policy is trained."""
-    yield from serving(leader, sampling=SAMPLING, eos_token_ids=(2,))
+    """As the trainer starts it: requests are sampled as the policy is trained. But open to all, for the tests' ease."""
+    yield from serving(leader, sampling=SAMPLING, eos_token_ids=(2,), header_keys=True)
+
+
+@pytest.fixture(scope="module")
+def strict(leader: Leader) -> Iterator[OpenAIServer]:
+    """With little room and little patience."""
+    limits = {"max_conversations": 3, "max_body_bytes": 8192, "body_timeout_s": 1.5}
+    yield from serving(leader, api_key="secret", header_keys=True, **limits)
 
 
 @pytest.fixture(scope="module")
@@ -339,6 +357,177 @@ def test_v29_an_environment_of_another_library(leader: Leader, tiny_qwen2: Path,
     """Rewards come from the state, or from the rubric."""
     (t,) = episode(leader, tiny_qwen2, verifiers_client(environment))
     assert (t.turns, t.reward) == (1, 0.25)
+
+
+def statuses(base_url: str, headers: list[dict[str, str]], path: str = "/completions") -> list[int]:
+    """Of good requests for an answer, with one of these headers each."""
+    body = {"model": "policy", "prompt": "hi", "max_tokens": 2}
+    return [httpx.post(f"{base_url}{path}", json=body, headers=each, timeout=60).status_code for each in headers]
+
+
+def test_in_training_only_keys_of_open_trajectories_are_answered(leader: Leader, tiny_qwen2: Path) -> None:
+    """What strangers are told while an episode runs; and that what they ask for neither counts nor harms it."""
+    found: dict[str, list[int]] = {}
+    bearers = [{}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer"}, {"authorization": "Basic wrong"}]
+
+    def visited(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
+        everybodys = f"http://{httpx.URL(base_url).netloc.decode()}/v1"
+        ask_once(everybodys, api_key, model, row)
+        own = {"authorization": f"Bearer {api_key}"}
+        found["strangers"] = statuses(everybodys, [*bearers, {"x-hotbunk-trajectory": "mine"}])
+        found["elsewhere"] = statuses(f"{everybodys[:-3]}/trajectories/{'0' * 32}/v1", [own, {}])
+        found["by header"] = statuses(base_url, [own | {"x-hotbunk-trajectory": key} for key in ("mine", api_key)])
+        ask_once(base_url, api_key, model, row)
+        found["health"] = [httpx.get(f"{everybodys[:-3]}/health").status_code]
+        return 1.0
+
+    trajectories = episode(leader, tiny_qwen2, visited)
+    assert found == {"strangers": [401] * 5, "elsewhere": [404] * 2, "by header": [400] * 2, "health": [200]}
+    assert sum(t.turns for t in trajectories) == 2
+
+
+def test_a_client_that_loses_its_key_fails_its_episode(leader: Leader, tiny_qwen2: Path) -> None:
+    with pytest.raises(LostKey, match="the client lost its key: 1 of its requests came without the api_key"):
+        episode(leader, tiny_qwen2, keeps_quiet_about_its_key)
+    with pytest.raises(openai.AuthenticationError, match="the key of this trajectory was lost: send the api_key"):
+        episode(leader, tiny_qwen2, loses_its_key)
+
+
+def test_no_request_takes_the_room_of_other_trajectories(strict: OpenAIServer, leader: Leader) -> None:
+    """Three fit: bad requests open none, requests no more than three, and the program's own have room beside them."""
+    own = {"authorization": "Bearer secret"}
+    bodies = [b"", b"{", b"[]", b"{}", b'{"prompt": 7}', b'{"model": "policy", "prompt": "x", "n": 0}']
+    bodies += [b'{"model": "policy", "prompt": "x", "logprobs": 1000000}']  # which only the engine refuses
+    with httpx.Client(headers=own) as http:
+        for i, body in enumerate(bodies):
+            key = {"x-hotbunk-trajectory": f"bad {i}", "content-type": "application/json"}
+            assert http.post(f"{strict.base_url}/completions", content=body, headers=key).status_code == 400
+    assert statuses(strict.base_url, [{"x-hotbunk-trajectory": "a"}]) == [401]
+    assert statuses(strict.base_url, [own | {"x-hotbunk-trajectory": key} for key in "aabcd"]) == [200] * 4 + [429]
+    keys = [opened(strict, leader) for _ in range(3)]
+    with pytest.raises(TooManyConversations, match="3 trajectories are being captured"):
+        opened(strict, leader)
+    both = {"authorization": f"Bearer {keys[0]}", "x-hotbunk-trajectory": "e"}
+    guessed = {"authorization": "Bearer a"}  # the key of a header, which anybody might choose
+    assert statuses(strict.base_url, [both, guessed, guessed | {"x-hotbunk-trajectory": "a"}]) == [403, 401, 401]
+    assert [sum(t.turns for t in taken(strict, leader, key)) for key in "abc"] == [2, 1, 1]
+    assert [taken(strict, leader, key) for key in keys] == [[]] * 3
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_bounds_hold_whatever_json_type_a_number_comes_as(server: OpenAIServer, free: OpenAIServer, path: str) -> None:
+    """vLLM's parser takes "129" and 129.0 for 129; a bound that is looked at before would let them pass."""
+
+    def told(server: OpenAIServer, **changes: Any) -> tuple[int, str]:
+        request = {"model": "policy", "prompt": "hi", "messages": QUESTION, "max_tokens": 2} | changes
+        request.pop("prompt" if "chat" in path else "messages")
+        key = {"authorization": "Bearer secret"}
+        answer = httpx.post(f"{root(server)}{path}", json=request, headers=key, timeout=60)
+        return answer.status_code, answer.json().get("error", {}).get("message", "")
+
+    for n in (129, 129.0, "129", "1000", 5000, "5000", 16000.0):
+        assert told(free, n=n) == (400, f"n is {int(n)}, but must be at most 128")
+    for n in (True, "2", 2.0):
+        assert told(free, n=n)[0] == 200
+    for name in ("max_tokens", *(["max_completion_tokens"] if "chat" in path else [])):
+        for tokens in (17, "17", 17.0, 2**40):
+            sentence = f"{name} is {int(tokens)}, but answers are trained up to 16 tokens"
+            assert told(server, **{name: tokens}) == (400, sentence)
+        assert told(server, **{name: "16"})[0] == 200
+    assert told(server, use_beam_search="yes")[1].startswith("use_beam_search is set")
+    assert told(server, use_beam_search="no", temperature="0.8", top_p=None)[0] == 200
+    assert told(server, temperature="0.7")[1].startswith("temperature is 0.7, but")
+    for number in (2**64, "18446744073709551616"):
+        assert (
+            told(free, stream_interval=number)[1]
+            == "stream_interval is 18446744073709551616, which is out of all bounds"
+        )
+    assert told(free, best_of=3)[1].startswith("best_of is 3, but")
+    assert told(free, bad_words=["x"] * 5000) == (400, "bad_words has 5000 entries, but may have at most 4096")
+    if path == "/v1/completions":
+        sentence = "9 prompts with n 114 ask for more than 1024 answers: ask in parts"
+        assert told(free, prompt=["hi"] * 9, n="114") == (400, sentence)
+
+
+def test_a_grammar_that_nothing_fits_is_the_clients_error(free: OpenAIServer) -> None:
+    api = client(free, "secret")
+    extra = {"structured_outputs": {"grammar": "root ::= root root"}}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="no token fits what structured_outputs or response_format"):
+            api.chat.completions.create(model="policy", messages=QUESTION, stream=stream, extra_body=extra)
+        with pytest.raises(openai.BadRequestError, match="no token fits what structured_outputs or response_format"):
+            api.completions.create(model="policy", prompt="hi", stream=stream, extra_body=extra)
+
+
+def test_a_page_with_a_foreign_name_gets_nothing_from_loopback(server: OpenAIServer) -> None:
+    port = httpx.URL(server.base_url).port
+    for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.e.com", "10.0.0.1"):
+        answer = httpx.get(f"{root(server)}/v1/models", headers={"host": host})
+        assert (answer.status_code, "listens on loopback" in answer.text) == (403, True)
+    for host in ("127.0.0.1", f"localhost:{port}", "LOCALHOST", f"[::1]:{port}", "127.0.0.2:8000"):
+        assert httpx.get(f"{root(server)}/v1/models", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        (b"content-length: 1152921504606846976", b"{", 413),
+        (b"content-length: 8193", b"", 413),
+        (b"transfer-encoding: chunked", b"4000\r\n" + b" " * 0x4000 + b"\r\n", 413),
+        (b"content-length: 8192", b"{", 408),
+        (b"transfer-encoding: chunked", b"1\r\n{\r\n", 408),
+    ],
+)
+def test_a_body_may_be_so_large_and_take_so_long(strict: OpenAIServer, head: bytes, body: bytes, status: int) -> None:
+    """The connection ends with the answer: nobody waits for the rest."""
+    address = ("127.0.0.1", httpx.URL(strict.base_url).port or 0)
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(4)]
+        for connection, path in zip(connections, GOOD, strict=True):
+            start = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer secret\r\n"
+            connection.sendall(start.encode() + b"content-type: application/json\r\n%s\r\n\r\n%s" % (head, body))
+        for connection in connections:
+            answer = b"".join(iter(functools.partial(connection.recv, 65536), b""))
+            assert answer.startswith(b"HTTP/1.1 %d " % status) and b"connection: close" in answer.lower()
+            assert (b"larger than 8,192 bytes" if status == 413 else b"not complete after 1.5 s") in answer
+
+
+def test_hostile_requests_are_answered_with_a_sentence(
+    server: OpenAIServer, free: OpenAIServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """HOTBUNK_HOSTILE_REQUESTS of them (150 by default), always the same; half keep to the server's own schema."""
+    count = int(os.environ.get("HOTBUNK_HOSTILE_REQUESTS", "150"))
+    before = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
+    schema = httpx.get(f"{root(server)}/openapi.json").json()
+    tally: Counter[str] = Counter()
+
+    def ask(target: OpenAIServer, request: Hostile) -> None:
+        status, text, seconds = send(("127.0.0.1", httpx.URL(target.base_url).port or 0), request, "secret")
+        tally[f"{status // 100}xx"] += 1
+        tally["longest, ms"] = max(tally["longest, ms"], round(1000 * seconds))
+        assert not complaint(request, status, text), (complaint(request, status, text), request)
+
+    quick = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+
+    def ask_drawn(requests: st.SearchStrategy[Hostile], examples: int) -> None:
+        @settings(quick, max_examples=examples)
+        @given(requests, st.sampled_from([server, free]))
+        def run(request: Hostile, target: OpenAIServer) -> None:
+            tally["drawn"] += 1
+            ask(target, request)
+
+        run()
+
+    ask_drawn(from_schema_hostile(schema), (count + 1) // 2)
+    ask_drawn(outside(schema), count // 2)
+    for request in known_cases():
+        for target in (server, free):
+            ask(target, request)
+    output = capfd.readouterr()
+    assert "Traceback" not in output.err + output.out, output.err[-3000:]
+    after = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
+    assert carried(after) == carried(before)
+    print(dict(tally))
 
 
 def test_n14_malformed_requests_are_4xx_and_the_engine_lives(server: OpenAIServer, free: OpenAIServer) -> None:

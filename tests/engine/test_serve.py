@@ -37,7 +37,7 @@ def test_v33_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> No
     api = openai.OpenAI(base_url=line.split()[-1], api_key="secret", max_retries=0)
     answer = api.chat.completions.create(model="mine", messages=messages, temperature=0, max_tokens=12)
     assert answer.choices[0].message.model_extra["generation_token_ids"] == expected.tolist()
-    with pytest.raises(openai.RateLimitError, match="this server captures no trajectories"):
+    with pytest.raises(openai.BadRequestError, match="takes no trajectories' keys in x-hotbunk-trajectory"):
         api.chat.completions.create(model="mine", messages=messages, extra_headers={"x-hotbunk-trajectory": "a"})
     family = processes_with(mark)
     process.send_signal(signal.SIGINT)
@@ -53,6 +53,8 @@ def test_v33_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> No
         (["MODEL", "--concurrent", "0"], "--concurrent must be at least 1"),
         (["MODEL", "--port", "70000"], "--port from 0 to 65535"),
         (["MODEL", "--port", "http"], "invalid int value"),
+        (["MODEL", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines ask: give an --api-key"),
+        (["MODEL", "--host", "", "--api-key", ""], "lets other machines ask"),
     ],
 )
 def test_serve_bad_input_ends_in_one_sentence(
