@@ -220,6 +220,7 @@ class RLTrainer:
                 trajectories = self.rollouts.run(prompts, settings, deadline, voting)
             else:
                 trajectories = self.rollouts.run(prompts, settings, deadline, give_up=self.keeper.late_to_leave)
+        gc.collect()  # an OpenAI client, say, leaves cycles with 200 KiB of certificates that Python does not count
         self.rewards.check_error_rate(all_reduce_sum(self.rewards.take_counts()))
         return trajectories
 
