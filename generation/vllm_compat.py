@@ -55,6 +55,7 @@ def _hidden_variables() -> list[str]:
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
     """Variables that the engine's processes start with."""
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    env["GLOO_SOCKET_IFNAME"] = "lo"  # an engine is on one machine, whatever the trainer is on
     env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing is unpickled that came over a socket
     env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines that concern nobody here
     if not settings.on_cpu:

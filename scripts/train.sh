@@ -4,8 +4,8 @@
 #   bash scripts/train.sh [sft] RECIPE [--section.key value ...]
 #
 # One node by default, with one rank for each GPU (on CPU one rank), or NPROC_PER_NODE ranks. On several nodes, run it on each of
-# them with NNODES, NODE_RANK (0 on the first), MASTER_ADDR (the first) and, where 29500 is taken, MASTER_PORT;
-# scripts/slurm.sh does so. --help and --dry-run answer at once, without ranks.
+# them with NNODES, NODE_RANK (0 on the first), MASTER_ADDR (the first's address on a trusted network, the only one that is
+# listened at) and, where 29500 is taken, MASTER_PORT; scripts/slurm.sh does so. --help and --dry-run answer at once, without ranks.
 set -euo pipefail
 python=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python
 
@@ -40,13 +40,12 @@ for argument in "${@:---help}"; do
     esac
 done
 
-if [ "$nodes" = 1 ]; then
-    rendezvous=(--standalone)
-else
+rendezvous=()
+if [ "$nodes" != 1 ]; then
     [ -n "${NODE_RANK:-}" ] && [ -n "${MASTER_ADDR:-}" ] || die "with NNODES=$nodes, NODE_RANK and MASTER_ADDR must be set, too."
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
-# A recipe with a mistake in it is told of once, in a sentence, before there are ranks; torchrun would add a traceback.
+# A recipe with a mistake in it is told of once, in a sentence, before there are ranks.
 trap 'exit 130' INT # one that reaches bash alone would be lost while the check goes on
 WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check || exit
 # Ranks that have not ended this long after SIGTERM are killed. They end themselves, some seconds after checkpoint.grace_s;
@@ -54,4 +53,4 @@ WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check || ex
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # The ranks end with their launcher, which has the number of this process.
 export HOTBUNK_LAUNCHER=$$
-exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$ranks" -m trainer "$command" "$@"
+exec "$python" -m trainer.launcher "${rendezvous[@]}" --nproc-per-node "$ranks" -m trainer "$command" "$@"

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from trainer.config import RolloutConfig, TrainConfig, known_keys, load_config, to_yaml
 from trainer.config_checks import check_config
 from trainer.errors import UserError
+from trainer.last_words import leave_word
 from trainer.rewards import RewardPool
 
 if TYPE_CHECKING:
@@ -43,18 +44,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # pkg.mod:Name finds the user's code whichever way this was started
-    overrides: list[str] = []
-    if argv and argv[0] in _WITH_OVERRIDES:
-        argv, overrides = split_overrides(argv)
-    arguments = _parser().parse_args(argv, argparse.Namespace(overrides=overrides))
+    arguments = parse(argv)
     if arguments.command in _OTHERS:
         return import_module(_OTHERS[arguments.command]).main(arguments) or 0
     return _train(arguments)
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """A command and its arguments; what overrides keys of a recipe is `overrides`. Raises UserError."""
+    overrides: list[str] = []
+    if argv and argv[0] in _WITH_OVERRIDES:
+        argv, overrides = split_overrides(argv)
+    return _parser().parse_args(argv, argparse.Namespace(overrides=overrides))
+
+
+def training_config(arguments: argparse.Namespace) -> TrainConfig:
+    """The recipe that the arguments of train or sft name, with what they override. Raises UserError."""
     resume = [] if arguments.resume is None else [f"checkpoint.resume={json.dumps(arguments.resume)}"]
-    config = load_config(arguments.recipe, [*arguments.overrides, *resume])
+    return load_config(arguments.recipe, [*arguments.overrides, *resume])
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = training_config(arguments)
     check_config(config, arguments.command)
     if arguments.check:
         RewardPool(config.reward)
@@ -249,6 +260,7 @@ def _reporting(action: Callable[[], int]) -> int:
         error = raised if isinstance(raised, UserError) else raised.__cause__
         if not isinstance(error, UserError):
             raise
+        leave_word("UserError", str(error))
         if not re.fullmatch("0*[1-9][0-9]{0,5}", os.environ.get("LOCAL_RANK", "0")):  # the first here, or not a number
             for line in str(error).splitlines():
                 print(f"hotbunk: {line}", file=sys.stderr)

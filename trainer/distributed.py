@@ -5,8 +5,12 @@ Exchanges are in `sharding.collectives`.
 
 import os
 import socket
+import sys
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -23,7 +27,10 @@ from sharding.collectives import (  # noqa
     rank,
     world_size,
 )
+from sharding.weights_group import own_address
+from trainer.exchanged import restrict_exchanged_objects
 
+_LISTENS, _LOOPBACK_6 = "0A", "00000000000000000000000001000000"  # as /proc/net/tcp6 writes them
 _store: dist.Store | None = None
 
 
@@ -36,8 +43,9 @@ def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
     global _store
     timeout = timedelta(seconds=timeout_seconds)
     cuda = device == "cuda" or (device == "auto" and cuda_problem() is None)
+    _stay_private()
+    restrict_exchanged_objects()
     if "RANK" in os.environ:
-        _stay_on_loopback()
         _store, rank_, world = next(dist.rendezvous("env://", timeout=timeout))
     else:
         _store, rank_, world = dist.HashStore(), 0, 1
@@ -46,14 +54,47 @@ def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=_store, rank=rank_, world_size=world, timeout=timeout)
     introduce()
+    if is_main() and _on_one_machine() and "RANK" in os.environ and _is_open(int(os.environ["MASTER_PORT"])):
+        print(
+            f"[hotbunk] port {os.environ['MASTER_PORT']}, where the ranks meet, is open to the network, and whoever "
+            "reaches it can do as he likes with this run: start it by bash scripts/train.sh, which listens on loopback "
+            "only (or by python -m trainer.launcher in the place of torchrun)",
+            file=sys.stderr,
+        )
 
 
-def _stay_on_loopback() -> None:
-    """On a single machine, keep gloo and NCCL off the network; what the user set is left alone."""
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    if one_machine and any(name == "lo" for _, name in socket.if_nameindex()):
+def _on_one_machine() -> bool:
+    """Whether all ranks are on this machine: they are as many as here, or meet where no other machine gets."""
+    everybody_here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return everybody_here or os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+
+
+def _stay_private() -> None:
+    """Keep gloo and NCCL off the network on one machine, and gloo on one interface, MASTER_ADDR's, on several.
+
+    What the user has set is left alone.
+    """
+    if not _on_one_machine():
+        with suppress(OSError, LookupError, ValueError):
+            own = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            for name, entries in psutil.net_if_addrs().items():
+                if name != "lo" and own in (entry.address for entry in entries):
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    elif any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _is_open(port: int) -> bool:
+    """Whether something listens on this port of this machine at another address than 127.… and ::1."""
+    for table in ("tcp", "tcp6"):
+        with suppress(FileNotFoundError):  # a kernel without IPv6
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                address, _, found = line.split()[1].partition(":")
+                here = address.endswith("7F") or address == _LOOPBACK_6  # the first of four bytes comes last
+                if int(found, 16) == port and line.split()[3] == _LISTENS and not here:
+                    return True
+    return False
 
 
 def destroy_process_group() -> None:

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import NoReturn
 
 from trainer import guardian
+from trainer.last_words import leave_word
 
 GRACE_SECONDS = 8.0  # from the signal to the forced exit; an orderly shutdown of vLLM takes up to 5
 _BASE_LIMIT = 40  # characters; a Unix socket's path has at most 107: up to 24 are our folder's name, 37 are vLLM's
@@ -213,7 +214,9 @@ def _announcer(phase: Callable[[], str]) -> Callable[[int], None]:
 
     def announce(number: int) -> None:
         if said.acquire(blocking=False):
-            line = f"{_name()}: interrupted by {signal.Signals(number).name} during phase {phase()}\n"
+            text = f"interrupted by {signal.Signals(number).name} during phase {phase()}"
+            leave_word("Interrupted", text)
+            line = f"{_name()}: {text}\n"
             os.write(2, line.encode())  # not sys.stderr: the signal may have come while that was being written to
 
     return announce
@@ -278,11 +281,13 @@ def run(main: Callable[[], int]) -> NoReturn:
     except Interrupted as interrupted:
         code = interrupted.exit_code
     except KeyboardInterrupt:  # before install_signal_handlers
+        leave_word("Interrupted", "interrupted by SIGINT during start-up")
         print(f"{_name()}: interrupted by SIGINT during start-up", file=sys.stderr)
         code = 128 + signal.SIGINT
     except SystemExit as wanted:
         code = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
-    except BaseException:
+    except BaseException as error:
+        leave_word(type(error).__name__, str(error))
         traceback.print_exc()
         code = 1
     leave(code)

@@ -16,11 +16,13 @@ import re
 import secrets
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
 from trainer.distributed import is_main
+from trainer.errors import UserError
 from trainer.records import Rows, whole_rows, write_whole
 
 WandbMode = Literal["auto", "offline", "online", "disabled"]
@@ -62,6 +64,7 @@ class Tracker(NullTracker):
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if step <= self._last:
             raise ValueError(f"step {step} is logged after step {self._last}; each step is logged once, in order")
+        self._check_folder()
         self._last = step
         row = {"train/step": step} | metrics
         self._metrics_file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
@@ -77,10 +80,23 @@ class Tracker(NullTracker):
             self._completions_file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
     def summary(self, values: dict[str, Any]) -> None:
+        self._check_folder()
         self._summary |= {key: _finite(value) for key, value in values.items()}
         write_whole(self._folder / "summary.json", json.dumps(self._summary, indent=2) + "\n")
         for copy in self._copies:
             copy.summary(values)
+
+    def _check_folder(self) -> None:
+        """Raise UserError when the folder was deleted, moved or replaced meanwhile: what is written would be lost."""
+        path = self._folder / "metrics.jsonl"
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(self._metrics_file.fileno())):
+                return
+        raise UserError(
+            f"{self._folder} was deleted, moved or replaced while the run was writing to it, with the record of "
+            f"{max(self._last, 0)} steps and its checkpoints: put it back, or start over by the same command, and "
+            "leave it alone until the run has ended"
+        )
 
     def close(self) -> None:
         self._metrics_file.close()

@@ -25,6 +25,8 @@ from typing import Self
 
 import torch.distributed as dist
 
+from trainer.last_words import leave_word
+
 EXIT_CODE = 124  # what timeout(1) exits with
 _POLL_SECONDS = 0.5
 _LAST_WORDS_SECONDS = 3.0  # how long the ranks wait for each other's stacks before they exit
@@ -152,6 +154,7 @@ class Watchdog:
 
     def _raise_alarm(self, expired: _Phase) -> None:
         """A deadline has expired here: tell the others; the first rank to tell prints everybody's phases."""
+        leave_word("Deadline", f"exceeded a deadline, {expired}")
         try:
             self._post()
             table = self._everybody() if self._store.add(_ALARM, 1) == 1 else ""
@@ -187,6 +190,7 @@ class Watchdog:
         """The process that held the store has died, so no collective can end well; the main thread may know already."""
         if self._closed.wait(_STORE_GONE_SECONDS):
             return
+        leave_word("RemoteError", "lost the store that the ranks share, so its holder has ended")
         _say(f"rank {self._rank}: lost the store that the ranks share, so its holder has ended: {gone}\n")
         self._describe()
         self._exit(EXIT_CODE)

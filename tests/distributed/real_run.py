@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -64,6 +66,7 @@ class Run:
         self.log = recipe.parent / f"{name}-{self.mark[:6]}.log"
         self._before = shared_memory.files()
         self._private: set[Path] = set()
+        self.listened: dict[str, dict[int, set[str]]] = {}  # moment -> process -> addresses
         environment = os.environ | {
             "NPROC_PER_NODE": str(ranks),
             "HOTBUNK_TEST_RUN": self.mark,
@@ -104,6 +107,19 @@ class Run:
 
     def wait_for_steps(self, count: int) -> None:
         self.wait_for(lambda: len(self.rows()) >= count, f"row {count} of metrics.jsonl")
+
+    def watch_listening(self) -> None:
+        """Until the run ends, note five times a second in `listened` where its processes listen."""
+        while self.process.poll() is None:
+            saved = any((self.folder / "checkpoints").glob("step_*"))
+            moment = "with a checkpoint" if saved else "steps" if self.rows() else "start-up"
+            for pid, addresses in listening({process.pid for process in self.processes()}).items():
+                self.listened.setdefault(moment, {}).setdefault(pid, set()).update(addresses)
+            time.sleep(0.2)
+
+    def summary(self) -> list[str]:
+        """What the launcher has said last."""
+        return summary(self.output())
 
     def wait(self, seconds: float = START_SECONDS) -> int:
         """The exit code."""
@@ -179,6 +195,32 @@ class Run:
                 process.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 continue
+
+
+def summary(output: str) -> list[str]:
+    """The last lines on the screen, as far as they are the launcher's."""
+    lines = output.splitlines()
+    last = next((i for i, line in enumerate(reversed(lines)) if not line.startswith("[hotbunk] ")), len(lines))
+    return [line.removeprefix("[hotbunk] ") for line in lines[len(lines) - last :]]
+
+
+def listening(pids: set[int]) -> dict[int, set[str]]:
+    """The addresses that processes listen at, by TCP: their descriptors against the kernel's tables."""
+    owners = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    owners[os.readlink(descriptor)] = pid
+    found: dict[int, set[str]] = {}
+    for table, family, length in (("tcp", socket.AF_INET, 8), ("tcp6", socket.AF_INET6, 32)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            owner = owners.get(f"socket:[{fields[9]}]")
+            if fields[3] == "0A" and owner is not None:  # LISTEN
+                words = [int(fields[1][i : i + 8], 16) for i in range(0, length, 8)]
+                found.setdefault(owner, set()).add(socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)))
+    return found
 
 
 def differences(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[str]:

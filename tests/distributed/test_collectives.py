@@ -2,9 +2,11 @@
 
 import math
 import os
+import pickle
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,22 @@ from trainer.watchdog import EXIT_CODE, Watchdog
 RANKS = 3
 
 
-def test_exchanges_equal_what_plain_python_computes() -> None:
-    run_ranks(exchanges, RANKS)
+def test_exchanges_equal_what_plain_python_computes_and_execute_nothing(tmp_path: Path) -> None:
+    run_ranks(exchanges, RANKS, arguments=[str(tmp_path / "made by a pickle")])
+    assert not any(tmp_path.iterdir())
 
 
-def exchanges() -> None:
+class MakesAFolder:
+    """Its pickle does, wherever it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def exchanges(path: str) -> None:
     distributed.init_process_group(30, device="cpu")
     rank = distributed.rank()
     assert distributed.world_size() == RANKS and distributed.is_main() == (rank == 0)
@@ -50,6 +63,8 @@ def exchanges() -> None:
     tensor = torch.tensor([float(rank)])
     dist.all_reduce(tensor)  # the group is an ordinary one
     assert tensor.item() == 3.0
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir is not among the classes that ranks exchange"):
+        dist.all_gather_object([None] * RANKS, MakesAFolder(f"{path} {rank}"))
     distributed.destroy_process_group()
     assert distributed.rank() == 0 and distributed.world_size() == 1
 

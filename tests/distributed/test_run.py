@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from killed_run import REWARD, disturbed, draw, unequal
-from real_run import Run, differences, write_recipe
+from real_run import Run, differences, summary, write_recipe
 
 from tests.conftest import TinyModel
 from trainer import checkpoint
@@ -31,8 +31,9 @@ def recipe(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def whole(recipe: Path) -> Run:
-    """A run of six steps on two ranks, with three evaluations, that nothing happened to."""
+    """A run of six steps on two ranks, with three evaluations, that nothing happened to but being watched."""
     run = Run(recipe, name="whole")
+    run.watch_listening()
     assert run.wait() == 0, run.output()
     run.assert_gone()
     return run
@@ -52,6 +53,14 @@ def test_p23_a_run_leaves_the_record_it_promises(whole: Run) -> None:
         assert (whole.folder / name).stat().st_size > 0
 
 
+def test_a_run_listens_on_loopback_alone(whole: Run) -> None:
+    assert list(whole.listened) == ["start-up", "steps", "with a checkpoint"]
+    for moment, addresses in whole.listened.items():
+        assert set().union(*addresses.values()) <= {"127.0.0.1", "::1"}, moment
+        assert len(addresses) == 5, moment  # the launcher, the ranks, their engines
+    assert "is open to the network" not in whole.output()
+
+
 def test_p19_p20_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
     """What is asked to end hangs in a rollout, with the policy's memory given back: the step is given up.
 
@@ -63,7 +72,9 @@ def test_p19_p20_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(recipe: 
     asked.wait_for(lambda: "3/6 " in asked.output(), "step 3")
     asked.left_behind()
     asked.ranks()[1].send_signal(signal.SIGTERM)
-    assert asked.wait() != 0
+    assert asked.wait() == 128 + signal.SIGTERM
+    assert asked.summary()[0] == "the run was interrupted by SIGTERM, exit code 143"
+    assert f"to go on from {asked.folder}/checkpoints/step_3, give the same command again" in asked.summary()
     asked.assert_gone()
     assert "rank 1: interrupted by SIGTERM" in asked.output()
     assert asked.rows()[-1]["memory/offloaded_gib"] > 0
@@ -180,7 +191,9 @@ def test_p24_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_no
     broken = disturbed(recipe, draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed")
     assert broken.failures == []
     assert unequal(whole, broken.run) == []
-    assert any("EngineDeadError" in log.read_text() for log in recipe.parent.glob("disturbed-*.log"))
+    outputs = [log.read_text() for log in recipe.parent.glob("disturbed-*.log")]
+    without_engine = [summary(output) for output in outputs if "EngineDeadError" in output]
+    assert without_engine and all("EngineDeadError" in lines[1] for lines in without_engine)
 
 
 def test_a_step_over_its_deadline_names_ranks_phases_and_stacks(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -189,10 +202,11 @@ def test_a_step_over_its_deadline_names_ranks_phases_and_stacks(tiny_model: Tiny
     try:
         run.wait_for_steps(2)
         run.engines()[0].send_signal(signal.SIGSTOP)
-        assert run.wait(60) != 0
+        assert run.wait(60) == 124
         run.assert_gone()
     finally:
         run.kill_everything()
+    assert "exceeded a deadline, phase " in run.summary()[1]
     assert "exceeded a deadline" in run.output()
     for rank in (0, 1):
         assert f"rank {rank}: phase " in run.output()

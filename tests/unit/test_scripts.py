@@ -211,25 +211,24 @@ def launched(clone: Path) -> Callable[..., list[str]]:
 
 def test_train_starts_torchrun_on_one_node(launched: Callable[..., list[str]]) -> None:
     words = launched("my recipe.yaml", "--run.name", "a b", NPROC_PER_NODE="2")
-    assert words[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert words[5:-2] == ["-m", "trainer", "train", "my recipe.yaml", "--run.name", "a b"]
+    assert words[:4] == ["-m", "trainer.launcher", "--nproc-per-node", "2"]
+    assert words[4:-2] == ["-m", "trainer", "train", "my recipe.yaml", "--run.name", "a b"]
     assert words[-2] == f"OMP={max(1, len(os.sched_getaffinity(0)) // 2)}"
-    assert launched("r.yaml")[4] == "1"
-    assert launched("sft", "r.yaml")[5:-2] == ["-m", "trainer", "sft", "r.yaml"]
+    assert launched("r.yaml")[3] == "1"
+    assert launched("sft", "r.yaml")[4:-2] == ["-m", "trainer", "sft", "r.yaml"]
 
 
 def test_train_counts_gpus(clone: Path, launched: Callable[..., list[str]]) -> None:
     write_stub(clone / "bin" / "nvidia-smi", "echo 'GPU 0: H200'; echo 'GPU 1: H200'; echo 'GPU 2: H200'")
-    assert launched("r.yaml")[4] == "3"
-    assert launched("r.yaml", CUDA_VISIBLE_DEVICES="2,0")[4] == "2"
-    assert launched("r.yaml", CUDA_VISIBLE_DEVICES="")[4] == "1"
+    assert launched("r.yaml")[3] == "3"
+    assert launched("r.yaml", CUDA_VISIBLE_DEVICES="2,0")[3] == "2"
+    assert launched("r.yaml", CUDA_VISIBLE_DEVICES="")[3] == "1"
 
 
 def test_train_meets_the_other_nodes(clone: Path, launched: Callable[..., list[str]]) -> None:
     several = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "first", "NPROC_PER_NODE": "8"}
     words = " ".join(launched("r.yaml", **several))
     assert "--nnodes 4 --node-rank 3 --master-addr first --master-port 29500 --nproc-per-node 8" in words
-    assert "--standalone" not in words
     refused = run_script(clone, "train.sh", "r.yaml", NNODES="4", NODE_RANK="1")
     assert refused.returncode == 2
     assert "MASTER_ADDR" in refused.stderr

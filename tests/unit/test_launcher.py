@@ -1,0 +1,64 @@
+"""Where launchers meet, and what the last one on the screen says; whole runs are in tests/distributed."""
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from tests.distributed.real_run import listening
+from trainer import launcher
+from trainer.errors import UserError
+from trainer.launcher import BoundRendezvous
+
+
+def free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_two_nodes_meet_at_the_interface_that_is_named_and_listen_nowhere_else() -> None:
+    before = listening({os.getpid()}).get(os.getpid(), set())
+    nodes = [BoundRendezvous("127.0.0.2", free_port("127.0.0.2"), node, 2, "run", 30) for node in (1, 0)]
+    nodes[0].master_port = nodes[1].master_port
+    with ThreadPoolExecutor() as threads:
+        second, first = threads.map(BoundRendezvous.next_rendezvous, nodes)
+    assert (first.rank, second.rank, first.world_size) == (0, 1, 2)
+    first.store.set("key", "value")
+    assert second.store.get("key") == b"value"
+    assert listening({os.getpid()})[os.getpid()] - before == {"127.0.0.2"}
+
+
+def test_an_address_that_is_not_this_nodes_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"cannot listen on 203\.0\.113\.7:29500 .*MASTER_ADDR must be this node's own"):
+        BoundRendezvous("203.0.113.7", 29500, 0, 2, "run", 30).next_rendezvous()
+
+
+def test_a_name_that_means_loopback_on_the_first_node_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")  # as Debian's /etc/hosts has it
+    monkeypatch.setenv(launcher.VARIABLE, "")
+    several = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "first", "-m", "trainer", "train", "r.yaml"]
+    assert launcher.main(several) == 2
+    assert "MASTER_ADDR=first is 127.0.1.1 on this node" in capsys.readouterr().err
+
+
+def test_reasons_are_told_once_those_of_silent_ranks_first(tmp_path: Path) -> None:
+    words = [
+        {"rank": 5, "kind": "RuntimeError", "text": "out of luck"},
+        *({"rank": rank, "kind": "RemoteError", "text": f"rank {rank} lost contact"} for rank in (3, 0, 1)),
+        {"rank": 4, "kind": "UserError", "text": "rank 4 is a word of the sentence"},
+    ]
+    exits = {2: -9, 6: 139, 7: 7, 5: 1}
+    failures = {rank: ProcessFailure(0, 1, code, str(tmp_path / "none")) for rank, code in exits.items()}
+    assert launcher._reasons(words, failures) == [
+        "  rank 2: was ended by SIGKILL",
+        "  rank 6: was ended by SIGSEGV",
+        "  rank 7: ended with exit code 7, without a word",
+        "  rank 5: RuntimeError: out of luck",
+        "  ranks 0, 1 and 3: lost contact",
+        "  rank 4: is a word of the sentence",
+    ]
