@@ -15,7 +15,8 @@ cd "$SLURM_SUBMIT_DIR" # the script itself runs from a copy in Slurm's spool fol
 
 bash scripts/setup.sh # once, on the first node; the others find it finished
 export NNODES=$SLURM_JOB_NUM_NODES
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# The first node's address on the network that the nodes share and trust: the launcher listens there, and nowhere else.
+MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
 export MASTER_ADDR
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # two jobs on one node do not meet
 exec srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash scripts/train.sh "$@"' train.sh "$@"
