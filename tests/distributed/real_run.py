@@ -198,10 +198,11 @@ class Run:
 
 
 def summary(output: str) -> list[str]:
-    """The last lines on the screen, as far as they are the launcher's."""
+    """The launcher's lines, if they are the last on the screen; guardians' look alike, and come before."""
     lines = output.splitlines()
-    last = next((i for i, line in enumerate(reversed(lines)) if not line.startswith("[hotbunk] ")), len(lines))
-    return [line.removeprefix("[hotbunk] ") for line in lines[len(lines) - last :]]
+    begin = max((i for i, line in enumerate(lines) if line.startswith("[hotbunk] the run ")), default=len(lines))
+    alike = all(line.startswith("[hotbunk] ") for line in lines[begin:])
+    return [line.removeprefix("[hotbunk] ") for line in lines[begin:]] if alike else []
 
 
 def listening(pids: set[int]) -> dict[int, set[str]]:
