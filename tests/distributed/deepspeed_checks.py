@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -121,7 +122,9 @@ def check_read_once(folder: Path, stage: int) -> None:
     """A checkpoint in bfloat16 is all that masters need to know; one in float32 is read again for them."""
     source = checks.model_folder(folder)
     half = folder / f"half_{stage}"
-    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(half)
+    if checks.rank() == 0:
+        AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(half)
+    dist.barrier()  # nobody reads it half written
     read: list[int] = []
     real = loading.SafetensorsFolder.read
 

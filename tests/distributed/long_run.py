@@ -30,7 +30,7 @@ from real_run import Run, write_recipe  # noqa: E402
 
 ALLOWED = 50.0  # KiB a step
 CALL = '<tool_call>{"name": "two", "arguments": {}}</tool_call>'
-ROLES = {"guardian": "guardian.py", "engine core": "VLLM::", "launcher": "torch.distributed.run"}
+ROLES = {"guardian": "guardian.py", "engine core": "VLLM::", "launcher": "trainer.launcher"}
 ROLES |= {"resource tracker": "resource_tracker", "reward worker": "multiprocessing", "rank": "trainer"}
 
 

@@ -260,10 +260,14 @@ def test_a_sampler_may_raise_anything_and_all_its_episodes_have_failed() -> None
 class Captured:
     """What a client's rollout sees of the server."""
 
-    base_url = "http://127.0.0.1:0/v1"
-
     def open(self, **_: Any) -> str:
         return "key"
+
+    def address(self, key: str) -> str:
+        return f"http://127.0.0.1:0/{key}/v1"
+
+    def lost_keys(self, key: str) -> int:
+        return 0
 
     def take(self, key: str) -> list[Trajectory]:
         return [Trajectory(0, 0, [5], [6], [1], [-0.5]), Trajectory(0, 0, [5], [7], [1], [-0.5])]
