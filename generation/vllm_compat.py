@@ -64,6 +64,9 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     env["OMP_NUM_THREADS"] = str(settings.cpu_threads)
     env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, settings.cpu_cores)) or "nobind"
     env[PLAIN_WEIGHTS_VARIABLE] = str(int(settings.plain_cpu_weights))
+    # It keeps compiled products by their shape, some 30 KiB each. A batch of every size would fill its own 1024, over
+    # hundreds of steps (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
+    env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     if settings.tensor_parallel_size == 1:
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # lets the CPU platform run its worker inside the engine process
     if settings.enforce_eager:

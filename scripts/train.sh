@@ -22,6 +22,14 @@ count_gpus() {
     fi
 }
 
+# A variable that is a number, from the least it may be to the greatest; unset or empty it has its default.
+check_number() {
+    local value=${!1:-$2} few=${!1:-$2}
+    [ ${#value} -le 60 ] || few=${value:0:60}...
+    [[ $value =~ ^(0|[1-9][0-9]{0,6})$ ]] && [ "$value" -ge "$2" ] && [ "$value" -le "$3" ] ||
+        die "$1 is '$few': give it as a whole number from $2 to $3."
+}
+
 at_least_one() { echo $(($1 > 1 ? $1 : 1)); }
 
 command=train
@@ -30,6 +38,8 @@ if [ "${1:-}" = sft ]; then
     shift
 fi
 [ -x "$python" ] || die "there is no .venv yet: run bash scripts/setup.sh first."
+check_number NPROC_PER_NODE 1 1024
+check_number NNODES 1 100000
 ranks=${NPROC_PER_NODE:-$(at_least_one "$(count_gpus)")}
 nodes=${NNODES:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(at_least_one $(($(nproc) / ranks)))}
@@ -42,6 +52,8 @@ done
 
 rendezvous=()
 if [ "$nodes" != 1 ]; then
+    check_number NODE_RANK 0 $((nodes - 1))
+    check_number MASTER_PORT 1 65535
     [ -n "${NODE_RANK:-}" ] && [ -n "${MASTER_ADDR:-}" ] || die "with NNODES=$nodes, NODE_RANK and MASTER_ADDR must be set, too."
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi

@@ -234,6 +234,29 @@ def test_train_meets_the_other_nodes(clone: Path, launched: Callable[..., list[s
     assert "MASTER_ADDR" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[
+            (name, value)
+            for name in ("NPROC_PER_NODE", "NNODES")
+            for value in ("abc", "0", "-1", "1.5", "08", "9" * 99)
+        ],
+        ("NODE_RANK", "4"),
+        ("NODE_RANK", "x[$(date)]"),
+        ("MASTER_PORT", "65536"),
+    ],
+)
+def test_train_refuses_numbers_that_cannot_be(
+    clone: Path, launched: Callable[..., list[str]], name: str, value: str
+) -> None:
+    several = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "first", "NPROC_PER_NODE": "8"}
+    refused = run_script(clone, "train.sh", "r.yaml", **several | {name: value})
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith(f"train: {name} is '{value[:60]}") and len(refused.stderr) < 300
+    assert refused.stderr.count("\n") == 1
+
+
 def test_train_starts_nothing_when_the_recipe_has_a_mistake(clone: Path, launched: Callable[..., list[str]]) -> None:
     assert launched("r.yaml")
     refused = run_script(clone, "train.sh", "r.yaml", CHECK_FAILS="2")

@@ -42,6 +42,13 @@ def test_engines_on_cuda_are_spawned_whatever_this_process_has_done(monkeypatch:
     assert engine_environment(CUDA)["VLLM_WSL2_ENABLE_PIN_MEMORY"] == "1"
 
 
+def test_an_engine_on_cpu_keeps_a_bounded_number_of_compiled_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    assert int(engine_environment(CPU)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024  # what oneDNN keeps by itself
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "5")
+    assert engine_environment(CPU)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "5"
+
+
 def test_engines_of_several_ranks_share_neither_ports_nor_a_cache_that_is_written_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
