@@ -1,4 +1,4 @@
-"""What an engine may do now: which memory it holds, and which weights are in it (invariant 1: no stale token)."""
+"""What an engine may do now: which memory it holds, and which weights are in it (no token comes from stale weights)."""
 
 from enum import Enum
 

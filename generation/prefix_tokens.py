@@ -1,7 +1,7 @@
 """Exact ids under a chat template: what the policy sampled stays as it was sampled, whatever rendering makes of it.
 
 A chat request brings messages, not ids. Rendered again, an earlier answer may come out as other ids for the same text,
-without its `<think>` block, or not at all; training on that would be training on what was never sampled (PITFALLS P21).
+without its `<think>` block, or not at all; training on that would be training on what was never sampled.
 """
 
 import re

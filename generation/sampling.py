@@ -1,6 +1,6 @@
 """Sampling settings with nothing left to a default somewhere else, and seeds that depend on nothing but their place.
 
-vLLM fills unset fields from the model's `generation_config.json` (PITFALLS P13); here every field that changes the
+vLLM fills unset fields from the model's `generation_config.json`; here every field that changes the
 distribution is written out for every request.
 """
 
@@ -57,7 +57,7 @@ class Completion:
 
 
 def sample_seed(seed: int, step: int, prompt: int, sample: int, call: int = 0) -> int:
-    """A 63-bit seed that is a function of its arguments alone (invariant 8); `call` counts a trajectory's requests."""
+    """A 63-bit seed that is a function of its arguments alone; `call` counts a trajectory's requests."""
     place = f"{seed}/{step}/{prompt}/{sample}" + (f"/{call}" if call else "")
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -65,7 +65,7 @@ def sample_seed(seed: int, step: int, prompt: int, sample: int, call: int = 0) -
 def response_budget(context_tokens: int, max_tokens: int, max_model_len: int) -> int:
     """How many tokens a response may have after a context of so many: 0 when there is no room for any.
 
-    The one place where this is computed, for first turns and later ones (PITFALLS P22).
+    The one place where this is computed, for first turns and later ones.
     """
     return max(0, min(max_tokens, max_model_len - context_tokens))
 

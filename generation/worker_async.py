@@ -263,7 +263,7 @@ class VllmAsyncGenerationWorker:
         return await self.call_workers("report_device_id")
 
     async def reset_prefix_cache_async(self) -> None:
-        """Forget every cached prefix. vLLM answers False where it could not; that is an error here (P7)."""
+        """Forget every cached prefix. vLLM answers False where it could not; that is an error here."""
         if not await self._unless_dead(self.engine.reset_prefix_cache()):
             raise RuntimeError(
                 "vLLM refused to reset its prefix cache: blocks are still in use, old weights live on in them"

@@ -2,7 +2,7 @@
 
 vLLM itself loads adapters from folders, passes over modules that it does not find, and takes two adapters of one number
 for the same. Here the factors come as weights do; every update is an adapter of its own, under a number that was never
-used before, and the old one goes. Which factor reached a module is seen by watching vLLM's own copies (P9).
+used before, and the old one goes. Which factor reached a module is seen by watching vLLM's own copies.
 """
 
 from typing import Any

@@ -48,7 +48,7 @@ def unpack(packed: bytes, waiting_for: str) -> dict[str, Any]:
 
 
 class Channel:
-    """An end of the connection. Messages are dictionaries with a "kind"; nothing is ever unpickled (invariant 11)."""
+    """An end of the connection. Messages are dictionaries with a "kind"; nothing is ever unpickled."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket

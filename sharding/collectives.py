@@ -1,4 +1,4 @@
-"""Small exchanges between ranks, which never unpickle what came over a socket (invariant 11).
+"""Small exchanges between ranks, which never unpickle what came over a socket.
 
 Everything here runs on CPU tensors over gloo, on GPU machines too, so that a control message never waits behind a
 kernel and a broken peer shows up as a connection error at once.

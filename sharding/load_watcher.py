@@ -2,7 +2,7 @@
 
 Every loader ends in `copy_` from (a view of) the tensor it was given into (a view of) a parameter. A dispatch mode sees
 those copies. From them follows whether each weight was read by somebody and each parameter written in full, on every
-worker and on every sync (invariant 2); and by comparing instead of copying, whether the engine holds what the trainer
+worker and on every sync; and by comparing instead of copying, whether the engine holds what the trainer
 has.
 """
 

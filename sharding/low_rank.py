@@ -1,7 +1,7 @@
 """Weights with low-rank adapters, sent as if they had been trained whole: W + scale · B A (arXiv 2106.09685, eq. 3).
 
 The sum is made anew for every sync, in float32, of the elements that a rank holds and of no others; the weights
-themselves are never touched, so that no rounding adds up (P9).
+themselves are never touched, so that no rounding adds up.
 """
 
 import math

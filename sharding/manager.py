@@ -1,6 +1,6 @@
 """The sharding manager: a context manager around generation that brings the policy's weights and takes the memory back.
 
-Every rank runs the same code and enters the same collectives, whatever happens to its own worker (invariant 6): a rank
+Every rank runs the same code and enters the same collectives, whatever happens to its own worker: a rank
 whose worker failed goes on gathering without sending, and the failure is raised on all ranks together at the next
 agreement.
 """
@@ -38,9 +38,7 @@ from .worker_memory import return_free_pages
 
 PROBE_TOKENS = LEAST_MODEL_LEN - 1
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
-"""Largest mean gap (nats) of the log-probability probe; a stale or misplaced weight is off by more than 1 (VLLM.md
-1.7).
-"""
+"""Largest mean gap (nats) of the log-probability probe; a stale or misplaced weight is off by more than 1."""
 
 Probe = tuple[list[int], list[float]]
 """Token ids, and the policy's log-probability (nats) of each but the first."""
@@ -84,7 +82,7 @@ class ShardingManager:
 
     Attributes:
         report: on the latest sync.
-        staging_opened, staging_closed: how often this rank's worker has mapped staging memory and let it go (P4).
+        staging_opened, staging_closed: how often this rank's worker has mapped staging memory and let it go.
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class ShardingManager:
         self.sleep()
 
     def wake(self, policy: VersionedPolicy, *others: Tenant) -> None:
-        """Weights mapped, brought to `policy.version` and verified, then the KV cache mapped: in this order (P1).
+        """Weights mapped, brought to `policy.version` and verified, then the KV cache mapped: in this order.
 
         The trainer makes room first, and the policy's own weights go once the engine has them.
         """
@@ -173,7 +171,7 @@ class ShardingManager:
                 tenant.restore()
 
     def _make_room(self, *tenants: Tenant, weights: bool) -> None:
-        """Have the trainer's memory given back, and with it the blocks that torch keeps for later (P1, P2)."""
+        """Have the trainer's memory given back, and with it the blocks that torch keeps for later."""
         with self._timed("offload"):
             self.report.offloaded += sum(tenant.release(weights) for tenant in tenants)
             if self._device.type == "cuda":

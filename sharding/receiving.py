@@ -240,7 +240,7 @@ class StagingCarrier:
     """From the rank on the same device: messages over a ZMQ connection, buckets in memory that both have mapped.
 
     Attributes:
-        opened, closed: how often staging memory was mapped and let go; equal between syncs that free it (P4).
+        opened, closed: how often staging memory was mapped and let go; equal between syncs that free it.
     """
 
     def __init__(self, channel: channels.Channel, device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """Modules whose weights vLLM changes after it has loaded them, and how they are loaded again.
 
 Packed for oneDNN on CPU, experts shuffled, quantised, products of MLA's weights: what such a module keeps is not what
-was sent, so it is taken through vLLM's layerwise reload, while all others are written in place. VLLM.md 1.7 lists the
-traps; each remedy below carries its letter.
+was sent, so it is taken through vLLM's layerwise reload, while all others are written in place. The reload
+is vllm/model_executor/model_loader/reload/layerwise.py; the remedies below are for what it leaves stale or unset.
 """
 
 from typing import Any
@@ -55,14 +55,14 @@ class Reload:
             for module in self._all():
                 method = getattr(module, "quant_method", None)
                 if hasattr(method, "moe_kernel"):
-                    method.moe_kernel = None  # type: ignore[union-attr]  # else no prepack from the second load on (1.7 e)
+                    method.moe_kernel = None  # type: ignore[union-attr]  # else no prepack from the second load on
         with set_current_vllm_config(self._config):
             for module in self._modules:
                 initialize_layerwise_reload(module)
         self._begun = True
 
     def finish(self) -> None:
-        """Load what was waiting for more, and put back what nothing came for: no parameter stays on meta (1.7 f)."""
+        """Load what was waiting for more, and put back what nothing came for: no parameter stays on meta."""
         if not self._begun:
             return
         self._begun = False
@@ -98,7 +98,7 @@ class Reload:
 
 
 def _repack_tied(modules: list[Any]) -> None:
-    """Pack again for all but the first of the modules that share a weight (1.7 b: a tied head stays stale on CPU)."""
+    """Pack again for all but the first of the modules that share a weight: on CPU a tied head keeps a packed copy."""
     owners: dict[int, Module] = {}
     for module in modules:
         weight = module._parameters.get("weight")

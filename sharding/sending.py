@@ -128,7 +128,7 @@ def push(
 ) -> list[dict[str, Any]]:
     """Gather each bucket into one buffer while the peer reads the other; returns the peer's answers.
 
-    Collective over the trainer's ranks: gathering goes on when the peer has failed (invariant 6).
+    Collective over the trainer's ranks: gathering goes on when the peer has failed.
     """
     answers = []
     for number, bucket in enumerate(plan.buckets):

@@ -141,7 +141,7 @@ class WeightLoader:
         if self.recording is not None and self.recording.complete:
             weights = self._replay(self.recording, weights)
         if not self.plain:
-            weights = copy_of(weights)  # a reload keeps references until a fused module is complete (1.7 c)
+            weights = copy_of(weights)  # a reload keeps references until a fused module is complete
         self._run_loaders(weights)
         if self.recording is not None and not self.recording.complete:
             self._try_out(self.recording, weights)

@@ -1,7 +1,7 @@
 """What Hotbunk adds to a vLLM worker. vLLM appends the class to its worker's bases, in the worker's own process.
 
 Methods are called through `collective_rpc` and return plain types only: anything else would kill the engine core's
-output thread (VLLM.md 1.3). Nothing of the trainer is imported here.
+output thread, and every later call would hang. Nothing of the trainer is imported here.
 """
 
 import os

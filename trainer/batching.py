@@ -140,7 +140,7 @@ def _longest_first(lengths: list[int]) -> list[int]:
 
 
 def agree_on_count(count: int) -> int:
-    """The largest number of micro-batches any rank has: every rank runs that many (invariant 6, PITFALLS P16)."""
+    """The largest number of micro-batches any rank has: every rank runs that many."""
     return int(all_reduce_max({"micro_batches": count})["micro_batches"])
 
 

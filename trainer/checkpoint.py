@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or invisible (invariant 10, P20).
+"""Checkpoints that are complete or invisible.
 
     checkpoints/step_40/
         __0_0.distcp, ..., .metadata     the parts' sharded tensors, by torch.distributed.checkpoint

@@ -1,4 +1,4 @@
-"""What must hold between keys, and between keys and the machine: checked before torch loads anything (invariant 9).
+"""What must hold between keys, and between keys and the machine: checked before torch loads anything.
 
 Each check yields sentences; `check_config` gathers them, so that a recipe is mended in one go. No torch is imported.
 """
@@ -222,7 +222,7 @@ def _check_rewards(config: TrainConfig) -> Iterator[str]:
 
 
 def _check_sampling(config: TrainConfig) -> Iterator[str]:
-    """P13: when sampling is truncated, the engine renormalises over what is left and the trainer does not."""
+    """When sampling is truncated, the engine renormalises over what is left and the trainer does not."""
     sampling = config.sampling
     for key, value, off in (
         ("top_p", sampling.top_p, 1.0),
@@ -358,7 +358,7 @@ def _check_zero_copy(config: TrainConfig, ranks: int) -> Iterator[str]:
 
 
 def _check_kept_as_sent(model: dict[str, Any]) -> Iterator[str]:
-    """vLLM shuffles the weights of experts, and keeps products of those of latent attention (VLLM.md 1.7)."""
+    """vLLM shuffles the weights of experts, and keeps products of those of latent attention."""
     for key, what in (("num_experts", "experts"), ("n_routed_experts", "experts"), ("kv_lora_rank", "attention")):
         if model.get(key):
             yield f"sync.zero_copy: vLLM does not keep the {what} of this model as trained ({key}): set it to false"
@@ -401,7 +401,7 @@ def _check_packing(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_quantization(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
-    """P10: vLLM re-packs quantised weights as it loads them, and no such layout has been synced and compared here."""
+    """vLLM re-packs quantised weights as it loads them, and no such layout has been synced and compared here."""
     extra = config.engine.extra
     overrides = extra.get("hf_overrides")
     overridden = isinstance(overrides, dict) and overrides.get("quantization_config")

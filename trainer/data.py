@@ -1,4 +1,4 @@
-"""Prompts: read once, tokenised once, in an order that is a pure function of seed, epoch and index (PITFALLS P19)."""
+"""Prompts: read once, tokenised once, in an order that is a pure function of seed, epoch and index."""
 
 import hashlib
 import json

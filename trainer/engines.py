@@ -118,7 +118,7 @@ def evaluation_sampling(config: TrainConfig, dataset: HeldOutConfig, stop_token_
 def end_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every id that ends an answer: the tokenizer's EOS and those of the model's generation_config.json, if it has one.
 
-    The engine does not read that file (P13), so its list of EOS ids (chat models have two) is passed with each request.
+    The engine does not read that file, so its list of EOS ids (chat models have two) is passed with each request.
     """
     ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     try:

@@ -1,4 +1,4 @@
-"""Nothing outlives a run, however it ends (invariant 12).
+"""Nothing outlives a run, however it ends.
 
 Three mechanisms, each for an ending the others cannot see:
 

@@ -1,6 +1,6 @@
 """The record of a run: metrics.jsonl, completions.jsonl, summary.json, and a copy of the metrics in Weights & Biases.
 
-One writer, one line and one W&B call a step (P23). The files are the record: floats are written so that they read back
+One writer, one line and one W&B call a step. The files are the record: floats are written so that they read back
 bit-equal, and a resumed run first drops the lines behind its checkpoint, so that its file equals an uninterrupted
 one's. In W&B it goes on as the same run with every step once: what W&B lacks is sent from the file, and what it has is
 not sent again, since it cannot be overwritten. W&B lives on a thread of its own behind a bounded queue: it starts while

@@ -1,4 +1,4 @@
-"""Every phase has a deadline; when one expires, the run ends and says where everybody was (invariant 7).
+"""Every phase has a deadline; when one expires, the run ends and says where everybody was.
 
 One daemon thread a rank looks at the rank's own deadlines, and at the store the ranks share, on its own connection. The
 rank whose phase takes too long raises the alarm there; within a second every rank prints its phase and all its threads'

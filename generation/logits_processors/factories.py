@@ -1,8 +1,9 @@
 """Custom logits processors, named in the recipe (`engine.logits_processors`), for the vLLM at hand.
 
 vLLM takes no processor objects with a request any more: classes are named when the engine starts, for all requests.
-There are two interfaces, one for each of its model runners (VLLM.md 1.11). What a recipe names is a class written
-for the one that this engine runs, or a *factory*, which suits both:
+There are two interfaces, one for each of its model runners: the LogitsProcessor of `vllm.v1.sample.logits_processor`
+and that of `vllm.v1.worker.gpu.sample.logits_processor`. What a recipe names is a class written for the one that this
+engine runs, or a *factory*, which suits both:
 
     def no_digits(params: SamplingParams) -> Callable[[list[int], Tensor], Tensor] | None
 

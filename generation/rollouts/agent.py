@@ -61,7 +61,7 @@ async def converse(
         after_turn: called after each answer, when its calls have been run.
     """
     while (completion := await chat.sample(sampling)) is not None:
-        # A cut answer may end inside a call: that is truncation, and no mistake to answer (P22).
+        # A cut answer may end inside a call: that is truncation, and no mistake to answer.
         calls = agent.parse(chat.answer) if completion.finish_reason == "stop" else []
         last = chat.turns == agent.max_turns
         if calls and not last:

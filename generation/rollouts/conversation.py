@@ -1,4 +1,4 @@
-"""A conversation as token ids that are only ever appended to (invariant 3, PITFALLS P21 and P22).
+"""A conversation as token ids that are only ever appended to.
 
 What the policy sampled stays as it was sampled; of what others say, only the new text is encoded. So a turn costs the
 same few calls of the tokenizer however long the conversation is, and each prompt begins with all ids before it.

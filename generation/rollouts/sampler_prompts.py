@@ -1,7 +1,7 @@
 """A sampler's prompts: as it gets them, and as it hands them back, in the many forms that vLLM takes.
 
 Texts and messages are taken, but what the policy sampled stays the ids that it sampled: of a prompt that goes on from
-an earlier answer only the rest is encoded (PITFALLS P21).
+an earlier answer only the rest is encoded.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
 """How per-token losses become one number: as weights, so that the sum over any split of the step is the same.
 
 A weight is divided by a count over the *whole* step and all ranks. Then neither micro-batches nor ranks nor padding
-change the loss: summing `loss * weight` over everything, in any order, gives the global mean once (invariant 5,
-PITFALLS P14).
+change the loss: summing `loss * weight` over everything, in any order, gives the global mean once.
 """
 
 from torch import Tensor

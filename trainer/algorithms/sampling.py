@@ -34,7 +34,7 @@ def dynamic_sampling(
 
     DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 11 and section 3.2. What is over is dropped, the latest first, so
     that the choice follows the order of prompts and not that in which answers came in, which would favour short ones.
-    At the bound the run goes on with what there is (PITFALLS P15).
+    At the bound the run goes on with what there is.
 
     Args:
         informative: of all groups sampled so far in this step, in the order of prompts; see `advantages.informative`.

@@ -210,7 +210,7 @@ class DeepSpeedPolicy(InShifts):
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).
+        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike.
 
         Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
         """
@@ -219,7 +219,7 @@ class DeepSpeedPolicy(InShifts):
         for number, batch in enumerate(batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(batches))
             loss, sums = loss_fn(batch, outputs(self.engine, batch, temperature))
-            # DeepSpeed averages over ranks what is already divided by the whole step's count (P14).
+            # DeepSpeed averages over ranks what is already divided by the whole step's count.
             self.engine.backward(loss * world_size(), scale_wrt_gas=False)
             figures.add(loss, sums)
         return self._step(self.updates.learning_rate(place), figures.over_ranks())

@@ -63,7 +63,7 @@ class FsdpPolicy(ShardedModel):
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).
+        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike.
 
         Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
         """

@@ -1,7 +1,7 @@
 """Low-rank adapters by PEFT: W stays as it is on disk, and W + scale · B A is trained (arXiv 2106.09685).
 
 Adapters are injected into the Transformers model itself, so that everything else finds the model as it knows it; only
-names differ. One place says how (P9):
+names differ. One place says how:
 
     in memory         model.layers.0.self_attn.q_proj.base_layer.weight
                       model.layers.0.self_attn.q_proj.lora_A.default.weight

@@ -1,4 +1,4 @@
-"""Device memory that is given back for a while, its contents waiting in the host's memory (PITFALLS P1, P6)."""
+"""Device memory that is given back for a while, its contents waiting in the host's memory."""
 
 import itertools
 import weakref

@@ -93,7 +93,7 @@ class ShardedModel(InShifts):
             fully_shard(end, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
         fully_shard(self.module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
         for unit in self._units():
-            # The loss is divided by the whole step's count already (P14), so gradients are summed over ranks, not
+            # The loss is divided by the whole step's count already, so gradients are summed over ranks, not
             # averaged. A divide factor alone would ask for a scaled reduction that gloo does not have.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -141,7 +141,7 @@ class ShardedModel(InShifts):
         loss_of: Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]],
         place: float | None,
     ) -> UpdateStats:
-        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike (P15).
+        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike.
 
         Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
         """

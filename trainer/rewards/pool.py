@@ -1,4 +1,4 @@
-"""Reward functions run in processes of their own, where they may raise, hang or die (PITFALLS P18).
+"""Reward functions run in processes of their own, where they may raise, hang or die.
 
 Each call has a deadline after which its process is killed and replaced, so a loop inside C code or a lost socket costs
 one answer's reward and nothing else. Threads could not give that: nothing can stop them. A process may also be ended
