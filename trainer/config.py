@@ -69,6 +69,10 @@ class RunConfig(Section):
         default=3600, description="the same for start-up and the first step, which compile"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
+    profile: tuple[Count, Count] | None = Field(
+        default=None,
+        description="train only: first and last step of which rank 0 writes a trace of torch.profiler to profile/",
+    )
 
     @property
     def folder(self) -> Path:

@@ -100,6 +100,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_resume(config)
         problems += _check_retention(config)
         problems += _check_zero_copy(config, ranks)
+        problems += _check_profile(config)
     return [*problems, *_check_model(config, command)]
 
 
@@ -355,6 +356,12 @@ def _check_zero_copy(config: TrainConfig, ranks: int) -> Iterator[str]:
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         yield f"sync.zero_copy shares whole weights between one rank and its engine, but {reason}"
+
+
+def _check_profile(config: TrainConfig) -> Iterator[str]:
+    first, last = config.run.profile or (1, 1)
+    if not first <= last <= config.run.steps:
+        yield f"run.profile = [{first}, {last}], but should be first and last of the steps 1 to {config.run.steps}"
 
 
 def _check_kept_as_sent(model: dict[str, Any]) -> Iterator[str]:

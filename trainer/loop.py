@@ -38,6 +38,7 @@ from trainer.keeper import Keeper
 from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
 from trainer.phases import PhaseMeter
 from trainer.policy.base import culprits
+from trainer.profiling import StepProfiler
 from trainer.progress import Progress
 from trainer.rewards.pool import RewardPool
 from trainer.rollouts import Rollouts, StepAbandoned, answer_row
@@ -123,7 +124,11 @@ class RLTrainer:
         resources.callback(self.keeper.close)
         self.tracker = make_run_tracker(config, self.state)
         resources.callback(self.tracker.close)
-        self.meter = PhaseMeter(device, self.leader, watchdog, config.run.first_step_deadline_s)
+        works = {id(m.work): m.work for m in (self.policy, reference, critic) if m is not None}  # a base is its policy
+        self.meter = PhaseMeter(
+            device, self.leader, watchdog, config.run.first_step_deadline_s, [*works.values()], config.policy.dtype
+        )
+        self.profiler = StepProfiler(config.run.profile, config.run.folder / "profile", device, rank() == 0)
         self.last_answers: list[dict[str, Any]] = []
         gc.collect()
         gc.freeze()  # what is there by now stays: the collections of each shift, 0.4 s each, need not look at it again
@@ -139,7 +144,8 @@ class RLTrainer:
         while state.step < config.run.steps:
             with self.watchdog.phase(f"step {state.step + 1}", deadline):
                 try:
-                    self.train_step(state.step + 1)
+                    with self.profiler.step(state.step + 1):
+                        self.train_step(state.step + 1)
                 except StepAbandoned:
                     self.sharding.sleep()  # all ranks are still in step, and the memory is the trainer's again
                     self.keeper.leave()
@@ -248,6 +254,7 @@ class RLTrainer:
             metrics["throughput/rollout_tokens_per_s"] = metrics["rollout_tokens"] / metrics["time/rollout"]
             metrics["throughput/train_tokens_per_s"] = metrics.get("train_tokens", 0.0) / metrics["time/update"]
             metrics["throughput/tokens_per_s"] = metrics["rollout_tokens"] / seconds
+            metrics["throughput/tokens_per_s_per_device"] = metrics["throughput/tokens_per_s"] / world_size()
         metrics |= {"sync/version": float(self.policy.version), "sync/verified": float(self.state.syncs_verified)}
         self.tracker.log(step, metrics)
         self.screen.step(step, metrics)

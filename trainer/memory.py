@@ -43,6 +43,8 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._peaks: dict[str, float] = {}
+        self._allocator: dict[str, int] = {}
+        self._retries = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -54,13 +56,31 @@ class MemoryMeter:
             self._peaks[name] = max(self._peaks.get(name, 0.0), self._peak_gib())
 
     def metrics(self) -> dict[str, float]:
-        """memory/trainer_gib_<phase> of every phase since the last call."""
+        """memory/trainer_gib_<phase> of every phase since the last call.
+
+        On CUDA, of torch's allocator since then, between phases, too: memory/peak_allocated_bytes,
+        memory/peak_reserved_bytes, and memory/alloc_retries, how often it had to give all its free blocks back first.
+        """
         metrics = {f"memory/trainer_gib_{name}": peak for name, peak in self._peaks.items()}
-        self._peaks = {}
+        if self._device.type == "cuda":
+            self._note_allocator()
+            retries = torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
+            metrics |= {f"memory/{name}": float(value) for name, value in self._allocator.items()}
+            metrics["memory/alloc_retries"] = float(retries - self._retries)
+            self._retries = retries
+        self._peaks, self._allocator = {}, {}
         return metrics
+
+    def _note_allocator(self) -> None:
+        """Before its peaks begin anew."""
+        statistics = torch.cuda.memory_stats(self._device)
+        for name in ("allocated", "reserved"):
+            key, peak = f"peak_{name}_bytes", statistics.get(f"{name}_bytes.all.peak", 0)
+            self._allocator[key] = max(self._allocator.get(key, 0), peak)
 
     def _reset(self) -> None:
         if self._device.type == "cuda":
+            self._note_allocator()
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             _reset_peak_rss()

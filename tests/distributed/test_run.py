@@ -1,5 +1,6 @@
 """Whole runs: real torchrun ranks, real engines, real signals. The slowest tests of all, so each checks much."""
 
+import gzip
 import json
 import os
 import signal
@@ -32,7 +33,7 @@ def recipe(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="module")
 def whole(recipe: Path) -> Run:
     """A run of six steps on two ranks, with three evaluations, that nothing happened to but being watched."""
-    run = Run(recipe, name="whole")
+    run = Run(recipe, "--run.profile", "[2, 3]", name="whole")
     run.watch_listening()
     assert run.wait() == 0, run.output()
     run.assert_gone()
@@ -49,6 +50,11 @@ def test_p23_a_run_leaves_the_record_it_promises(whole: Run) -> None:
     assert summary["max_logprob_gap"] == max(row["gap/max"] for row in rows[1:])
     assert summary["eval_reward_before"] == rows[0]["eval/reward"]
     assert summary["eval_reward_after"] == rows[6]["eval/reward"]
+    assert all(row["throughput/update_tokens_per_s_per_device"] > 0 for row in rows[1:])
+    assert not any("throughput/mfu" in row for row in rows)  # the peak of this CPU is not known
+    trace = gzip.decompress((whole.folder / "profile" / "steps_2_3.json.gz").read_bytes())
+    recorded = {event["name"] for event in json.loads(trace)["traceEvents"]}
+    assert recorded >= {"step 2", "step 3", "rollout", "update"} and not recorded & {"step 1", "step 4"}
     for name in ("config.yaml", "completions.jsonl", "curves.png", "model/model.safetensors", "model/tokenizer.json"):
         assert (whole.folder / name).stat().st_size > 0
 

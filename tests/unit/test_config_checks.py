@@ -67,6 +67,8 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
             7,
             "= 14 leaves some of 7 ranks without an answer in an update, since the smallest of 4 has 2",
         ),
+        ({"run": {"steps": 9, "profile": [8, 10]}}, 1, r"run.profile = \[8, 10\], but .* first and last .* 1 to 9"),
+        ({"run": {"profile": [3, 2]}}, 1, r"run.profile = \[3, 2\], but should be first and last of the steps 1 to"),
         ({"sampling": {"max_tokens": 1025}}, 1, "data.max_prompt_tokens \\+ sampling.max_tokens = 2049 is more than"),
         ({"eval": {"max_tokens": 1025}}, 1, "data.max_prompt_tokens \\+ eval.max_tokens = 2049 is more than"),
         ({"engine": {"max_model_len": 2049}}, 1, "engine.max_model_len = 2049 is more than the 2048 positions"),

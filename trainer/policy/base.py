@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from sharding.collectives import exchange
 from sharding.source import partition
 from trainer.batching import MicroBatch
+from trainer.flops import Work
 
 
 @dataclass
@@ -56,6 +57,10 @@ class UpdateStats:
 
 class Scorer(Protocol):
     """A model that says how likely tokens are: a policy, or its reference."""
+
+    @property
+    def work(self) -> Work:
+        """What it has computed so far on this rank; of one model with two names the same object."""
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         """The outputs for each batch, without gradients. Collective."""

@@ -8,7 +8,7 @@ FSDP2 has them, so that either backend goes on from the other's.
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 from trainer.batching import MicroBatch, scored_batch
 from trainer.config import LoraConfig, ModelConfig, PolicyConfig
 from trainer.distributed import world_size
+from trainer.flops import Work
 from trainer.optimizer import decay_groups
 from trainer.policy import loading, saving
 from trainer.policy.base import LossFn, Outputs, UpdateStats
@@ -80,6 +81,11 @@ class DeepSpeedPolicy(InShifts):
                 safe_set_full_fp32_param(parameter, whole)
         # DeepSpeed's own way of putting memory away takes no other Adam than its own.
         self._memory = ShiftMemory(policy.offload, self._update_memory, self._compute_weights)
+
+    @property
+    def work(self) -> Work:
+        """See `Scorer.work`."""
+        return cast(Work, self.engine.module.work)
 
     def _update_memory(self) -> Iterator[Tensor]:
         """What only an update needs: masters, moments and the buffer of gradients."""

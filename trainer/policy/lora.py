@@ -27,6 +27,7 @@ from trainer.batching import MicroBatch
 from trainer.config import LoraConfig
 from trainer.distributed import agreed, is_main
 from trainer.errors import UserError
+from trainer.flops import Work
 from trainer.policy.base import Outputs, Policy
 
 NO_ADAPTERS = LoraConfig()
@@ -168,6 +169,11 @@ class BaseOfPolicy:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+
+    @property
+    def work(self) -> Work:
+        """The policy's."""
+        return self._policy.work
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         """See `Policy.score`."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainer.batching import MicroBatch
+from trainer.flops import Work, model_flops
 from trainer.logprobs import target_logprobs
 from trainer.policy.attention import require_packing
 from trainer.policy.base import Outputs
@@ -19,13 +20,14 @@ class PolicyModule(nn.Module):
     hooks of FSDP and ZeRO gather the head's weight when it is needed.
 
     Attributes:
+        work: what it has computed so far.
         value_head: [1, H], from zeros; None: values are another model's, or nobody's. No part of `model`, so that
             neither the engine nor an export ever sees it.
     """
 
     def __init__(self, model: PreTrainedModel, fp32_head: bool = False, value_head: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.work = model, Work(model_flops(model))
         answer_with_logprobs(model.get_output_embeddings(), fp32_head)
         self.value_head = zero_head(model.config.get_text_config().hidden_size) if value_head else None
 
@@ -45,6 +47,7 @@ class PolicyModule(nn.Module):
             two tensors [B, T-1] float32, nats; with a value head a third, the values.
         """
         hidden = target_states(self.model.base_model, input_ids, mask, lengths)
+        self.work.count(_rows(input_ids, lengths), len(hidden))
         found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden, input_ids[:, 1:][mask], temperature)
         if self.value_head is not None:
             found = (*found, values_of(hidden, self.value_head))
@@ -70,11 +73,12 @@ class ValueModule(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         """`model`: a Transformers model for sequence classification with one label, as reward models are."""
         super().__init__()
-        self.model = model
+        self.model, self.work = model, Work(model_flops(model))
 
     def forward(self, input_ids: Tensor, mask: Tensor, lengths: list[int] | None = None) -> Tensor:
         """Values [B, T-1] float32 where `mask` is true, 0 elsewhere; arguments as `PolicyModule`'s."""
         hidden = target_states(self.model.base_model, input_ids, mask, lengths)
+        self.work.count(_rows(input_ids, lengths), len(hidden))
         return spread(mask, values_of(hidden, self.model.score))
 
 
@@ -116,6 +120,11 @@ def target_states(trunk: PreTrainedModel, input_ids: Tensor, mask: Tensor, lengt
         max_length_k=longest,
     ).last_hidden_state
     return packed[0, mask[real]]
+
+
+def _rows(input_ids: Tensor, lengths: list[int] | None) -> list[int]:
+    """How long each sequence is that a trunk runs on; padding is a part of it where it is not told the lengths."""
+    return [input_ids.shape[1] - 1] * len(input_ids) if lengths is None else [max(1, each - 1) for each in lengths]
 
 
 def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs:

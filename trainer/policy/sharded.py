@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from trainer.batching import MicroBatch
 from trainer.config import PolicyConfig
 from trainer.distributed import world_size
+from trainer.flops import Work
 from trainer.optimizer import make_adamw
 from trainer.policy import loading
 from trainer.policy.base import UpdateStats
@@ -66,6 +67,11 @@ class ShardedModel(InShifts):
                 list(self.trained().values()), settings.lr, settings.betas, settings.eps, settings.weight_decay
             )
         self._memory = ShiftMemory(settings.offload, self._moments, self._weights)
+
+    @property
+    def work(self) -> Work:
+        """See `Scorer.work`."""
+        return cast(Work, self.module.work)
 
     def _load(self, start: loading.StartValue) -> None:
         loading.load_sharded(self.model, self.source, self.device, start)

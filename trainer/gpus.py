@@ -1,0 +1,49 @@
+"""What GPUs can do at best, by their makers' data sheets: for the model of cost and for MFU."""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, as nodes of eight have it.
+
+    Attributes:
+        flops: bfloat16 products with float32 sums, without sparsity, a second.
+        memory_gib: of the device; some of it is the driver's.
+        memory_rate: bytes a second to and from it.
+        link_rate: bytes a second that it sends, and receives, to the others of its node: half of the sheets' figure,
+            which adds both directions; over PCIe where there is no NVLink.
+        network_rate: bytes a second that it sends to other nodes, with one network card a GPU, as in the maker's
+            systems of eight.
+        pattern: of the name that the driver gives it, for those whose `flops` are these.
+    """
+
+    flops: float
+    memory_gib: float
+    memory_rate: float
+    link_rate: float
+    network_rate: float
+    pattern: str
+
+
+GPUS = {
+    # resources.nvidia.com/en-us-blackwell-architecture/datasheet (HGX B200); network: DGX B200, 400 Gbit/s a GPU.
+    "b200": Gpu(2250e12, 179.0, 7.7e12, 900e9, 50e9, r"\bB200\b"),
+    # resources.nvidia.com/en-us-data-center-overview/hpc-datasheet-sc23-h200 (SXM); network: DGX H200.
+    "h200": Gpu(989.4e12, 140.0, 4.8e12, 450e9, 50e9, r"\bH200(?! NVL)\b"),
+    # resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (SXM5); network: DGX H100.
+    "h100": Gpu(989.4e12, 79.6, 3.35e12, 450e9, 50e9, r"\bH100(?! (PCIe|NVL|MIG))\b"),
+    # nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet (SXM4, 80 GB), and DGX A100's.
+    "a100": Gpu(312e12, 79.3, 2.039e12, 300e9, 25e9, r"\bA100\b"),
+    # resources.nvidia.com/en-us-l40s/l40s-datasheet-28413; PCIe 4.0 x16; network: one 200 Gbit/s card for two GPUs.
+    "l40s": Gpu(362e12, 44.5, 0.864e12, 32e9, 12.5e9, r"\bL40S\b"),
+    # images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf, appendix A; one machine.
+    "rtx4090": Gpu(165.2e12, 23.5, 1.008e12, 32e9, 12.5e9, r"\bRTX 4090\b(?! (D|Laptop))"),
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """bfloat16 operations a second of a device by the driver's name for it; None where they are not known here."""
+    found = (gpu.flops for gpu in GPUS.values() if re.search(gpu.pattern, device_name) and "MIG" not in device_name)
+    return next(found, None)
