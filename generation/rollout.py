@@ -1,8 +1,9 @@
 """One step's rollouts on one engine: groups of samples, each group scheduled as soon as there is room for it.
 
 Which engine samples which prompt is decided while they run: every leader claims the next prompt when it has room, so
-one long answer does not idle the others. What is sampled does not depend on it, since the seed of a sample depends on
-its place only. A trajectory goes on with its next turn as soon as it can, whatever the others do.
+one long answer does not idle the others. It never has more than its fair share unfinished, or the first leader to begin
+would claim a small step's prompts before the others can. What is sampled does not depend on it, since the seed of a
+sample depends on its place only. A trajectory goes on with its next turn as soon as it can, whatever the others do.
 """
 
 import asyncio
@@ -49,9 +50,10 @@ async def rollout(
     claim: Claim,
     on_sample: OnSample,
     episodes: Episodes = Episodes(),
+    engines: int = 1,
 ) -> list[Trajectory]:
     """Sample groups for as many prompts as this engine can claim; returns their trajectories in the order they
-    finished.
+    finished. `engines` is how many share the prompts.
 
     An episode that fails becomes a trajectory with `error` set and takes nobody with it: every episode that was begun
     is there, however it ended. Where `on_sample` sets `error` on one of an episode's trajectories, all of them have
@@ -63,6 +65,7 @@ async def rollout(
     # One group more than the engine runs at once, so that it never waits for us; no more, so that others find work to
     # claim. Trajectories that wait for tools do not count.
     room = asyncio.Semaphore(engine.settings.max_num_seqs + settings.group_size)
+    share = asyncio.Semaphore(max(1, -(-len(prompts) // engines)) * settings.group_size)  # in samples of whole groups
 
     def handle(prompt: int, sample: int) -> PolicyLLM:
         messages = episodes.messages[prompt] if episodes.messages else None
@@ -85,10 +88,15 @@ async def rollout(
 
     async with asyncio.TaskGroup() as group:
         await room.acquire()
-        while (prompt := claim()) is not None:
+        while True:
+            for _ in range(settings.group_size):
+                await share.acquire()
+            if (prompt := claim()) is None:
+                break
             for sample in range(settings.group_size):
                 begun[prompt, sample] = handle(prompt, sample)
-                group.create_task(one(begun[prompt, sample]))
+                task = group.create_task(one(begun[prompt, sample]))
+                task.add_done_callback(lambda _: share.release())
                 await room.acquire()
     ended = {(t.prompt_index, t.sample_index) for t in finished}
     # A task group does not miss a task that somebody else has cancelled.

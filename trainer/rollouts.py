@@ -110,7 +110,7 @@ class Rollouts:
 
         if self._plan.function is not None:
             episodes = Episodes(self._plan.function, self._tokenizer, rows, messages)
-            return await rollout(leader.engine, ids, settings, claim, score, episodes)
+            return await rollout(leader.engine, ids, settings, claim, score, episodes, self._engines)
         # A sampler wants all its prompts at once, so the engines share them out beforehand.
         share = [index for _ in range(-(-len(ids) // self._engines)) if (index := claim()) is not None]
         batch = prompt_batch(ids, share, self._tokenizer, settings.group_size, messages, rows)
