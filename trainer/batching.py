@@ -1,6 +1,7 @@
 """From samples of unequal length to micro-batches of bounded size, the same number of them on every rank."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +39,52 @@ class Sample:
             )
 
 
+@dataclass(frozen=True)
+class Pack:
+    """Sequences laid end to end, each without its last token, which predicts nothing; N tokens of S sequences.
+
+    Attributes:
+        tokens: [N] int64, where they are in `MicroBatch.input_ids`, flattened.
+        positions: [N] int64, of each in its sequence, from 0.
+        starts: [S+1] int32, where each sequence begins, and N.
+        lengths: of the sequences, their tokens in the pack.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    starts: Tensor
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a micro-batch's K targets are: found on the host, so that a pass over it never waits for the device.
+
+    Attributes:
+        targets: [K] int64, where the loss mask is 1, in [B, T-1] flattened; ascending.
+        states: [K] int64, of the hidden states that predict them in what the model runs on, flattened.
+        pack: what the model runs on; None: on `input_ids[:, :-1]`.
+    """
+
+    targets: Tensor
+    states: Tensor
+    pack: Pack | None = None
+
+    @classmethod
+    def of(cls, loss_mask: Tensor, lengths: list[int], packed: bool = False) -> "Layout":
+        """The layout for a mask [B, T-1] that is on the host."""
+        width = loss_mask.shape[1]
+        targets = loss_mask.flatten().nonzero().squeeze(1)
+        if not packed:
+            return cls(targets, targets)
+        sizes = [max(1, length - 1) for length in lengths]
+        starts = torch.tensor([0, *sizes]).cumsum(0)
+        rows, columns = targets // width, targets % width
+        positions = torch.cat([torch.arange(size) for size in sizes])
+        tokens = positions + torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) * (width + 1)
+        return cls(targets, starts[rows] + columns, Pack(tokens, positions, starts.int(), sizes))
+
+
 @dataclass
 class MicroBatch:
     """B right-padded sequences of T positions; what is about targets has T - 1 columns, aligned to `input_ids[:, 1:]`.
@@ -52,13 +99,14 @@ class MicroBatch:
         engine_logprobs: [B, T-1] float32, nats.
         advantages: [B, T-1] float32.
         lengths: for each sequence its tokens without padding, 1 to T.
+        layout: where the targets are, and what the model runs on: the real tokens alone, laid end to end, or padding,
+            too. Nothing else depends on which it is.
         rows: for each sequence its position in the list of samples; empty in a zero-weight micro-batch.
         old_logprobs: [B, T-1] float32 of the policy the step began with, once computed.
         ref_logprobs: [B, T-1] float32 of the reference policy, once computed.
         decisive: [B, T-1] bool, the tokens that the policy loss counts; None: all.
         old_values: [B, T-1] float32 of the critic the step began with, once computed.
         returns: [B, T-1] float32, what the critic is to learn.
-        packed: the model runs on the real tokens alone, laid end to end; nothing else is different.
     """
 
     input_ids: Tensor
@@ -66,18 +114,26 @@ class MicroBatch:
     engine_logprobs: Tensor
     advantages: Tensor
     lengths: list[int]
+    layout: Layout
     rows: list[int] = field(default_factory=list)
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     decisive: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
-    packed: bool = False
 
-    @property
-    def packed_lengths(self) -> list[int] | None:
-        """What the model is told: the lengths of sequences laid end to end, or None for padded rows."""
-        return self.lengths if self.packed else None
+    def trained(self, values: Tensor) -> Tensor:
+        """Of `values` [B, T-1] those of the K targets."""
+        return values.flatten().index_select(0, self.layout.targets)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[B, T-1] with the K values at their targets, 0 elsewhere."""
+        zeros = values.new_zeros(self.loss_mask.numel())
+        return zeros.index_copy(0, self.layout.targets, values).view_as(self.loss_mask)
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same with its tensors on a device."""
+        return cast(MicroBatch, _moved(self, device))
 
 
 def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
@@ -187,25 +243,41 @@ def _level(groups: list[list[int]], lengths: list[int], token_budget: int, count
 
 def scored_batch(token_ids: list[int], device: torch.device) -> MicroBatch:
     """One sequence of which every token but the first is scored, and nothing learned."""
-    ids = torch.tensor([token_ids], device=device)
-    ones = torch.ones(1, len(token_ids) - 1, device=device)
-    return MicroBatch(ids, ones, torch.zeros_like(ones), torch.zeros_like(ones), [len(token_ids)])
+    ids, lengths = torch.tensor([token_ids]), [len(token_ids)]
+    ones = torch.ones(1, len(token_ids) - 1)
+    nothing = torch.zeros_like(ones)
+    return MicroBatch(ids, ones, nothing, nothing, lengths, Layout.of(ones, lengths)).to(device)
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    """A dataclass with the tensors in it, and in the dataclasses in it, on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if not isinstance(value, Layout | Pack | MicroBatch):
+        return value
+    return replace(value, **{each.name: _moved(getattr(value, each.name), device) for each in fields(value)})
 
 
 def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.device | str, packed: bool) -> MicroBatch:
     """Right-pad to the longest, and to two positions, so that there is a target column in any case."""
-    width = max(2, *(len(sample.input_ids) for sample in samples))
-    missing = [width - len(sample.input_ids) for sample in samples]
-    ids = [sample.input_ids + [pad_id] * n for sample, n in zip(samples, missing, strict=True)]
-    mask = [sample.loss_mask[1:] + [0] * n for sample, n in zip(samples, missing, strict=True)]
-    logprobs = [sample.engine_logprobs[1:] + [0.0] * n for sample, n in zip(samples, missing, strict=True)]
-    advantages = [[sample.advantage] * (width - 1) for sample in samples]
+    lengths = [len(sample.input_ids) for sample in samples]
+    width = max(2, *lengths)
+
+    def table(rows: list[list[Any]], fill: float, dtype: torch.dtype) -> Tensor:
+        padded = torch.full((len(rows), width), fill, dtype=dtype)
+        for own, row in zip(padded, rows, strict=True):
+            own[: len(row)] = torch.tensor(row, dtype=dtype)
+        return padded
+
+    mask = table([sample.loss_mask for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
+    logprobs = table([sample.engine_logprobs for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
+    advantages = torch.tensor([sample.advantage for sample in samples]).unsqueeze(1)
     return MicroBatch(
-        input_ids=torch.tensor(ids, dtype=torch.int64).to(device),
-        loss_mask=torch.tensor(mask, dtype=torch.float32).to(device),
-        engine_logprobs=torch.tensor(logprobs, dtype=torch.float32).to(device),
-        advantages=torch.tensor(advantages, dtype=torch.float32).to(device),
-        lengths=[len(sample.input_ids) for sample in samples],
+        input_ids=table([sample.input_ids for sample in samples], pad_id, torch.int64),
+        loss_mask=mask,
+        engine_logprobs=logprobs,
+        advantages=advantages.expand_as(mask).contiguous(),
+        lengths=lengths,
+        layout=Layout.of(mask, lengths, packed),
         rows=rows,
-        packed=packed,
-    )
+    ).to(device)

@@ -136,7 +136,7 @@ class Trial:
     def gap(self, batch: MicroBatch, temperature: float) -> tuple[str, float, float]:
         """Name, value and bound, in nats, of the difference between the engine's log-probabilities and the policy's."""
         [own] = self.policy.score([batch], temperature)
-        differences = (own.logprobs - batch.engine_logprobs)[batch.loss_mask.bool()].abs()
+        differences = batch.trained(own.logprobs - batch.engine_logprobs).abs()
         name, quantile, bound = GAPS[self.config.policy.dtype]
         return name, torch.quantile(differences, quantile).item(), bound
 

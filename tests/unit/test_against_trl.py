@@ -19,7 +19,7 @@ from trl.rewards.other_rewards import get_soft_overlong_punishment
 from trainer.algorithm_config import AlgorithmConfig
 from trainer.algorithms import advantages, aggregation, corrections, kl, losses, shaping
 from trainer.algorithms.ratios import log_ratio
-from trainer.batching import MicroBatch
+from trainer.batching import Layout, MicroBatch
 from trainer.learning.learner import mark_decisive
 from trainer.learning.minibatches import MiniBatch
 from trainer.learning.policy_loss import PolicyLoss
@@ -127,9 +127,8 @@ def learners_loss(data: dict[str, Tensor], config: AlgorithmConfig) -> Tensor:
     mask, ids = data["mask"], torch.zeros(len(LENGTHS), max(LENGTHS) + 1, dtype=torch.long)
     advantages_, reference = data["advantages"].unsqueeze(1).expand_as(mask), data["reference"]
     rows = list(range(len(LENGTHS)))
-    own = MicroBatch(
-        ids, mask, data["engine"], advantages_, LENGTHS, rows, data["old"], reference if config.kl_coef else None
-    )
+    layout, beside = Layout.of(mask, LENGTHS), reference if config.kl_coef else None
+    own = MicroBatch(ids, mask, data["engine"], advantages_, LENGTHS, layout, rows, data["old"], beside)
     if config.high_entropy_share < 1:
         before = Outputs(data["new"].detach(), data["entropy"].detach())
         mark_decisive([own], [before], config.high_entropy_share)

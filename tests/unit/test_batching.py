@@ -61,7 +61,7 @@ def test_tensors_hold_what_the_samples_say(lengths: list[int], budget: int, extr
     seen: list[int] = []
     for batch in batches:
         seen += batch.rows
-        assert batch.packed == packing
+        assert (batch.layout.pack is not None) == packing
         height, width = batch.input_ids.shape
         assert width >= 2 and batch.loss_mask.shape == batch.engine_logprobs.shape == (height, width - 1)
         if not batch.rows:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithm_config import AlgorithmConfig
-from trainer.batching import MicroBatch
+from trainer.batching import Layout, MicroBatch
 from trainer.learning.minibatches import MiniBatch
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
 from trainer.policy.base import Outputs
@@ -28,7 +28,8 @@ def make_batch(seed: int = 0) -> tuple[MicroBatch, Outputs]:
     mask[3] = 0
     new = noise(0.5) - 1
     batch = MicroBatch(
-        torch.zeros(4, 7, dtype=torch.int64), mask, new + noise(0.3), noise(1.0), [7] * 4, [0, 1, 2, 3],
+        torch.zeros(4, 7, dtype=torch.int64), mask, new + noise(0.3), noise(1.0), [7] * 4,
+        Layout.of(mask, [7] * 4), [0, 1, 2, 3],
         new + noise(0.4), new + noise(0.3), torch.rand(4, 6, generator=generator) > 0.5, noise(1.0), noise(1.0),
     )  # fmt: skip
     return batch, Outputs(new.requires_grad_(), noise(1.0).abs().requires_grad_(), noise(1.0).requires_grad_())

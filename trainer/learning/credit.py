@@ -43,7 +43,7 @@ def assign_credit(minibatches: list[MiniBatch], config: TrainConfig, reward_weig
 
 def has_signal(minibatches: list[MiniBatch]) -> bool:
     """Whether any trainable token of any rank has an advantage other than 0. Collective."""
-    found = any(b.advantages[b.loss_mask.bool()].any() for minibatch in minibatches for b in minibatch.batches)
+    found = any(b.trained(b.advantages).any() for minibatch in minibatches for b in minibatch.batches)
     return all_reduce_sum({"signal": float(found)})["signal"] > 0
 
 

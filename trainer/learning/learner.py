@@ -149,8 +149,7 @@ def updates_asked(config: TrainConfig) -> int:
 
 def mark_decisive(batches: list[MicroBatch], outputs: list[Outputs], share: float) -> None:
     """Choose the tokens of highest entropy among those of an optimizer step, all ranks. Collective."""
-    masks = [batch.loss_mask.bool() for batch in batches]
-    own = torch.cat([o.entropy[mask] for o, mask in zip(outputs, masks, strict=True)])
+    own = torch.cat([batch.trained(o.entropy) for batch, o in zip(batches, outputs, strict=True)])
     threshold = entropy_threshold(gather_columns(own.unsqueeze(0))[0], share)
     for batch, output in zip(batches, outputs, strict=True):
         batch.decisive = high_entropy_mask(output.entropy, batch.loss_mask, threshold)

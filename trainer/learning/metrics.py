@@ -59,9 +59,8 @@ def gap_without_update(trajectories: list[Trajectory], policy: Policy, config: T
     own = assign_to_ranks([len(s.input_ids) for s in samples], world_size())[rank()]
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
     batches = micro_batches([samples[i] for i in own], budget, pad_id, policy.device, packing=packing)
-    masks = [batch.loss_mask.bool() for batch in batches]
     outputs = policy.score(batches, config.sampling.temperature)
-    gaps = [(o.logprobs[m], b.engine_logprobs[m]) for o, b, m in zip(outputs, batches, masks, strict=True)]
+    gaps = [(b.trained(o.logprobs), b.trained(b.engine_logprobs)) for o, b in zip(outputs, batches, strict=True)]
     return engine_gap(gaps, config.algorithm)
 
 

@@ -41,8 +41,7 @@ class PolicyLoss:
         config, mask, logprobs = self._config, batch.loss_mask, outputs.logprobs
         # With a single update nothing has changed yet, so the forward pass itself tells what the policy was.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        trained = mask.bool()
-        self.gaps.append((old[trained], batch.engine_logprobs[trained]))
+        self.gaps.append((batch.trained(old), batch.trained(batch.engine_logprobs)))
         loss, bounded = surrogate(config, logprobs, old, batch.advantages, mask)
         sums = {
             "tokens": mask.sum(),

@@ -7,6 +7,7 @@ PyTorch on CUDA in half precision, one causal call for each run of equally long 
 """
 
 import inspect
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, cast
 
@@ -43,6 +44,7 @@ def attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
+    sequence_lengths: Sequence[int] = (),
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface; masks are made here, where they are needed.
@@ -52,6 +54,7 @@ def attention(
         sliding_window: how many positions back a query sees, itself included.
         cu_seq_lens_q: [S+1] int32, where each of S sequences begins in T, and T; B is 1. None: B sequences of T.
         max_length_q: the longest of those sequences.
+        sequence_lengths: all of theirs, so that nobody has to ask the device.
 
     Returns:
         [B, T, heads, D], and no attention weights.
@@ -67,7 +70,7 @@ def attention(
     if _kernel_takes(query, value, dropout):
         return _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
     parts, start = [], 0
-    for length, run in groupby(cu_seq_lens_q.diff().tolist()):
+    for length, run in groupby(sequence_lengths):
         count = len(list(run))
         stretch = slice(start, start := start + count * length)
         q, k, v = (x[0, :, stretch].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value))

@@ -11,7 +11,7 @@ from trainer.config import ModelConfig, PolicyConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.policy import loading
 from trainer.policy.base import UpdateStats
-from trainer.policy.module import ValueModule
+from trainer.policy.module import ValueModule, values
 from trainer.policy.sharded import ShardedModel
 
 HEAD = "score.weight"
@@ -53,15 +53,11 @@ class Critic(ShardedModel):
 
     def score(self, batches: list[MicroBatch]) -> list[Tensor]:
         """Values [B, T-1] float32 for each batch, 0 where its loss mask is; without gradients. Collective."""
-        return self._without_gradients(batches, self._values)
+        return self._without_gradients(batches, lambda batch: values(self.module, batch))
 
     def update(self, batches: list[MicroBatch], loss_fn: ValueLoss, place: float | None = None) -> UpdateStats:
         """One optimizer step on the sum of all losses, or none, as `Policy.update`. Collective."""
-        return self._update(batches, lambda batch: loss_fn(batch, self._values(batch)), place)
-
-    def _values(self, batch: MicroBatch) -> Tensor:
-        values: Tensor = self.module(batch.input_ids, batch.loss_mask.bool(), batch.packed_lengths)
-        return values
+        return self._update(batches, lambda batch: loss_fn(batch, values(self.module, batch)), place)
 
 
 def make_critic(config: TrainConfig, device: torch.device, total_updates: int) -> Critic:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -32,26 +31,23 @@ class PolicyModule(nn.Module):
         self.value_head = zero_head(model.config.get_text_config().hidden_size) if value_head else None
 
     def forward(
-        self, input_ids: Tensor, mask: Tensor, temperature: float, lengths: list[int] | None = None
+        self, inputs: Tensor, states: Tensor, targets: Tensor, temperature: float, packing: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        """Log-probabilities and entropy of the targets `input_ids[:, 1:]` where `mask` is true, 0 elsewhere.
+        """Log-probabilities and entropy of K targets.
 
         The output head, by far the largest matrix, runs only on positions whose target counts.
 
         Args:
-            input_ids: [B, T], right-padded.
-            mask: [B, T-1] bool.
-            lengths: as in `target_states`.
+            inputs, states, packing: as in `target_states`.
+            targets: [K] int64.
 
         Returns:
-            two tensors [B, T-1] float32, nats; with a value head a third, the values.
+            two tensors [K] float32, nats; with a value head a third, the values.
         """
-        hidden = target_states(self.model.base_model, input_ids, mask, lengths)
-        self.work.count(_rows(input_ids, lengths), len(hidden))
-        found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden, input_ids[:, 1:][mask], temperature)
-        if self.value_head is not None:
-            found = (*found, values_of(hidden, self.value_head))
-        return tuple(spread(mask, each) for each in found)
+        hidden = target_states(self.model.base_model, inputs, states, packing)
+        self.work.count(_rows(inputs, packing), len(hidden))
+        found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden, targets, temperature)
+        return found if self.value_head is None else (*found, values_of(hidden, self.value_head))
 
 
 def answer_with_logprobs(head: nn.Linear, fp32_head: bool) -> None:
@@ -75,24 +71,21 @@ class ValueModule(nn.Module):
         super().__init__()
         self.model, self.work = model, Work(model_flops(model))
 
-    def forward(self, input_ids: Tensor, mask: Tensor, lengths: list[int] | None = None) -> Tensor:
-        """Values [B, T-1] float32 where `mask` is true, 0 elsewhere; arguments as `PolicyModule`'s."""
-        hidden = target_states(self.model.base_model, input_ids, mask, lengths)
-        self.work.count(_rows(input_ids, lengths), len(hidden))
-        return spread(mask, values_of(hidden, self.model.score))
+    def forward(self, inputs: Tensor, states: Tensor, packing: dict[str, Any]) -> Tensor:
+        """Values [K] float32; arguments as in `target_states`."""
+        hidden = target_states(self.model.base_model, inputs, states, packing)
+        self.work.count(_rows(inputs, packing), len(hidden))
+        return values_of(hidden, self.model.score)
 
 
-def target_states(trunk: PreTrainedModel, input_ids: Tensor, mask: Tensor, lengths: list[int] | None = None) -> Tensor:
-    """Hidden states from which the targets `input_ids[:, 1:]` where `mask` is true are predicted, row by row.
-
-    A last token predicts nothing, so the trunk does not see it.
+def target_states(trunk: PreTrainedModel, inputs: Tensor, states: Tensor, packing: dict[str, Any]) -> Tensor:
+    """The hidden states from which targets are predicted.
 
     Args:
         trunk: a Transformers model without a head.
-        input_ids: [B, T], right-padded.
-        mask: [B, T-1] bool, true for K targets.
-        lengths: of each row without padding: the trunk runs on these tokens alone, end to end in one row. None: it runs
-            on padding, too.
+        inputs: [B, T] ids, right-padded, or sequences end to end, [1, N].
+        states: [K] int64, positions in `inputs`, flattened.
+        packing: what keeps the sequences of a row apart; empty where each has a row.
 
     Returns:
         [K, H].
@@ -100,36 +93,46 @@ def target_states(trunk: PreTrainedModel, input_ids: Tensor, mask: Tensor, lengt
     Raises:
         UserError: the trunk's layers cannot keep the sequences of a row apart.
     """
-    inputs = input_ids[:, :-1]
-    if lengths is None:
-        padded: Tensor = trunk(input_ids=inputs, use_cache=False).last_hidden_state
-        return padded[mask]
-    require_packing(trunk)
-    sizes = torch.tensor([max(1, length - 1) for length in lengths], dtype=torch.int32, device=inputs.device)
-    columns = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-    real = columns < sizes.unsqueeze(1)
-    starts = nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
-    longest = max(1, max(lengths) - 1)
-    packed: Tensor = trunk(
-        input_ids=inputs[real].unsqueeze(0),
-        position_ids=columns[real].unsqueeze(0),
-        use_cache=False,
-        cu_seq_lens_q=starts,
-        cu_seq_lens_k=starts,
-        max_length_q=longest,
-        max_length_k=longest,
-    ).last_hidden_state
-    return packed[0, mask[real]]
+    if packing:
+        require_packing(trunk)
+    hidden: Tensor = trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, states)
 
 
-def _rows(input_ids: Tensor, lengths: list[int] | None) -> list[int]:
+def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+    """What `target_states` takes of a micro-batch: inputs and packing."""
+    pack = batch.layout.pack
+    if pack is None:
+        return batch.input_ids[:, :-1], {}
+    longest = max(pack.lengths)
+    packing = {
+        "position_ids": pack.positions.unsqueeze(0),
+        "cu_seq_lens_q": pack.starts,
+        "cu_seq_lens_k": pack.starts,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "sequence_lengths": pack.lengths,
+    }
+    return batch.input_ids.flatten().index_select(0, pack.tokens).unsqueeze(0), packing
+
+
+def _rows(inputs: Tensor, packing: dict[str, Any]) -> list[int]:
     """How long each sequence is that a trunk runs on; padding is a part of it where it is not told the lengths."""
-    return [input_ids.shape[1] - 1] * len(input_ids) if lengths is None else [max(1, each - 1) for each in lengths]
+    return packing["sequence_lengths"] if packing else [inputs.shape[1]] * len(inputs)
 
 
 def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs:
     """What a PolicyModule, wrapped or not, says of a micro-batch."""
-    return Outputs(*module(batch.input_ids, batch.loss_mask.bool(), temperature, batch.packed_lengths))
+    inputs, packing = trunk_inputs(batch)
+    targets = batch.trained(batch.input_ids[:, 1:])
+    found = module(inputs, batch.layout.states, targets, temperature, packing)
+    return Outputs(*map(batch.spread, found))
+
+
+def values(module: nn.Module, batch: MicroBatch) -> Tensor:
+    """What a ValueModule, wrapped or not, says of a micro-batch, [B, T-1] float32 and 0 where the loss mask is 0."""
+    inputs, packing = trunk_inputs(batch)
+    return batch.spread(module(inputs, batch.layout.states, packing))
 
 
 def zero_head(hidden_size: int) -> nn.Linear:
@@ -142,8 +145,3 @@ def zero_head(hidden_size: int) -> nn.Linear:
 def values_of(hidden: Tensor, head: nn.Linear) -> Tensor:
     """[K] float32 from hidden states [K, H]: returns are too fine for bfloat16, in which 0.996 is followed by 1."""
     return nn.functional.linear(hidden.float(), head.weight.float()).squeeze(1)
-
-
-def spread(mask: Tensor, values: Tensor) -> Tensor:
-    """The K values back where `mask` is true, in its shape; 0 elsewhere."""
-    return torch.zeros_like(mask, dtype=values.dtype).masked_scatter(mask, values)
