@@ -4,7 +4,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -86,6 +88,19 @@ def first_devices(count: int) -> tuple[int, ...]:
     return tuple(range(count)) if available else ()
 
 
+def this_device() -> Callable[[], None]:
+    """What a thread that the caller starts has to call first, to be on the CUDA device that the caller is on.
+
+    A thread of its own accord is on device 0: it would wait for the streams of that one, whichever device its tensors
+    are on, and by doing so set up a context there, half a gigabyte for every process
+    (https://docs.pytorch.org/docs/stable/notes/cuda.html).
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
 def sharing_problems(local_ranks: int, workers: int, environ: Mapping[str, str]) -> Iterator[str]:
     """What keeps processes from sharing this machine's GPUs.
 
@@ -116,11 +131,23 @@ def _modes(visible: str) -> str:
     """Compute mode and MIG mode of the visible GPUs, as nvidia-smi prints them; empty without it."""
     if visible.startswith("MIG"):
         return "Enabled"
-    command = ["nvidia-smi", "--query-gpu=compute_mode,mig.mode.current", "--format=csv,noheader"]
+    return _ask_driver("compute_mode,mig.mode.current", *([f"--id={visible}"] if visible else []))
+
+
+def full_uuids(devices: list[str]) -> list[str]:
+    """Devices as in CUDA_VISIBLE_DEVICES, with UUIDs in full: CUDA takes the beginning of one, NVML, which vLLM asks,
+    does not (https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html, nvmlDeviceGetHandleByUUID).
+    """
+    if not any(device.startswith("GPU-") for device in devices):
+        return devices
+    known = _ask_driver("uuid").split()
+    return [next((uuid for uuid in known if "-" in device and uuid.startswith(device)), device) for device in devices]
+
+
+def _ask_driver(figures: str, *options: str) -> str:
+    """What nvidia-smi prints of GPUs, a line for each; empty without it."""
+    command = ["nvidia-smi", f"--query-gpu={figures}", "--format=csv,noheader", *options]
     try:
-        asked = subprocess.run(
-            [*command, *([f"--id={visible}"] if visible else [])], capture_output=True, text=True, timeout=30
-        )
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return asked.stdout

@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+from .devices import this_device
+
 T = TypeVar("T")
 
 
@@ -22,10 +24,12 @@ class EngineThread:
     def __init__(self, name: str = "engine-loop") -> None:
         self.loop = asyncio.new_event_loop()
         self._closing = False
+        self._use_device = this_device()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
+        self._use_device()
         asyncio.set_event_loop(self.loop)
         while not self._closing:
             try:

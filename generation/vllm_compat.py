@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from .devices import full_uuids
 from .settings import LORA_RANKS, EngineSettings
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _apart_from_other_ranks() -> dict[str, str]:
 def _physical_devices(indices: tuple[int, ...]) -> list[str]:
     """This process's device indices as the driver's names, through its own CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [visible.split(",")[i] if visible else str(i) for i in indices]
+    return full_uuids([visible.split(",")[i].strip() for i in indices]) if visible else [str(i) for i in indices]
 
 
 @contextmanager

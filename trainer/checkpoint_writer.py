@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from generation.devices import this_device
 from trainer import checkpoint
 from trainer.config import CheckpointConfig
 from trainer.distributed import agreed
@@ -27,7 +28,7 @@ class CheckpointWriter:
         """Collective. `timeout` (seconds) is the deadline of writing one checkpoint."""
         self._folder, self._config, self._timeout = folder, config, timeout
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=this_device())
         self._writing: Future[None] | None = None
 
     def save(self, step: int, parts: checkpoint.Parts, extra: dict[str, Any], metrics: dict[str, float]) -> None:

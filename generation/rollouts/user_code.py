@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from ..devices import this_device
+
 T = TypeVar("T")
 
 ENDING_SECONDS = 5.0
@@ -104,10 +106,13 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
         else:
             future.set_exception(error)
 
+    use_device = this_device()
+
     def work() -> None:
         result: Any = None
         failure: Exception | None = None
         try:
+            use_device()
             result = function()
         except StopIteration as error:  # which a future does not carry
             failure = RuntimeError(f"StopIteration: {error}")

@@ -1,8 +1,9 @@
 """One decision on whether CUDA can be used, on machines that are made up; and what engines are started with there."""
 
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,15 @@ import torch
 
 from generation import VllmGeneration, devices
 from generation.chatlearn.module import VLLMModule
+from generation.event_loop import EngineThread
+from generation.rollouts.user_code import call_user
 from generation.service.async_vllm import AsyncVLLM
 from generation.settings import EngineSettings
 from generation.vllm_compat import engine_environment
-from trainer import lifetime
+from trainer import checkpoint, lifetime
+from trainer.checkpoint_writer import CheckpointWriter
 from trainer.cli import main
-from trainer.config import TrainConfig
+from trainer.config import CheckpointConfig, TrainConfig
 from trainer.config_checks import find_problems, resolve_device
 
 
@@ -147,6 +151,29 @@ def test_a_slice_named_in_cuda_visible_devices_is_for_one_rank(machine: Callable
     assert "MIG slices" in found
 
 
+def test_engines_are_given_uuids_in_full_whatever_the_user_has_abbreviated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA takes the beginning of a UUID; NVML, by which vLLM looks devices up, does not."""
+    uuids = [f"GPU-{number}1ce4ab0-5ff3-7a31-ad7f-66b1dd6b2e0a" for number in range(3)]
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/bash\n[ $1 = --query-gpu=uuid ] && printf '%s\\n' " + " ".join(uuids) + "\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for shown, indices, expected in (
+        ("GPU-2,GPU-01ce", (0, 1), f"{uuids[2]},{uuids[0]}"),
+        (f"{uuids[1]}, GPU-2", (1, 0), f"{uuids[2]},{uuids[1]}"),
+        ("GPU-7,GPU-2", (0,), "GPU-7"),  # vLLM says that there is none
+        ("3, 1", (1,), "1"),
+        ("MIG-5", (0,), "MIG-5"),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        settings = EngineSettings(model="m", max_model_len=64, device_indices=indices)
+        assert engine_environment(settings)["CUDA_VISIBLE_DEVICES"] == expected
+    smi.unlink()
+    assert devices.full_uuids(["GPU-2"]) == ["GPU-2"]
+
+
 def test_an_allocator_without_ipc_is_refused_on_cuda(machine: Callable[..., None]) -> None:
     machine("580.65.06", "13.0")
     for setting in ("backend:cudaMallocAsync", "max_split_size_mb:64, backend: cudaMallocAsync"):
@@ -213,3 +240,56 @@ def test_no_entry_point_poisons_the_fork_of_an_engine_nor_forks_one(
     assert settings.device_indices == (0,)
     assert counted == []
     assert engine_environment(settings)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def on_third_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA as a thread sees it: initialised, on device 0 until the thread chooses another; this thread chose 3."""
+    own = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(own, "device", index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(own, "device", 0))
+    torch.cuda.set_device(3)
+
+
+def test_threads_that_may_touch_tensors_are_on_the_device_of_the_rank_that_started_them(
+    on_third_device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found: dict[str, int] = {}
+
+    def look(where: str) -> None:
+        found[where] = torch.cuda.current_device()
+
+    def write(folder: Path, snapshot: checkpoint.Snapshot, group: object) -> None:
+        look(f"checkpoint, {'in the background' if 'background' in snapshot.extra else 'waited for'}")
+
+    async def on_the_loop() -> None:
+        look("engine's loop")
+        await call_user(lambda: look("user code"))
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(checkpoint, "_random_states", dict)  # of a device that is not here
+    unbound = threading.Thread(target=look, args=["a thread that nobody told"])
+    unbound.start()
+    unbound.join()
+    with joined():
+        for extra in ({}, {"background": 1}):
+            writer = CheckpointWriter(tmp_path, CheckpointConfig(background=bool(extra)), 60)
+            writer.save(1, {}, extra, {})
+            writer.close()
+    loop = EngineThread()
+    loop.run(on_the_loop(), 60, "looking")
+    loop.close()
+    assert found.pop("a thread that nobody told") == 0
+    assert found == dict.fromkeys(
+        ["checkpoint, waited for", "checkpoint, in the background", "engine's loop", "user code"], 3
+    )
