@@ -236,7 +236,7 @@ def _level(groups: list[list[int]], lengths: list[int], token_budget: int, count
     """
     even = [group for group in assign_to_ranks(lengths, count) if group]
     if any(len(group) > 1 and sum(lengths[i] for i in group) > token_budget for group in even):
-        return groups
+        even = groups
     even = [sorted(group, key=lambda i: (-lengths[i], i)) for group in even]
     return sorted(even, key=lambda group: -sum(lengths[i] for i in group))
 

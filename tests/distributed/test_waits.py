@@ -1,0 +1,88 @@
+"""No micro-batch has the host wait for the device: between ranks of which all but one are made up, on the CPU.
+
+Forward, loss and backward, with the hooks of FSDP2 and ZeRO, and their checkpointing; what waits at the end of an
+update is listed. tests/cuda_lock/test_fake_devices.py does the same for operations that differ on CUDA.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from sharding import collectives
+from tests.distributed import policy_checks as checks
+from tests.waits import Waits
+from trainer.batching import micro_batches
+from trainer.config import AlgorithmConfig, LoraConfig, ModelConfig, PolicyConfig
+from trainer.learning.minibatches import MiniBatch
+from trainer.learning.policy_loss import CriticLoss, PolicyLoss
+from trainer.policy import FsdpPolicy
+from trainer.policy.critic import Critic
+from trainer.policy.deepspeed import DeepSpeedPolicy
+from trainer.policy.lora import NO_ADAPTERS
+
+RANKS = 8
+CPU = torch.device("cpu")
+AT_ITS_END = {"trainer/policy/updates.py:over_ranks", "trainer/policy/deepspeed.py:_step"}
+"""Once an update: loss and norm decide, on the host, whether the step is made."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("waits")
+    checks.make_model("qwen2", folder, tied=False)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind", ["FSDP2", "FSDP2 with replicas", "adapters", "value head", "critic", "ZeRO-2", "ZeRO-3"]
+)
+def test_no_micro_batch_waits_for_the_device(folder: Path, kind: str) -> None:
+    run_ranks(look_for_waits, 1, 300, [kind, str(folder)])
+
+
+def look_for_waits(kind: str, folder: str) -> None:
+    """On the one rank that exists: an update of four micro-batches waits no more often than one of one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    collectives.all_gather_bytes = lambda payload, group=None: [payload] * RANKS
+    learns = made(kind, ModelConfig(path=folder))
+    for _ in range(2):
+        update_waits(kind, learns, 2)  # ZeRO-3 learns in which order weights are wanted
+    one, four = update_waits(kind, learns, 1), update_waits(kind, learns, 4)
+    print(kind, one, four)
+    assert one == four, four - one
+    assert set(one) <= AT_ITS_END
+    dist.destroy_process_group()
+
+
+def made(kind: str, model: ModelConfig) -> Any:
+    settings = PolicyConfig(dtype="bfloat16", activation_checkpointing="every_second", max_skipped_steps=1000)
+    if kind == "critic":
+        return Critic(model, settings, CPU)
+    if kind.startswith("ZeRO"):
+        return DeepSpeedPolicy(model, settings.model_copy(update={"zero_stage": int(kind[-1])}), CPU)
+    if kind == "FSDP2 with replicas":
+        settings = settings.model_copy(update={"shard_size": RANKS // 2})
+    lora = LoraConfig(rank=4, target_modules=["q_proj", "down_proj"]) if kind == "adapters" else NO_ADAPTERS
+    return FsdpPolicy(model, settings, CPU, value_head=kind == "value head", lora=lora)
+
+
+def update_waits(kind: str, learns: Any, count: int) -> Counter[str]:
+    """What an update of so many micro-batches waits for."""
+    batches = micro_batches(checks.make_samples(), 120, 0, CPU, count=4, packing=True)[:count]
+    for batch in batches:
+        for name in ("old_logprobs", "ref_logprobs", "old_values", "returns"):
+            setattr(batch, name, torch.zeros_like(batch.loss_mask))
+    minibatch = MiniBatch([], batches, 100, 9)
+    config = AlgorithmConfig(preset="grpo", kl_coef=0.1, kl_in="loss", tis_cap=2.0)
+    with Waits() as waits:
+        if kind == "critic":
+            learns.update(batches, CriticLoss(config, minibatch))
+        else:
+            learns.update(batches, PolicyLoss(config, minibatch, 32), 0.7)
+    return waits.found

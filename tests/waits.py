@@ -1,0 +1,87 @@
+"""Which operations have the host wait for the device, and whose they are."""
+
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).resolve().parents[1]
+WAITING = {
+    "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero", "repeat_interleave",
+    "unique_consecutive", "unique_dim",
+}  # fmt: skip
+"""Operations whose result the host has to know, or its size."""
+
+
+HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
+"""What tensors on a CPU answer without an operation."""
+
+
+class Waits:
+    """Counts, by the function of ours that asks for them, what has the host wait for the device.
+
+    Copies between the two are among them, unless they are asked not to wait. A tensor on the CPU stands for one on a
+    device.
+    """
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+        self._modes = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._modes.enter_context(_Operations(self.found))
+        self._modes.enter_context(_Reads(self.found))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._modes.close()
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if waits(function._schema.name.removeprefix("aten::"), args, kwargs, result):
+            self._found[asked_by()] += 1
+        return result
+
+
+class _Reads(TorchFunctionMode):
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in HOST_READS:
+            self._found[asked_by()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def waits(name: str, args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether an operation is one of those."""
+    if name in ("index", "index_put", "index_put_"):
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    if name in ("_to_copy", "copy_"):
+        places = {each.device.type for each in (*args, result) if isinstance(each, Tensor)}
+        return len(places) > 1 and not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
+    return name in WAITING
+
+
+def asked_by() -> str:
+    """`file:function` of the innermost frame that is the project's and no test's."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        path = Path(frame.f_code.co_filename)
+        if ROOT in path.parents and path.relative_to(ROOT).parts[0] in ("trainer", "sharding", "generation"):
+            return f"{path.relative_to(ROOT)}:{frame.f_code.co_name}"
+    return "nobody of ours"
