@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from trainer.config import RolloutConfig, TrainConfig, known_keys, load_config, to_yaml
 from trainer.config_checks import check_config
 from trainer.errors import UserError
+from trainer.gpus import GPUS
 from trainer.last_words import leave_word
 from trainer.rewards import RewardPool
 
@@ -201,6 +202,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("recipe", type=Path, help="YAML file; keys are overridden by --section.key value")
     plan.add_argument("--ranks", type=int, help="how many there would be (default: $WORLD_SIZE, or 1)")
+    plan.add_argument("--gpu", choices=GPUS, help="plan for this kind, and say how long a step would take, by a model")
+    plan.add_argument("--prompt-tokens", type=float, help="of a prompt on average (default: half of the most)")
+    plan.add_argument("--answer-tokens", type=float, help="of an answer on average (default: half of the most)")
     plan.add_argument("--device-gib", type=float, help="memory of a device (default: of the one that is here)")
     doctor = commands.add_parser("doctor", help="does this machine do what training needs?", allow_abbrev=False)
     doctor.description = (

@@ -25,7 +25,8 @@ from generation.devices import DRIVERS, driver_version, gpu_visible
 from trainer import lifetime
 from trainer.config import load_config
 from trainer.config_checks import ALLOCATOR_VARIABLES, find_problems, without_expandable_segments
-from trainer.memory_plan import GIB, engine_parts, model_sizes, trainer_parts
+from trainer.memory_plan import GIB, engine_parts, trainer_parts
+from trainer.model_sizes import model_sizes
 from trainer.progress import make_console
 
 Verdict = Literal["ok", "failed", "not tried"]

@@ -33,17 +33,17 @@ class ModelFlops:
     head_learned: int
     attention: int
 
-    def forward(self, tokens: int, targets: int, pairs: float) -> float:
+    def forward(self, tokens: float, targets: float, pairs: float) -> float:
         """Operations of a forward pass over so many tokens, targets and pairs (`attended`)."""
         return 2.0 * (self.trunk * tokens + self.head * targets) + 4.0 * self.attention * pairs
 
-    def backward(self, tokens: int, targets: int, pairs: float) -> float:
+    def backward(self, tokens: float, targets: float, pairs: float) -> float:
         """Of the backward pass: gradients of all inputs, and of the matrices that are learned."""
         learned = 2.0 * (self.trunk_learned * tokens + self.head_learned * targets)
         return learned + 2.0 * (self.trunk * tokens + self.head * targets) + 8.0 * self.attention * pairs
 
 
-def attended(lengths: Sequence[int]) -> float:
+def attended(lengths: Sequence[float]) -> float:
     """Pairs of a query and a key that it sees, in sequences of these lengths; as if no attention had a window."""
     return sum(length * (length + 1) / 2 for length in lengths)
 

@@ -139,6 +139,7 @@ class _TargetLogprobs(torch.autograd.Function):
             torch.mm(narrow, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 _add_product(grad_weight, narrow.t(), hidden[part])
+            del logits, grad, narrow  # or the next chunk's would come on top of them
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None

@@ -1,27 +1,23 @@
 """What a rank's device has to hold, worked out from a recipe and the model's config.json.
 
 Weights, optimizer state, staging and KV cache are exact under FSDP2, for the rank that has the most, and all but exact
-under ZeRO; what forward and backward need is an estimate.
+under ZeRO; what forward and backward need is so to a few per cent (`trainer.update_memory`). What CUDA, NCCL and a
+sleeping engine keep is an estimate, and the allocator's fragments are not counted.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from sharding.plan import BucketPlan, Piece, SourceParameter
 from sharding.transport import BUFFERS
-from trainer.config import LoraConfig, PolicyConfig, TrainConfig
+from trainer.config import PolicyConfig, TrainConfig
 from trainer.config_checks import resolve_device
 from trainer.generate import kv_elements
-from trainer.logprobs import CPU_ELEMENTS, MIN_CHUNK, cuda_chunk_elements
-from trainer.policy.checkpoint_names import parameter_names
-from trainer.policy.loading import build_meta_model
-from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors
+from trainer.model_sizes import ModelSizes, compute_width, model_sizes, shard, shards_of
+from trainer.update_memory import ZERO_BUCKET, largest_moment
 
 GIB = 2**30
 _MASTER, _MOMENTS, _GRADIENT = 4, 8, 4
@@ -30,7 +26,13 @@ _MASTER, _MOMENTS, _GRADIENT = 4, 8, 4
 REPROCESSED = (".experts.", ".kv_b_proj.")
 """In the names of weights that engines do not keep as they are loaded: experts are shuffled, MLA keeps products."""
 
-Shapes = Mapping[str, torch.Size]
+_CONTEXT, _COMMUNICATOR, _GRAPHS = 0.5 * GIB, 0.5 * GIB, 2.5 * GIB
+"""Of a process on a CUDA device, of a group of ranks in NCCL, and of an engine's CUDA graphs with their workspaces: by
+what is usual, and not measured here."""
+
+
+Learner = tuple[PolicyConfig, ModelSizes, bool]
+"""A model that learns, and whether there are whole weights to compute with between updates."""
 
 
 @dataclass(frozen=True)
@@ -43,56 +45,12 @@ class Part:
     remark: str = ""
 
 
-@dataclass(frozen=True)
-class ModelSizes:
-    """Elements of a model's parameters.
-
-    Attributes:
-        config: config.json with the model's own defaults filled in.
-        shapes: of each parameter, tied ones once.
-        layer, rest: elements of the largest decoder layer, and of all that is in none.
-        adapters: shapes of the factors beside the weights; without any, the weights themselves are trained.
-    """
-
-    config: dict[str, Any]
-    shapes: Shapes
-    layer: int
-    rest: int
-    adapters: Shapes = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return sum(shape.numel() for shape in self.shapes.values())
-
-
-def model_sizes(
-    config: TrainConfig, path: str, lora: LoraConfig = NO_ADAPTERS, kind: Any = AutoModelForCausalLM, **settings: int
-) -> ModelSizes:
-    """Sizes of the model whose config.json is at `path`, built without data; arguments as `build_meta_model`'s."""
-    attention, remote, device = config.model.attn_implementation, config.model.trust_remote_code, torch.device("cpu")
-    model = build_meta_model(Path(path), torch.float32, attention, remote, device, kind, **settings)
-    shapes = {name: parameter.shape for name, parameter in parameter_names(model).items()}
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.base_model.layers]
-    if lora.rank:
-        add_adapters(model, lora, torch.float32, "meta")
-    return ModelSizes(
-        config=model.config.get_text_config().to_dict(),
-        shapes=shapes,
-        layer=max(layers),
-        rest=sum(shape.numel() for shape in shapes.values()) - sum(layers),
-        adapters={name: factor.shape for name, factor in factors(model).items()},
-    )
-
-
-def shard(shapes: Shapes, ranks: int) -> int:
-    """Elements of the first rank's shards: rows are cut in equal chunks, of which only the last are smaller."""
-    return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes.values())
-
-
 def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[Part]:
     """What the policy, and what else learns or is asked beside it, takes on a rank whose device has `device_gib`."""
     policy, algorithm = config.policy, config.algorithm
     parts = _learning_parts("policy", config, policy, model, ranks)
+    whole = config.sync.zero_copy or (policy.backend == "deepspeed" and policy.zero_stage < 3)
+    learners: list[Learner] = [(policy, model, whole)]
     if algorithm.teacher:
         parts.append(_frozen_part("teacher", config, model_sizes(config, algorithm.teacher), ranks))
     elif algorithm.kl_coef and not config.lora.rank:  # the base of adapters is its own reference
@@ -100,9 +58,34 @@ def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib
     if algorithm.advantage == "gae" and not config.critic.shared:
         path = config.critic.path or config.model.path
         critic = model_sizes(config, path, kind=AutoModelForSequenceClassification, num_labels=1)
-        parts += _learning_parts("critic", config, policy.model_copy(update={"backend": "fsdp"}), critic, ranks)
-    activations = _activation_bytes(config, model, ranks, device_gib)
-    return [*parts, Part("activations", 0, activations, "roughly; logits included")]
+        policy = policy.model_copy(update={"backend": "fsdp"})
+        parts += _learning_parts("critic", config, policy, critic, ranks)
+        learners.append((policy, critic, False))
+    return [*parts, *_process_parts(config, ranks, learners), *_passing_parts(config, ranks, device_gib, learners)]
+
+
+def _passing_parts(config: TrainConfig, ranks: int, device_gib: float, learners: list[Learner]) -> list[Part]:
+    """What the largest moment of an update needs; policy and critic learn one after the other."""
+    moments = [largest_moment(config, policy, model, ranks, device_gib, whole) for policy, model, whole in learners]
+    most = max(moments, key=lambda moment: moment.total)
+    remark = f"in backward, at its largest: {most.name}"
+    parts = [
+        Part("gathered weights", 0, most.weights, remark),
+        Part("gradients on their way", 0, most.gradients, remark),
+        Part("activations", 0, most.activations, remark),
+        Part("logits", 0, most.logits, "of a chunk of targets, and the head's gradient"),
+    ]
+    return [part for part in parts if part.training]
+
+
+def _process_parts(config: TrainConfig, ranks: int, learners: list[Learner]) -> list[Part]:
+    """What CUDA and NCCL keep for the trainer; on a CPU there is neither."""
+    if resolve_device(config) == "cpu":
+        return []
+    hybrid = config.policy.shard_size not in (None, ranks)
+    models = len(learners) + bool(config.algorithm.kl_coef or config.algorithm.teacher)
+    size = _CONTEXT + (_COMMUNICATOR * models * (2 if hybrid else 1) if ranks > 1 else 0)
+    return [Part("CUDA and NCCL", size, size, "by estimate")]
 
 
 def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[Part]:
@@ -113,9 +96,11 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
     asleep = 0 if engine.sleep else 1
     first, later = (staging_bytes(config, model, ranks, cut) for cut in (False, True))
     staging_remark = "while weights travel" + (f", {first / GIB:.2f} the first time" if first > later else "")
+    held = _CONTEXT + (0 if engine.enforce_eager else _GRAPHS) if resolve_device(config) == "cuda" else 0
     return [
         Part("engine: weights", weights, weights if config.sync.zero_copy else asleep * weights),
         Part("engine: KV cache", kv_cache, asleep * kv_cache, remark),
+        Part("engine: CUDA and its graphs", held, held, "by estimate; also while it sleeps" if held else ""),
         Part("staging buffers", later, 0, staging_remark),
     ]
 
@@ -143,7 +128,7 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     Args:
         cut: weights larger than a bucket travel in parts if they may, as in all updates but the first.
     """
-    width, shards = _engine_dtype(config).itemsize, _shards(config.policy, ranks)
+    width, shards = _engine_dtype(config).itemsize, shards_of(config.policy, ranks)
     travels = model.adapters if config.lora.engines_apply else model.shapes
     parameters = [
         SourceParameter(name, shards * shard({name: shape}, shards) * width, (Piece(name, "uint8", (), 0),), shards)
@@ -155,21 +140,10 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     return BUFFERS * plan.capacity
 
 
-def longest(config: TrainConfig) -> int:
-    """Tokens of a prompt with its answer."""
-    return config.data.max_prompt_tokens + config.sampling.max_tokens
-
-
-def answers_per_update(config: TrainConfig, ranks: int) -> int:
-    """Of the largest update and the rank that has the most."""
-    prompts = math.ceil(config.batch.prompts_per_step / config.batch.updates_per_step)
-    return math.ceil(prompts * config.algorithm.group_size / ranks)
-
-
 def _learning_parts(name: str, config: TrainConfig, policy: PolicyConfig, model: ModelSizes, ranks: int) -> list[Part]:
     """Of a model that is trained: what it keeps, and what an update needs besides."""
-    width, shards = _width(policy), _shards(policy, ranks)
-    trained = shard(model.adapters or model.shapes, shards)
+    width, shards = compute_width(policy), shards_of(policy, ranks)
+    trained = shard(model.trained, shards)
     deepspeed, stage = policy.backend == "deepspeed", policy.zero_stage
     on_device = 0 if deepspeed and policy.offload_optimizer else trained
     # On a CPU, the host's memory is the device's.
@@ -178,68 +152,30 @@ def _learning_parts(name: str, config: TrainConfig, policy: PolicyConfig, model:
     if deepspeed or model.adapters:
         kept = width * (model.total if deepspeed and stage < 3 else shard(model.shapes, shards))
         parts.append(Part(f"{name}: weights to compute with", 0 if put_away == 2 else kept, kept))
-    whole = sum(shape.numel() for shape in (model.adapters or model.shapes).values())
+    whole = sum(shape.numel() for shape in model.trained.values())
     stays = 0 if put_away == 2 or (deepspeed and put_away) else 1
     in_place = config.sync.zero_copy and name == "policy"  # it computes with weights that are the engine's
-    whole_already = in_place or (deepspeed and stage < 3)
     masters = 0 if in_place and width == _MASTER else _MASTER * on_device
+    if deepspeed and stage == 3:  # made once (`IPGBucketZ3` in deepspeed/runtime/zero/stage3.py)
+        parts.append(Part(f"{name}: bucket of gradients", _GRADIENT * ZERO_BUCKET, _GRADIENT * ZERO_BUCKET))
     return [
         *parts,
         Part(f"{name}: float32 weights", stays * masters, masters),
         Part(f"{name}: Adam's moments", 0 if put_away else _MOMENTS * on_device, _MOMENTS * on_device),
-        # ZeRO-3 makes its buffer once (`grad_partitions_flat_buffer` in deepspeed/runtime/zero/stage3.py).
+        # ZeRO-3 makes its buffer once (`grad_partitions_flat_buffer` in the same file).
         Part(
             f"{name}: gradients",
             _GRADIENT * trained if deepspeed and stage == 3 and not put_away else 0,
             _GRADIENT * (whole if deepspeed and stage == 1 else trained),
         ),
-        Part(f"{name}: gathered weights", 0, 0 if whole_already else width * _gathered(policy, model)),
     ]
-
-
-def _gathered(policy: PolicyConfig, model: ModelSizes) -> int:
-    """Elements that are whole at a time, gradients included.
-
-    What is in no layer stays until backward is over; of the layers, the one at work and the next, and one's gradients.
-    """
-    weights = model.rest + 2 * model.layer if policy.reshard_after_forward else model.total
-    return weights + (0 if model.adapters else model.rest + model.layer)
 
 
 def _frozen_part(name: str, config: TrainConfig, model: ModelSizes, ranks: int) -> Part:
     """Of a model that only scores."""
-    held = _width(config.policy) * shard(model.shapes, _shards(config.policy, ranks))
+    held = compute_width(config.policy) * shard(model.shapes, shards_of(config.policy, ranks))
     away = config.policy.offload_reference is not False and resolve_device(config) == "cuda"
     return Part(f"{name}: weights", 0 if away else held, held, "while it scores" if away else "")
-
-
-def _activation_bytes(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> float:
-    """What the largest micro-batch leaves for backward.
-
-    A layer with a gated MLP keeps its input and six more tensors of the hidden size (both normed inputs, queries, the
-    attention's result and output, the sum after it), keys and values, and four of the MLP's width; with checkpointing
-    only its input, and the others for one layer at a time. As Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1,
-    count for another kind of layer.
-    """
-    layers, hidden = model.config["num_hidden_layers"], model.config["hidden_size"]
-    layer = 7 * hidden + kv_elements(model.config) / layers + 4 * (model.config.get("intermediate_size") or 0)
-    again = {"none": 0, "every_second": math.ceil(layers / 2), "full": layers}[config.policy.activation_checkpointing]
-    kept = again * hidden + (layers - again) * layer + (layer if again else 0)
-    share = answers_per_update(config, ranks)
-    tokens = min(max(config.batch.tokens_per_micro_batch, longest(config)), share * longest(config))
-    chunk = cuda_chunk_elements(int(device_gib * GIB)) if resolve_device(config) == "cuda" else CPU_ELEMENTS
-    logits = max(chunk, MIN_CHUNK * model.config["vocab_size"])
-    return tokens * kept * _width(config.policy) + 3 * 4 * logits
-
-
-def _shards(policy: PolicyConfig, ranks: int) -> int:
-    """How many ranks a model is cut over."""
-    return min(policy.shard_size or ranks, ranks)
-
-
-def _width(policy: PolicyConfig) -> int:
-    dtype: torch.dtype = getattr(torch, policy.dtype)
-    return dtype.itemsize
 
 
 def _engine_dtype(config: TrainConfig) -> torch.dtype:

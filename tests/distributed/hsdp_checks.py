@@ -66,6 +66,8 @@ def four_ranks(models: str, results: str) -> None:
     run |= {
         "steps": lambda: check_next_steps(make_policy(folder), folder, 1, 3),
         "handed over": lambda: check_handed_over(folder),
+        "traffic": lambda: checks.check_planned_traffic(folder),
+        "traffic of replicas": lambda: checks.check_planned_traffic(folder, shard_size=2),
         "shards": lambda: check_shards(folder),
         "critic": lambda: critic_checks.check_values_and_gradients(folder, "qwen2", shard_size=2),
         "shared trunk": lambda: critic_checks.check_head_on_shared_trunk(folder, shard_size=2),

@@ -190,6 +190,14 @@ def weights(policy: FsdpPolicy) -> dict[str, Tensor]:
     return {name: p.detach().full_tensor().clone() for name, p in policy.named_parameters()}
 
 
+def check_planned_traffic(folder: Path, **settings: Any) -> None:
+    """The plan counts on the collectives that are called."""
+    from tests.counted_collectives import check_traffic  # it has this module's models
+
+    for tied in (True, False):
+        check_traffic(folder, tied, activation_checkpointing="full", **settings)
+
+
 # The checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -432,6 +440,7 @@ def two_ranks(models: str, results: str) -> None:
     checks["state"] = lambda: check_state_dict(folder)
     checks["shifts"] = lambda: check_fsdp_shifts(folder)
     checks["reference"] = lambda: check_reference_at_home(folder)
+    checks["traffic"] = lambda: check_planned_traffic(folder)
     _on_ranks(checks, results)
 
 

@@ -46,3 +46,8 @@ def test_p8_four_ranks_send_the_checkpoint(found: dict[str, str], kind: str, tie
 @pytest.mark.parametrize("what", ["critic", "shared trunk", "critic's state"])
 def test_a_critic_on_two_by_two_ranks(found: dict[str, str], what: str) -> None:
     assert found[what] == ""
+
+
+@pytest.mark.parametrize("what", ["traffic", "traffic of replicas"])
+def test_the_plan_counts_the_collectives_of_four_ranks(found: dict[str, str], what: str) -> None:
+    assert found[what] == ""

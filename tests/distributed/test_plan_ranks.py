@@ -31,7 +31,8 @@ def measure(model: str, output: str) -> None:
 
 def test_planned_bytes_are_held_bytes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     from trainer.config import TrainConfig
-    from trainer.memory_plan import model_sizes, staging_bytes, trainer_parts
+    from trainer.memory_plan import staging_bytes, trainer_parts
+    from trainer.model_sizes import model_sizes
 
     model = tiny_model(architecture="qwen2", tied=False)
     run_ranks(measure, 2, arguments=[str(model), str(tmp_path / "sizes.json")])

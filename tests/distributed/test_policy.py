@@ -210,3 +210,11 @@ def test_state_of_another_model_is_refused(one_rank: None, models: Path) -> None
     state = checks.make_policy(checks.model_folder(models, "qwen3", True)).state_dict()
     with pytest.raises(ValueError, match="does not fit"):
         checks.make_policy(checks.model_folder(models)).load_state_dict(state)
+
+
+def test_the_plan_counts_the_collectives_of_one_rank(one_rank: None, models: Path) -> None:
+    checks.check_planned_traffic(models)
+
+
+def test_the_plan_counts_the_collectives_of_two_ranks(two_ranks: dict[str, str]) -> None:
+    assert two_ranks["traffic"] == ""

@@ -1,0 +1,53 @@
+"""The collectives of an update, counted as they are called, against those that the plan counts on."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed import policy_checks as checks
+from trainer.batching import micro_batches
+from trainer.config import TrainConfig
+from trainer.cost import Traffic, update_traffic
+from trainer.distributed import world_size
+from trainer.model_sizes import model_sizes
+
+MICRO_BATCHES = 4
+
+
+class Counted(TorchDispatchMode):
+    """Calls of torch.distributed by name, and bytes: of a gather's result, of what is given to the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+        self.nbytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            name = function._schema.name.removeprefix("c10d::").strip("_")
+            # (output, input, …) for gathers and scatters, ([tensor], …) for all-reduces
+            tensor = {"allgather_base": lambda: args[0], "reduce_scatter_base": lambda: args[1]}.get(
+                name, lambda: args[0][0]
+            )()
+            self.calls[name] = self.calls.get(name, 0) + 1
+            self.nbytes[name] = self.nbytes.get(name, 0) + getattr(tensor, "nbytes", 0)
+        return function(*args, **(kwargs or {}))
+
+    def traffic(self) -> Traffic:
+        names = ("allgather_base", "reduce_scatter_base", "allreduce")
+        return Traffic(*(figures.get(name, 0) for name in names for figures in (self.calls, self.nbytes)))
+
+
+def check_traffic(folder: Path, tied: bool, **settings: Any) -> None:
+    """Counted and planned collectives are the same, to the byte."""
+    path = checks.model_folder(folder, "qwen2", tied)
+    policy = checks.make_policy(path, dtype="bfloat16", **settings)
+    batches = micro_batches(checks.make_samples(), 40, 0, torch.device("cpu"), count=MICRO_BATCHES, packing=True)
+    loss = checks.make_loss(batches)
+    with Counted() as counted:
+        policy.update(batches, loss, checks.TEMPERATURE)
+    config = TrainConfig.model_validate({"model": {"path": str(path)}, "data": {"path": "d"}})
+    planned = update_traffic(policy.config, model_sizes(config, str(path)), world_size(), MICRO_BATCHES)
+    assert counted.traffic() == planned, f"counted {counted.traffic()}, planned {planned}"
