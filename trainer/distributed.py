@@ -28,6 +28,7 @@ from sharding.collectives import (  # noqa
     world_size,
 )
 from sharding.weights_group import own_address
+from trainer.errors import UserError
 from trainer.exchanged import restrict_exchanged_objects
 
 _LISTENS, _LOOPBACK_6 = "0A", "00000000000000000000000001000000"  # as /proc/net/tcp6 writes them
@@ -72,11 +73,16 @@ def _on_one_machine() -> bool:
 def _stay_private() -> None:
     """Keep gloo and NCCL off the network on one machine, and gloo on one interface, MASTER_ADDR's, on several.
 
-    What the user has set is left alone.
+    What the user has set is left alone. Raises UserError where the other machines would be told of loopback.
     """
     if not _on_one_machine():
         with suppress(OSError, LookupError, ValueError):
             own = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            if own.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
+                raise UserError(
+                    f"MASTER_ADDR={os.environ['MASTER_ADDR']} is this machine's loopback here, where no other machine "
+                    "can reach it: set it to this machine's address on the network"
+                )
             for name, entries in psutil.net_if_addrs().items():
                 if name != "lo" and own in (entry.address for entry in entries):
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

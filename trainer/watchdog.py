@@ -4,12 +4,16 @@ One daemon thread a rank looks at the rank's own deadlines, and at the store the
 rank whose phase takes too long raises the alarm there; within a second every rank prints its phase and all its threads'
 stacks, and exits. It does not depend on collectives, which is what a hung rank hangs in.
 
+Each rank listens to the beat of the next one, so that one whose process or machine is gone is noticed though nobody
+gets an error: on several nodes each launcher sees its own ranks only, and a kernel that waits for a peer waits on.
+
 By the same way a rank that is asked to end lets all others know, and learns whether they are alive (`call_all`).
 
 A Python thread cannot run while C code keeps the interpreter's lock. For that, the same deadline plus a margin is set
 in `faulthandler`, whose timer runs without the interpreter.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -34,6 +38,8 @@ _STORE_GONE_SECONDS = 5.0  # how long the main thread has to end by itself when 
 _HELD_LOCK_MARGIN_SECONDS = 30.0
 _ALARM = "watchdog/alarm"
 _CALL = "watchdog/call"
+_BEAT_SECONDS = 5.0
+_SILENT_SECONDS = 60.0  # without a beat; C code that keeps the interpreter's lock may take half of that
 _CALL_SECONDS = 3.0  # in which every living rank answers: some polls
 _STDERR = 2  # the descriptor: sys.stderr may be replaced by something without one
 
@@ -68,6 +74,9 @@ class Watchdog:
         self._phases: tuple[_Phase, ...] = ()  # outermost first; replaced, never changed: the thread needs no lock
         self._posted: tuple[_Phase, ...] | None = None
         self.called_at: float | None = None
+        self._next = (rank + 1) % world_size
+        self._heard, self._missed = b"", 0  # the next rank's latest beat, and how many of our own there were since
+        self._beat_at = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -107,8 +116,11 @@ class Watchdog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+        if kind is None:
+            with contextlib.suppress(RuntimeError):  # the store is gone, and so are the others
+                self._store.set(f"watchdog/beat/{self._rank}", "closed")
 
     def _arm(self) -> None:
         """Set the timer that needs no interpreter to the first deadline of the phases that are open."""
@@ -121,11 +133,14 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed.wait(_POLL_SECONDS):
             if expired := self._expired():
-                self._raise_alarm(expired)
+                self._raise_alarm(f"exceeded a deadline, {expired}")
                 return
             try:
                 self._post()
                 self._answer()
+                if self._is_silent():
+                    self._raise_alarm(f"has heard nothing of rank {self._next} for {_SILENT_SECONDS:g} s")
+                    return
                 alarm = self._store.check([_ALARM])
             except RuntimeError as gone:
                 self._end_without_store(gone)
@@ -152,16 +167,31 @@ class Watchdog:
             self.called_at = time.monotonic()
             self._store.set(f"watchdog/here/{self._rank}", "")
 
-    def _raise_alarm(self, expired: _Phase) -> None:
-        """A deadline has expired here: tell the others; the first rank to tell prints everybody's phases."""
-        leave_word("Deadline", f"exceeded a deadline, {expired}")
+    def _is_silent(self) -> bool:
+        """Beat, and tell whether the next rank has not for too long, though it did before.
+
+        Counted in beats of our own: what stops a whole machine stops both.
+        """
+        if self._next == self._rank or time.monotonic() - self._beat_at < _BEAT_SECONDS:
+            return False
+        self._beat_at = time.monotonic()
+        self._store.set(f"watchdog/beat/{self._rank}", str(self._beat_at))
+        key = f"watchdog/beat/{self._next}"
+        beat = self._store.get(key) if self._store.check([key]) else b""
+        self._missed = self._missed + 1 if beat and beat == self._heard != b"closed" else 0
+        self._heard = beat
+        return self._missed * _BEAT_SECONDS >= _SILENT_SECONDS
+
+    def _raise_alarm(self, why: str) -> None:
+        """Something is wrong, as this rank finds: tell the others; the first rank to tell prints everybody's phases."""
+        leave_word("Deadline", why)
         try:
             self._post()
             table = self._everybody() if self._store.add(_ALARM, 1) == 1 else ""
         except RuntimeError as gone:
             table = f"  unknown, the store is gone: {gone}\n"
         if table:
-            _say(f"rank {self._rank} exceeded a deadline, {expired}; phases of all ranks:\n{table}")
+            _say(f"rank {self._rank} {why}; phases of all ranks:\n{table}")
         self._last_words()
 
     def _everybody(self) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.launch import leave, run_ranks
-from trainer import distributed
+from trainer import distributed, watchdog
 from trainer.distributed import RemoteError, agree, agreed, all_gather_bytes, all_reduce_max, all_reduce_sum
 from trainer.watchdog import EXIT_CODE, Watchdog
 
@@ -131,12 +131,12 @@ def test_a_phase_past_its_deadline_ends_all_ranks_with_phases_and_stacks() -> No
 
 def hang() -> None:
     distributed.init_process_group(60, device="cpu")
-    watchdog = Watchdog(distributed.store(), distributed.rank(), distributed.world_size())
-    with watchdog.phase("step", 50):
+    dog = Watchdog(distributed.store(), distributed.rank(), distributed.world_size())
+    with dog.phase("step", 50):
         if distributed.rank() == 1:
-            with watchdog.phase("rollout", 2):
+            with dog.phase("rollout", 2):
                 hangs_in_python()
-        with watchdog.phase("collective", 50):
+        with dog.phase("collective", 50):
             waits_in_a_collective()
 
 
@@ -148,6 +148,29 @@ def hangs_in_python() -> None:
 
 def waits_in_a_collective() -> None:
     dist.barrier()
+
+
+def test_a_rank_that_vanishes_is_noticed_though_nobody_waits_for_it() -> None:
+    """As where its node has lost power: no launcher tells, and no connection breaks."""
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(vanishes, RANKS)
+    output = str(caught.value)
+    assert "rank 1 has heard nothing of rank 2 for 1 s; phases of all ranks:" in output
+    for rank in (0, 1):
+        assert f"rank {rank}: phase rollout for" in output
+    assert f"terminated with exit code {EXIT_CODE}" in output
+
+
+def vanishes() -> None:
+    watchdog._POLL_SECONDS, watchdog._BEAT_SECONDS, watchdog._SILENT_SECONDS = 0.05, 0.1, 1.0
+    distributed.init_process_group(60, device="cpu")
+    with Watchdog(distributed.store(), distributed.rank(), distributed.world_size()) as dog, dog.phase("rollout", 60):
+        while not dog._heard:
+            time.sleep(0.05)
+        agree(None, "start")
+        if distributed.rank() == 2:
+            os._exit(0)
+        hangs_in_python()
 
 
 def test_ranks_that_lost_the_store_end_by_themselves() -> None:
@@ -163,8 +186,8 @@ def store_dies() -> None:
     own = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
     port = int(distributed.all_reduce_max({"port": own.port if own else 0})["port"])
     store = own or dist.TCPStore("127.0.0.1", port, is_master=False)
-    watchdog = Watchdog(store, rank, 2)
-    with watchdog.phase("rollout", 60):
+    dog = Watchdog(store, rank, 2)
+    with dog.phase("rollout", 60):
         agree(None, "start")
         if rank == 0:
             os._exit(0)

@@ -1,5 +1,6 @@
 """One decision on whether CUDA can be used, on machines that are made up; and what engines are started with there."""
 
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -18,11 +19,12 @@ from generation.rollouts.user_code import call_user
 from generation.service.async_vllm import AsyncVLLM
 from generation.settings import EngineSettings
 from generation.vllm_compat import engine_environment
-from trainer import checkpoint, lifetime
+from trainer import checkpoint, distributed, lifetime
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.cli import main
 from trainer.config import CheckpointConfig, TrainConfig
 from trainer.config_checks import find_problems, resolve_device
+from trainer.errors import UserError
 
 
 @pytest.fixture
@@ -89,8 +91,6 @@ def test_auto_means_cuda_where_driver_and_torch_can_do_it(
 
 
 def test_ranks_join_for_the_device_they_train_on(monkeypatch: pytest.MonkeyPatch, machine: Callable[..., None]) -> None:
-    from trainer import distributed
-
     machine("570.133.20", "13.0")
     joined: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as with cuda-compat half installed
@@ -293,3 +293,20 @@ def test_threads_that_may_touch_tensors_are_on_the_device_of_the_rank_that_start
     assert found == dict.fromkeys(
         ["checkpoint, waited for", "checkpoint, in the background", "engine's loop", "user code"], 3
     )
+
+
+def test_a_first_node_whose_name_means_loopback_is_refused_before_others_are_told_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Debian writes a machine's own name into /etc/hosts; gloo on the other nodes would wait for it in vain."""
+    several = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "first-node", "MASTER_PORT": "29500"}
+    for name, value in several.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(distributed, "own_address", lambda *_: "127.0.0.1")
+    with pytest.raises(UserError, match="MASTER_ADDR=first-node is this machine's loopback here") as caught:
+        distributed._stay_private()
+    assert len(str(caught.value)) < 300
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    distributed._stay_private()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

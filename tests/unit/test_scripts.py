@@ -257,6 +257,24 @@ def test_train_refuses_numbers_that_cannot_be(
     assert refused.stderr.count("\n") == 1
 
 
+def test_slurm_starts_one_launcher_a_node_with_all_of_its_cores(clone: Path) -> None:
+    programs = clone / "bin"
+    (programs / "head").symlink_to(shutil.which("head") or "")
+    write_stub(programs / "scontrol", "printf 'node7\\nnode8\\n'")
+    write_stub(programs / "srun", 'while [[ $1 == --* ]]; do echo "$1"; shift; done; SLURM_NODEID=1 exec "$@"')
+    write_stub(clone / "scripts" / "setup.sh", "echo set up")
+    write_stub(clone / "scripts" / "train.sh", 'echo "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT: $@"')
+    job = {"SUBMIT_DIR": str(clone), "JOB_NUM_NODES": "2", "JOB_NODELIST": "node[7-8]", "JOB_ID": "30007"}
+    slurm = {f"SLURM_{name}": value for name, value in (job | {"CPUS_ON_NODE": "96"}).items()}
+    done = run_script(clone, "slurm.sh", "r.yaml", "--policy.lr", "1e-6", **slurm)
+    assert done.stdout.splitlines() == [
+        "set up",
+        "--kill-on-bad-exit=1",
+        "--cpus-per-task=96",
+        "2 1 node7 20007: r.yaml --policy.lr 1e-6",
+    ], done.stderr
+
+
 def test_train_starts_nothing_when_the_recipe_has_a_mistake(clone: Path, launched: Callable[..., list[str]]) -> None:
     assert launched("r.yaml")
     refused = run_script(clone, "train.sh", "r.yaml", CHECK_FAILS="2")

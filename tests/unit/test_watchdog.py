@@ -63,6 +63,32 @@ def test_a_rank_that_is_asked_to_end_learns_that_one_is_dead(codes: list[int], m
         assert not dog.call_all()
 
 
+@pytest.mark.parametrize("end", ["vanished", "closed"])
+def test_a_rank_of_which_nothing_is_heard_any_more_ends_the_run(
+    codes: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    monkeypatch.setattr(module, "_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(module, "_SILENT_SECONDS", 0.5)
+    store, ended = dist.HashStore(), threading.Event()
+
+    def exit_process(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    with Watchdog(store, 0, 3, exit_process) as dog, dog.phase("update", 60):
+        with Watchdog(store, 1, 3, codes.append) as other:
+            while not dog._heard:
+                threading.Event().wait(0.01)
+            if end == "vanished":
+                other._closed.set()
+                assert ended.wait(20)
+        if end == "closed":
+            assert not ended.wait(1.5)
+    text = capsys.readouterr().err
+    assert codes == ([EXIT_CODE] if end == "vanished" else [])
+    assert ("rank 0 has heard nothing of rank 1 for 0.5 s; phases of all ranks:" in text) == (end == "vanished")
+
+
 def test_other_ranks_alarm_ends_this_one(codes: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     store = dist.HashStore()
     ended = threading.Event()
