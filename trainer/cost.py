@@ -9,7 +9,7 @@ Legend: w bytes of an element in the compute dtype, N ranks, S ranks that a mode
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.config import PolicyConfig, TrainConfig
 from trainer.flops import attended
@@ -208,12 +208,16 @@ def _gathers(
     if ranks == 1:
         return
     one = update_traffic(policy, model, ranks, 1)
+    ends = model.rest if model.tied else model.rest - model.head
+    last = 4 * ends
+    if model.adapters:  # of which there are none in the embeddings
+        learned, last = 4 * sum(shape.numel() for shape in model.adapters.values()), 0
+        one = replace(one, scatters=model.layers, scattered=learned, reduced=learned // shards if one.reduced else 0)
     # Into the buffers of collectives and out of them; gradients become float32 on the way.
     copied = micro_batches * (2 * one.gathered + (1 + w / 4) * one.scattered) / (MEMORY * gpu.memory_rate)
     yield Cost("update: copies", copied, remark="gathered weights and gradients, on the device")
     gather, scatter = _ring(one.gathered, shards, gpu, one.gathers), _ring(one.scattered, shards, gpu, one.scatters)
-    ends = model.rest if model.tied else model.rest - model.head
-    exposed = micro_batches * (_ring(w * ends, shards, gpu, 1) + _ring(4 * ends, shards, gpu, 1))
+    exposed = micro_batches * (_ring(w * ends, shards, gpu, 1) + _ring(last, shards, gpu, 1))
     beside = micro_batches * (gather + scatter) - exposed
     waited = max(0.0, beside - busy)
     remark = f"{one.gathered / 2**30:.1f} GiB gathered in each of {micro_batches} micro-batches"

@@ -162,9 +162,9 @@ def _phases(rows: Rows) -> Iterator[Sequence[str]]:
 
 
 def _memory(rows: Rows) -> Iterator[Sequence[str]]:
-    for key in dict.fromkeys(key for row in rows for key in row if key.startswith("memory/")):
-        name = key.removeprefix("memory/").replace("_gib", "").replace("_", " ")
-        yield name, f"{max(series(rows, key)[1]):.2f}"
+    for key in dict.fromkeys(key for row in rows for key in row if re.match("memory/.*_(gib|bytes)", key)):
+        name = re.sub("_gib|_bytes", "", key.removeprefix("memory/")).replace("_", " ")
+        yield name, f"{max(series(rows, key)[1]) / (2**30 if key.endswith('_bytes') else 1):.2f}"
 
 
 def _answers(answers: Rows) -> Iterator[str]:

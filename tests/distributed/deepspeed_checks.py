@@ -14,11 +14,14 @@ from transformers import AutoModelForCausalLM
 from tests.distributed import policy_checks as checks
 from tests.distributed import three_steps
 from trainer import checkpoint
-from trainer.config import ModelConfig, PolicyConfig
+from trainer.config import ModelConfig, PolicyConfig, TrainConfig
 from trainer.distributed import init_process_group
+from trainer.memory_plan import trainer_parts
+from trainer.model_sizes import model_sizes
 from trainer.policy import FsdpPolicy, loading
 from trainer.policy.deepspeed import DeepSpeedPolicy
 from trainer.policy.updates import TrainingDiverged
+from trainer.update_memory import ZERO_BUCKET
 
 STAGES = (1, 2, 3)
 
@@ -146,6 +149,30 @@ def check_read_once(folder: Path, stage: int) -> None:
         loading.SafetensorsFolder.read = real  # type: ignore[method-assign]
 
 
+def check_planned_memory(folder: Path, stage: int) -> None:
+    """Between updates a rank holds what the plan says, DeepSpeed's buffers included; at most 1 % is something else."""
+    path = checks.model_folder(folder)
+    sections = {"policy": {"backend": "deepspeed", "zero_stage": stage, "dtype": "bfloat16"}, "run": {"device": "cpu"}}
+    config = TrainConfig.model_validate(sections | {"model": {"path": str(path)}, "data": {"path": "d"}})
+    parts = trainer_parts(config, model_sizes(config, str(path)), checks.world_size(), 80.0)
+    planned = {part.name: part.generating for part in parts}
+    gc.collect()
+    before = storages()
+    policy = zero_policy(path, stage, dtype="bfloat16")
+    gc.collect()
+    held = sum(nbytes for place, nbytes in storages().items() if place not in before)
+    bucket = planned.pop("policy: bucket of gradients", 0)  # it would hide what the others are off by
+    assert held - bucket == pytest.approx(sum(planned.values()), rel=0.01), (held, planned)
+    assert policy.version == 0 and bucket == (0 if stage < 3 else 4 * ZERO_BUCKET)
+
+
+def storages() -> dict[int, int]:
+    """The memory of all tensors that Python knows: where each begins, and its bytes."""
+    tensors = (found for found in gc.get_objects() if issubclass(type(found), Tensor) and found.device.type == "cpu")
+    pieces = (tensor.untyped_storage() for tensor in tensors)
+    return {piece.data_ptr(): piece.nbytes() for piece in pieces if piece.nbytes()}
+
+
 def check_zero_shifts(folder: Path, stage: int, dtype: str = "float32") -> None:
     def weights(policy: DeepSpeedPolicy) -> list[Tensor]:
         return [getattr(p, "ds_tensor", p) for _, p in policy.named_parameters()]
@@ -168,6 +195,7 @@ def two_ranks(models: str, results: str) -> None:
         run[f"small steps {stage}"] = lambda s=stage: check_small_steps_are_not_lost(folder, s)
         run[f"shifts in bfloat16 {stage}"] = lambda s=stage: check_zero_shifts(folder, s, "bfloat16")
         run[f"read once {stage}"] = lambda s=stage: check_read_once(folder, s)
+        run[f"memory {stage}"] = lambda s=stage: check_planned_memory(folder, s)
     run["steps fsdp"] = lambda: check_fsdp_steps(folder)
     run["steps hsdp, whole on every rank"] = lambda: check_fsdp_steps(folder, shard_size=1)
     run["steps zero 3, experts"] = lambda: check_three_steps(folder, 3, "qwen3_moe", False)

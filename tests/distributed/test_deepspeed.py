@@ -74,3 +74,8 @@ def test_p11_a_step_at_1e_6_moves_the_masters(found: dict[str, str], stage: int)
 def test_p8_the_engine_is_sent_the_checkpoint(found: dict[str, str], weights: str) -> None:
     """From ZeRO-1, where every rank has all of it, and from ZeRO-3."""
     assert found[f"sent {weights}"] == ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_holds_what_the_plan_says(found: dict[str, str], stage: int) -> None:
+    assert found[f"memory {stage}"] == ""

@@ -100,6 +100,15 @@ def test_gradients_alone_go_between_replicas_once_an_update(tiny_qwen2: Path) ->
     assert "update: between replicas" not in by_name(step_costs(config(tiny_qwen2), BILLION, 64, GPU, LENGTHS))
 
 
+def test_of_adapters_only_they_are_reduced(tiny_qwen2: Path) -> None:
+    slow = replace(GPU, link_rate=4e9)
+    adapters = replace(BILLION, adapters={"a": torch.Size([1_000_000])})
+    plan = config(tiny_qwen2)
+    gathers = by_name(step_costs(plan, adapters, 8, slow, LENGTHS))["update: gathers"]
+    sent = (update_traffic(plan.policy, BILLION, 8, 4).gathered + 4 * 4_000_000) * 7 / 8 / (0.75 * 4e9)
+    assert gathers.seconds + gathers.hidden == pytest.approx(sent, rel=0.01)
+
+
 def test_memory_that_is_shared_needs_no_sync_and_what_is_put_away_takes_its_time(tiny_qwen2: Path) -> None:
     costs = by_name(step_costs(config(tiny_qwen2), BILLION, 1, GPU, LENGTHS))
     assert costs["sync"].seconds == pytest.approx(3 * 2 * BILLION.total / (0.85 * 4e12))

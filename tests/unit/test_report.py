@@ -25,7 +25,7 @@ ROWS = [
     {
         "train/step": 3, "reward/mean": 0.25, "gap/max": None, "skipped_steps": 2.0, "rollout/failed": 1.0,
         "length/truncated": 0.25, "time/step": 60.0, "eval/accuracy": 0.125, "memory/engine_gib_awake": 1.5,
-        "memory/offloaded_gib": 0.25,
+        "memory/offloaded_gib": 0.25, "memory/peak_allocated_bytes": 3 * 2.0**30, "memory/alloc_retries": 2.0,
     },
 ]  # fmt: skip
 ANSWERS = [
@@ -58,6 +58,7 @@ def test_a_finished_run_is_told_of_in_full(run: Path) -> None:
     assert lines(run, "| rollout") == ["| rollout | 8 s | 80.0% | 4 s | 5 s (step 2) |"]
     assert lines(run, "| engine awake") == ["| engine awake | 1.50 |"]
     assert lines(run, "| offloaded") == ["| offloaded | 0.25 |"]
+    assert lines(run, "| peak allocated") == ["| peak allocated | 3.00 |"] and not lines(run, "| alloc retries")
     assert "at most 3.0e-05 nats (step 2), 2.0e-06 in the mean" in text
     assert "- 2 updates skipped" in text and "- 1 episodes that failed" in text
     assert "reward functions" not in text  # none failed
