@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from trainer.config import PolicyConfig, TrainConfig
 from trainer.flops import attended
 from trainer.gpus import Gpu
-from trainer.memory_plan import kv_token_bytes
+from trainer.memory_plan import engine_dtype, kv_token_bytes
 from trainer.model_sizes import ModelSizes, compute_width, shard, shards_of
 from trainer.update_memory import layer_bytes, recomputed_layers
 
@@ -142,7 +142,7 @@ def _rollout(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengt
     each parameter and answer, whichever takes longer. Lengths are even between 0 and twice their mean: slots stay
     filled until no prompt waits, and then empty evenly. A roofline (Williams et al. 2009, doi:10.1145/1498765.1498785).
     """
-    engine, w, size = config.engine, compute_width(config.policy), config.engine.tensor_parallel_size
+    engine, w, size = config.engine, engine_dtype(config).itemsize, config.engine.tensor_parallel_size
     answers = config.batch.prompts_per_step * config.algorithm.group_size * size / ranks
     compute, memory = MATMUL * gpu.flops, MEMORY * gpu.memory_rate
     flops = model.flops.forward(1, 1, 0) / size
@@ -165,7 +165,7 @@ def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Itera
     """Weights in the engine's dtype: gathered, written to staging, read and written by the worker; and the shift."""
     policy, shards = config.policy, shards_of(config.policy, ranks)
     elements = sum(shape.numel() for shape in (model.adapters if config.lora.engines_apply else model.shapes).values())
-    size = compute_width(policy) * elements
+    size = engine_dtype(config).itemsize * elements
     if not config.sync.zero_copy:
         gather = _ring(size, shards, gpu, len(model.units))
         yield Cost("sync", gather + 3 * size / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB")

@@ -29,7 +29,7 @@ class Gpu:
 
 GPUS = {
     # resources.nvidia.com/en-us-blackwell-architecture/datasheet (HGX B200); network: DGX B200, 400 Gbit/s a GPU.
-    "b200": Gpu(2250e12, 179.0, 7.7e12, 900e9, 50e9, r"\bB200\b"),
+    "b200": Gpu(2250e12, 179.0, 8.0e12, 900e9, 50e9, r"\bB200\b"),
     # resources.nvidia.com/en-us-data-center-overview/hpc-datasheet-sc23-h200 (SXM); network: DGX H200.
     "h200": Gpu(989.4e12, 140.0, 4.8e12, 450e9, 50e9, r"\bH200(?! NVL)\b"),
     # resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (SXM5); network: DGX H100.

@@ -91,7 +91,7 @@ def _process_parts(config: TrainConfig, ranks: int, learners: list[Learner]) -> 
 def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[Part]:
     """What the engine takes on each of its ranks, and the staging buffers that bring its weights."""
     engine = config.engine
-    weights = _engine_dtype(config).itemsize * model.total / engine.tensor_parallel_size
+    weights = engine_dtype(config).itemsize * model.total / engine.tensor_parallel_size
     kv_cache, remark = kv_cache_bytes(config, model, weights, device_gib)
     asleep = 0 if engine.sleep else 1
     first, later = (staging_bytes(config, model, ranks, cut) for cut in (False, True))
@@ -109,7 +109,7 @@ def kv_token_bytes(config: TrainConfig, model: ModelSizes) -> int:
     """What a token leaves in the KV cache of each rank of an engine; more ranks than heads: some have the same."""
     heads = model.config.get("num_key_value_heads") or model.config["num_attention_heads"]
     held = math.ceil(heads / config.engine.tensor_parallel_size)
-    return kv_elements(model.config) // heads * held * _engine_dtype(config).itemsize
+    return kv_elements(model.config) // heads * held * engine_dtype(config).itemsize
 
 
 def kv_cache_bytes(config: TrainConfig, model: ModelSizes, weights: float, device_gib: float) -> tuple[float, str]:
@@ -128,7 +128,7 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     Args:
         cut: weights larger than a bucket travel in parts if they may, as in all updates but the first.
     """
-    width, shards = _engine_dtype(config).itemsize, shards_of(config.policy, ranks)
+    width, shards = engine_dtype(config).itemsize, shards_of(config.policy, ranks)
     travels = model.adapters if config.lora.engines_apply else model.shapes
     parameters = [
         SourceParameter(name, shards * shard({name: shape}, shards) * width, (Piece(name, "uint8", (), 0),), shards)
@@ -178,6 +178,7 @@ def _frozen_part(name: str, config: TrainConfig, model: ModelSizes, ranks: int) 
     return Part(f"{name}: weights", 0 if away else held, held, "while it scores" if away else "")
 
 
-def _engine_dtype(config: TrainConfig) -> torch.dtype:
+def engine_dtype(config: TrainConfig) -> torch.dtype:
+    """Of an engine's weights and of its keys and values."""
     dtype: torch.dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
     return dtype
