@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from sharding.source import FsdpWeightSource
@@ -33,6 +34,14 @@ def check_handed_over(folder: Path) -> None:
     checkpoint.load(folder / "handed" / "step_1", {"policy": policy})
     check_next_steps(policy, folder, 2, 2)
     checkpoint.save(folder / "handed", 2, {"policy": policy}, {})
+
+
+def check_groups(folder: Path) -> None:
+    """A second model makes no groups, whose communicators would take memory on every GPU."""
+    make_policy(folder)
+    groups = set(dist.distributed_c10d._world.pg_map)
+    make_policy(folder)
+    assert set(dist.distributed_c10d._world.pg_map) == groups
 
 
 def check_shards(folder: Path) -> None:
@@ -64,6 +73,7 @@ def four_ranks(models: str, results: str) -> None:
         f"sent {kind.name}": lambda kind=kind: checks.check_sent(checks.make_policy(kind)) for kind in kinds
     }
     run |= {
+        "groups": lambda: check_groups(folder),
         "steps": lambda: check_next_steps(make_policy(folder), folder, 1, 3),
         "handed over": lambda: check_handed_over(folder),
         "traffic": lambda: checks.check_planned_traffic(folder),

@@ -26,6 +26,10 @@ def test_p14_three_steps_like_one_process(found: dict[str, str]) -> None:
     assert found["steps"] == ""
 
 
+def test_all_models_share_the_groups_of_one_mesh(found: dict[str, str]) -> None:
+    assert found["groups"] == ""
+
+
 def test_p20_a_checkpoint_goes_to_two_by_two_ranks_and_back(found: dict[str, str], models: Path) -> None:
     assert found["handed over"] == ""
     policy = hsdp_checks.make_policy(models, shard_size=None)

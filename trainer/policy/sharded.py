@@ -1,10 +1,12 @@
 """A model under FSDP2 with its optimizer: what the policy and the critic have in common."""
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -235,4 +237,10 @@ def shard_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
     ranks = world_size()
     if shard_size is None or shard_size == ranks:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+    return _rows(dist.group.WORLD, device.type, ranks, shard_size)
+
+
+@lru_cache(maxsize=1)
+def _rows(world: dist.ProcessGroup | None, device: str, ranks: int, shard_size: int) -> DeviceMesh:
+    """The same rows for all models among the same ranks: each set has groups, and on CUDA communicators, of its own."""
+    return init_device_mesh(device, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
