@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Whether the CUDA lock works, as far as a machine without a GPU can tell: it is installed and complete; with an empty libcuda.so.1 and
-# eight made-up H100s, everything that a run imports can be imported, and vLLM makes of our arguments what we mean; unit tests and the
-# tests of several ranks (gloo, CPU tensors) pass on its torch. Nothing that needs a kernel or a driver is run.
+# eight made-up H100s, everything that a run imports can be imported, and vLLM makes of our arguments what we mean; on fake CUDA tensors
+# no device is mixed and nothing waits for it; unit tests and the tests of several ranks (gloo, CPU tensors) pass on its torch. Nothing
+# that needs a kernel or a driver is run.
 #
 #   --resolve              first resolve the lock anew, as close to cpu.txt as it can be, and rewrite cuda.txt and cuda_metadata.json
 #   HOTBUNK_VENV=FOLDER    the environment (default: .venv.cuda)
@@ -58,7 +59,7 @@ echo | gcc -shared -x c - -Wl,-soname,libcuda.so.1 -o "$venv/stub/libcuda.so.1" 
 python=$venv/bin/python
 check "installed packages fit each other" "$venv/bin/uv" pip check --python "$python"
 check "the lock is complete" "$python" scripts/check_lock.py cuda "${store[@]}"
-check "imports and configurations on made-up GPUs" with_stub "$python" -m pytest -n 0 -W ignore tests/cuda_lock "$@"
+check "imports, configurations and fake tensors on made-up GPUs" with_stub "$python" -m pytest -n 0 -W ignore tests/cuda_lock "$@"
 check "unit tests" "$python" -m pytest -n 2 tests/unit "$@"
 check "tests of several ranks" "$python" -m pytest -n 0 tests/distributed "$@"
 [ "${#failed[@]}" = 0 ] && echo "check_cuda_lock: all passed in $SECONDS s" && exit
