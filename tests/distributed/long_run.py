@@ -10,6 +10,7 @@ for some steps does not bend it. At most 50 KiB a step are allowed.
 """
 
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -29,6 +30,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"), str(Path(
 from real_run import Run, write_recipe  # noqa: E402
 
 ALLOWED = 50.0  # KiB a step
+POOL = min(32, (os.cpu_count() or 1) + 4)
+"""Threads of asyncio's executor: the OpenAI client asks for its platform there, and it grows only when all are busy."""
 CALL = '<tool_call>{"name": "two", "arguments": {}}</tool_call>'
 ROLES = {"guardian": "guardian.py", "engine core": "VLLM::", "launcher": "trainer.launcher"}
 ROLES |= {"resource tracker": "resource_tracker", "reward worker": "multiprocessing", "rank": "trainer"}
@@ -136,10 +139,10 @@ def told(name: str, held: Held, warm: int) -> tuple[str, bool]:
     grows = slope(held.steps[first:], held.memory[first:])
     memory = f"{held.memory[0] / 1024:7.1f} {held.memory[first] / 1024:7.1f} {held.memory[-1] / 1024:7.1f} MiB"
     counts, good = "", grows <= ALLOWED
-    for values in (held.descriptors, held.threads):
+    for values, more in ((held.descriptors, 0), (held.threads, POOL - 1)):
         before, after = (int(statistics.median(part)) for part in (values[first : first + 15], values[-15:]))
         counts += f"   {values[0]:3d} {before:3d} {after:3d}"
-        good &= after <= before
+        good &= after <= before + more
     return f"{name:24} {grows:+8.1f} KiB/step   {memory}{counts}{'' if good else '   TOO MUCH'}", good
 
 
