@@ -4,7 +4,7 @@ import math
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 
 @dataclass
@@ -99,12 +99,22 @@ def check_rewards(trajectory: Trajectory, source: str) -> None:
     trajectory.reward = checked_reward(trajectory.reward, f"{source}: the reward is")
 
 
-def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
+class Placed(Protocol):
+    """What tells which sample of which prompt something is."""
+
+    prompt_index: int
+    sample_index: int
+
+
+P = TypeVar("P", bound=Placed)
+
+
+def by_episode(trajectories: Iterable[P]) -> list[list[P]]:
     """Trajectories grouped by the episode they come from, both in the order given; no list is empty.
 
     Most episodes give one. A rollout function may give several, and an OpenAI client gives one for each conversation.
     """
-    found: dict[tuple[int, int], list[Trajectory]] = {}
+    found: dict[tuple[int, int], list[P]] = {}
     for trajectory in trajectories:
         found.setdefault((trajectory.prompt_index, trajectory.sample_index), []).append(trajectory)
     return list(found.values())

@@ -65,6 +65,34 @@ def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch
     return parts
 
 
+def all_to_all_bytes(payloads: list[bytes]) -> list[bytes]:
+    """From every rank, in rank order, what it has for this one; `payloads` has one for each. Every rank must call it.
+
+    Nothing is padded: a rank receives the bytes that are meant for it, and a number from each.
+    """
+    if world_size() == 1:
+        return payloads
+    sizes, coming = torch.tensor([len(payload) for payload in payloads]), torch.empty(world_size(), dtype=torch.int64)
+    dist.all_to_all_single(coming, sizes)
+    joined = bytearray().join(payloads)
+    outgoing = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(incoming, outgoing, coming.tolist(), sizes.tolist())
+    return [part.numpy().tobytes() for part in incoming.split(coming.tolist())]
+
+
+def send_to_all(payload: bytes) -> list[bytes]:
+    """As `all_gather_bytes`, without padding, for payloads of very different sizes. Every rank must call it."""
+    return all_to_all_bytes([payload] * world_size())
+
+
+def sum_counts(counts: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks of an int64 tensor on the CPU, in place; what a rank receives does not grow with them."""
+    if world_size() > 1:
+        dist.all_reduce(counts)
+    return counts
+
+
 def exchange(own: Any) -> list[Any]:
     """Every rank's, in rank order: plain types, which travel as msgpack. Collective."""
     return [msgspec.msgpack.decode(packed) for packed in all_gather_bytes(msgspec.msgpack.encode(own))]

@@ -14,9 +14,10 @@ from torch.distributed import HashStore
 
 from generation.rollout import RolloutSettings
 from generation.sampling import NotFiniteError
-from generation.trajectory import Trajectory, by_episode
+from generation.trajectory import by_episode
 from sharding.manager import Leader
 from trainer import lifetime
+from trainer.answers import Answer
 from trainer.config import TrainConfig, load_config
 from trainer.config_checks import check_config, resolve_device
 from trainer.data import load_tokenizer
@@ -28,7 +29,7 @@ from trainer.generate import model_folder
 from trainer.machine import unwritable
 from trainer.progress import make_console
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import Rollouts, answer_row
+from trainer.rollouts import Rollouts, answer_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +89,7 @@ class Evaluation:
         self.held_outs = load_held_outs(config, self.episodes.data, self.tokenizer, ends)
         self.rewards = RewardPool(config.reward)
 
-    def answers(self, leader: Leader) -> dict[str, list[Trajectory]]:
+    def answers(self, leader: Leader) -> dict[str, list[Answer]]:
         """Every dataset's answers, scored, from an engine that holds the model's weights as version 0."""
         rollouts = Rollouts(
             leader,
@@ -104,18 +105,18 @@ class Evaluation:
         finally:
             rollouts.close()
 
-    def _sample(self, rollouts: Rollouts, held_out: HeldOut) -> list[Trajectory]:
+    def _sample(self, rollouts: Rollouts, held_out: HeldOut) -> list[Answer]:
         """The samples are those that a training run with this seed would draw before its first step."""
         config = self.config
         settings = RolloutSettings(
             held_out.samples, held_out.sampling, 0, config.run.seed, -1, config.data.chat_template_kwargs
         )
         prompts, voting = list(held_out.prompts), bool(config.eval.k)
-        trajectories = rollouts.run(prompts, settings, config.run.first_step_deadline_s, voting)
+        trajectories = rollouts.run(prompts, settings, config.run.first_step_deadline_s, voting, details=True)
         self.rewards.check_error_rate(self.rewards.take_counts())
         return trajectories
 
-    def results(self, answers: dict[str, list[Trajectory]]) -> Results:
+    def results(self, answers: dict[str, list[Answer]]) -> Results:
         """The figures of every dataset, with how it was sampled."""
         label = next(iter(self.rewards.labels), None)
         datasets = {}
@@ -134,14 +135,13 @@ class Evaluation:
             }
         return {"model": self.config.model.path, "seed": self.config.run.seed, "datasets": datasets}
 
-    def rows(self, answers: dict[str, list[Trajectory]]) -> list[dict[str, Any]]:
+    def rows(self, answers: dict[str, list[Answer]]) -> list[dict[str, Any]]:
         """What completions.jsonl holds: every answer."""
         return [
-            {"dataset": held_out.name}
-            | answer_row(t, held_out.prompts[t.prompt_index], self.tokenizer)
-            | {"vote": t.vote}
+            {"dataset": held_out.name} | row | {"vote": answer.vote}
             for held_out in self.held_outs
-            for t in answers[held_out.name]
+            for found in [answers[held_out.name]]
+            for answer, row in zip(found, answer_rows(found, list(held_out.prompts), self.tokenizer), strict=True)
         ]
 
 

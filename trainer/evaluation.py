@@ -11,7 +11,8 @@ import numpy
 import torch
 
 from generation.sampling import SamplingSettings
-from generation.trajectory import Trajectory, by_episode
+from generation.trajectory import by_episode
+from trainer.answers import Answer
 from trainer.config import DataConfig, EvalConfig, TrainConfig
 from trainer.data import PromptDataset, load_held_out
 from trainer.engines import evaluation_sampling
@@ -73,7 +74,7 @@ def random_states_kept() -> Iterator[None]:
         numpy.random.set_state(numbers)
 
 
-def evaluation_metrics(answers: Mapping[str, Sequence[Trajectory]], label: str | None, config: EvalConfig) -> Metrics:
+def evaluation_metrics(answers: Mapping[str, Sequence[Answer]], label: str | None, config: EvalConfig) -> Metrics:
     """eval/NAME/… of every dataset that has a name, and eval/…, their mean, in which each dataset weighs the same.
 
     Args:
@@ -86,7 +87,7 @@ def evaluation_metrics(answers: Mapping[str, Sequence[Trajectory]], label: str |
     return metrics | {f"eval/{key}": _mean([part[key] for part in figures.values()]) for key in keys}
 
 
-def dataset_figures(trajectories: Sequence[Trajectory], label: str | None, config: EvalConfig) -> Metrics:
+def dataset_figures(trajectories: Sequence[Answer], label: str | None, config: EvalConfig) -> Metrics:
     """The figures of one dataset, means over answers and then over prompts.
 
     An answer is what an episode came to: its last trajectory's reward, vote and end, and the tokens of all of them.
@@ -98,8 +99,8 @@ def dataset_figures(trajectories: Sequence[Trajectory], label: str | None, confi
     figures = {
         "accuracy": _mean(accuracies(trajectories, label)),
         "reward": _mean([_mean([0.0 if _failed(e) else e[-1].reward for e in answers]) for answers in prompts]),
-        "length": _mean([float(sum(sum(t.loss_mask) for t in episode)) for episode in episodes]),
-        "truncated": _mean([float(episode[-1].finish_reason == "length") for episode in episodes]),
+        "length": _mean([float(sum(t.sampled for t in episode)) for episode in episodes]),
+        "truncated": _mean([float(episode[-1].cut) for episode in episodes]),
     }
     for k in config.k:
         verdicts = [[not _failed(e) and _score(e, label) >= config.right_from for e in answers] for answers in prompts]
@@ -109,7 +110,7 @@ def dataset_figures(trajectories: Sequence[Trajectory], label: str | None, confi
     return figures
 
 
-def accuracies(trajectories: Sequence[Trajectory], label: str | None) -> list[float]:
+def accuracies(trajectories: Sequence[Answer], label: str | None) -> list[float]:
     """Each prompt's accuracy, the mean over its answers."""
     return [_mean([_score(episode, label) for episode in answers]) for answers in _by_prompt(trajectories)]
 
@@ -123,19 +124,19 @@ def standard_error(values: Sequence[float]) -> float:
     return (sum((value - mean) ** 2 for value in values) / max(count - 1, 1) / count) ** 0.5
 
 
-def _by_prompt(trajectories: Iterable[Trajectory]) -> list[list[list[Trajectory]]]:
+def _by_prompt(trajectories: Iterable[Answer]) -> list[list[list[Answer]]]:
     """Each prompt's episodes."""
-    prompts: dict[int, list[list[Trajectory]]] = defaultdict(list)
+    prompts: dict[int, list[list[Answer]]] = defaultdict(list)
     for episode in by_episode(trajectories):
         prompts[episode[0].prompt_index].append(episode)
     return list(prompts.values())
 
 
-def _failed(episode: list[Trajectory]) -> bool:
+def _failed(episode: list[Answer]) -> bool:
     return any(trajectory.error for trajectory in episode)
 
 
-def _score(episode: list[Trajectory], label: str | None) -> float:
+def _score(episode: list[Answer], label: str | None) -> float:
     if _failed(episode):
         return 0.0
     return episode[-1].reward if label is None else episode[-1].reward_parts.get(label, 0.0)

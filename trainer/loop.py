@@ -12,9 +12,9 @@ from typing import Any
 
 from generation.rollout import RolloutSettings
 from generation.sampling import NotFiniteError, SamplingSettings
-from generation.trajectory import Trajectory
 from sharding.collectives import agreed, all_reduce_sum, rank, world_size
 from trainer import lifetime
+from trainer.answers import Answer
 from trainer.assembly import (
     build_models,
     build_sharding,
@@ -39,9 +39,9 @@ from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
 from trainer.phases import PhaseMeter
 from trainer.policy.base import culprits
 from trainer.profiling import StepProfiler
-from trainer.progress import Progress
+from trainer.progress import ANSWERS_SHOWN, Progress
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import Rollouts, StepAbandoned, answer_row
+from trainer.rollouts import Rollouts, StepAbandoned, answer_rows
 from trainer.run_lock import RunLock
 from trainer.watchdog import Watchdog
 
@@ -70,7 +70,7 @@ class RLTrainer:
     Attributes:
         state: what the run carries from step to step besides the policy; checkpoints keep both.
         others: models beside the policy whose memory a generation shift can do without.
-        last_answers: the rows of the latest evaluation, or of the latest step where there is none.
+        last_answers: some rows of the latest evaluation, or of the latest step where there is none; on rank 0.
     """
 
     def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
@@ -160,16 +160,17 @@ class RLTrainer:
         with self.generation_shift():
             sampled = self.sample_groups(step)
         with self.meter.phase("update"):
-            metrics = rollout_metrics(sampled.trajectories) | sampled.metrics()
+            metrics = rollout_metrics(sampled.answers) | sampled.metrics()
             metrics |= self.learner.learn(sampled.kept(), step)
         metrics |= {"time/step": time.perf_counter() - began}
         self.state.count_step(metrics)
         if self.held_outs and (step % config.eval.every == 0 or step == config.run.steps):
             metrics |= self.evaluate()
-        rows = [answer_row(t, sampled.prompts[t.prompt_index], self.tokenizer) for t in sampled.trajectories]
+        shown = sampled.answers[: max(config.tracking.completions_per_step, ANSWERS_SHOWN)]
+        rows = answer_rows(shown, sampled.prompts, self.tokenizer)
         self.tracker.completions(step, rows)
         self.last_answers = self.last_answers if self.held_outs else rows
-        if error := next((t.error for t in sampled.trajectories if t.error), ""):
+        if error := next((t.error for t in sampled.answers if t.error), ""):
             self.screen.note(
                 f"step {step}: {metrics['rollout/failed']:.0f} episodes failed, the first by {error[:200]}"
             )
@@ -214,7 +215,7 @@ class RLTrainer:
         sampling: SamplingSettings,
         seed: int,
         phase: str = "rollout",
-    ) -> list[Trajectory]:
+    ) -> list[Answer]:
         """All engines' answers to all prompts, scored; the run ends here when reward functions fail too often."""
         template = self.config.data.chat_template_kwargs
         settings = RolloutSettings(samples, sampling, self.policy.version, seed, step, template)
@@ -222,26 +223,28 @@ class RLTrainer:
         deadline = self.config.run.first_step_deadline_s
         with self.meter.phase(phase):
             if phase == "eval":
-                trajectories = self.rollouts.run(prompts, settings, deadline, voting)
+                answers = self.rollouts.run(prompts, settings, deadline, voting, details=True)
             else:
-                trajectories = self.rollouts.run(prompts, settings, deadline, give_up=self.keeper.late_to_leave)
+                apart = self.config.algorithm.combine_rewards == "normalize_then_sum"
+                late = self.keeper.late_to_leave
+                answers = self.rollouts.run(prompts, settings, deadline, give_up=late, details=apart)
         gc.collect()  # an OpenAI client, say, leaves cycles with 200 KiB of certificates that Python does not count
         self.rewards.check_error_rate(all_reduce_sum(self.rewards.take_counts()))
-        return trajectories
+        return answers
 
     def evaluate(self) -> Metrics:
         """Answers to the held-out prompts with evaluation's own sampling settings, in a shift of their own.
 
         What training and other datasets are given does not depend on what is drawn here.
         """
-        answers: dict[str, list[Trajectory]] = {}
+        answers: dict[str, list[Answer]] = {}
         seed, self.last_answers = self.config.run.seed, []
         with random_states_kept(), self.generation_shift():
             for held_out in self.held_outs:
                 prompts, step = list(held_out.prompts), -1 - self.state.step
-                trajectories = self.sample(prompts, step, held_out.samples, held_out.sampling, seed, "eval")
-                answers[held_out.name] = trajectories
-                self.last_answers += [answer_row(t, prompts[t.prompt_index], self.tokenizer) for t in trajectories]
+                found = self.sample(prompts, step, held_out.samples, held_out.sampling, seed, "eval")
+                answers[held_out.name] = found
+                self.last_answers += answer_rows(found[:ANSWERS_SHOWN], prompts, self.tokenizer)
         # The recipe's first reward function is the one that tells right from wrong.
         metrics = evaluation_metrics(answers, next(iter(self.rewards.labels), None), self.config.eval)
         self.state.count_evaluation(metrics["eval/reward"])

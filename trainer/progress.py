@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 120
+ANSWERS_SHOWN = 2  # in the report
 _ROWS_PER_HEADER = 20
 _ANSWER_LIMIT = 300  # characters of an answer in the report
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -127,7 +128,7 @@ class Report:
     Attributes:
         before, after: accuracy on held-out prompts, 0..1; None where it was not measured.
         rewards: mean reward of every step, for the little curve.
-        answers: sampled rows with `prompt`, `text`, `reward`; the first two are shown.
+        answers: sampled rows with `prompt`, `text`, `reward`; the first `ANSWERS_SHOWN` are shown.
         memory: side ("trainer", "engine") -> state ("at its peak", "asleep") -> GiB.
         paths: what it is ("checkpoint", "curves", "metrics") -> where.
         checkpoint: in Hugging Face format, to chat with.
@@ -148,7 +149,7 @@ class Report:
     def render(self) -> RenderableType:
         """The panel."""
         parts: list[RenderableType] = [self._figures(), Text()]
-        parts += [_answer(row) for row in self.answers[:2]]
+        parts += [_answer(row) for row in self.answers[:ANSWERS_SHOWN]]
         parts += [_pairs({name: Text(str(path), "cyan") for name, path in self.paths.items()})]
         if self.checkpoint is not None:
             parts += [

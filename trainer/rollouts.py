@@ -1,8 +1,8 @@
-"""A step's rollouts over all engines, scored while they run, and then known to every rank."""
+"""A step's rollouts over all engines, scored while they run, and then known to every rank by their figures."""
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,8 +14,9 @@ from generation.rollouts.sampler import sample_batch
 from generation.rollouts.sampler_prompts import PromptText, prompt_batch
 from generation.sampling import NotFiniteError
 from generation.trajectory import Trajectory, by_episode, checked_reward
-from sharding.collectives import agreed, all_gather_bytes
+from sharding.collectives import agreed, all_to_all_bytes, exchange, world_size
 from sharding.manager import Leader
+from trainer.answers import Answer, gather_answers
 from trainer.data import Prompt
 from trainer.episodes import EpisodePlan
 from trainer.rewards.pool import RewardPool
@@ -34,7 +35,7 @@ class StepAbandoned(RuntimeError):
 
 
 class Rollouts:
-    """Runs rollouts on this rank's engine, if it leads one, and gives every rank all trajectories."""
+    """Runs rollouts on this rank's engine, if it leads one, and tells every rank of all answers."""
 
     def __init__(
         self,
@@ -58,11 +59,13 @@ class Rollouts:
         timeout: float,
         voting: bool = False,
         give_up: Callable[[], bool] = lambda: False,
-    ) -> list[Trajectory]:
+        details: bool = False,
+    ) -> list[Answer]:
         """Sample and score groups for all prompts; the same list on all ranks, ordered by prompt and sample.
 
         Args:
             voting: fill in what each answer comes down to, for a majority vote.
+            details: see `gather_answers`.
 
         Raises:
             RemoteError: on all ranks, when an engine failed on one.
@@ -82,17 +85,15 @@ class Rollouts:
                 except ExceptionGroup as group:
                     raise first_error(group) from None  # the others are the same error, once a request
                 not_finite = self._leader.engine.not_finite
-        packed = all_gather_bytes(msgspec.msgpack.encode((own, not_finite)))
-        everyones = [msgspec.msgpack.decode(part, type=tuple[list[Trajectory] | None, float | None]) for part in packed]
-        for rank, (_, number) in enumerate(everyones):
+        outcomes = exchange([own is None, not_finite])
+        for rank, (_, number) in enumerate(outcomes):
             if number is not None:
                 raise NotFiniteError(f"the engine of rank {rank} sampled a token with a log-probability of {number}")
-        shares = [share for share, _ in everyones if share is not None]
-        if len(shares) < len(everyones):
+        if own is None or any(given_up for given_up, _ in outcomes):
             raise StepAbandoned(f"the rollouts of step {settings.step} were given up")
-        everything = [trajectory for share in shares for trajectory in share]
-        check_failures(everything, self._max_error_rate)
-        return sorted(everything, key=lambda t: (t.prompt_index, t.sample_index))
+        answers = gather_answers(own, details)
+        check_failures(answers, self._max_error_rate)
+        return answers
 
     def close(self) -> None:
         """Stop what episodes have started; before the engine stops."""
@@ -171,14 +172,10 @@ class Rollouts:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-def answer_row(trajectory: Trajectory, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What completions.jsonl keeps of a trajectory."""
+def answer_row(trajectory: Trajectory) -> dict[str, Any]:
+    """What completions.jsonl keeps of a trajectory beside its prompt."""
     return {
-        "prompt_id": prompt.id,
-        "sample": trajectory.sample_index,
-        "prompt": tokenizer.decode(list(prompt.token_ids)),
         "text": trajectory.text,
-        "answer": prompt.row.get("answer"),
         "reward": trajectory.reward,
         "parts": trajectory.reward_parts,
         "finish_reason": trajectory.finish_reason,
@@ -186,6 +183,24 @@ def answer_row(trajectory: Trajectory, prompt: Prompt, tokenizer: PreTrainedToke
         "weight_version": trajectory.weight_version,
         "error": trajectory.error,
     }
+
+
+def answer_rows(
+    answers: Sequence[Answer], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """What completions.jsonl keeps of answers, on rank 0, where it is written; on other ranks nothing. Collective."""
+    own = {n: answer_row(a.trajectory) for n, a in enumerate(answers) if a.trajectory is not None}
+    payloads = [msgspec.msgpack.encode(own), *[b""] * (world_size() - 1)]
+    found: dict[int, dict[str, Any]] = {}
+    for part in filter(None, all_to_all_bytes(payloads)):
+        found |= msgspec.msgpack.decode(part, type=dict[int, dict[str, Any]])
+    rows = []
+    for answer, row in ((answers[n], row) for n, row in sorted(found.items())):
+        prompt = prompts[answer.prompt_index]
+        text, right = tokenizer.decode(list(prompt.token_ids)), prompt.row.get("answer")
+        asked = {"prompt_id": prompt.id, "sample": answer.sample_index, "prompt": text}
+        rows.append(asked | {"text": row.pop("text"), "answer": right} | row)
+    return rows
 
 
 async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:
@@ -200,9 +215,9 @@ async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T
         await asyncio.gather(task, return_exceptions=True)
 
 
-def check_failures(trajectories: list[Trajectory], max_error_rate: float) -> None:
+def check_failures(answers: list[Answer], max_error_rate: float) -> None:
     """Raise RolloutError, with the first error, when a larger share of the episodes failed."""
-    episodes = by_episode(trajectories)
+    episodes = by_episode(answers)
     errors = [error for episode in episodes if (error := next((t.error for t in episode if t.error), ""))]
     if len(errors) > max_error_rate * len(episodes):
         raise RolloutError(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sharding.collectives import all_to_all_bytes, send_to_all, sum_counts
 from tests.distributed.launch import leave, run_ranks
 from trainer import distributed, watchdog
 from trainer.distributed import RemoteError, agree, agreed, all_gather_bytes, all_reduce_max, all_reduce_sum
@@ -43,6 +44,10 @@ def exchanges(path: str) -> None:
     payloads = [b"", bytes(range(256)) * 1000, b"x"]
     assert all_gather_bytes(payloads[rank]) == payloads
     assert all_gather_bytes(b"") == [b""] * RANKS
+    between = [[f"{a} to {b}, ".encode() * (a * b) for b in range(RANKS)] for a in range(RANKS)]
+    assert all_to_all_bytes(between[rank]) == [row[rank] for row in between]
+    assert send_to_all(payloads[rank]) == payloads and send_to_all(b"") == [b""] * RANKS
+    assert sum_counts(torch.tensor([rank, 1 << 40])).tolist() == [sum(range(RANKS)), RANKS << 40]
 
     def values(who: int) -> dict[str, float]:
         return {"thirds": 1 / (3 + who), "large": 1e17 * (-1) ** who, "count": float(who)}

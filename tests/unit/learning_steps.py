@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from generation.trajectory import Trajectory
-from sharding.collectives import all_gather_bytes, all_reduce_sum
+from sharding.collectives import all_gather_bytes, all_reduce_sum, rank, world_size
+from trainer.answers import Answer, gather_answers
 from trainer.batching import MicroBatch
 from trainer.config import TrainConfig
 from trainer.policy.base import LossFn, Outputs, UpdateStats
@@ -41,6 +42,12 @@ def random_trajectory(prompt: int, sample: int, generator: torch.Generator) -> T
         finish_reason=("stop", "stop", "length")[integers(4)[0] - 1], turns=turns, turn_rewards=given,
         reward=parts["a"] + 0.5 * parts["b"] + sum(given), reward_parts=parts,
     )  # fmt: skip
+
+
+def as_answers(trajectories: list[Trajectory]) -> list[Answer]:
+    """As the learner knows them, where each rank is given all: it has sampled those of every so manieth prompt."""
+    own = [t for t in trajectories if t.prompt_index % world_size() == rank()]
+    return gather_answers(own, details=True)
 
 
 def random_step(prompts: int, samples: int, seed: int) -> list[Trajectory]:
@@ -125,7 +132,7 @@ class _ThreadedRanks:
     def __init__(self, count: int) -> None:
         self._count, self._local = count, threading.local()
         self._barrier = threading.Barrier(count, timeout=30)
-        self._slots: list[Tensor] = [torch.empty(0)] * count
+        self._slots: list[Any] = [None] * count
 
     def is_initialized(self) -> bool:
         return True
@@ -137,11 +144,24 @@ class _ThreadedRanks:
         return self._count
 
     def all_gather(self, parts: list[Tensor], tensor: Tensor, group: None = None) -> None:
-        self._slots[self.get_rank()] = tensor
-        self._barrier.wait()
-        for part, slot in zip(parts, self._slots, strict=True):
+        for part, slot in zip(parts, self._everyones(tensor.clone()), strict=True):
             part.copy_(slot)
+
+    def _everyones(self, own: Any) -> list[Any]:
+        self._slots[self.get_rank()] = own
         self._barrier.wait()
+        found = list(self._slots)
+        self._barrier.wait()
+        return found
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        tensor.copy_(torch.stack(self._everyones(tensor.clone())).sum(dim=0))
+
+    def all_to_all_single(
+        self, output: Tensor, own: Tensor, incoming: list[int] | None = None, outgoing: list[int] | None = None
+    ) -> None:
+        parts = own.split(outgoing if outgoing is not None else len(own) // self._count)
+        output.copy_(torch.cat([each[self.get_rank()] for each in self._everyones(parts)]))
 
     def run(self, rank: int, function: Callable[[], T]) -> T:
         self._local.rank = rank

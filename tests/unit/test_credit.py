@@ -1,14 +1,14 @@
 """Advantages of every token of a step, against loops over answers and tokens."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from generation.trajectory import Trajectory, by_episode
-from tests.unit.learning_steps import make_config, random_step
+from tests.unit.learning_steps import as_answers, make_config, random_step
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.learning.credit import assign_credit, has_signal
@@ -25,7 +25,7 @@ WEIGHTS = {"a": 1.0, "b": 0.5}
 def credited(step: list[Trajectory], config: TrainConfig, parts: int = 2) -> list[tuple[Trajectory, list[float], dict]]:
     """Each answer with the advantages of its response's tokens, and what else is known of them."""
     generator = torch.Generator().manual_seed(7)
-    minibatches = [prepare(groups, config, 0, CPU) for groups in split(make_groups(step), parts)]
+    minibatches = prepare(split(make_groups(as_answers(step)), parts), config, 0, CPU)
     for minibatch in minibatches:
         for batch in minibatch.batches:
             batch.old_logprobs, batch.ref_logprobs, batch.old_values = (
@@ -37,10 +37,10 @@ def credited(step: list[Trajectory], config: TrainConfig, parts: int = 2) -> lis
 
 def _answers(minibatch: MiniBatch) -> list[tuple[Trajectory, list[float], dict]]:
     answers = {}
-    everyone = [t for group in minibatch.groups for episode in group for t in episode]
+    everyone = [t.trajectory for group in minibatch.groups for episode in group for t in episode]
     for batch in minibatch.batches:
         for row, place in enumerate(batch.rows):
-            trajectory = everyone[place]
+            trajectory = cast(Trajectory, everyone[place])
             first = len(trajectory.prompt_ids) - 1
             part = slice(first, first + len(trajectory.response_ids))
             names = ("old_logprobs", "ref_logprobs", "old_values", "returns", "loss_mask")
@@ -235,12 +235,13 @@ def test_leave_one_out_of_an_episode_in_three_parts_is_that_of_skyrls_step_wise_
 
 def test_whether_a_group_has_a_signal_is_a_matter_of_its_episodes() -> None:
     first, second, other = (one_turn(s, 2, reward=r) for s, r in ((0, 0.0), (0, 1.0), (1, 1.0)))
-    (group,) = make_groups([first, second, other])
+    (group,) = make_groups(as_answers([first, second, other]))
     assert not informative(group)
-    first.turn_rewards = [0.5]
+    group[0][0].turn_rewards = [0.5]
     assert informative(group)
     first.error = "a part of the episode failed"
-    assert make_groups([first, second, other]) == [[[other]]]
+    ((episode,),) = make_groups(as_answers([first, second, other]))
+    assert [answer.trajectory for answer in episode] == [other]
 
 
 def test_length_is_that_of_the_whole_episode_and_the_overlong_penalty_that_of_its_longest_part() -> None:
@@ -263,7 +264,7 @@ def test_a_token_over_the_margin_costs_little_where_rewards_are_normalised_one_b
     ]
     algorithm = {"combine_rewards": "normalize_then_sum", "overlong_margin": 0.8}
     config = make_config(algorithm=algorithm, sampling={"max_tokens": 1000})
-    minibatches = [prepare(make_groups(step), config, 0, CPU)]
+    minibatches = prepare([make_groups(as_answers(step))], config, 0, CPU)
     assign_credit(minibatches, config, {"a": 1.0})
     got = [advantages[0] for _, advantages, _ in _answers(minibatches[0])]
     penalties = relative([-1 / 800, *[0.0] * 7], False)
@@ -293,7 +294,7 @@ def test_length_shapes_rewards_but_not_which_groups_have_a_signal() -> None:
         return Trajectory(0, sample, [1], [2] * tokens, [1] * tokens, [-1.0] * tokens, reward=1.0)
 
     step = [answer(0, 2), answer(1, 6)]
-    assert not informative([[answer] for answer in step])
+    assert not informative([[answer] for answer in as_answers(step)])
     config = make_config(
         algorithm={"length_strength": 1.0, "normalize_std": False, "overlong_margin": 0.5}, sampling={"max_tokens": 8}
     )
@@ -323,7 +324,7 @@ def test_p15_a_group_without_a_spread_has_no_advantages_whatever_its_size() -> N
     for advantage in ("group", "leave_one_out", "max_rl", "reinforce_pp", "reinforce_pp_baseline"):
         config = make_config(algorithm={"advantage": advantage})
         for step in (alike, alike[:1], [alike[0], alike[3]], []):
-            minibatches = [prepare(groups, config, 0, CPU) for groups in split(make_groups(step), 1)]
+            minibatches = prepare(split(make_groups(as_answers(step)), 1), config, 0, CPU)
             assign_credit(minibatches, config, {})
             assert not has_signal(minibatches), advantage
 
@@ -332,7 +333,7 @@ def test_answers_that_were_cut_off_are_compared_but_not_learned_from() -> None:
     step = [Trajectory(0, s, [1], [2, 3], [1, 1], [-1.0] * 2, reward=float(s)) for s in range(3)]
     step[0].finish_reason = "length"
     config = make_config(algorithm={"overlong_filter": True, "normalize_std": False})
-    (minibatch,) = [prepare(groups, config, 0, CPU) for groups in split(make_groups(step), 1)]
+    (minibatch,) = prepare(split(make_groups(as_answers(step)), 1), config, 0, CPU)
     assert (minibatch.tokens, minibatch.sequences) == (4, 2)
     assign_credit([minibatch], config, {})
     (batch,) = minibatch.batches
@@ -357,7 +358,7 @@ def test_what_models_say_of_masked_tokens_has_no_part_in_credit(algorithm: dict[
     def computed(rotten: float) -> tuple[list[Tensor], bool]:
         generator = torch.Generator().manual_seed(7)
         config = make_config(algorithm=algorithm)
-        minibatches = [prepare(groups, config, 0, CPU) for groups in split(make_groups(random_step(3, 3, seed=8)), 2)]
+        minibatches = prepare(split(make_groups(as_answers(random_step(3, 3, seed=8))), 2), config, 0, CPU)
         batches = [batch for minibatch in minibatches for batch in minibatch.batches]
         for batch in batches:
             mask = batch.loss_mask.bool()
@@ -379,7 +380,7 @@ def test_what_models_say_of_masked_tokens_has_no_part_in_credit(algorithm: dict[
 def test_a_step_of_masked_rubbish_has_no_signal() -> None:
     alike = [one_turn(s, 2 + s, reward=1.0) for s in range(2)]
     config = make_config()
-    minibatches = [prepare(make_groups(alike), config, 0, CPU)]
+    minibatches = prepare([make_groups(as_answers(alike))], config, 0, CPU)
     assign_credit(minibatches, config, {})
     for batch in minibatches[0].batches:
         batch.advantages = torch.where(batch.loss_mask.bool(), batch.advantages, float("nan"))

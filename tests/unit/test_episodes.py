@@ -11,6 +11,7 @@ from small_tokenizer import small_tokenizer
 
 from generation.rollouts.llm import one_shot
 from generation.trajectory import Trajectory
+from tests.unit.learning_steps import as_answers
 from trainer.config import TrainConfig
 from trainer.config_checks import _check_rewards, _check_rollout
 from trainer.data import Prompt
@@ -184,32 +185,34 @@ def test_failed_episodes_are_counted_once_whatever_they_sampled() -> None:
         return [Trajectory(0, sample, [1], error=error) for _ in range(count)]
 
     many_of_one = [*pieces(0, 5, "ValueError: x"), *pieces(1, 1), *pieces(2, 1), *pieces(3, 1)]
-    check_failures(many_of_one, 0.25)
-    assert rollout_metrics(many_of_one)["rollout/failed"] == 1
+    check_failures(as_answers(many_of_one), 0.25)
+    assert rollout_metrics(as_answers(many_of_one))["rollout/failed"] == 1
     with pytest.raises(RolloutError, match="1 of 4 episodes failed"):
-        check_failures(many_of_one, 0.2)
+        check_failures(as_answers(many_of_one), 0.2)
 
 
 def test_too_many_failed_episodes_end_the_run_with_the_first_error() -> None:
     failed = [Trajectory(0, i, [1], error=f"KeyError: {i}" if i < 2 else "") for i in range(10)]
-    check_failures(failed, 0.2)
+    check_failures(as_answers(failed), 0.2)
     with pytest.raises(RolloutError, match=r"2 of 10 episodes failed, more than rollout.max_error_rate=0.1 .* 0"):
-        check_failures(failed, 0.1)
+        check_failures(as_answers(failed), 0.1)
     # An episode of many trajectories, one or all of which failed, is one that failed.
     failed += [Trajectory(0, 1, [1], error="") for _ in range(5)] + [Trajectory(0, 0, [1], error="again")] * 5
-    check_failures(failed, 0.2)
+    check_failures(as_answers(failed), 0.2)
     with pytest.raises(RolloutError, match=r"2 of 10 episodes failed"):
-        check_failures(failed, 0.19)
+        check_failures(as_answers(failed), 0.19)
 
 
 def test_v14_v15_figures_count_what_the_policy_sampled_and_what_tools_did() -> None:
     def done(sample: int, **metrics: float) -> Trajectory:
         return Trajectory(0, sample, [1], [7, 8, 9], [1, 0, 1], [-1.0, 0.0, -1.0], turns=2, metrics=dict(metrics))
 
-    figures = rollout_metrics([done(0, **{"tools/calls": 3.0, "tools/errors": 1.0}), done(1, **{"tools/calls": 1.0})])
+    figures = rollout_metrics(
+        as_answers([done(0, **{"tools/calls": 3.0, "tools/errors": 1.0}), done(1, **{"tools/calls": 1.0})])
+    )
     assert figures["rollout_tokens"] == 4 and figures["length/mean"] == 2 and figures["turns/mean"] == 2
     assert figures["tools/calls"] == 4 and figures["tools/failure_rate"] == 0.25
-    assert "tools/calls" not in rollout_metrics([done(0)])
+    assert "tools/calls" not in rollout_metrics(as_answers([done(0)]))
 
 
 def test_v15_tool_tokens_have_no_part_in_loss_kl_or_gradient() -> None:

@@ -16,6 +16,7 @@ from small_tokenizer import small_tokenizer
 
 from generation.sampling import NotFiniteError, SamplingSettings
 from generation.trajectory import Trajectory
+from tests.unit.learning_steps import as_answers
 from trainer import evaluate
 from trainer.config import EvalConfig, RewardConfig, TrainConfig
 from trainer.config_checks import _check_evaluation, _check_lengths
@@ -52,7 +53,7 @@ ANSWERS = [
 
 
 def test_figures_of_a_dataset_by_hand() -> None:
-    figures = dataset_figures(ANSWERS, "match", EvalConfig(k=[1, 2, 3]))
+    figures = dataset_figures(as_answers(ANSWERS), "match", EvalConfig(k=[1, 2, 3]))
     assert figures == pytest.approx(
         {
             "accuracy": (2 / 3 + 1.5 / 3) / 2,
@@ -72,15 +73,19 @@ def test_figures_of_a_dataset_by_hand() -> None:
 def test_an_answer_in_several_parts_is_one_answer() -> None:
     """Three conversations came to the right answer, one to a wrong one: half of the answers are right, not 3/4."""
     right, wrong = [answer(0, 0, v, r, 9 * r) for v, r in ((None, 0.0), ("5", 0.0), ("4", 1.0))], answer(0, 1, "5", 0.0)
-    figures = dataset_figures([*right, wrong], "match", EvalConfig(k=[1, 2], samples=2))
+    figures = dataset_figures(as_answers([*right, wrong]), "match", EvalConfig(k=[1, 2], samples=2))
     expected = {"accuracy": 0.5, "reward": 4.5, "length": 6.0, "truncated": 0.0, "pass@1": 0.5, "pass@2": 1.0}
     assert figures == pytest.approx(expected | {"majority@1": 0.5, "majority@2": 0.5})
     again = [replace(t, prompt_index=1, finish_reason="length") for t in right]
-    assert accuracies([*right, wrong, *again], "match") == [0.5, 1.0]
-    assert standard_error(accuracies([*right, wrong, *again], "match")) == pytest.approx(0.25)  # of 0.5 and 1
-    assert dataset_figures([*right, wrong, *again], "match", EvalConfig())["truncated"] == pytest.approx(1 / 3)
+    assert accuracies(as_answers([*right, wrong, *again]), "match") == [0.5, 1.0]
+    assert standard_error(accuracies(as_answers([*right, wrong, *again]), "match")) == pytest.approx(
+        0.25
+    )  # of 0.5 and 1
+    assert dataset_figures(as_answers([*right, wrong, *again]), "match", EvalConfig())["truncated"] == pytest.approx(
+        1 / 3
+    )
     again[0].error = "a part of it failed"
-    assert dataset_figures(again, "match", EvalConfig(k=[1]))["pass@1"] == 0
+    assert dataset_figures(as_answers(again), "match", EvalConfig(k=[1]))["pass@1"] == 0
 
 
 def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,24 +94,26 @@ def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.Capture
     recipe = config(data={"path": "d", "eval_path": "questions.jsonl"})
     evaluation = SimpleNamespace(config=recipe, held_outs=[held_out], rewards=SimpleNamespace(labels=["match"]))
     trajectories = [answer(0, 0, "5", 0.0), answer(0, 0, "4", 1.0), answer(0, 1, "5", 0.0)]
-    results = Evaluation.results(evaluation, {"": trajectories}) | {"seconds": 1.0}  # type: ignore[arg-type]
+    results = Evaluation.results(evaluation, {"": as_answers(trajectories)}) | {"seconds": 1.0}  # type: ignore[arg-type]
     assert (results["datasets"][""]["answers"], results["datasets"][""]["accuracy"]) == (2, 0.5)
     make_console().print(table(results))
     assert re.search(r"questions\s+│\s+1 │\s+2 │\s+0.500 ± 0.000", capsys.readouterr().out)
 
 
 def test_what_is_right_is_the_recipes_to_say() -> None:
-    assert dataset_figures(ANSWERS, "match", EvalConfig(k=[1], right_from=0.5))["pass@1"] == pytest.approx(2 / 3)
+    answers = as_answers(ANSWERS)
+    assert dataset_figures(answers, "match", EvalConfig(k=[1], right_from=0.5))["pass@1"] == pytest.approx(2 / 3)
     # Without reward functions it is the environment's reward that tells.
-    assert dataset_figures(ANSWERS, None, EvalConfig(k=[1]))["pass@1"] == pytest.approx(2 / 3)
-    assert dataset_figures(ANSWERS, None, EvalConfig())["accuracy"] == pytest.approx((4 / 3 + 3 / 3) / 2)
+    assert dataset_figures(answers, None, EvalConfig(k=[1]))["pass@1"] == pytest.approx(2 / 3)
+    assert dataset_figures(answers, None, EvalConfig())["accuracy"] == pytest.approx((4 / 3 + 3 / 3) / 2)
 
 
 def test_named_datasets_have_figures_of_their_own_and_weigh_the_same() -> None:
     config = EvalConfig(k=[1])
-    alone = evaluation_metrics({"": ANSWERS}, "match", config)
-    assert alone == {f"eval/{key}": value for key, value in dataset_figures(ANSWERS, "match", config).items()}
-    both = evaluation_metrics({"all": ANSWERS, "first": ANSWERS[:3]}, "match", config)
+    answers = as_answers(ANSWERS)
+    alone = evaluation_metrics({"": answers}, "match", config)
+    assert alone == {f"eval/{key}": value for key, value in dataset_figures(answers, "match", config).items()}
+    both = evaluation_metrics({"all": answers, "first": as_answers(ANSWERS[:3])}, "match", config)
     assert both["eval/first/accuracy"] == pytest.approx(2 / 3)
     assert both["eval/all/pass@1"] == alone["eval/pass@1"]
     assert both["eval/accuracy"] == pytest.approx((both["eval/first/accuracy"] + both["eval/all/accuracy"]) / 2)

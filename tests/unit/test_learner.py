@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from learning_steps import on_ranks
+from learning_steps import as_answers, on_ranks
 
 from generation.trajectory import Trajectory
 from trainer.config import TrainConfig
@@ -61,7 +61,7 @@ def test_p22_a_sampled_pad_token_stays_in_the_loss() -> None:
     assert sample.engine_logprobs == [0.0, 0.0, -0.5, -0.5, -0.5]
     policy = RecordingPolicy()
     learner = Learner(config(), policy, None, pad_id=PAD)  # type: ignore[arg-type]
-    metrics = learner.learn([trajectory(0, 0, 1.0, [PAD, 9, PAD]), trajectory(0, 1, 0.0, [PAD])], step=1)
+    metrics = learner.learn(as_answers([trajectory(0, 0, 1.0, [PAD, 9, PAD]), trajectory(0, 1, 0.0, [PAD])]), step=1)
     assert metrics["train_tokens"] == 4
 
 
@@ -69,14 +69,14 @@ def test_failed_samples_are_left_out_before_the_groups_mean_is_taken() -> None:
     members = [trajectory(0, i, reward, [7]) for i, reward in enumerate([1.0, 0.0, 100.0])]
     members[2].error = "the request failed"
     policy = RecordingPolicy()
-    Learner(config(algorithm={"normalize_std": False}), policy, None, pad_id=PAD).learn(members, step=1)  # type: ignore[arg-type]
+    Learner(config(algorithm={"normalize_std": False}), policy, None, pad_id=PAD).learn(as_answers(members), step=1)  # type: ignore[arg-type]
     assert sorted(policy.advantages) == [-0.5, 0.5]
 
 
 def test_p15_a_step_without_signal_updates_nothing() -> None:
     policy = RecordingPolicy()
     learner = Learner(config(), policy, None, pad_id=PAD)  # type: ignore[arg-type]
-    metrics = learner.learn([trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)], step=1)
+    metrics = learner.learn(as_answers([trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)]), step=1)
     assert policy.calls == ["score@1.0"]  # for the gap alone
     assert metrics["no_signal_steps"] == 1
 
@@ -85,7 +85,7 @@ def test_groups_without_signal_can_be_dropped_and_leave_the_count() -> None:
     mixed = [trajectory(0, s, float(s), [7, 8]) for s in range(2)] + [trajectory(1, s, 1.0, [7] * 9) for s in range(2)]
     for drop, tokens in ((False, 22), (True, 4)):
         learner = Learner(config(algorithm={"drop_zero_variance": drop}), RecordingPolicy(), None, pad_id=PAD)  # type: ignore[arg-type]
-        assert learner.learn(mixed, step=1)["train_tokens"] == tokens
+        assert learner.learn(as_answers(mixed), step=1)["train_tokens"] == tokens
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_old_logprobs_are_computed_only_when_the_policy_changes_within_the_step(
         algorithm={"num_iterations": iterations}, batch={"updates_per_step": updates}, sampling={"temperature": 0.7}
     )
     steps = [trajectory(p, s, float(s), [7, 8]) for p in range(4) for s in range(2)]
-    Learner(settings, policy, None, pad_id=PAD).learn(steps, step=1)  # type: ignore[arg-type]
+    Learner(settings, policy, None, pad_id=PAD).learn(as_answers(steps), step=1)  # type: ignore[arg-type]
     assert policy.calls == expected
 
 
 @pytest.mark.parametrize(("prompts", "parts"), [(5, 1), (10, 4), (13, 4), (5, 3), (33, 16), (3, 7), (0, 2)])
 def test_a_step_is_cut_evenly_into_as_many_updates_as_asked_for(prompts: int, parts: int) -> None:
-    groups = make_groups([trajectory(p, s, float(s), [7]) for p in range(prompts) for s in range(2)])
+    groups = make_groups(as_answers([trajectory(p, s, float(s), [7]) for p in range(prompts) for s in range(2)]))
     portions = split(groups, parts)
     assert [group for portion in portions for group in portion] == groups
     assert len(portions) == min(parts, prompts)
@@ -129,7 +129,7 @@ def test_fewer_groups_than_updates_are_an_update_each_and_the_schedule_knows(
     )
     policy = RecordingPolicy()
     step = [trajectory(p, s, float(s if p < informative else 1), [7, 8]) for p in range(4) for s in range(2)]
-    metrics = Learner(settings, policy, None, pad_id=PAD).learn(step, step=3)  # type: ignore[arg-type]
+    metrics = Learner(settings, policy, None, pad_id=PAD).learn(as_answers(step), step=3)  # type: ignore[arg-type]
     assert policy.places == pytest.approx(places, abs=1e-12) and metrics["updates"] == informative
     assert all(place == int(place) for place in policy.places) or informative == 3
 
@@ -146,14 +146,14 @@ def test_a_step_of_which_every_token_is_filtered_is_no_update(algorithm: dict[st
             for s in range(2)
         ]
         learner = Learner(settings, policy, reference if "kl_coef" in algorithm else None, PAD)  # type: ignore[arg-type]
-        metrics = learner.learn(step, step=1)
+        metrics = learner.learn(as_answers(step), step=1)
         assert policy.calls.count("update@1.0") == metrics["updates"] == updates
         assert metrics["no_signal_steps"] == (updates == 0)
 
 
 def test_without_a_prompt_the_first_token_is_not_counted_since_nothing_predicts_it() -> None:
     answers = [Trajectory(0, s, [], [7] * n, [1] * n, [-1.0] * n, reward=float(s)) for s, n in enumerate((1, 3))]
-    minibatch = prepare(make_groups(answers), config(), PAD, torch.device("cpu"))
+    minibatch = prepare([make_groups(as_answers(answers))], config(), PAD, torch.device("cpu"))[0]
     trained = [mask.sum().item() for batch in minibatch.batches for mask in batch.loss_mask]
     assert minibatch.tokens == sum(trained) == 2 and minibatch.sequences == sum(map(bool, trained)) == 1
 
@@ -187,7 +187,8 @@ def test_the_gap_is_measured_where_nothing_is_learned(settings: dict[str, dict[s
             for s in range(4)
         ]
     failed = Trajectory(1, 9, [5], finish_reason="error", error="x")
-    metrics = Learner(config(**settings), ShiftedPolicy(), None, pad_id=PAD).learn([*steps, failed], step=1)  # type: ignore[arg-type]
+    learner = Learner(config(**settings), ShiftedPolicy(), None, pad_id=PAD)  # type: ignore[arg-type]
+    metrics = learner.learn(as_answers([*steps, failed]), step=1)
     distances = sorted(abs(token - 7) / 100 for t in steps for token in t.response_ids)
     assert metrics["gap/max"] == pytest.approx(distances[-1], abs=1e-6)
     assert metrics["gap/mean"] == pytest.approx(sum(distances) / len(distances), abs=1e-6)
@@ -198,7 +199,7 @@ def test_the_gap_of_a_large_step_is_measured_on_some_of_its_answers_alike_on_any
 
     def learned() -> tuple[dict[str, float], int]:
         policy = ShiftedPolicy()
-        return Learner(config(), policy, None, pad_id=PAD).learn(list(steps), step=1), policy.scored  # type: ignore[arg-type]
+        return Learner(config(), policy, None, pad_id=PAD).learn(as_answers(list(steps)), step=1), policy.scored  # type: ignore[arg-type]
 
     (alone, scored), *_ = on_ranks(1, learned)
     assert scored == GAP_ANSWERS
@@ -213,7 +214,7 @@ def test_the_gap_of_a_large_step_is_measured_on_some_of_its_answers_alike_on_any
 def test_a_gap_that_cannot_be_measured_is_absent() -> None:
     failed = [Trajectory(0, s, [5], finish_reason="error", error="x") for s in range(4)]
     policy = RecordingPolicy()
-    metrics = Learner(config(), policy, None, pad_id=PAD).learn(failed, step=1)  # type: ignore[arg-type]
+    metrics = Learner(config(), policy, None, pad_id=PAD).learn(as_answers(failed), step=1)  # type: ignore[arg-type]
     assert not any(name.startswith("gap/") for name in metrics) and policy.calls == []
 
 
@@ -241,7 +242,7 @@ def test_p15_a_critic_learns_from_a_step_without_a_signal_for_the_policy() -> No
     policy, critic = RecordingPolicy(), RecordingCritic()
     settings = config(algorithm={"preset": "ppo", "trace": 1.0, "num_iterations": 2})
     steps = [trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)]
-    metrics = Learner(settings, policy, None, PAD, critic=critic).learn(steps, step=1)  # type: ignore[arg-type]
+    metrics = Learner(settings, policy, None, PAD, critic=critic).learn(as_answers(steps), step=1)  # type: ignore[arg-type]
     assert "update@1.0" not in policy.calls and critic.calls == ["score", "update", "update"]
     assert critic.losses == pytest.approx([0.125] * 2) and metrics["value/loss"] == pytest.approx(0.125)
     assert metrics["no_signal_steps"] == 1 and metrics["value/return"] == 1 and metrics["value/explained"] == 0
@@ -252,7 +253,7 @@ def test_kl_or_entropy_alone_is_worth_an_update() -> None:
     for algorithm in ({"entropy_coef": 0.1}, {"kl_coef": 0.1}):
         policy, reference = RecordingPolicy(), RecordingPolicy()
         learner = Learner(config(algorithm=algorithm), policy, reference, PAD)  # type: ignore[arg-type]
-        assert learner.learn(alike, step=1)["no_signal_steps"] == 0 and "update@1.0" in policy.calls
+        assert learner.learn(as_answers(alike), step=1)["no_signal_steps"] == 0 and "update@1.0" in policy.calls
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_kl_or_entropy_alone_is_worth_an_update() -> None:
 def test_what_credit_or_choice_depends_on_is_scored_before(algorithm: dict[str, object]) -> None:
     policy, reference = RecordingPolicy(), RecordingPolicy()
     learner = Learner(config(algorithm=algorithm), policy, reference, PAD)  # type: ignore[arg-type]
-    learner.learn([trajectory(0, s, float(s), [7, 8]) for s in range(4)], step=1)
+    learner.learn(as_answers([trajectory(0, s, float(s), [7, 8]) for s in range(4)]), step=1)
     assert policy.calls == ["score@1.0", "update@1.0"]
 
 
@@ -273,11 +274,11 @@ def test_rollout_metrics_count_what_happened() -> None:
     rows[1].finish_reason = "length"
     rows[1].metrics["reward/error"] = 1.0
     failed = Trajectory(0, 2, [5], finish_reason="error", error="x")
-    metrics = rollout_metrics([*rows, failed])
+    metrics = rollout_metrics(as_answers([*rows, failed]))
     assert metrics["reward/mean"] == metrics["reward/a"] == metrics["length/truncated"] == 0.5
     assert (metrics["length/mean"], metrics["length/max"], metrics["rollout_tokens"]) == (3, 4, 6)
     assert (metrics["reward/errors"], metrics["rollout/failed"]) == (1, 1)
-    assert rollout_metrics([failed])["reward/mean"] == 0.0
+    assert rollout_metrics(as_answers([failed]))["reward/mean"] == 0.0
 
 
 def test_rollout_metrics_count_an_episode_once() -> None:
@@ -289,7 +290,7 @@ def test_rollout_metrics_count_an_episode_once() -> None:
         trajectory(0, 2, 9.0, [7] * 2),
         trajectory(0, 2, 9.0, [7] * 2, error="this part failed"),
     ]
-    metrics = rollout_metrics(rows)
+    metrics = rollout_metrics(as_answers(rows))
     assert metrics["reward/mean"] == metrics["reward/std"] == metrics["reward/a"] == 0.5
     assert (metrics["length/mean"], metrics["length/max"], metrics["turns/mean"]) == (4, 6, 1.5)
     assert (metrics["length/truncated"], metrics["rollout/failed"], metrics["rollout_tokens"]) == (0, 1, 8)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from generation.trajectory import Trajectory
-from tests.unit.learning_steps import make_config
+from tests.unit.learning_steps import as_answers, make_config
 from trainer.data import Prompt, PromptDataset
 from trainer.learning import StepSampling
 
@@ -30,7 +30,7 @@ def run_step(sampled: StepSampling, position: int) -> int:
     while sampled.missing:
         prompts = PROMPTS.take(position, sampled.missing, seed=5)
         position += len(prompts)
-        sampled.add(prompts, answers(prompts))
+        sampled.add(prompts, as_answers(answers(prompts)))
     return position
 
 
@@ -68,7 +68,7 @@ def test_p15_rounds_have_a_bound(at_bound: str) -> None:
     rounds = []
     while sampled.missing:
         rounds.append(sampled.missing)
-        sampled.add(hopeless[: sampled.missing], answers(hopeless[: sampled.missing]))
+        sampled.add(hopeless[: sampled.missing], as_answers(answers(hopeless[: sampled.missing])))
     assert rounds == [4, 4, 4] and len(kept(sampled)) == (0 if at_bound == "fewer" else 4)
     assert sampled.metrics() == {
         "sampling/rounds": 3,
@@ -83,7 +83,7 @@ def test_failed_answers_do_not_make_a_signal() -> None:
     failed = answers(prompts)
     for trajectory in failed:
         trajectory.error = "failed" * (trajectory.sample_index == 0)
-    sampled.add(prompts, failed)
+    sampled.add(prompts, as_answers(failed))
     assert sampled.missing == 4
 
 
@@ -111,5 +111,5 @@ def test_each_round_has_a_seed_of_its_own_and_the_first_has_the_runs() -> None:
     seeds = []
     for _ in range(3):
         seeds.append((sampled.seed(1), sampled.seed(2)))
-        sampled.add(prompts := PROMPTS.take(0, 1, seed=5), answers(prompts)[:1])
+        sampled.add(prompts := PROMPTS.take(0, 1, seed=5), as_answers(answers(prompts)[:1]))
     assert seeds[0] == (5, 5) and len({seed for pair in seeds for seed in pair}) == 5

@@ -21,6 +21,7 @@ from generation.rollouts.sampler_prompts import prompt_batch
 from generation.rollouts.user_code import UserCodeError, call_user, contained, described
 from generation.sampling import SamplingSettings
 from generation.trajectory import Trajectory
+from tests.unit.learning_steps import as_answers
 from trainer.rollouts import RolloutError, check_failures
 
 TOKENIZER = merging_tokenizer()
@@ -86,7 +87,7 @@ def test_whatever_a_custom_rollout_raises_its_episode_fails_by_name(error: BaseE
     found = episodes_of(own)
     assert [(t.prompt_index, t.error) for t in found] == [(i, named if i in (2, 5) else "") for i in range(8)]
     with pytest.raises(RolloutError, match="2 of 8 episodes failed"):
-        check_failures(found, 0.1)
+        check_failures(as_answers(found), 0.1)
 
 
 def test_episodes_that_cancel_themselves_are_counted() -> None:
@@ -374,7 +375,7 @@ def test_rewards_that_cannot_be_learned_from_fail_their_episode_and_name_their_s
     ]
     assert [t.error for t in found if t.prompt_index > 2] == [""] * 15
     with pytest.raises(RolloutError, match="3 of 8 episodes failed"):
-        check_failures(found, 0.1)
+        check_failures(as_answers(found), 0.1)
 
 
 def test_the_largest_float32_is_a_reward() -> None:

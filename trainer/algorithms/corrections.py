@@ -116,27 +116,3 @@ def correction_metrics(sums: dict[str, float]) -> dict[str, float]:
         "correction/dropped_tokens": sums["correction/dropped_tokens"] / max(tokens, 1.0),
         "correction/dropped_sequences": sums["correction/dropped_sequences"] / max(sums["correction/sequences"], 1.0),
     }
-
-
-def gap_metrics(
-    trainer_logprobs: Tensor, engine_logprobs: Tensor, clip_low: float, clip_high: float
-) -> dict[str, float]:
-    """How far the trainer's log-probabilities are from the engine's on the tokens the engine sampled.
-
-    Args:
-        trainer_logprobs, engine_logprobs: [N], trainable tokens only, of as many ranks as the figures are to cover.
-        clip_low, clip_high: the loss's clip band; a token outside it is clipped before any training took place.
-
-    Returns:
-        absolute difference in nats, as gap/mean, gap/p95 (nearest rank) and gap/max; gap/outside_clip is a share of
-        tokens. Nothing without tokens: what was not measured is not 0.
-    """
-    if trainer_logprobs.numel() == 0:
-        return {}
-    difference = trainer_logprobs.double() - engine_logprobs.double()
-    distance = difference.abs().sort().values
-    ratio = torch.exp(difference)
-    outside = (ratio < 1.0 - clip_low) | (ratio > 1.0 + clip_high)
-    p95 = distance[max(0, -(-95 * len(distance) // 100) - 1)]
-    figures = torch.stack([distance.mean(), p95, distance[-1], outside.double().mean()]).tolist()
-    return dict(zip(("gap/mean", "gap/p95", "gap/max", "gap/outside_clip"), figures, strict=True))

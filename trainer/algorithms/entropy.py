@@ -1,6 +1,7 @@
 """What the entropy of the next-token distribution is used for: a bonus, and the choice of tokens to learn from."""
 
 import math
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -19,22 +20,24 @@ def entropy_bonus(entropy: Tensor, coefficient: float) -> Tensor:
     return -coefficient * entropy
 
 
-def entropy_threshold(entropy: Tensor, share: float) -> float:
+def entropy_threshold(count: int, nth_smallest: Callable[[int], float], share: float) -> float:
     """The entropy that the given share of tokens has at least: their (1 - share) quantile, linearly interpolated.
 
+    The tokens are the trainable ones of the whole optimizer step and all ranks: with those of a micro-batch the choice
+    would depend on what else is in it.
+
     Args:
-        entropy: [N], trainable tokens only, of the whole optimizer step and all ranks: with the tokens of a micro-batch
-            the choice would depend on what else is in it.
+        count: of tokens.
+        nth_smallest: of their entropies, in nats, by position from 0.
         share: of tokens to keep, in 0..1; 0.2 in the paper (see `high_entropy_mask`).
 
     Returns:
         nats; infinity without tokens, so that none is chosen.
     """
-    if entropy.numel() == 0:
+    if count == 0:
         return math.inf
-    ordered = entropy.double().sort().values  # torch.quantile refuses more than 2^24 elements
-    position = (1.0 - share) * (ordered.numel() - 1)
-    below, above = ordered[math.floor(position)].item(), ordered[math.ceil(position)].item()
+    position = (1.0 - share) * (count - 1)
+    below, above = nth_smallest(math.floor(position)), nth_smallest(math.ceil(position))
     return below + (above - below) * (position - math.floor(position))
 
 

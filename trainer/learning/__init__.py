@@ -8,8 +8,8 @@
     learner       one step's learning, read from top to bottom
     dynamic       which prompts a step samples, and which groups it trains on
 
-Every rank has all trajectories, so whatever concerns the whole step is computed on each of them alike, without a
-collective, unless it depends on what a model says of them.
+Every rank knows all answers (`trainer.answers`), so whatever concerns the whole step is computed on each of them alike,
+without a collective, unless it depends on tokens or on what a model says of them.
 """
 
 from trainer.learning.dynamic import StepSampling

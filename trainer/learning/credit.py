@@ -1,9 +1,10 @@
 """An advantage for every token of a step, from rewards and, where the recipe says so, KL and a critic's values."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from sharding.collectives import all_reduce_sum
+from sharding.collectives import all_reduce_sum, rank, send_to_all
 from trainer.algorithms import advantages, kl, returns
 from trainer.batching import MicroBatch
 from trainer.config import AlgorithmConfig, TrainConfig
@@ -155,11 +156,14 @@ def _kl_penalties(minibatch: MiniBatch, algorithm: AlgorithmConfig) -> Tensor:
     sizes = [len(episode) for group in minibatch.groups for episode in group]
     if algorithm.kl_coef == 0 or algorithm.kl_in == "loss":
         return torch.zeros(len(sizes))
-    own: dict[str, float] = dict.fromkeys(map(str, range(sum(sizes))), 0.0)
+    mine = torch.zeros(sum(sizes))
     for batch in minibatch.batches:
-        sums = _kl_penalty(batch, algorithm).sum(dim=1).tolist()
-        own |= {str(row): value for row, value in zip(batch.rows, sums, strict=False)}
-    penalties = torch.tensor(list(all_reduce_sum(own).values()))
+        if batch.rows:
+            mine[batch.rows] = _kl_penalty(batch, algorithm).sum(dim=1).float().cpu()
+    own = mine[minibatch.shares[rank()]].numpy().tobytes()
+    penalties = torch.empty_like(mine)
+    for share, part in zip(minibatch.shares, send_to_all(own), strict=True):
+        penalties[share] = torch.tensor(np.frombuffer(part, dtype=np.float32))
     return torch.stack([part.sum() for part in penalties.split(sizes)])
 
 

@@ -3,8 +3,8 @@
 import math
 
 from generation.sampling import sample_seed
-from generation.trajectory import Trajectory
 from trainer.algorithms.sampling import SamplingDecision, dynamic_sampling
+from trainer.answers import Answer
 from trainer.config import TrainConfig
 from trainer.data import Prompt
 from trainer.learning.groups import informative, make_groups
@@ -16,7 +16,7 @@ class StepSampling:
 
     Attributes:
         prompts: of all rounds, in order.
-        trajectories: theirs; their `prompt_index` counts over all rounds.
+        answers: to them; their `prompt_index` counts over all rounds.
         missing: prompts to sample next; 0: train now.
     """
 
@@ -25,7 +25,7 @@ class StepSampling:
         self._wanted = config.batch.prompts_per_step
         self._selects = config.algorithm.sampling_rounds > 1 or config.algorithm.oversampling > 1
         self.prompts: list[Prompt] = []
-        self.trajectories: list[Trajectory] = []
+        self.answers: list[Answer] = []
         self._decision = SamplingDecision([], math.ceil(self._wanted * config.algorithm.oversampling), 0)
 
     @property
@@ -37,19 +37,19 @@ class StepSampling:
         seed = self._config.run.seed
         return sample_seed(seed, step, -1, self._rounds) if self._rounds else seed
 
-    def add(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> None:
+    def add(self, prompts: list[Prompt], answers: list[Answer]) -> None:
         """One round's."""
-        for trajectory in trajectories:
-            trajectory.prompt_index += len(self.prompts)
+        for answer in answers:
+            answer.prompt_index += len(self.prompts)
         self._rounds += 1
         self.prompts += prompts
-        self.trajectories += trajectories
+        self.answers += answers
         self._decision = self._decide()
 
-    def kept(self) -> list[Trajectory]:
+    def kept(self) -> list[Answer]:
         """Those to train on, once nothing is missing."""
         keep = set(self._decision.keep)
-        return [t for t in self.trajectories if t.prompt_index in keep]
+        return [t for t in self.answers if t.prompt_index in keep]
 
     def metrics(self) -> Metrics:
         """How many rounds it took, how many groups are short of what was wanted, and how many were not used."""
@@ -65,7 +65,7 @@ class StepSampling:
         algorithm = self._config.algorithm
         if not self._selects:
             return SamplingDecision(list(range(len(self.prompts))), 0, 0)
-        with_signal = {group[0][0].prompt_index for group in make_groups(self.trajectories) if informative(group)}
+        with_signal = {group[0][0].prompt_index for group in make_groups(self.answers) if informative(group)}
         flags = [index in with_signal for index in range(len(self.prompts))]
         return dynamic_sampling(
             flags, self._wanted, self._rounds, algorithm.sampling_rounds, algorithm.oversampling, algorithm.at_bound

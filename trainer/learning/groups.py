@@ -5,12 +5,13 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from generation.trajectory import Trajectory, by_episode
+from generation.trajectory import by_episode
 from trainer.algorithms.shaping import length_normalized, soft_overlong_penalty
+from trainer.answers import Answer
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 
-Episode = list[Trajectory]
+Episode = list[Answer]
 """One sample of its group, however many trajectories it has: it counts once wherever samples are compared.
 
 Its reward, and the parts of it, are those of its last trajectory, which holds the final answer; rewards that earlier
@@ -21,14 +22,14 @@ Group = list[Episode]
 """The episodes of one prompt that can be trained on."""
 
 
-def make_groups(trajectories: list[Trajectory]) -> list[Group]:
+def make_groups(answers: list[Answer]) -> list[Group]:
     """Episodes by prompt, in the order of prompts. Failed ones are left out, before any mean is taken.
 
     An episode has failed when any of its trajectories has: the others are part of something that went wrong.
     """
     groups: dict[int, Group] = defaultdict(list)
-    for episode in by_episode(trajectories):
-        if not any(trajectory.error for trajectory in episode):
+    for episode in by_episode(answers):
+        if not any(answer.error for answer in episode):
             groups[episode[0].prompt_index].append(episode)
     return [group for _, group in sorted(groups.items())]
 
@@ -54,7 +55,7 @@ def shaped_rewards(group: Group, config: TrainConfig) -> Tensor:
     algorithm = config.algorithm
     if algorithm.length_strength:
         _refuse_negative(group, "length_strength")
-        lengths = torch.tensor([float(sum(map(sampled_tokens, episode))) for episode in group])
+        lengths = torch.tensor([float(sum(t.sampled for t in episode)) for episode in group])
         rewards = length_normalized(rewards.unsqueeze(0), lengths.unsqueeze(0), algorithm.length_strength)[0]
     if algorithm.advantage == "max_rl":
         _refuse_negative(group, "advantage: max_rl")
@@ -67,7 +68,7 @@ def overlong_penalty(group: Group, config: TrainConfig) -> Tensor:
     if margin is None:
         return torch.zeros(len(group))
     longest = longest_answer(config)
-    lengths = torch.tensor([float(max(map(sampled_tokens, episode))) for episode in group])
+    lengths = torch.tensor([float(max(t.sampled for t in episode)) for episode in group])
     return soft_overlong_penalty(lengths, longest, round(margin * longest))
 
 
@@ -87,9 +88,9 @@ def reward_components(group: Group, weights: dict[str, float], failed: float) ->
     return torch.tensor(columns, dtype=torch.float64), torch.tensor([*weights.values(), 1.0])
 
 
-def _scored(trajectory: Trajectory, weights: dict[str, float], failed: float) -> float:
+def _scored(answer: Answer, weights: dict[str, float], failed: float) -> float:
     """What the reward functions added to the reward: if one failed, `failed` in place of their sum."""
-    parts = trajectory.reward_parts
+    parts = answer.reward_parts
     return sum(w * parts[label] for label, w in weights.items()) if weights.keys() <= parts.keys() else failed
 
 
@@ -102,7 +103,7 @@ def turn_rewards(group: Group, totals: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         rewards [G, K] float32, and [G, K], 1 where the episode has this turn: a run of tokens that the policy sampled.
     """
-    counts = [sum(count_turns(t.loss_mask) for t in episode) for episode in group]
+    counts = [sum(t.runs for t in episode) for episode in group]
     rewards = torch.zeros(len(group), max(1, *counts))
     for row, episode, count, total in zip(rewards, group, counts, totals.tolist(), strict=True):
         if count:
@@ -112,10 +113,9 @@ def turn_rewards(group: Group, totals: Tensor) -> tuple[Tensor, Tensor]:
     return rewards, (torch.arange(rewards.shape[1]) < torch.tensor(counts).unsqueeze(1)).float()
 
 
-def _of_each_turn(trajectory: Trajectory) -> list[float]:
+def _of_each_turn(answer: Answer) -> list[float]:
     """As many rewards as it has turns; 0 where none was given."""
-    turns = count_turns(trajectory.loss_mask)
-    return (trajectory.turn_rewards + [0.0] * turns)[:turns]
+    return (answer.turn_rewards + [0.0] * answer.runs)[: answer.runs]
 
 
 def own_turns(group: Group, table: Tensor, later: bool = False) -> Tensor:
@@ -129,8 +129,7 @@ def own_turns(group: Group, table: Tensor, later: bool = False) -> Tensor:
     rows = []
     for row, episode in zip(table, group, strict=True):
         first = 0
-        for trajectory in episode:
-            turns = count_turns(trajectory.loss_mask)
+        for turns in (answer.runs for answer in episode):
             own = row.roll(-first)
             first += turns
             if later and turns:
@@ -139,20 +138,11 @@ def own_turns(group: Group, table: Tensor, later: bool = False) -> Tensor:
     return torch.stack(rows)
 
 
-def count_turns(loss_mask: list[int]) -> int:
-    """Runs of ones."""
-    return sum(now > before for before, now in zip([0, *loss_mask], loss_mask, strict=False))
-
-
-def sampled_tokens(trajectory: Trajectory) -> int:
-    """Tokens the policy sampled; what tools said is not its own."""
-    return sum(trajectory.loss_mask)
-
-
 def _refuse_negative(group: Group, key: str) -> None:
     worst = min((episode[-1] for episode in group), key=lambda t: t.reward)
     if worst.reward < 0:
+        parts = worst.trajectory.reward_parts if worst.trajectory is not None else f"sampled on rank {worst.rank}"
         raise UserError(
             f"algorithm.{key} needs rewards of at least 0, but an answer got {worst.reward:g} "
-            f"({worst.reward_parts or 'from its episode'}): shift the rewards, or leave that key out"
+            f"({parts or 'from its episode'}): shift the rewards, or leave that key out"
         )

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from generation.trajectory import Trajectory
 from trainer.algorithms.entropy import entropy_threshold, high_entropy_mask
+from trainer.answers import Answer
 from trainer.batching import MicroBatch
 from trainer.config import TrainConfig
 from trainer.learning.credit import assign_credit, has_signal
@@ -14,17 +14,17 @@ from trainer.learning.metrics import (
     critic_metrics,
     engine_gap,
     gap_without_update,
-    gather_columns,
+    over_ranks,
     update_metrics,
 )
-from trainer.learning.minibatches import MiniBatch, prepare, split, to_sample
+from trainer.learning.minibatches import MiniBatch, prepare, split
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
 from trainer.policy.base import Outputs, Policy, Scorer
 from trainer.policy.critic import Critic
 
 
 class Learner:
-    """Updates the policy on a step's trajectories. Collective: the same trajectories on all ranks."""
+    """Updates the policy on a step's trajectories. Collective: the same answers on all ranks."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Learner:
         self._config, self._policy, self._reference, self._critic = config, policy, reference, critic
         self._pad_id, self._reward_weights = pad_id, reward_weights or {}
 
-    def learn(self, trajectories: list[Trajectory], step: int) -> Metrics:
+    def learn(self, answers: list[Answer], step: int) -> Metrics:
         """All passes over the batch of step number `step`, from 1; returns its figures, the same on all ranks.
 
         A step in which no token was better or worse than expected, and nothing else pulls, has a gradient of zero: the
@@ -56,15 +56,13 @@ class Learner:
         policy's.
         """
         config = self._config
-        groups = make_groups(trajectories)
+        groups = make_groups(answers)
         if config.algorithm.drop_zero_variance:
             groups = [group for group in groups if informative(group)]
         filters = config.algorithm.overlong_filter
-        groups = [g for g in groups if any(to_sample(t, filters).trainable for episode in g for t in episode)]
-        minibatches = [
-            prepare(part, config, self._pad_id, self._policy.device)
-            for part in split(groups, config.batch.updates_per_step)
-        ]
+        groups = [g for g in groups if any(t.trainable(filters) for episode in g for t in episode)]
+        portions = split(groups, config.batch.updates_per_step)
+        minibatches = prepare(portions, config, self._pad_id, self._policy.device)
         self._score_before(minibatches)
         assign_credit(minibatches, config, self._reward_weights)
         signal = bool(minibatches) and (has_signal(minibatches) or self._pulled())
@@ -74,7 +72,7 @@ class Learner:
         if self._critic is not None and minibatches:
             metrics |= self._update_critic(self._critic, minibatches, step)
         if not signal:
-            metrics |= gap_without_update(trajectories, self._policy, config, self._pad_id)
+            metrics |= gap_without_update(answers, self._policy, config, self._pad_id)
         return metrics
 
     @property
@@ -150,6 +148,6 @@ def updates_asked(config: TrainConfig) -> int:
 def mark_decisive(batches: list[MicroBatch], outputs: list[Outputs], share: float) -> None:
     """Choose the tokens of highest entropy among those of an optimizer step, all ranks. Collective."""
     own = torch.cat([batch.trained(o.entropy) for batch, o in zip(batches, outputs, strict=True)])
-    threshold = entropy_threshold(gather_columns(own.unsqueeze(0))[0], share)
+    threshold = entropy_threshold(*over_ranks(own), share)
     for batch, output in zip(batches, outputs, strict=True):
         batch.decisive = high_entropy_mask(output.entropy, batch.loss_mask, threshold)

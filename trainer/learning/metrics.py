@@ -1,17 +1,19 @@
 """A step's figures: of its trajectories, of its updates, and of how far trainer and engine are apart."""
 
 import math
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterable
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from generation.trajectory import Trajectory, by_episode
-from sharding.collectives import all_gather_bytes, rank, world_size
-from trainer.algorithms.corrections import correction_metrics, gap_metrics
+from generation.trajectory import by_episode
+from sharding.collectives import all_reduce_max, all_reduce_sum, exchange, sum_counts, world_size
+from trainer.algorithms.corrections import correction_metrics
+from trainer.answers import Answer, hand_over
 from trainer.batching import assign_to_ranks, micro_batches
 from trainer.config import AlgorithmConfig, TrainConfig
-from trainer.learning.groups import sampled_tokens
 from trainer.learning.minibatches import to_sample
 from trainer.policy.base import Policy, UpdateStats
 
@@ -23,42 +25,80 @@ GAP_ANSWERS = 32
 _PPO_BAND = (0.2, 0.28)
 
 
-def gather_columns(own: Tensor) -> Tensor:
-    """[R, N] float32 of this rank to [R, all ranks' N], on the CPU. Collective."""
-    parts = all_gather_bytes(own.float().cpu().contiguous().numpy().tobytes())
-    columns = [torch.frombuffer(bytearray(part), dtype=torch.float32).view(len(own), -1) for part in parts if part]
-    return torch.cat(columns, dim=1) if columns else torch.empty(len(own), 0)
+def over_ranks(own: Tensor) -> tuple[int, Callable[[int], float]]:
+    """How many numbers [N] all ranks have together, and the collective function that finds one of them.
+
+    It takes a position from 0 and gives the number that stands there when all are sorted (NaN last), exactly: by
+    histograms of their bits, the highest first, that are summed over ranks.
+    """
+    bits = own.double().cpu().view(torch.int64)
+    ordered = bits ^ ((bits >> 63) & _ALL_BUT_SIGN)  # integers in the order of the numbers
+
+    def nth_smallest(place: int) -> float:
+        left, found = ordered, 0
+        for shift, width in _DIGITS:
+            digits = (left >> shift) & ((1 << width) - 1)
+            if shift == _DIGITS[0][0]:
+                digits ^= 1 << (width - 1)  # negative ones first
+            upto = sum_counts(torch.bincount(digits, minlength=1 << width)).cumsum(0)
+            digit = int((upto <= place).sum())
+            place -= int(upto[digit - 1]) if digit else 0
+            left, found = left[digits == digit], found << width | digit
+        key = found - (1 << 63)
+        (number,) = struct.unpack("<d", struct.pack("<q", key ^ (key >> 63 & _ALL_BUT_SIGN)))
+        return float(number)
+
+    return int(sum_counts(torch.tensor([len(own)]))), nth_smallest
+
+
+_ALL_BUT_SIGN = (1 << 63) - 1
+_DIGITS = ((53, 11), (42, 11), (31, 11), (20, 11), (9, 11), (0, 9))
+"""Of 64 bits: where each digit begins, and how many bits it has."""
 
 
 def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Metrics:
-    """Trainer against engine on every token of the step, all ranks. Collective.
-
-    The band is the loss's where that is about single tokens, else the usual one.
+    """How far the trainer is from the engine on the step's trainable tokens, all ranks. Collective.
 
     Args:
         gaps: trainer's and engine's log-probabilities, as `PolicyLoss.gaps` has them.
+
+    Returns:
+        absolute difference in nats, as gap/mean, gap/p95 (nearest rank) and gap/max; gap/outside_clip, the share of
+        tokens outside the clip band before any training took place: the loss's where that is about single tokens, else
+        the usual one. Nothing without tokens: what was not measured is not 0.
     """
-    own = torch.stack([torch.cat([pair[i] for pair in gaps]) for i in (0, 1)]) if gaps else torch.empty(2, 0)
+    pairs = [torch.cat([pair[i].float() for pair in gaps]).cpu().double() if gaps else torch.empty(0) for i in (0, 1)]
     by_token = config.loss == "clip" and config.ratio_level == "token"
     low, high = (config.clip_low, config.clip_high) if by_token else _PPO_BAND
     assert low is not None and high is not None
-    trainer, engine = gather_columns(own)
-    return gap_metrics(trainer, engine, low, high)
+    difference = pairs[0] - pairs[1]
+    distance, ratio = difference.abs(), torch.exp(difference)
+    outside = ((ratio < 1.0 - low) | (ratio > 1.0 + high)).sum()
+    count, nth_smallest = over_ranks(distance)
+    if not count:
+        return {}
+    sums = all_reduce_sum({"distance": distance.sum().item(), "outside": float(outside)})
+    return {
+        "gap/mean": sums["distance"] / count,
+        "gap/p95": nth_smallest(max(0, -(-95 * count // 100) - 1)),
+        "gap/max": all_reduce_max({"gap": distance.max().item() if len(distance) else 0.0})["gap"],
+        "gap/outside_clip": sums["outside"] / count,
+    }
 
 
-def gap_without_update(trajectories: list[Trajectory], policy: Policy, config: TrainConfig, pad_id: int) -> Metrics:
+def gap_without_update(answers: list[Answer], policy: Policy, config: TrainConfig, pad_id: int) -> Metrics:
     """`engine_gap` where no update has scored the answers: of `GAP_ANSWERS`, spread over the step. Collective.
 
-    Which they are depends on the trajectories alone, and these are the same on all ranks. None is left out for its
-    length. There is nothing where none was sampled.
+    None is left out for its length. There is nothing where none was sampled.
     """
-    sampled = [t for t in trajectories if not t.error and any(t.loss_mask)]
-    samples = [to_sample(t) for t in sampled[:: max(1, math.ceil(len(sampled) / GAP_ANSWERS))]]
-    if not samples:
+    sampled = [t for t in answers if not t.error and t.sampled]
+    chosen = sampled[:: max(1, math.ceil(len(sampled) / GAP_ANSWERS))]
+    if not chosen:
         return {}
-    own = assign_to_ranks([len(s.input_ids) for s in samples], world_size())[rank()]
+    shares = assign_to_ranks([t.length for t in chosen], world_size())
+    [own] = hand_over([chosen], [shares], to_sample)
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
-    batches = micro_batches([samples[i] for i in own], budget, pad_id, policy.device, packing=packing)
+    batches = micro_batches(own, budget, pad_id, policy.device, packing=packing)
     outputs = policy.score(batches, config.sampling.temperature)
     gaps = [(b.trained(o.logprobs), b.trained(b.engine_logprobs)) for o, b in zip(outputs, batches, strict=True)]
     return engine_gap(gaps, config.algorithm)
@@ -125,35 +165,64 @@ def summed(updates: list[UpdateStats]) -> Metrics:
     return {key: sum(update.sums.get(key, 0.0) for update in updates) for key in sorted(keys)}
 
 
-def rollout_metrics(trajectories: list[Trajectory]) -> Metrics:
-    """Rewards, lengths and failures of a step's episodes; reward and end are those of an episode's last trajectory."""
-    episodes = by_episode(trajectories)
+def rollout_metrics(answers: list[Answer]) -> Metrics:
+    """Rewards, lengths and failures of a step's episodes; reward and end are those of an episode's last trajectory.
+
+    Collective.
+    """
+    episodes = by_episode(answers)
     sound = [episode for episode in episodes if not any(t.error for t in episode)]
     sampled, last = [t for episode in sound for t in episode], [episode[-1] for episode in sound]
     rewards = torch.tensor([t.reward for t in last], dtype=torch.float64)
-    lengths = [sum(map(sampled_tokens, episode)) for episode in sound]
+    lengths = [sum(t.sampled for t in episode) for episode in sound]
     count = max(1, len(sound))
     metrics = {
         "reward/mean": rewards.mean().item() if sound else 0.0,
         "reward/std": rewards.std(correction=0).item() if sound else 0.0,
-        "reward/errors": sum(t.metrics.get("reward/error", 0.0) for t in sampled),
+        "reward/errors": float(sum(t.misjudged for t in sampled)),
         "length/mean": sum(lengths) / count,
         "length/max": float(max(lengths, default=0)),
-        "length/truncated": sum(t.finish_reason == "length" for t in last) / count,
+        "length/truncated": sum(t.cut for t in last) / count,
         "rollout/failed": float(len(episodes) - len(sound)),
         "rollout_tokens": float(sum(lengths)),
         "turns/mean": sum(t.turns for t in sampled) / count,
     }
-    for name in sorted({part for t in last for part in t.reward_parts}):
-        values = [t.reward_parts[name] for t in last if name in t.reward_parts]
-        metrics[f"reward/{name}"] = sum(values) / len(values)
-    return metrics | tool_metrics(sampled)
+    parts = [part for t in last if t.trajectory is not None for part in t.trajectory.reward_parts.items()]
+    tools = [
+        figure
+        for t in sampled
+        if t.trajectory is not None
+        for figure in t.trajectory.metrics.items()
+        if figure[0].startswith("tools/")
+    ]
+    metrics |= {f"reward/{name}": total / number for name, (total, number) in named_sums(parts).items()}
+    counts = {name: total for name, (total, _) in named_sums(tools).items()}
+    if calls := counts.get("tools/calls"):
+        counts["tools/failure_rate"] = counts.get("tools/errors", 0.0) / calls
+    return metrics | counts
 
 
-def tool_metrics(trajectories: list[Trajectory]) -> Metrics:
-    """What trajectories count under "tools/", summed; and the share of calls that failed."""
-    names = sorted({name for t in trajectories for name in t.metrics if name.startswith("tools/")})
-    metrics = {name: sum(t.metrics.get(name, 0.0) for t in trajectories) for name in names}
-    if calls := metrics.get("tools/calls"):
-        metrics["tools/failure_rate"] = metrics.get("tools/errors", 0.0) / calls
-    return metrics
+def named_sums(own: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:
+    """The sum of all ranks' numbers by name, and how many there are, in the order of names. Collective.
+
+    A sum is rounded once, so that it does not depend on which rank has what; where it cannot be, it is NaN.
+    """
+    numbers: dict[str, list[float]] = {}
+    for name, number in own:
+        numbers.setdefault(name, []).append(number)
+    sums = {name: (_exact_sum(each), len(each)) for name, each in numbers.items()}
+    totals: dict[str, tuple[list[str], int]] = {}
+    for found in exchange(sums):
+        for name, (total, number) in found.items():
+            texts, seen = totals.get(name, ([], 0))
+            totals[name] = [*texts, total], seen + number
+    return {name: (_total(texts), number) for name, (texts, number) in sorted(totals.items())}
+
+
+def _exact_sum(numbers: list[float]) -> str:
+    """As a fraction; empty where there is none."""
+    return str(sum(map(Fraction, numbers))) if all(map(math.isfinite, numbers)) else ""
+
+
+def _total(sums: list[str]) -> float:
+    return float(sum(map(Fraction, sums))) if all(sums) else math.nan

@@ -1,6 +1,7 @@
 """What each optimizer step learns from, and which rank trains on what."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from generation.trajectory import Trajectory
 from sharding.collectives import rank, world_size
+from trainer.answers import hand_over
 from trainer.batching import MicroBatch, Sample, assign_to_ranks, micro_batches
 from trainer.config import TrainConfig
 from trainer.learning.groups import Group
@@ -21,29 +23,36 @@ class MiniBatch:
         batches: their `rows` are positions in the groups' N trajectories, end to end.
         tokens: trainable ones, all ranks.
         sequences: with a trainable token, all ranks.
+        shares: of each rank the positions it trains on, ascending.
     """
 
     groups: list[Group]
     batches: list[MicroBatch]
     tokens: int
     sequences: int
+    shares: list[list[int]] = field(default_factory=list)
 
 
-def prepare(groups: list[Group], config: TrainConfig, pad_id: int, device: torch.device) -> MiniBatch:
-    """Deal the groups' trajectories out to ranks and cut this rank's into micro-batches. Collective.
+def prepare(portions: list[list[Group]], config: TrainConfig, pad_id: int, device: torch.device) -> list[MiniBatch]:
+    """Deal each portion's trajectories out to ranks and cut this rank's into micro-batches. Collective.
 
     Counts are of the masks as they are trained on: a filtered answer is in none of them. What is left out later, since
     engine and trainer disagree on it or it is of low entropy, is multiplied into the loss and stays in the counts, as
     in the papers.
     """
-    samples = [to_sample(t, config.algorithm.overlong_filter) for group in groups for episode in group for t in episode]
-    mine = assign_to_ranks([len(s.input_ids) for s in samples], world_size())[rank()]
+    answers = [[t for group in groups for episode in group for t in episode] for groups in portions]
+    shares = [assign_to_ranks([t.length for t in each], world_size()) for each in answers]
+    filters = config.algorithm.overlong_filter
+    samples = hand_over(answers, shares, partial(to_sample, overlong_filter=filters))
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
-    batches = micro_batches([samples[i] for i in mine], budget, pad_id, device, packing=packing)
-    for batch in batches:
-        batch.rows = [mine[row] for row in batch.rows]
-    tokens = [sample.trainable for sample in samples]
-    return MiniBatch(groups, batches, sum(tokens), sum(map(bool, tokens)))
+    minibatches = []
+    for groups, each, by_rank, own in zip(portions, answers, shares, samples, strict=True):
+        batches = micro_batches(own, budget, pad_id, device, packing=packing)
+        for batch in batches:
+            batch.rows = [by_rank[rank()][row] for row in batch.rows]
+        tokens = [t.trainable(filters) for t in each]
+        minibatches.append(MiniBatch(groups, batches, sum(tokens), sum(map(bool, tokens)), by_rank))
+    return minibatches
 
 
 def to_sample(trajectory: Trajectory, overlong_filter: bool = False) -> Sample:

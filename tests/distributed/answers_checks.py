@@ -1,0 +1,99 @@
+"""What test_answers_ranks.py has several ranks do: exchange a step's answers, and count what each receives."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from generation.trajectory import Trajectory
+from sharding.collectives import exchange, is_main, rank
+from tests.unit.learning_steps import TablePolicy, make_config
+from trainer.answers import gather_answers
+from trainer.distributed import destroy_process_group, init_process_group, world_size
+from trainer.learning.groups import make_groups
+from trainer.learning.learner import mark_decisive
+from trainer.learning.metrics import engine_gap, rollout_metrics
+from trainer.learning.minibatches import prepare, split
+
+SHARE, VOCABULARY = 64, 11
+
+
+def trajectories(number: int) -> list[Trajectory]:
+    """What rank `number` has sampled: eight groups of eight."""
+    generator = torch.Generator().manual_seed(number)
+    found = []
+    for place in range(SHARE):
+        length = int(torch.randint(1, 200, (1,), generator=generator))
+        ids = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+        logprobs = (-2.4 + 0.2 * torch.randn(length, generator=generator)).tolist()
+        prompt, sample = 8 * number + place // 8, place % 8
+        found.append(Trajectory(prompt, sample, [3] * 20, ids, [1] * length, logprobs, reward=place / 7))
+        found[-1].reward_parts = {"match": 0.1 * place}
+    return found
+
+
+class Received:
+    """Counts the bytes that this rank gets from others by the collectives of `sharding.collectives`."""
+
+    def __init__(self) -> None:
+        self.bytes = 0  # but of what is summed, of which a ring of ranks passes on less than twice its size
+        self.summed = 0
+        self._all_to_all, self._all_gather, self._all_reduce = dist.all_to_all_single, dist.all_gather, dist.all_reduce
+
+    def all_to_all_single(self, output: Any, own: Any, incoming: Any = None, outgoing: Any = None) -> None:
+        self._all_to_all(output, own, incoming, outgoing)
+        kept = incoming[rank()] if incoming else output.numel() // world_size()
+        self.bytes += (output.numel() - kept) * output.element_size()
+
+    def all_gather(self, parts: list[Any], tensor: Any, group: Any = None) -> None:
+        self._all_gather(parts, tensor, group=group)
+        self.bytes += (len(parts) - 1) * tensor.numel() * tensor.element_size()
+
+    def all_reduce(self, tensor: Any) -> None:
+        self._all_reduce(tensor)
+        self.summed += tensor.numel() * tensor.element_size()
+
+    def during(self, block: Callable[[], Any]) -> Any:
+        names = ("all_to_all_single", "all_gather", "all_reduce")
+        with patch.multiple(dist, **{name: getattr(self, name) for name in names}):
+            return block()
+
+
+def exchange_a_step(results: str) -> None:
+    """Two optimizer steps' answers, from sampling to the gap; rank 0 writes what each received and learned of."""
+    init_process_group(120, "cpu")
+    config = make_config(batch={"updates_per_step": 2, "tokens_per_micro_batch": 512}, algorithm={"num_iterations": 1})
+    policy, received = TablePolicy(), Received()
+    answers = received.during(lambda: gather_answers(trajectories(rank())))
+    figures = received.during(lambda: rollout_metrics(answers))
+    portions = split(make_groups(answers), 2)
+    minibatches = received.during(lambda: prepare(portions, config, 0, torch.device("cpu")))
+    batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+    outputs = policy.score(batches, 1.0)
+    gaps = [(b.trained(o.logprobs), b.trained(b.engine_logprobs)) for b, o in zip(batches, outputs, strict=True)]
+    figures |= received.during(lambda: engine_gap(gaps, config.algorithm))
+    received.during(lambda: mark_decisive(batches, outputs, 0.2))
+    trained = []
+    for minibatch in minibatches:
+        for batch in minibatch.batches:
+            for row, place in enumerate(batch.rows):
+                ids = batch.input_ids[row, : batch.lengths[row]].tolist()
+                logprobs = batch.engine_logprobs[row, : batch.lengths[row] - 1].double().sum().item()
+                answer = [a for g in minibatch.groups for e in g for a in e][place]
+                trained.append([answer.prompt_index, answer.sample_index, ids, logprobs])
+    own = {
+        "received": received.bytes,
+        "summed": received.summed,
+        "figures": figures,
+        "trained": trained,
+        "decisive": sum(int(batch.decisive.sum()) for batch in batches if batch.decisive is not None),
+        "entropies": [value for b, o in zip(batches, outputs, strict=True) for value in b.trained(o.entropy).tolist()],
+    }
+    everyones = exchange(own)
+    if is_main():
+        Path(results).write_text(json.dumps(everyones))
+    destroy_process_group()

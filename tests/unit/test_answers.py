@@ -1,0 +1,214 @@
+"""Ranks know of each other's answers what decides a step, and receive the tokens that they train on."""
+
+import math
+import statistics
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from learning_steps import as_answers, on_ranks, random_step
+
+from generation.trajectory import Trajectory
+from sharding.collectives import RemoteError, rank
+from trainer.answers import gather_answers, hand_over
+from trainer.batching import Sample, assign_to_ranks
+from trainer.config import AlgorithmConfig
+from trainer.learning import rollout_metrics
+from trainer.learning.metrics import engine_gap, named_sums, over_ranks
+from trainer.learning.minibatches import to_sample
+from trainer.rollouts import answer_rows
+
+
+def test_every_rank_knows_what_the_trajectories_say() -> None:
+    step = random_step(6, 3, seed=4)
+    for found in on_ranks(3, lambda: as_answers(step)):
+        for answer, t in zip(found, sorted(step, key=lambda t: (t.prompt_index, t.sample_index)), strict=True):
+            assert (answer.prompt_index, answer.sample_index, answer.reward) == (
+                t.prompt_index, t.sample_index, t.reward,
+            )  # fmt: skip
+            assert answer.length == len(t.prompt_ids + t.response_ids) and answer.sampled == t.loss_mask.count(1)
+            assert answer.runs == "".join(map(str, [0, *t.loss_mask])).count("01") and answer.turns == t.turns
+            assert answer.cut == (t.finish_reason == "length") and answer.error == t.error
+            assert answer.turn_rewards == t.turn_rewards and answer.reward_parts == t.reward_parts
+            assert answer.trainable() == to_sample(t).trainable
+            assert answer.trainable(overlong_filter=True) == to_sample(t, overlong_filter=True).trainable
+            assert answer.rank == t.prompt_index % 3
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_each_sequence_is_handed_to_the_rank_that_trains_on_it_and_to_no_other(ranks: int) -> None:
+    step = random_step(5, 4, seed=6)
+
+    def mine() -> list[tuple[int, Sample, Sample]]:
+        answers = [as_answers(step), as_answers(step)[::-1]]
+        shares = [assign_to_ranks([t.length for t in each], ranks) for each in answers]
+        found = hand_over(answers, shares, to_sample)
+        by_order = sorted(step, key=lambda t: (t.prompt_index, t.sample_index))
+        expected = [
+            [order[i] for i in by_rank[rank()]]
+            for order, by_rank in zip((by_order, by_order[::-1]), shares, strict=True)
+        ]
+        return [
+            (id(t), sample, to_sample(t))
+            for own, samples in zip(expected, found, strict=True)
+            for t, sample in zip(own, samples, strict=True)
+        ]
+
+    everyones = [triple for each in on_ranks(ranks, mine) for triple in each]
+    assert set(Counter(who for who, _, _ in everyones).values()) == {2} and len(everyones) == 2 * len(step)
+    for _, got, wanted in everyones:
+        assert got.input_ids == wanted.input_ids and got.loss_mask == wanted.loss_mask
+        assert torch.equal(torch.tensor(got.engine_logprobs), torch.tensor(wanted.engine_logprobs))
+
+
+AWKWARD = [0.0, -0.0, 1e-45, -3.5, 3.5, 3.5, math.inf, -math.inf, 2.0**-126]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_any_place_among_the_sorted_numbers_of_all_ranks_is_found_exactly(ranks: int) -> None:
+    numbers = [*AWKWARD, *torch.randn(200, generator=torch.Generator().manual_seed(0)).tolist(), math.nan]
+    ordered = sorted(torch.tensor(numbers[:-1]).tolist())
+
+    def found() -> tuple[int, list[float]]:
+        count, nth_smallest = over_ranks(torch.tensor(numbers[rank() :: ranks]))
+        return count, [nth_smallest(place) for place in range(len(numbers))]
+
+    for count, places in on_ranks(ranks, found):
+        assert count == len(numbers) and places[:-1] == ordered and math.isnan(places[-1])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_gap_equals_that_of_a_loop_over_all_tokens(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    trainer, engine = torch.randn(200, generator=generator), torch.randn(200, generator=generator) * 0.1
+    differences = [t - e for t, e in zip(trainer.tolist(), engine.tolist(), strict=True)]
+    distances = sorted(map(abs, differences))
+    config = AlgorithmConfig(clip_low=0.2, clip_high=0.28)
+
+    def own() -> dict[str, float]:
+        mine = slice(rank(), 100, ranks), slice(100 + rank(), None, ranks)
+        return engine_gap([(trainer[part], engine[part]) for part in mine], config)
+
+    for got in on_ranks(ranks, own):
+        assert got["gap/mean"] == pytest.approx(statistics.fmean(distances), rel=1e-12)
+        assert got["gap/p95"] == distances[189] and got["gap/max"] == distances[-1]
+        assert got["gap/outside_clip"] == sum(not 0.8 <= math.exp(d) <= 1.28 for d in differences) / 200
+
+
+def test_the_gap_of_few_tokens() -> None:
+    assert engine_gap([], AlgorithmConfig()) == {}
+    assert engine_gap([(torch.empty(0), torch.empty(0))], AlgorithmConfig()) == {}
+    one = engine_gap([(torch.tensor([-1.0]), torch.tensor([-1.5]))], AlgorithmConfig())
+    assert one == {"gap/mean": 0.5, "gap/p95": 0.5, "gap/max": 0.5, "gap/outside_clip": 1.0}
+
+
+def test_sums_do_not_depend_on_who_has_which_number() -> None:
+    numbers = torch.randn(100, generator=torch.Generator().manual_seed(2)).double().mul(1e9).exp2().clamp(max=1e300)
+    pairs = [("a" if n % 3 else "b", value) for n, value in enumerate(numbers.tolist())]
+    expected = {
+        name: (math.fsum(value for key, value in pairs if key == name), sum(key == name for key, _ in pairs))
+        for name in "ab"
+    }
+    for ranks in (1, 2, 3):
+        assert on_ranks(ranks, lambda n=ranks: named_sums(pairs[rank() :: n])) == [expected] * ranks
+    assert math.isnan(named_sums([("a", 1.0), ("a", math.inf)])["a"][0])
+
+
+def test_figures_of_a_step_are_bit_for_bit_alike_on_any_number_of_ranks() -> None:
+    step = random_step(7, 4, seed=3)
+    for number, t in enumerate(step):
+        t.reward_parts["a"] = 0.1 * number
+        t.metrics |= {"tools/calls": 1.0 + number, "tools/errors": float(number % 3)}
+    (alone,) = on_ranks(1, lambda: rollout_metrics(as_answers(step)))
+    for ranks in (2, 3):
+        assert on_ranks(ranks, lambda: rollout_metrics(as_answers(step))) == [alone] * ranks
+
+
+def test_rank_0_has_the_rows_of_answers_in_order_wherever_they_are() -> None:
+    step = random_step(4, 2, seed=1)
+    prompts: Any = [SimpleNamespace(id=10 + i, token_ids=(i,), row={"answer": str(i)}) for i in range(4)]
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: f"prompt {ids[0]}")
+    for t in step:
+        t.text = f"{t.prompt_index} {t.sample_index}"
+    rows, *others = on_ranks(3, lambda: answer_rows(as_answers(step)[:6], prompts, tokenizer))
+    assert others == [[], []]
+    first = sorted(step, key=lambda t: (t.prompt_index, t.sample_index))[:6]
+    assert rows == [
+        {
+            "prompt_id": 10 + t.prompt_index, "sample": t.sample_index, "prompt": f"prompt {t.prompt_index}",
+            "text": t.text, "answer": str(t.prompt_index), "reward": t.reward, "parts": t.reward_parts,
+            "finish_reason": t.finish_reason, "tokens": len(t.response_ids), "weight_version": 0, "error": t.error,
+        }
+        for t in first
+    ]  # fmt: skip
+
+
+def test_the_words_of_the_first_error_are_known_everywhere() -> None:
+    step = random_step(4, 2, seed=1)
+    for t in step:
+        t.error = f"prompt {t.prompt_index} é\ud800" if t.prompt_index in (1, 2) else ""
+    for number, found in enumerate(on_ranks(3, lambda: as_answers(step))):
+        errors = [(answer.prompt_index, answer.error) for answer in found if answer.error]
+        assert errors[0] == (1, "prompt 1 é?")
+        assert all(
+            words.startswith("prompt 2" if number == 2 else "an error on rank 2") for p, words in errors if p == 2
+        )
+
+
+def test_a_trajectory_that_cannot_be_told_of_is_an_error_on_all_ranks() -> None:
+    step = random_step(4, 2, seed=1)
+    step[0].turns = -1
+
+    def told() -> str:
+        try:
+            as_answers(step)
+        except RemoteError as error:
+            return str(error)
+        return ""
+
+    assert all("rank 0: OverflowError" in words for words in on_ranks(3, told))
+
+
+class Sent(Exception):
+    """An exchange would begin here."""
+
+
+@pytest.mark.parametrize("ranks", [1, 64, 512])
+def test_beside_its_share_a_rank_receives_32_bytes_for_each_answer_however_many_ranks_there_are(ranks: int) -> None:
+    """Counted by what each of so many ranks, 16 answers on each, would send to each."""
+    share, known, told, tokens = 16, [], [], [0] * ranks
+    for number in range(ranks):
+        own = [spoken(2 * number + i // 8, i % 8, 20 + (7 * i + 3 * number) % 50) for i in range(share)]
+        with patch("trainer.answers.send_to_all", lambda payload: told.append(len(payload)) or [payload]):
+            known += gather_answers(own)
+    shares = [assign_to_ranks([answer.length for answer in known], ranks)]
+    trajectories = [answer.trajectory for answer in known]
+
+    def count(payloads: list[bytes]) -> None:
+        for receiver, payload in enumerate(payloads):
+            tokens[receiver] += len(payload)
+        raise Sent
+
+    for answer in known:
+        answer.trajectory = None
+    for sender in range(ranks):
+        here = slice(sender * share, (sender + 1) * share)
+        for answer, trajectory in zip(known[here], trajectories[here], strict=True):
+            answer.trajectory = trajectory
+        with patch("trainer.answers.all_to_all_bytes", count), patch("trainer.answers.world_size", lambda: ranks):
+            with pytest.raises(Sent):
+                hand_over([known], shares, to_sample)
+        for answer in known[here]:
+            answer.trajectory = None
+    for receiver, positions in enumerate(shares[0]):
+        assert tokens[receiver] == 9 * sum(known[place].length for place in positions)
+    sizes = 2 * 2 * 8 * ranks  # before either exchange each says that it is ready, and how much it sends
+    assert sum(told) + sizes <= 32 * len(known)
+    assert max(tokens) <= 9 * (share * 70 + 80)  # the share, and the longest answer
+
+
+def spoken(prompt: int, sample: int, length: int) -> Trajectory:
+    return Trajectory(prompt, sample, [3] * 10, [5] * length, [1] * length, [-1.0] * length, reward=sample / 3)
