@@ -39,7 +39,7 @@ _HELD_LOCK_MARGIN_SECONDS = 30.0
 _ALARM = "watchdog/alarm"
 _CALL = "watchdog/call"
 _BEAT_SECONDS = 5.0
-_SILENT_SECONDS = 60.0  # without a beat; C code that keeps the interpreter's lock may take half of that
+_SILENT_SECONDS = 120.0  # without a beat: longer than C code keeps the interpreter's lock, or a rank is stopped
 _CALL_SECONDS = 3.0  # in which every living rank answers: some polls
 _STDERR = 2  # the descriptor: sys.stderr may be replaced by something without one
 

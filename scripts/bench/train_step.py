@@ -220,7 +220,7 @@ def main() -> None:
     device = this_device()
     init_process_group(3600, device.type)
     folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
-    policy = random_policy(folder, options.dtype, device)
+    policy = random_policy(folder, options.dtype, device, lr=1e-19)  # every variant's first step has the same weights
     batch = Answers.random(options.sequences, options.longest, PRESETS[options.preset][-1])
     makers: dict[str, Callable[[], Step]] = {
         "TRL": lambda: trl(twin(policy, folder), batch, options.rows),
