@@ -7,6 +7,7 @@
 # them with NNODES, NODE_RANK (0 on the first), MASTER_ADDR (the first's address on a trusted network, the only one that is
 # listened at) and, where 29500 is taken, MASTER_PORT; scripts/slurm.sh does so. --help and --dry-run answer at once, without ranks.
 set -euo pipefail
+trap 'exit 130' INT # one that reaches bash alone would be lost while it waits for a command
 python=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python
 
 die() {
@@ -58,7 +59,6 @@ if [ "$nodes" != 1 ]; then
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 # A recipe with a mistake in it is told of once, in a sentence, before there are ranks.
-trap 'exit 130' INT # one that reaches bash alone would be lost while the check goes on
 WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check || exit
 # Ranks that have not ended this long after SIGTERM are killed. They end themselves, some seconds after checkpoint.grace_s;
 # torchrun must only not be quicker. A variable, as older torchruns know no such flag.

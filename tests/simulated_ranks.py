@@ -1,7 +1,7 @@
 """Updates of large models on tensors without data, by as many ranks as one likes, of which this process is the first.
 
-PYTHONPATH=. python tests/tracked_memory.py            # the whole grid, in two minutes: planned against tracked
-PYTHONPATH=. python tests/tracked_memory.py 7b,8,4     # one: model, ranks, and layers in place of the model's own
+PYTHONPATH=. python tests/simulated_ranks.py            # the whole grid, in two minutes: planned against tracked
+PYTHONPATH=. python tests/simulated_ranks.py 7b,8,4     # one: model, ranks, and layers in place of the model's own
 """
 
 import json

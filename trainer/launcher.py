@@ -14,6 +14,7 @@ It is what scripts/train.sh starts, once on each node, and takes torchrun's opti
 docs/launching.md tells the rest.
 """
 
+# ruff: noqa: E402 - a signal handler comes before the imports
 import ipaddress
 import json
 import os
@@ -25,6 +26,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+
+def _leave(number: int, _: object) -> None:
+    os.write(2, b"[hotbunk] the run was interrupted by SIGINT, exit code 130\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    # Until torchrun takes over, before it starts any rank: a KeyboardInterrupt could be raised inside an import of the
+    # many below that catch everything, and the run would go on.
+    signal.signal(signal.SIGINT, _leave)
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure

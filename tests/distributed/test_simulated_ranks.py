@@ -1,6 +1,7 @@
 """What `hotbunk plan` says of many ranks against what one of them does, on tensors without data and alone."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,15 @@ CASES = ["7b,8,4", "7b,1,2", "1.5b,512,3", "7b,64,3,none,8192", "32b,512,2,every
 
 def test_planned_memory_is_tracked_memory_and_planned_collectives_are_called_ones() -> None:
     command = [sys.executable, str(ROOT / "tests/simulated_ranks.py"), "traffic", "512", *CASES]
-    done = subprocess.run(command, cwd=ROOT, env=None, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert [row["spec"] for row in found] == CASES

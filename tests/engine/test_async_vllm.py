@@ -25,7 +25,8 @@ from sharding.collective import CollectiveSender
 from sharding.sending import SyncSettings
 from sharding.source import FsdpWeightSource
 from sharding.storage import StorageWriter
-from trainer.policy.module import PolicyModule
+from trainer.batching import Sample, micro_batches
+from trainer.policy.module import PolicyModule, outputs
 
 SMALL = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20, "dtype": "float32"}
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
@@ -366,12 +367,13 @@ def test_a_float32_head_reaches_the_engine(tiny_qwen2_untied: Path) -> None:
         output = service.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0, logprobs=20))
         told = {token: at.logprob for token, at in output.outputs[0].logprobs[0].items()}
     policy = HfPolicy(tiny_qwen2_untied, dtype=torch.bfloat16)
-    ids = torch.tensor([[*prompt, token] for token in told])
-    last = torch.zeros(len(told), len(prompt), dtype=torch.bool)
-    last[:, -1] = True
+    mask = [0] * len(prompt) + [1]
+    samples = [Sample([*prompt, token], mask, [0.0] * len(mask)) for token in told]
+    (batch,) = micro_batches(samples, 10_000, 0, "cpu", packing=False)
     with torch.no_grad():
         own, rounded = (
-            PolicyModule(policy.model, fp32_head)(ids, last, 1.0)[0][:, -1].tolist() for fp32_head in (True, False)
+            outputs(PolicyModule(policy.model, fp32_head), batch, 1.0).logprobs[:, -1].tolist()
+            for fp32_head in (True, False)
         )
     assert on_a_grid(rounded)
     assert not on_a_grid(own)
