@@ -37,7 +37,7 @@ def _keeps_something_else(module: Module) -> bool:
     method = getattr(module, "quant_method", None)
     if method is not None and type(method).__name__ not in _PLAIN_METHODS:
         return True
-    return hasattr(module, "W_UK_T") or hasattr(module, "W_UV")  # MLA keeps products of its weights (1.7 g)
+    return hasattr(module, "W_UK_T") or hasattr(module, "W_UV")  # MLA keeps products of its weights
 
 
 class Reload:
@@ -85,7 +85,7 @@ class Reload:
             own = {id(p) for p in parameters.values() if p is not None}
             if not info.can_load() or info.load_numel > 0:
                 loaded |= own
-            elif info.load_numel_total and info.restore_metadata[0]:  # MLA's attention keeps only products (1.7 g)
+            elif info.load_numel_total and info.restore_metadata[0]:  # MLA's attention keeps only products
                 missing[name] = own
         return [name for name, own in missing.items() if not own <= loaded]  # without parameters: nothing to miss
 

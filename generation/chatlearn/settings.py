@@ -102,7 +102,7 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
             raise ValueError(f"{key} is no hyper-parameter" + (f"; did you mean {close[0]}?" if close else ""))
     if given.get("use_beam_search"):
         raise ValueError(
-            "use_beam_search: beams are no samples of the policy, and vLLM's engine has them no more: set it to false, "
+            "use_beam_search: beams are not samples of the policy, and vLLM no longer has them: set it to false, "
             "and for evaluation use LLM.beam_search of a plain vllm.LLM"
         )
     sampling = _sampling(given, "")

@@ -208,7 +208,7 @@ def _kv_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _extra(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine arguments that `EngineSettings` has no field for."""
+    """Engine arguments without a field in `EngineSettings`."""
     engine = config["vllm_cfg"]
     extra = {key: engine[key] for key in ("skip_tokenizer_init", "kv_cache_dtype") if key in engine}
     if engine.get("expert_parallel_size", 1) > 1:
@@ -217,7 +217,7 @@ def _extra(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pad_token_id(config: Mapping[str, Any]) -> int:
-    """What rows are padded with: `pad_token_id`, `_pad_token_id` (NeMo RL's name for it), or 0."""
+    """The id that pads rows: `pad_token_id`, `_pad_token_id` (NeMo RL's name for it), or 0."""
     given = config.get("pad_token_id", config.get("_pad_token_id"))
     return 0 if given is None else given
 

@@ -2,13 +2,15 @@
 
 import os
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from tests.distributed.real_run import listening
+from tests.distributed.real_run import ROOT, listening
 from trainer import launcher
 from trainer.errors import UserError
 from trainer.launcher import BoundRendezvous
@@ -62,3 +64,16 @@ def test_reasons_are_told_once_those_of_silent_ranks_first(tmp_path: Path) -> No
         "  ranks 0, 1 and 3: lost contact",
         "  rank 4: is a word of the sentence",
     ]
+
+
+def test_a_ctrl_c_that_an_import_would_swallow_ends_the_launcher(tmp_path: Path) -> None:
+    """A stand-in for torch catches everything while it is imported, as some real modules do for a moment."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, sys, time\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(1)\nexcept BaseException:\n    pass\n"
+        "sys.exit(7)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "trainer.launcher"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "[hotbunk] the run was interrupted by SIGINT, exit code 130\n")
