@@ -42,7 +42,7 @@ RANK = """
             print(error, flush=True)
             return 2
         lock.share(int(name), count)
-        subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 1000"], start_new_session=True)
+        subprocess.Popen(["sh", "-c", "trap '' TERM; exec sleep 1000"], start_new_session=True)
         print(f"has it, {os.getpid()}", flush=True)
         time.sleep(1000)
 
