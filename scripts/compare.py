@@ -9,8 +9,8 @@ Runs are named by their folders, finished or not.
 import argparse
 from pathlib import Path
 
-from trainer.plots import compare
-from trainer.records import read_rows
+from trainer.run.plots import compare
+from trainer.run.records import read_rows
 
 
 def main() -> None:

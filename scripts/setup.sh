@@ -28,7 +28,7 @@ find_python() {
     die "Python 3.11 or newer is needed, but ${PYTHON:-python3} is $(${PYTHON:-python3} -V 2>/dev/null || echo not there): install one, or name one as PYTHON=/path/to/python3.11."
 }
 
-# The CUDA lock is built for CUDA 13, which needs a driver of at least 580 (generation/devices.py).
+# The CUDA lock is built for CUDA 13, which needs a driver of at least 580 (generation/engine/devices.py).
 check_driver() {
     local driver
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | awk "NR == 1") || return 0

@@ -10,7 +10,7 @@ release=$1
 shift
 venv=$PWD/.venv.vllm-$release
 python=$venv/bin/python
-export HOTBUNK_ANY_VLLM=1 # generation/vllm_compat.py
+export HOTBUNK_ANY_VLLM=1 # generation/engine/vllm_compat.py
 failed=()
 
 pip() { "$python" -m pip --disable-pip-version-check --no-input --quiet "$@"; }
@@ -33,7 +33,7 @@ for package in ("trainer", "generation", "sharding"):
     walked = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
     names += [module.name for module in walked if not module.name.endswith("__main__")]
 # Written for vLLM's CUDA build.
-broken = [name for name in names if name not in ("sharding.sharing_worker", "generation.logits_processors.adapter_v2")]
+broken = [name for name in names if name not in ("sharding.worker.memory", "generation.engine.logits.adapter_v2")]
 for name in list(broken):
     try:
         importlib.import_module(name)

@@ -8,15 +8,15 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "BucketPlan": "plan",
-    "CollectiveSender": "collective",
-    "FsdpWeightSource": "source",
+    "BucketPlan": "send.plan",
+    "CollectiveSender": "apart.broadcast",
+    "FsdpWeightSource": "send.source",
     "ShardingManager": "manager",
-    "StorageWriter": "storage",
-    "StreamSource": "source",
-    "SyncError": "channel",
-    "VllmInternalWorkerExtension": "worker_extension",
-    "WeightSource": "source",
+    "StorageWriter": "apart.storage",
+    "StreamSource": "send.source",
+    "SyncError": "wire.channel",
+    "VllmInternalWorkerExtension": "worker.extension",
+    "WeightSource": "send.source",
 }
 __all__ = sorted(_HOMES)
 

@@ -19,22 +19,20 @@ from typing import Any, Protocol
 
 import torch
 
-from generation.event_loop import EngineThread
-from generation.sampling import NotFiniteError
-from generation.settings import LEAST_MODEL_LEN
-from generation.worker_async import VllmAsyncGenerationWorker
-
-from .channel import Listener, SyncError
-from .collectives import RemoteError, agree, agreed, exchange, gone, rank
-from .link import Link
-from .manifest import some
-from .plan import BucketPlan
-from .sending import AdapterFormat, SyncReport, SyncSettings, announce, different_weights, push
-from .sharing import open_shared
-from .source import ShardedSource
-from .transport import BUFFERS, Staging, make_staging
-from .verifying import DigestCheck
-from .worker_memory import return_free_pages
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.sampling import NotFiniteError
+from generation.engine.settings import LEAST_MODEL_LEN
+from generation.engine.thread import EngineThread
+from sharding.ranks import RemoteError, agree, agreed, exchange, gone, rank
+from sharding.send.plan import BucketPlan
+from sharding.send.push import AdapterFormat, Link, SyncReport, SyncSettings, announce, different_weights, push
+from sharding.send.source import ShardedSource
+from sharding.send.verify import DigestCheck
+from sharding.wire.channel import Listener, SyncError
+from sharding.wire.manifest import some
+from sharding.wire.staging import BUFFERS, Staging, make_staging
+from sharding.worker.memory import return_free_pages
+from sharding.worker.sharing import open_shared
 
 PROBE_TOKENS = LEAST_MODEL_LEN - 1
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}

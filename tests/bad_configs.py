@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 
 from tests.distributed.real_run import write_recipe
 from trainer.cli import main
-from trainer.config import TrainConfig
+from trainer.config.schema import TrainConfig
 
 LONGEST = 300  # characters of a sentence
 SECONDS = 120  # for one configuration to be judged

@@ -7,13 +7,13 @@ from typing import Any, Self
 import torch
 from transformers import AutoModelForCausalLM
 
-from generation.event_loop import EngineThread
-from generation.sampling import SamplingSettings
-from generation.settings import EngineSettings
-from generation.worker_async import Completion, VllmAsyncGenerationWorker
+from generation.engine.engine import Completion, VllmAsyncGenerationWorker
+from generation.engine.sampling import SamplingSettings
+from generation.engine.settings import EngineSettings
+from generation.engine.thread import EngineThread
 from sharding.manager import Leader, ShardingManager, SyncSettings
-from sharding.source import FsdpWeightSource
-from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+from sharding.send.source import FsdpWeightSource
+from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 
 def start_engine(folder: Path | str, plain: bool = True, **settings: object) -> Leader:

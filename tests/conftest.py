@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu are skipped where there is none, and those that start engines on CPU where vLLM cannot."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
-        from generation.devices import device_count
+        from generation.engine.devices import device_count
 
         marked = [] if device_count() else marked
     for item in marked:

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sharding.ranks import world_size
 from tests.distributed import policy_checks as checks
-from trainer.batching import micro_batches
-from trainer.config import TrainConfig
-from trainer.cost import Traffic, update_traffic
-from trainer.distributed import world_size
-from trainer.model_sizes import model_sizes
+from trainer.config.schema import TrainConfig
+from trainer.estimates.model_sizes import model_sizes
+from trainer.estimates.time import Traffic, update_traffic
+from trainer.learning.batching import micro_batches
 
 MICRO_BATCHES = 4
 

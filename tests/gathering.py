@@ -5,12 +5,12 @@ import math
 import torch
 from torch import Tensor
 
-from sharding.digests import held
-from sharding.plan import BucketPlan
-from sharding.sending import gather
-from sharding.source import ShardedSource, WeightSource
-from sharding.transport import STAMP_BYTES
-from sharding.verifying import DigestCheck
+from sharding.send.plan import BucketPlan
+from sharding.send.push import gather
+from sharding.send.source import ShardedSource, WeightSource
+from sharding.send.verify import DigestCheck
+from sharding.wire.digests import held
+from sharding.wire.staging import STAMP_BYTES
 
 
 def sent(source: WeightSource) -> dict[str, Tensor]:

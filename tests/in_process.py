@@ -11,10 +11,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from sharding import worker_extension
 from sharding.manager import Leader, ShardingManager
-from sharding.sending import SyncSettings
-from sharding.source import ShardedSource
+from sharding.send.push import SyncSettings
+from sharding.send.source import ShardedSource
+from sharding.worker import extension
 
 
 class SmallModel(nn.Module):
@@ -49,7 +49,7 @@ def small_weights(seed: int, times: int = 1) -> dict[str, Tensor]:
     return {name: torch.randn(rows * times, *rest, generator=generator) for name, (rows, *rest) in shapes.items()}
 
 
-class Worker(worker_extension.VllmInternalWorkerExtension):
+class Worker(extension.VllmInternalWorkerExtension):
     """What vLLM's worker is to the extension."""
 
     device = torch.device("cpu")
@@ -100,7 +100,7 @@ class Thread:
 
 
 class InProcess:
-    """A manager and its worker, whose weights are plain where `worker_extension._PLAIN_ON_CPU` says so.
+    """A manager and its worker, whose weights are plain where `extension._PLAIN_ON_CPU` says so.
 
     `sync` brings a version; what is wrong with it raises `RemoteError`.
     """

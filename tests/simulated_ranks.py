@@ -24,11 +24,10 @@ from transformers import AttentionInterface, Qwen2Config
 
 from tests.counted_collectives import check_traffic
 from tests.distributed import policy_checks as checks
-from trainer import logprobs
-from trainer.config import TrainConfig
-from trainer.memory_plan import trainer_parts
-from trainer.model_sizes import model_sizes
-from trainer.policy import FsdpPolicy, attention
+from trainer.config.schema import TrainConfig
+from trainer.estimates.memory import trainer_parts
+from trainer.estimates.model_sizes import model_sizes
+from trainer.policy import FsdpPolicy, attention, logprobs
 
 GIB = 2**30
 DEVICE_GIB = 80.0
@@ -169,7 +168,7 @@ def compare(specs: list[str]) -> list[dict[str, Any]]:
 
 def check_all_traffic(ranks: int) -> None:
     """The collectives that the plan counts on so many ranks are those that are called."""
-    alike = mock.patch("sharding.collectives.all_gather_bytes", lambda own, group=None: [own] * dist.get_world_size())
+    alike = mock.patch("sharding.ranks.all_gather_bytes", lambda own, group=None: [own] * dist.get_world_size())
     with tempfile.TemporaryDirectory() as folder, ranks_without_others(ranks), alike:
         for tied in (True, False):
             checks.make_model("qwen2", checks.model_folder(Path(folder), "qwen2", tied), tied)

@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "Policy": "trainer.policy.base",
+    "Policy": "trainer.types",
     "DeepSpeedPolicy": "trainer.policy.deepspeed",
     "FsdpPolicy": "trainer.policy.fsdp",
     "RLTrainer": "trainer.loop",
-    "TrainConfig": "trainer.config",
+    "TrainConfig": "trainer.config.schema",
     "UserError": "trainer.errors",
 }
 

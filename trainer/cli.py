@@ -15,24 +15,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from trainer.config import RolloutConfig, TrainConfig, known_keys, load_config, to_yaml
-from trainer.config_checks import check_config
+from trainer.config.checks import check_config
+from trainer.config.recipe import known_keys, load_config, to_yaml
+from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.errors import UserError
-from trainer.gpus import GPUS
-from trainer.last_words import leave_word
+from trainer.estimates.gpus import GPUS
 from trainer.rewards import RewardPool
+from trainer.run.last_words import leave_word
 
 if TYPE_CHECKING:
-    from trainer.run_lock import RunLock
+    from trainer.run.lock import RunLock
 
-_TRAINING = {"train": "trainer.loop", "sft": "trainer.sft"}
+_TRAINING = {"train": "trainer.loop", "sft": "trainer.commands.sft"}
 _OTHERS = {
-    "doctor": "trainer.doctor",
-    "eval": "trainer.evaluate",
-    "generate": "trainer.generate",
-    "plan": "trainer.plan",
-    "report": "trainer.report",
-    "serve": "trainer.serve",
+    "doctor": "trainer.commands.doctor",
+    "eval": "trainer.commands.evaluate",
+    "generate": "trainer.commands.generate",
+    "plan": "trainer.commands.plan",
+    "report": "trainer.commands.report",
+    "serve": "trainer.commands.serve",
 }
 _WITH_OVERRIDES = ("train", "sft", "eval", "plan", "doctor")
 
@@ -76,12 +77,12 @@ def _train(arguments: argparse.Namespace) -> int:
         check_inputs(config, arguments.command)
         print(to_yaml(config), end="")
         return 0
-    from trainer import lifetime
-    from trainer.run_lock import RunLock
+    from trainer.run import processes
+    from trainer.run.lock import RunLock
 
     lock = RunLock(config.run.folder)
-    lifetime.start_guardian(lock.descriptor)  # before anything that starts processes or takes long
-    return lifetime.run(lambda: _reporting(lambda: _train_locked(config, lock, arguments.command)))
+    processes.start_guardian(lock.descriptor)  # before anything that starts processes or takes long
+    return processes.run(lambda: _reporting(lambda: _train_locked(config, lock, arguments.command)))
 
 
 def _train_locked(config: TrainConfig, lock: "RunLock", command: str) -> int:
@@ -95,7 +96,7 @@ def check_rollout(config: TrainConfig) -> None:
     if config.rollout == RolloutConfig():
         return
     from trainer.data import load_tokenizer
-    from trainer.episodes import EpisodePlan
+    from trainer.rollouts import EpisodePlan
 
     EpisodePlan(config, load_tokenizer(config.model))
 
@@ -103,10 +104,10 @@ def check_rollout(config: TrainConfig) -> None:
 def check_inputs(config: TrainConfig, command: str) -> None:
     """Load what the run would load before its model: reward functions, tokenizer, prompts. Raises UserError."""
     from trainer.data import load_held_out, load_prompts, load_tokenizer
-    from trainer.episodes import EpisodePlan
+    from trainer.rollouts import EpisodePlan
 
     if command == "sft":
-        from trainer.sft import load_transcripts
+        from trainer.commands.sft import load_transcripts
 
         load_transcripts(config, load_tokenizer(config.model))
         return

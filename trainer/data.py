@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.config import DataConfig, HeldOutConfig, ModelConfig
+from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig
 from trainer.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,35 +1,83 @@
 """The ranks' process group: joining it, leaving it, and the store they met at.
 
-Exchanges are in `sharding.collectives`.
+Exchanges are in `sharding.ranks`.
+
+What ranks unpickle of each other: the classes that torch.distributed.checkpoint exchanges, and nothing else.
+
+It sends its plans as pickles over gloo (torch 2.13: `_DistWrapper`), whose connections are not authenticated: another
+user of the machine who is quick enough could be at the other end. Our own exchanges need no pickle.
 """
 
+import builtins
 import os
+import pickle
 import socket
 import sys
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from generation.devices import cuda_problem
-from sharding.collectives import (  # noqa
-    RemoteError,
-    agree,
-    agreed,
-    all_gather_bytes,
-    all_reduce_max,
-    all_reduce_sum,
+from generation.engine.devices import cuda_problem
+from sharding.apart.group import own_address
+from sharding.ranks import (
     introduce,
     is_main,
-    rank,
-    world_size,
 )
-from sharding.weights_group import own_address
 from trainer.errors import UserError
-from trainer.exchanged import restrict_exchanged_objects
+
+_CLASSES = {
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),  # the same in Python 3.13
+    "torch": ("Size",),
+    "torch.distributed.checkpoint.api": ("CheckpointException",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.distributed.checkpoint.metadata": (
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.planner": (
+        "LoadItemType",
+        "LoadPlan",
+        "ReadItem",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    ),
+    "torch.distributed.checkpoint.storage": ("WriteResult",),
+    "torch.serialization": ("_get_layout",),
+    "traceback": ("FrameSummary", "StackSummary"),  # with the exception of a rank that failed
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = name in _CLASSES.get(module, ()) or _is_exception(module, name)
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not among the classes that ranks exchange")
+
+
+def _is_exception(module: str, name: str) -> bool:
+    found = getattr(builtins, name, None) if module == "builtins" else None
+    return isinstance(found, type) and issubclass(found, BaseException)
+
+
+def restrict_exchanged_objects() -> None:
+    """From now on torch's exchanges of objects between ranks, in this process, raise UnpicklingError for others."""
+    distributed_c10d._unpickler = _Unpickler  # type: ignore[misc, assignment]
+
 
 _LISTENS, _LOOPBACK_6 = "0A", "00000000000000000000000001000000"  # as /proc/net/tcp6 writes them
 _store: dist.Store | None = None
@@ -59,7 +107,7 @@ def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
         print(
             f"[hotbunk] port {os.environ['MASTER_PORT']}, where the ranks meet, is open to the network, and whoever "
             "reaches it can do as he likes with this run: start it by bash scripts/train.sh, which listens on loopback "
-            "only (or by python -m trainer.launcher in the place of torchrun)",
+            "only (or by python -m trainer.run.launcher in the place of torchrun)",
             file=sys.stderr,
         )
 

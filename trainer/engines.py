@@ -5,16 +5,16 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from generation.event_loop import EngineThread
-from generation.logits_processors.factories import engine_arguments, uses_v2
-from generation.sampling import SamplingSettings
-from generation.settings import EngineSettings
-from generation.worker_async import VllmAsyncGenerationWorker
-from sharding.collectives import rank
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.logits.factories import engine_arguments, uses_v2
+from generation.engine.sampling import SamplingSettings
+from generation.engine.settings import EngineSettings
+from generation.engine.thread import EngineThread
 from sharding.manager import Leader
-from trainer.config import EngineConfig, HeldOutConfig, TrainConfig
+from sharding.ranks import rank
+from trainer.config.schema import EngineConfig, HeldOutConfig, TrainConfig
 from trainer.errors import UserError
-from trainer.policy.loading import resolve_folder
+from trainer.policy.hf_format import resolve_folder
 
 
 def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:

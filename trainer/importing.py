@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from trainer.errors import UserError, shown
-from trainer.lifetime import Interrupted
+from trainer.run.processes import Interrupted
 
 
 def load_object(spec: str) -> Any:

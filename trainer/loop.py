@@ -10,40 +10,29 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from generation.rollout import RolloutSettings
-from generation.sampling import NotFiniteError, SamplingSettings
-from sharding.collectives import agreed, all_reduce_sum, rank, world_size
-from trainer import lifetime
-from trainer.answers import Answer
-from trainer.assembly import (
-    build_models,
-    build_sharding,
-    check_model,
-    check_teacher,
-    find_checkpoint,
-    make_run_tracker,
-    rank_device,
-)
-from trainer.checkpoint import load
-from trainer.config import TrainConfig
-from trainer.config_checks import resolve_device
+from generation.engine.sampling import NotFiniteError, SamplingSettings
+from generation.rollouts.run import RolloutSettings
+from sharding.ranks import agreed, all_reduce_sum, rank, world_size
+from trainer.build import build_models, build_sharding, check_model, check_teacher, rank_device
+from trainer.config.machine import resolve_device
+from trainer.config.schema import TrainConfig
 from trainer.data import Prompt, load_prompts, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
 from trainer.engines import end_token_ids, fetch_model, start_engine, stop_engine, training_sampling
-from trainer.episodes import EpisodePlan
 from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept
-from trainer.finish import export_and_report
-from trainer.identity import run_identity
-from trainer.keeper import Keeper
 from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
-from trainer.phases import PhaseMeter
-from trainer.policy.base import culprits
-from trainer.profiling import StepProfiler
-from trainer.progress import ANSWERS_SHOWN, Progress
+from trainer.learning.answers import Answer
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import Rollouts, StepAbandoned, answer_rows
-from trainer.run_lock import RunLock
-from trainer.watchdog import Watchdog
+from trainer.rollouts import EpisodePlan, Rollouts, StepAbandoned, answer_rows
+from trainer.run import processes
+from trainer.run.checkpoint import load
+from trainer.run.finish import export_and_report
+from trainer.run.keeper import Keeper, find_checkpoint, make_run_tracker, run_identity
+from trainer.run.lock import RunLock
+from trainer.run.meters import PhaseMeter, StepProfiler
+from trainer.run.screen import ANSWERS_SHOWN, Progress
+from trainer.run.watchdog import Watchdog
+from trainer.types import culprits
 
 
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
@@ -56,7 +45,7 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     if lock is not None:
         lock.share(rank(), world_size())
     with Watchdog(store(), rank(), world_size()) as watchdog:
-        lifetime.install_signal_handlers(watchdog.current_phase)
+        processes.install_signal_handlers(watchdog.current_phase)
         with ExitStack() as resources:
             with watchdog.phase("start-up", config.run.first_step_deadline_s):
                 trainer = RLTrainer(config, watchdog, resources)

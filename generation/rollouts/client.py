@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from ..event_loop import EngineThread
-from ..openai_server import OpenAIServer, ServerSettings
-from ..sampling import SamplingSettings, sample_seed
-from ..trajectory import Trajectory, checked_reward
-from .llm import PolicyLLM
-from .user_code import call_user
+from generation.engine.sampling import SamplingSettings, sample_seed
+from generation.engine.thread import EngineThread
+from generation.rollouts.episode import PolicyLLM
+from generation.rollouts.user_code import call_user
+from generation.server import OpenAIServer, ServerSettings
+from generation.trajectory import Trajectory, checked_reward
 
 Client = Callable[[str, str, str, dict[str, Any]], Awaitable[float | None] | float | None]
 """Called with base URL, API key, the model's name and the row; gives a reward, or None to leave that to others."""

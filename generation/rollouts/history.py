@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..chat_history import content_text
-from ..trajectory import Trajectory
+from generation.exact_ids import content_text
+from generation.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

@@ -12,22 +12,20 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..importing import importable, load
-from ..logits_processors.factories import new_way
-from ..trajectory import Trajectory
-from .history import History, trajectory
-from .llm import RolloutSettings
-from .sampler_llm import SamplerLLM
-from .sampler_prompts import PromptText
-from .tool_calls import ToolCall, parse_hermes
-from .tools import ToolLimits, ToolRunner, make_tool, tools_by_name
-from .user_code import Late, call_user, described
+from generation.engine.logits.factories import new_way
+from generation.importing import importable, load
+from generation.rollouts.episode import RolloutSettings
+from generation.rollouts.history import History, trajectory
+from generation.rollouts.sampler_llm import PromptText, SamplerLLM
+from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, parse_hermes, tools_by_name
+from generation.rollouts.user_code import Late, call_user, described
+from generation.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import RequestOutput
 
-    from ..worker_async import VllmAsyncGenerationWorker
+    from generation.engine.engine import VllmAsyncGenerationWorker
 
 Sampler = Callable[[Any, Any, Any], Any]
 """A sampler as it is called: (llm, prompts, sampling_params) -> one result for each prompt, or an awaitable of them."""

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from ..devices import this_device
+from generation.engine.devices import this_device
 
 T = TypeVar("T")
 

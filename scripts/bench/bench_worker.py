@@ -9,12 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-from sharding.channel import Channel, connect
-from sharding.plan import Manifest
-from sharding.recording import NamedTensors
-from sharding.transport import open_staging
-from sharding.weight_loader import WeightLoader, copy_of
-from sharding.worker_extension import VllmInternalWorkerExtension
+from sharding.wire.channel import Channel, connect
+from sharding.wire.manifest import Manifest, NamedTensors
+from sharding.wire.staging import open_staging
+from sharding.worker.extension import VllmInternalWorkerExtension
+from sharding.worker.loader import WeightLoader, copy_of
 
 
 class BenchWorker(VllmInternalWorkerExtension):

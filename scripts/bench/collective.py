@@ -39,11 +39,11 @@ from common import (
     write_config,
 )
 
-from sharding.collective import CollectiveSender
-from sharding.plan import BucketPlan
-from sharding.sending import SyncSettings
-from sharding.storage import StorageWriter
-from sharding.weights_group import Board, BroadcastGroup, dial, listen
+from sharding.apart.broadcast import CollectiveSender
+from sharding.apart.group import Board, BroadcastGroup, dial, listen
+from sharding.apart.storage import StorageWriter
+from sharding.send.plan import BucketPlan
+from sharding.send.push import SyncSettings
 
 GIB = 2**30
 HOST = "127.0.0.1"

@@ -21,18 +21,18 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config
 
-from generation.event_loop import EngineThread
-from generation.settings import EngineSettings
-from generation.worker_async import VllmAsyncGenerationWorker
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.settings import EngineSettings
+from generation.engine.thread import EngineThread
 from sharding.manager import Leader, ShardingManager, SyncSettings
-from sharding.source import FsdpWeightSource
-from trainer import lifetime
-from trainer.config import ModelConfig, PolicyConfig
+from sharding.send.source import FsdpWeightSource
+from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.distributed import destroy_process_group, init_process_group
-from trainer.policy import loading
-from trainer.policy.checkpoint_names import CheckpointView, checkpoint_views
+from trainer.policy import hf_format
 from trainer.policy.fsdp import FsdpPolicy
-from trainer.policy.in_place import InPlacePolicy
+from trainer.policy.hf_format import CheckpointView, checkpoint_views
+from trainer.policy.zero_copy import InPlacePolicy
+from trainer.run import processes
 
 PRESETS = {  # hidden size, intermediate size, layers, heads, key-value heads, vocabulary; all with tied embeddings
     "1M": (128, 512, 4, 4, 2, 288),
@@ -71,15 +71,15 @@ def start(benchmark: Callable[[argparse.Namespace], None], options: argparse.Nam
     def main() -> int:
         if ranks:
             init_process_group(600)
-        lifetime.install_signal_handlers(lambda: "benchmark")
+        processes.install_signal_handlers(lambda: "benchmark")
         torch.manual_seed(0)
         benchmark(options)
         if ranks:
             destroy_process_group()
         return 0
 
-    lifetime.start_guardian()
-    lifetime.run(main)
+    processes.start_guardian()
+    processes.run(main)
 
 
 def write_config(folder: Path, preset: str, dtype: str) -> Path:
@@ -123,7 +123,7 @@ def random_policy(
     `in_place`: one that computes with an engine's weights. `settings` are further keys of the section `policy`.
     """
     config = PolicyConfig.model_validate({"dtype": dtype} | settings)
-    with mock.patch.object(loading, "SafetensorsFolder", _RandomWeights):
+    with mock.patch.object(hf_format, "SafetensorsFolder", _RandomWeights):
         return (InPlacePolicy if in_place else FsdpPolicy)(ModelConfig(path=str(folder)), config, device)
 
 
@@ -160,7 +160,7 @@ def connected_manager(
     source: FsdpWeightSource, device: torch.device, settings: SyncSettings, leader: Leader, compute_in: Any = None
 ) -> ShardingManager:
     """A sharding manager between the two, as training has it; `compute_in` as the manager's."""
-    folder = Path(tempfile.mkdtemp(dir=lifetime.private_folder()))
+    folder = Path(tempfile.mkdtemp(dir=processes.private_folder()))
     manager = ShardingManager(source, device, settings, folder, leader=leader, compute_in=compute_in)
     manager.connect()
     return manager

@@ -13,7 +13,7 @@ from typing import Any
 
 from common import save, show
 
-from generation.service.load_balancer import EngineLoad, LoadBalancer
+from generation.compat.load_balancer import EngineLoad, LoadBalancer
 
 REPEATS = 7
 """The median of this many measurements is reported."""

@@ -16,13 +16,13 @@ import torch
 from common import TIMEOUT, ask_worker, seconds, total
 from torch.distributed.tensor import DTensor
 
-from sharding.channel import Listener
 from sharding.manager import Leader
-from sharding.plan import BucketPlan
-from sharding.recording import NamedTensors
-from sharding.source import FsdpWeightSource
-from sharding.transport import make_staging
-from trainer import lifetime
+from sharding.send.plan import BucketPlan
+from sharding.send.source import FsdpWeightSource
+from sharding.wire.channel import Listener
+from sharding.wire.manifest import NamedTensors
+from sharding.wire.staging import make_staging
+from trainer.run import processes
 
 VERL_BUCKET = 2 << 30
 """Bytes; the default of `update_weights_bucket_megabytes`."""
@@ -66,7 +66,7 @@ class Verl:
     def __init__(self, leader: Leader, weights: NamedTensors, dtype: torch.dtype, device: torch.device) -> None:
         self.leader, self.weights, self.dtype, self.device = leader, dict(weights), dtype, device
         self.plan = BucketPlan(FsdpWeightSource(weights, dtype).parameters(), VERL_BUCKET)
-        self.channel = Listener(Path(tempfile.mkdtemp(dir=lifetime.private_folder())), "verl")
+        self.channel = Listener(Path(tempfile.mkdtemp(dir=processes.private_folder())), "verl")
 
     def measure(self, rounds: int) -> Way:
         """Time so many updates."""

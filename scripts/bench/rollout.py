@@ -4,7 +4,7 @@
     python scripts/bench/rollout.py [--preset 10M] [--prompts 32] [--group 8] [--max-tokens 64] [--json FILE]
 
 bare    every request of the batch handed to AsyncLLM.generate at once, in one asyncio.gather
-ours    generation.rollout.rollout, with a reward that costs nothing
+ours    generation.rollouts.run.rollout, with a reward that costs nothing
 
 The prefix cache is emptied before each measurement, and which of the two goes first alternates. The last column is the
 share of answers that are the same token by token: all in float32 on CPU, fewer where the arithmetic depends on the
@@ -36,10 +36,10 @@ from common import (
     write_config,
 )
 
-from generation.rollout import RolloutSettings, rollout
-from generation.sampling import SamplingSettings, sample_seed, vllm_sampling_params
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.sampling import SamplingSettings, sample_seed, vllm_sampling_params
+from generation.rollouts.run import RolloutSettings, rollout
 from generation.trajectory import Trajectory
-from generation.worker_async import VllmAsyncGenerationWorker
 
 Tokens = dict[tuple[int, int], list[int]]
 """(prompt, sample) -> what was sampled."""

@@ -45,9 +45,9 @@ from common import (
 )
 from train_step import Answers, ours
 
-from generation.sampling import SamplingSettings
-from sharding.sending import SyncSettings
-from sharding.worker_memory import resident_bytes
+from generation.engine.sampling import SamplingSettings
+from sharding.send.push import SyncSettings
+from sharding.worker.memory import resident_bytes
 
 MIB = 2**20
 PHASES = {

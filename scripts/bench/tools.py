@@ -25,13 +25,12 @@ from common import command_line, median, save, show, start, start_engine, this_d
 from make_tiny import make_tiny_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from generation.rollout import Episodes, RolloutSettings, rollout
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.sampling import SamplingSettings
 from generation.rollouts.agent import Agent, tool_rollout
-from generation.rollouts.tool_calls import ToolCall
-from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, tools_by_name
-from generation.sampling import SamplingSettings
+from generation.rollouts.run import Episodes, RolloutSettings, rollout
+from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, tools_by_name
 from generation.trajectory import Trajectory
-from generation.worker_async import VllmAsyncGenerationWorker
 
 
 def make_agent(tokenizer: PreTrainedTokenizerBase, seconds: float) -> Agent:

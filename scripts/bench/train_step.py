@@ -50,12 +50,13 @@ from common import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.batching import Sample, micro_batches
-from trainer.config import AlgorithmConfig
+from trainer.config.schema import AlgorithmConfig
 from trainer.distributed import destroy_process_group, init_process_group
-from trainer.learning.minibatches import MiniBatch
+from trainer.learning.batching import micro_batches
+from trainer.learning.groups import MiniBatch
 from trainer.learning.policy_loss import PolicyLoss
 from trainer.policy.fsdp import FsdpPolicy
+from trainer.types import Sample
 
 GIB = 2**30
 VARIANTS = ("TRL", "padded", "packed")

@@ -52,15 +52,15 @@ from common import (
 )
 from peers import IPC_ARGUMENTS, IPC_ENVIRONMENT, Verl, VllmIpc, Way, trl
 
-from sharding import sending
-from sharding.channel import Listener, connect
-from sharding.collectives import is_main, world_size
 from sharding.manager import SyncReport, SyncSettings
-from sharding.plan import BucketPlan
-from sharding.source import FsdpWeightSource
-from sharding.transport import BUFFERS, Staging, make_staging, open_staging
-from trainer import lifetime
-from trainer.policy.in_place import InPlacePolicy
+from sharding.ranks import is_main, world_size
+from sharding.send import push
+from sharding.send.plan import BucketPlan
+from sharding.send.source import FsdpWeightSource
+from sharding.wire.channel import Listener, connect
+from sharding.wire.staging import BUFFERS, Staging, make_staging, open_staging
+from trainer.policy.zero_copy import InPlacePolicy
+from trainer.run import processes
 
 GIB = 2**30
 LOADS = {"replay": "load: replay", "loaders": "load: vLLM's, watched", "one by one": "load: vLLM's, one by one"}
@@ -170,7 +170,7 @@ class Reader:
 
     def __init__(self, staging: Staging, device: torch.device) -> None:
         self.staging = staging
-        folder = Path(tempfile.mkdtemp(dir=lifetime.private_folder()))
+        folder = Path(tempfile.mkdtemp(dir=processes.private_folder()))
         self.channel = Listener(folder, "bench")
         arguments = (self.channel.endpoint, self.channel.secret, device, staging.handle)
         self.process = multiprocessing.get_context("spawn").Process(target=read_staging, args=arguments, daemon=True)
@@ -216,7 +216,7 @@ def read_staging(endpoint: str, secret: str, device: torch.device, handle: dict[
 def gather(source: FsdpWeightSource, plan: BucketPlan, staging: Staging) -> None:
     """Fill staging with every bucket in turn."""
     for number, bucket in enumerate(plan.buckets):
-        sending.gather(source, bucket, staging.buffers[number % BUFFERS], number)
+        push.gather(source, bucket, staging.buffers[number % BUFFERS], number)
     staging.flush()
 
 

@@ -5,8 +5,8 @@ It runs on the engine's event loop, once for each trajectory, all of them at onc
 
 from typing import Any
 
-from generation.rollouts.llm import PolicyLLM
-from generation.sampling import SamplingSettings
+from generation.engine.sampling import SamplingSettings
+from generation.rollouts.episode import PolicyLLM
 from generation.trajectory import Trajectory
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from generation.settings import EngineSettings
-from generation.vllm_compat import check_build, check_version, engine_arguments, started_with
+from generation.engine.settings import EngineSettings
+from generation.engine.vllm_compat import check_build, check_version, engine_arguments, started_with
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_an_engine_is_spawned_on_the_second_runner_asleep_by_cumem_and_reads_819
     assert start == "spawn"
     assert config.use_v2_model_runner
     assert config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
-    assert config.parallel_config.worker_extension_cls == "sharding.worker_extension.VllmInternalWorkerExtension"
+    assert config.parallel_config.worker_extension_cls == "sharding.worker.extension.VllmInternalWorkerExtension"
     assert config.scheduler_config.max_num_batched_tokens == 8192
     assert config.scheduler_config.max_num_seqs == 512
     assert config.model_config.enable_sleep_mode
@@ -53,7 +53,7 @@ def test_an_engine_is_spawned_on_the_second_runner_asleep_by_cumem_and_reads_819
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"shared_weights": True}, lambda c: c.parallel_config.worker_cls == "sharding.sharing_worker.SharingWorker"),
+        ({"shared_weights": True}, lambda c: c.parallel_config.worker_cls == "sharding.worker.memory.SharingWorker"),
         ({"tensor_parallel_size": 2, "device_indices": (0, 1)}, lambda c: c.parallel_config.world_size == 2),
         ({"fp32_head": True}, lambda c: str(c.model_config.head_dtype) == "torch.float32"),
         ({"lora_rank": 12}, lambda c: c.lora_config.max_lora_rank == 16),
@@ -68,7 +68,7 @@ def test_settings_arrive_in_vllms_configuration(model: str, changes: dict[str, A
 
 
 def test_factories_of_logits_processors_run_in_the_second_runner(model: str) -> None:
-    from generation.logits_processors import factories
+    from generation.engine.logits import factories
 
     extra = factories.engine_arguments(["make_tiny:make_tiny_model"], factories.uses_v2(on_cpu=False, environ={}))
     config, _ = configured(model, extra=extra)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # what collectives make of fake tensors
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,23 +23,23 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForSequenceClassification
 
-from sharding import digests
-from sharding.plan import BucketPlan
-from sharding.sending import gather
-from sharding.source import FsdpWeightSource
-from sharding.transport import STAMP_BYTES
-from sharding.weight_loader import WeightLoader
+from sharding.send.plan import BucketPlan
+from sharding.send.push import gather
+from sharding.send.source import FsdpWeightSource
+from sharding.wire import digests
+from sharding.wire.staging import STAMP_BYTES
+from sharding.worker.loader import WeightLoader
 from tests.distributed import policy_checks as checks
 from tests.in_process import SmallModel, small_weights
 from tests.waits import Waits
-from trainer import logprobs
-from trainer.batching import MicroBatch, micro_batches
-from trainer.config import AlgorithmConfig, LoraConfig
-from trainer.learning.minibatches import MiniBatch
+from trainer.config.schema import AlgorithmConfig, LoraConfig
+from trainer.learning.batching import micro_batches
+from trainer.learning.groups import MiniBatch
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
-from trainer.policy import in_place, loading, offload
+from trainer.policy import hf_format, logprobs, offload, zero_copy
 from trainer.policy.lora import add_adapters
 from trainer.policy.module import PolicyModule, ValueModule, outputs, values
+from trainer.types import MicroBatch
 
 CUDA = torch.device("cuda", 0)
 RANKS = 8
@@ -97,7 +96,7 @@ def one_batch(packing: bool) -> MicroBatch:
 
 
 def meta_model(folder: Path, **settings: Any) -> Any:
-    return loading.build_meta_model(folder, torch.bfloat16, "sdpa", False, torch.device("cpu"), **settings)
+    return hf_format.build_meta_model(folder, torch.bfloat16, "sdpa", False, torch.device("cpu"), **settings)
 
 
 CONFIGS = {
@@ -237,10 +236,10 @@ def test_a_worker_records_replays_and_digests_without_waiting_but_for_what_it_re
 def test_weights_in_place_take_gradients_and_are_published_without_waiting(folder: Path) -> None:
     mode = FakeTensorMode()
     model = meta_model(checks.model_folder(folder))
-    policy: Any = in_place.InPlacePolicy.__new__(in_place.InPlacePolicy)
+    policy: Any = zero_copy.InPlacePolicy.__new__(zero_copy.InPlacePolicy)
     policy.model = module_on_device(model, mode)
     policy.module = PolicyModule(policy.model)
-    weights = dict(in_place.parameter_names(policy.model))
+    weights = dict(zero_copy.parameter_names(policy.model))
     with mode, torch.no_grad(), Waits() as waits:
         policy.masters = {name: nn.Parameter(weight.detach().float()) for name, weight in weights.items()}
         memory = {
@@ -250,7 +249,7 @@ def test_weights_in_place_take_gradients_and_are_published_without_waiting(folde
         for name, weight in weights.items():
             for _ in range(2):
                 weight.grad = torch.empty_like(weight)
-                in_place._hand_over(policy.masters[name], weight)
+                zero_copy._hand_over(policy.masters[name], weight)
         policy._publish()
     assert {master.grad.device for master in policy.masters.values()} == {CUDA}
     assert all(memory[name].untyped_storage()._cdata == w.untyped_storage()._cdata for name, w in weights.items())

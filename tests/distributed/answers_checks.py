@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 
 from generation.trajectory import Trajectory
-from sharding.collectives import exchange, is_main, rank
+from sharding.ranks import exchange, is_main, rank, world_size
 from tests.unit.learning_steps import TablePolicy, make_config
-from trainer.answers import gather_answers
-from trainer.distributed import destroy_process_group, init_process_group, world_size
-from trainer.learning.groups import make_groups
+from trainer.distributed import destroy_process_group, init_process_group
+from trainer.learning.answers import gather_answers
+from trainer.learning.groups import make_groups, prepare, split
 from trainer.learning.learner import mark_decisive
 from trainer.learning.metrics import engine_gap, rollout_metrics
-from trainer.learning.minibatches import prepare, split
 
 SHARE, VOCABULARY = 64, 11
 
@@ -37,7 +36,7 @@ def trajectories(number: int) -> list[Trajectory]:
 
 
 class Received:
-    """Counts the bytes that this rank gets from others by the collectives of `sharding.collectives`."""
+    """Counts the bytes that this rank gets from others by the collectives of `sharding.ranks`."""
 
     def __init__(self) -> None:
         self.bytes = 0  # but of what is summed, of which a ring of ranks passes on less than twice its size

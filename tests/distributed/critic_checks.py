@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForSequenceClassification
 
+from sharding.ranks import all_reduce_sum, world_size
 from tests.distributed import policy_checks as checks
-from trainer import checkpoint
-from trainer.batching import MicroBatch, Sample
-from trainer.config import ModelConfig, PolicyConfig
-from trainer.distributed import all_reduce_sum, world_size
+from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.policy import FsdpPolicy, Outputs
 from trainer.policy.critic import Critic
-from trainer.policy.sharded import ShardedModel
+from trainer.policy.fsdp import ShardedModel
+from trainer.run import checkpoint
+from trainer.types import MicroBatch, Sample
 
 GOAL = 0.7
 

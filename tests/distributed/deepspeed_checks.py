@@ -13,15 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed import policy_checks as checks
 from tests.distributed import three_steps
-from trainer import checkpoint
-from trainer.config import ModelConfig, PolicyConfig, TrainConfig
+from trainer.config.schema import ModelConfig, PolicyConfig, TrainConfig
 from trainer.distributed import init_process_group
-from trainer.memory_plan import trainer_parts
-from trainer.model_sizes import model_sizes
-from trainer.policy import FsdpPolicy, loading
+from trainer.estimates.memory import ZERO_BUCKET, trainer_parts
+from trainer.estimates.model_sizes import model_sizes
+from trainer.policy import FsdpPolicy, hf_format
 from trainer.policy.deepspeed import DeepSpeedPolicy
-from trainer.policy.updates import TrainingDiverged
-from trainer.update_memory import ZERO_BUCKET
+from trainer.policy.optimizer import TrainingDiverged
+from trainer.run import checkpoint
 
 STAGES = (1, 2, 3)
 
@@ -129,13 +128,13 @@ def check_read_once(folder: Path, stage: int) -> None:
         AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(half)
     dist.barrier()  # nobody reads it half written
     read: list[int] = []
-    real = loading.SafetensorsFolder.read
+    real = hf_format.SafetensorsFolder.read
 
     def counted(files: Any, views: Any, begin: int, end: int, *rest: Any) -> Tensor:
         read.append(end - begin)
         return real(files, views, begin, end, *rest)
 
-    loading.SafetensorsFolder.read = counted  # type: ignore[method-assign]
+    hf_format.SafetensorsFolder.read = counted  # type: ignore[method-assign]
     try:
         policy = zero_policy(half, stage, dtype="bfloat16")
         total = sum(weight.numel() for weight in masters(policy).values())
@@ -146,7 +145,7 @@ def check_read_once(folder: Path, stage: int) -> None:
         zero_policy(source, stage, dtype="bfloat16")
         assert sum(read) == 2 * total
     finally:
-        loading.SafetensorsFolder.read = real  # type: ignore[method-assign]
+        hf_format.SafetensorsFolder.read = real  # type: ignore[method-assign]
 
 
 def check_planned_memory(folder: Path, stage: int) -> None:

@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any
 
-from generation.rollouts.llm import PolicyLLM, one_shot
-from generation.sampling import SamplingSettings
+from generation.engine.sampling import SamplingSettings
+from generation.rollouts.episode import PolicyLLM, one_shot
 from generation.trajectory import Trajectory
 
 

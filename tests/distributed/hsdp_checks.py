@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from sharding.source import FsdpWeightSource
+from sharding.send.source import FsdpWeightSource
 from tests.distributed import critic_checks, three_steps
 from tests.distributed import policy_checks as checks
 from tests.gathering import assert_ranks_hold, sent_in_parts
-from trainer import checkpoint
 from trainer.distributed import init_process_group
 from trainer.policy import FsdpPolicy
+from trainer.run import checkpoint
 
 
 def make_policy(folder: Path, shard_size: int | None = 2) -> FsdpPolicy:

@@ -24,7 +24,7 @@ import psutil
 from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
-from trainer import lifetime
+from trainer.run import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 _DONE = "HOTBUNK_TEST_DONE"  # the folder in which each rank leaves its number at its end
@@ -133,4 +133,4 @@ def _run_rank(
 
     # A rank leaves as the command line's ranks do: the interpreter's own shutdown now and then aborts in the destructor
     # of a gloo group that a device mesh still holds ("terminate called without an active exception").
-    lifetime.run(main)
+    processes.run(main)

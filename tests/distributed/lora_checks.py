@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from sharding.ranks import is_main
 from tests.distributed import policy_checks as checks
 from tests.distributed.deepspeed_checks import _collected
 from tests.gathering import sent
-from trainer import checkpoint
-from trainer.assembly import weight_source
-from trainer.config import LoraConfig, ModelConfig, PolicyConfig
-from trainer.distributed import init_process_group, is_main
-from trainer.optimizer import decay_groups
+from trainer.build import weight_source
+from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
+from trainer.distributed import init_process_group
 from trainer.policy import Policy, make_policy
 from trainer.policy.lora import BaseOfPolicy, peft_config, peft_name, save_adapter, start_value
+from trainer.policy.optimizer import decay_groups
+from trainer.run import checkpoint
 
 BACKENDS = ("fsdp", "zero 1", "zero 2", "zero 3")
 LORA = LoraConfig(rank=3, alpha=12, seed=5)

@@ -26,15 +26,17 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from sharding.source import FsdpWeightSource
+from sharding.ranks import agree, all_reduce_sum, rank, world_size
+from sharding.send.source import FsdpWeightSource
 from tests.gathering import assert_ranks_hold, sent, sent_in_parts
 from trainer.algorithms import aggregation
-from trainer.batching import MicroBatch, Sample, assign_to_ranks, micro_batches
-from trainer.config import ModelConfig, PolicyConfig
-from trainer.distributed import agree, all_reduce_sum, destroy_process_group, init_process_group, rank, world_size
+from trainer.config.schema import ModelConfig, PolicyConfig
+from trainer.distributed import destroy_process_group, init_process_group
+from trainer.learning.batching import assign_to_ranks, micro_batches
 from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs
-from trainer.policy.checkpoint_names import checkpoint_views
-from trainer.policy.updates import TrainingDiverged
+from trainer.policy.hf_format import checkpoint_views
+from trainer.policy.optimizer import TrainingDiverged
+from trainer.types import MicroBatch, Sample
 
 logging.disable_progress_bar()
 

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharding.collectives import all_gather_bytes
-from trainer import lifetime
-from trainer.algorithm_config import PRESETS
-from trainer.config import TrainConfig, load_config
-from trainer.config_checks import check_config
-from trainer.distributed import destroy_process_group, init_process_group, rank, store, world_size
+from sharding.ranks import all_gather_bytes, rank, world_size
+from trainer.config.algorithm import PRESETS
+from trainer.config.checks import check_config
+from trainer.config.recipe import load_config
+from trainer.config.schema import TrainConfig
+from trainer.distributed import destroy_process_group, init_process_group, store
 from trainer.learning import Learner
 from trainer.loop import RLTrainer
 from trainer.policy import FsdpPolicy, Policy
 from trainer.policy.critic import Critic, make_critic
-from trainer.watchdog import Watchdog
+from trainer.run import processes
+from trainer.run.watchdog import Watchdog
 
 STEPS = 2
 SETTINGS = {"gspo": ["batch.updates_per_step=4"], "distill": ["algorithm.teacher=${model.path}"]}
@@ -32,12 +33,12 @@ def preset_config(recipe: str, preset: str) -> TrainConfig:
 
 def train_presets(recipe: str, results: str) -> None:
     """For each preset: the figures of its steps on every rank, and by how much its weights have moved."""
-    lifetime.start_guardian()
+    processes.start_guardian()
     init_process_group(120, "cpu")
     found: dict[str, dict[str, Any]] = {}
     with Watchdog(store(), rank(), world_size()) as watchdog, ExitStack() as resources:
         trainer = RLTrainer(preset_config(recipe, "dapo"), watchdog, resources)
-        config, device = trainer.config, trainer.policy.device
+        config, device = trainer.config.schema, trainer.policy.device
         reference = FsdpPolicy(config.model, config.policy, device, trainable=False)
         critic = make_critic(config, device, STEPS)
         for preset in PRESETS:
@@ -50,7 +51,7 @@ def train_presets(recipe: str, results: str) -> None:
 def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy, critic: Critic) -> dict[str, Any]:
     """A few steps of the trainer as it would have been built for `config`; it goes on from the weights it has."""
     algorithm = config.algorithm
-    trainer.config, trainer.learner = config, Learner(
+    trainer.config.schema, trainer.learner = config, Learner(
         config,
         trainer.policy,
         reference if algorithm.kl_coef or algorithm.teacher else None,

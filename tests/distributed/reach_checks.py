@@ -12,11 +12,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from sharding.source import ShardedSource
+from sharding.ranks import agree, rank, world_size
+from sharding.send.source import ShardedSource
 from tests.distributed import policy_checks as checks
 from tests.distributed.deepspeed_checks import zero_policy
-from trainer.assembly import weight_source
-from trainer.distributed import agree, init_process_group, rank, world_size
+from trainer.build import weight_source
+from trainer.distributed import init_process_group
 
 
 def on_ranks(models: str, results: str, *cases: str) -> None:
@@ -24,9 +25,9 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
     init_process_group(120, "cpu")
     from vllm.v1.worker import cpu_model_runner
 
-    from sharding import worker_extension
+    from sharding.worker import extension
 
-    worker_extension._PLAIN_ON_CPU, worker_extension._custom_ops._supports_onednn = True, False
+    extension._PLAIN_ON_CPU, extension._custom_ops._supports_onednn = True, False
     cpu_model_runner._set_torch_accelerator_to_noop()
     todo: dict[str, Callable[[], None]] = {}
     for case in cases:
@@ -82,8 +83,8 @@ def vllm_worker(folder: Path, tensor_parallel_size: int) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    from generation.settings import EngineSettings
-    from generation.vllm_compat import engine_arguments
+    from generation.engine.settings import EngineSettings
+    from generation.engine.vllm_compat import engine_arguments
     from tests.in_process import Worker
 
     here = {"distributed_executor_backend": "external_launcher"}

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from sharding.collectives import exchange
+from sharding.ranks import RemoteError, exchange
 from tests.distributed.launch import run_ranks
-from trainer import checkpoint, distributed
-from trainer.assembly import RunState, find_checkpoint
-from trainer.checkpoint_writer import CheckpointWriter
-from trainer.config import CheckpointConfig, TrainConfig
-from trainer.distributed import RemoteError
+from trainer import distributed
+from trainer.config.schema import CheckpointConfig, TrainConfig
 from trainer.errors import UserError
+from trainer.run import checkpoint
+from trainer.run.keeper import CheckpointWriter, RunState, find_checkpoint
 
 VOCABULARY = 257
 

@@ -19,18 +19,18 @@ def check_ranks(model: str, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from generation.event_loop import EngineThread
-    from generation.sampling import SamplingSettings
-    from generation.settings import EngineSettings
-    from generation.worker_async import VllmAsyncGenerationWorker
-    from sharding.collective import CollectiveSender
-    from sharding.collectives import RemoteError, rank
+    from generation.engine.engine import VllmAsyncGenerationWorker
+    from generation.engine.sampling import SamplingSettings
+    from generation.engine.settings import EngineSettings
+    from generation.engine.thread import EngineThread
+    from sharding.apart.broadcast import CollectiveSender
+    from sharding.apart.storage import StorageWriter
     from sharding.manager import Leader
-    from sharding.sending import SyncSettings
-    from sharding.source import FsdpWeightSource
-    from sharding.storage import StorageWriter
+    from sharding.ranks import RemoteError, rank
+    from sharding.send.push import SyncSettings
+    from sharding.send.source import FsdpWeightSource
     from trainer.distributed import destroy_process_group, init_process_group
-    from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+    from trainer.policy.hf_format import checkpoint_views, parameter_names
 
     def start_engine() -> Leader:
         thread = EngineThread()

@@ -12,11 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sharding.collectives import all_to_all_bytes, send_to_all, sum_counts
+from sharding.ranks import (
+    RemoteError,
+    agree,
+    agreed,
+    all_gather_bytes,
+    all_reduce_max,
+    all_reduce_sum,
+    all_to_all_bytes,
+    send_to_all,
+    sum_counts,
+)
 from tests.distributed.launch import leave, run_ranks
-from trainer import distributed, watchdog
-from trainer.distributed import RemoteError, agree, agreed, all_gather_bytes, all_reduce_max, all_reduce_sum
-from trainer.watchdog import EXIT_CODE, Watchdog
+from trainer import distributed
+from trainer.run import watchdog
+from trainer.run.watchdog import EXIT_CODE, Watchdog
 
 RANKS = 3
 

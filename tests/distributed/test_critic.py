@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed import critic_checks
 from tests.distributed import policy_checks as checks
-from trainer.config import TrainConfig
+from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.policy.critic import make_critic
 

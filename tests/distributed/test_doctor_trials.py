@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from launch import run_ranks
 
-from trainer import doctor_trials, lifetime
+from trainer.commands import doctor_trials
+from trainer.run import processes
 
 
 def one_trial(name: str, findings: str) -> None:
     """A rank."""
-    lifetime.start_guardian()
+    processes.start_guardian()
     assert doctor_trials.main(name, "cpu", Path(findings)) == 0
 
 

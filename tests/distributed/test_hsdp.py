@@ -8,7 +8,7 @@ import pytest
 from tests.distributed import critic_checks, hsdp_checks
 from tests.distributed import policy_checks as checks
 from tests.distributed.launch import run_ranks
-from trainer import checkpoint
+from trainer.run import checkpoint
 
 
 @pytest.fixture(scope="module")

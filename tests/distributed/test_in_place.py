@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.distributed import policy_checks as checks
-from trainer.config import ModelConfig, PolicyConfig
+from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.policy import FsdpPolicy, InPlacePolicy
-from trainer.policy.checkpoint_names import parameter_names
+from trainer.policy.hf_format import parameter_names
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 

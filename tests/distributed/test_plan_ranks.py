@@ -11,11 +11,12 @@ def measure(model: str, output: str) -> None:
     """Build the policy and its weight source; rank 0 writes how many bytes they have."""
     import torch
 
-    from sharding.plan import BucketPlan
-    from sharding.source import FsdpWeightSource
-    from sharding.transport import BUFFERS
-    from trainer.config import ModelConfig, PolicyConfig
-    from trainer.distributed import destroy_process_group, init_process_group, rank
+    from sharding.ranks import rank
+    from sharding.send.plan import BucketPlan
+    from sharding.send.source import FsdpWeightSource
+    from sharding.wire.staging import BUFFERS
+    from trainer.config.schema import ModelConfig, PolicyConfig
+    from trainer.distributed import destroy_process_group, init_process_group
     from trainer.policy import FsdpPolicy
 
     init_process_group(60, "cpu")
@@ -30,9 +31,9 @@ def measure(model: str, output: str) -> None:
 
 
 def test_planned_bytes_are_held_bytes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    from trainer.config import TrainConfig
-    from trainer.memory_plan import staging_bytes, trainer_parts
-    from trainer.model_sizes import model_sizes
+    from trainer.config.schema import TrainConfig
+    from trainer.estimates.memory import staging_bytes, trainer_parts
+    from trainer.estimates.model_sizes import model_sizes
 
     model = tiny_model(architecture="qwen2", tied=False)
     run_ranks(measure, 2, arguments=[str(model), str(tmp_path / "sizes.json")])

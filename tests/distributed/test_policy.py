@@ -12,12 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.distributed import policy_checks as checks
 from tests.distributed.launch import run_ranks
-from trainer.config import ModelConfig, PolicyConfig
+from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.errors import UserError
 from trainer.policy import FsdpPolicy
-from trainer.policy.checkpoint_names import checkpoint_views
-from trainer.policy.loading import build_meta_model
-from trainer.policy.saving import save_pretrained
+from trainer.policy.hf_format import build_meta_model, checkpoint_views, save_pretrained
 
 BY_KIND = pytest.mark.parametrize(("kind", "tied"), checks.KINDS)
 
@@ -174,7 +172,7 @@ def test_checkpoint_views_refuse_what_is_no_contiguous_part(models: Path, monkey
         (lambda _, state: {"x": state["w"][:1]}, "cover 3 elements"),
         (lambda _, state: {"x": state["w"][1:]}, "begins at element 3"),
     ]:
-        monkeypatch.setattr("trainer.policy.checkpoint_names.revert_weight_conversion", conversion)
+        monkeypatch.setattr("trainer.policy.hf_format.revert_weight_conversion", conversion)
         with pytest.raises(ValueError, match=message):
             checkpoint_views(model, "w", (2, 3))
 

@@ -9,7 +9,7 @@ from real_run import write_recipe
 
 from tests.distributed import preset_checks as checks
 from tests.distributed.launch import run_ranks
-from trainer.algorithm_config import PRESETS
+from trainer.config.algorithm import PRESETS
 
 
 @pytest.fixture(scope="module")

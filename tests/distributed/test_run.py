@@ -14,7 +14,7 @@ from killed_run import REWARD, disturbed, draw, unequal
 from real_run import Run, differences, summary, write_recipe
 
 from tests.conftest import TinyModel
-from trainer import checkpoint
+from trainer.run import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -216,4 +216,4 @@ def test_a_step_over_its_deadline_names_ranks_phases_and_stacks(tiny_model: Tiny
     assert "exceeded a deadline" in run.output()
     for rank in (0, 1):
         assert f"rank {rank}: phase " in run.output()
-    assert "generation/event_loop.py" in run.output()  # where the main thread of a rank was waiting
+    assert "generation/engine/thread.py" in run.output()  # where the main thread of a rank was waiting

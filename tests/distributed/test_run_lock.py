@@ -16,9 +16,9 @@ import psutil
 import pytest
 from real_run import write_recipe
 
-from trainer import guardian
 from trainer.errors import UserError
-from trainer.run_lock import RunLock
+from trainer.run import guardian
+from trainer.run.lock import RunLock
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ RANK = """
     from pathlib import Path
     from trainer import lifetime
     from trainer.errors import UserError
-    from trainer.run_lock import RunLock
+    from trainer.run.lock import RunLock
 
     folder, name, patience, count = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
     lock = RunLock(folder)

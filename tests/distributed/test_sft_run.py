@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scripts.arithmetic import write_arithmetic
 from scripts.make_tiny import make_tiny_model
 from tests.distributed.launch import run_ranks
-from trainer import sft
-from trainer.config import TrainConfig
+from trainer.commands import sft
+from trainer.config.schema import TrainConfig
 
 STEPS = 60
 

@@ -19,7 +19,7 @@ from launch import ROOT, leave, run_ranks
 
 WORKER = """
 import os, sys
-from sharding.channel import connect
+from sharding.wire.channel import connect
 
 endpoint, secret = sys.argv[1:]
 channel = connect(endpoint, secret, "cpu:0", os.getpid())
@@ -35,7 +35,7 @@ class StandIn:
     """What a manager needs of an engine."""
 
     def __init__(self) -> None:
-        from generation.engine_state import EngineLifecycle
+        from generation.engine.lifecycle import EngineLifecycle
 
         self.state, self.adapter = EngineLifecycle(), None
         self.worker: subprocess.Popen[str]
@@ -65,10 +65,10 @@ def check_failures(folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from generation.event_loop import EngineThread
-    from sharding.collectives import RemoteError, rank
+    from generation.engine.thread import EngineThread
     from sharding.manager import Leader, ShardingManager, SyncSettings
-    from sharding.source import FsdpWeightSource
+    from sharding.ranks import RemoteError, rank
+    from sharding.send.source import FsdpWeightSource
     from trainer.distributed import init_process_group
 
     init_process_group(60, "cpu")

@@ -8,8 +8,8 @@ def check_gather() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from sharding.collectives import rank, world_size
-    from sharding.source import FsdpWeightSource
+    from sharding.ranks import rank, world_size
+    from sharding.send.source import FsdpWeightSource
     from tests.gathering import sent, sent_in_parts
     from trainer.distributed import destroy_process_group, init_process_group
 

@@ -12,18 +12,17 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from generation.broadcast import broadcast_across_tp
-from generation.rollout import RolloutSettings
-from generation.sampling import SamplingSettings
-from sharding.collectives import agreed, all_gather_bytes, all_reduce_sum, rank
+from generation.compat.broadcast import broadcast_across_tp
+from generation.engine.sampling import SamplingSettings
+from generation.rollouts.run import RolloutSettings
+from sharding.ranks import agreed, all_gather_bytes, all_reduce_sum, rank
 from tests.distributed.launch import run_ranks
-from trainer.config import load_config
+from trainer.config.recipe import load_config
 from trainer.data import Prompt, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
 from trainer.engines import start_engine, stop_engine
-from trainer.episodes import EpisodePlan
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import Rollouts
+from trainer.rollouts import EpisodePlan, Rollouts
 
 if TYPE_CHECKING:
     from conftest import TinyModel

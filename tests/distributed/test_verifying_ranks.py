@@ -15,14 +15,14 @@ def two_ranks() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from sharding import source as sources
-    from sharding import worker_extension
-    from sharding.collectives import RemoteError, rank
+    from sharding.ranks import RemoteError, rank
+    from sharding.send import source as sources
+    from sharding.worker import extension
     from tests.in_process import InProcess, SmallModel, small_weights
     from trainer.distributed import destroy_process_group, init_process_group
 
     init_process_group(60, "cpu")
-    worker_extension._PLAIN_ON_CPU = True
+    extension._PLAIN_ON_CPU = True
     mesh = init_device_mesh("cpu", (2,))
     tensors = {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in small_weights(1).items()}
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from launch import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sharding import collectives
+from sharding import ranks
 from tests.distributed import policy_checks as checks
 from tests.waits import Waits
-from trainer.batching import micro_batches
-from trainer.config import AlgorithmConfig, LoraConfig, ModelConfig, PolicyConfig
-from trainer.learning.minibatches import MiniBatch
+from trainer.config.schema import AlgorithmConfig, LoraConfig, ModelConfig, PolicyConfig
+from trainer.learning.batching import micro_batches
+from trainer.learning.groups import MiniBatch
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
 from trainer.policy import FsdpPolicy
 from trainer.policy.critic import Critic
@@ -28,7 +28,7 @@ from trainer.policy.lora import NO_ADAPTERS
 
 RANKS = 8
 CPU = torch.device("cpu")
-AT_ITS_END = {"trainer/policy/updates.py:over_ranks", "trainer/policy/deepspeed.py:_step"}
+AT_ITS_END = {"trainer/policy/optimizer.py:over_ranks", "trainer/policy/deepspeed.py:_step"}
 """Once an update: loss and norm decide, on the host, whether the step is made."""
 
 
@@ -49,7 +49,7 @@ def test_no_micro_batch_waits_for_the_device(folder: Path, kind: str) -> None:
 def look_for_waits(kind: str, folder: str) -> None:
     """On the one rank that exists: an update of four micro-batches waits no more often than one of one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    collectives.all_gather_bytes = lambda payload, group=None: [payload] * RANKS
+    ranks.all_gather_bytes = lambda payload, group=None: [payload] * RANKS
     learns = made(kind, ModelConfig(path=folder))
     for _ in range(2):
         update_waits(kind, learns, 2)  # ZeRO-3 learns in which order weights are wanted

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.distributed import policy_checks as checks
-from trainer.batching import Sample
 from trainer.policy import UpdateStats
+from trainer.types import Sample
 
 # Every part of a step has a say: warm-up, schedule, decay, and a bound that the gradient exceeds. Epsilon is large, as
 # AdamW divides by it: what is rounding in a gradient (that of a key's bias is nothing else) shall be rounding in the

@@ -12,10 +12,10 @@ from bad_requests import Request
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from transformers import AutoTokenizer
 
-from generation.openai_server import OpenAIServer, ServerSettings
+from generation.engine.sampling import SamplingSettings
 from generation.rollouts.client import Client, client_rollout
-from generation.rollouts.llm import PolicyLLM, RolloutSettings
-from generation.sampling import SamplingSettings
+from generation.rollouts.episode import PolicyLLM, RolloutSettings
+from generation.server import OpenAIServer, ServerSettings
 from generation.trajectory import Trajectory
 from sharding.manager import Leader
 

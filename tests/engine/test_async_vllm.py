@@ -16,17 +16,18 @@ from colocated import HfPolicy
 from conftest import TinyModel
 from vllm import AsyncEngineArgs, SamplingParams
 
-from generation.engine_state import EngineStateError
-from generation.service.async_vllm import AsyncVLLM, make_async_vllm_engine
-from generation.service.results import PromptErrors
-from generation.service.settings import as_settings
-from generation.vllm_compat import engine_arguments
-from sharding.collective import CollectiveSender
-from sharding.sending import SyncSettings
-from sharding.source import FsdpWeightSource
-from sharding.storage import StorageWriter
-from trainer.batching import Sample, micro_batches
+from generation.compat.torchrl.results import PromptErrors
+from generation.compat.torchrl.service import AsyncVLLM, make_async_vllm_engine
+from generation.compat.torchrl.settings import as_settings
+from generation.engine.lifecycle import EngineStateError
+from generation.engine.vllm_compat import engine_arguments
+from sharding.apart.broadcast import CollectiveSender
+from sharding.apart.storage import StorageWriter
+from sharding.send.push import SyncSettings
+from sharding.send.source import FsdpWeightSource
+from trainer.learning.batching import micro_batches
 from trainer.policy.module import PolicyModule, outputs
+from trainer.types import Sample
 
 SMALL = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20, "dtype": "float32"}
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)

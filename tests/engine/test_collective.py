@@ -13,16 +13,16 @@ from colocated import HfPolicy, start_engine, stop
 from conftest import TinyModel
 from transformers import AutoConfig
 
-from generation.sampling import SamplingSettings
-from generation.worker_async import VllmAsyncGenerationWorker
-from sharding.collective import CollectiveSender, engine_ranks
-from sharding.collectives import RemoteError
-from sharding.manifest import checkpoint_manifest, differences
-from sharding.plan import BucketPlan
-from sharding.sending import SyncSettings
-from sharding.source import FsdpWeightSource
-from sharding.storage import StorageWriter
-from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.sampling import SamplingSettings
+from sharding.apart.broadcast import CollectiveSender, engine_ranks
+from sharding.apart.storage import StorageWriter
+from sharding.ranks import RemoteError
+from sharding.send.plan import BucketPlan
+from sharding.send.push import SyncSettings
+from sharding.send.source import FsdpWeightSource
+from sharding.wire.manifest import checkpoint_manifest, differences
+from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 PROMPT = [20 + i for i in range(40)]  # several blocks of the prefix cache
 SETTINGS = SyncSettings("full", bucket_bytes=1 << 16, timeout=30)

@@ -15,7 +15,7 @@ from test_generate import processes_with
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.cli import main
-from trainer.evaluate import evaluation_config
+from trainer.commands.evaluate import evaluation_config
 
 ROOT = Path(__file__).parents[2]
 TOKENS, QUESTIONS = 5, [f"what is {n}+{n}?" for n in range(6)]

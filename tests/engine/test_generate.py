@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.cli import main
-from trainer.generate import Chat
+from trainer.commands.generate import Chat
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 12

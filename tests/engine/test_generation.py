@@ -11,16 +11,16 @@ import pytest
 from colocated import HfPolicy, start_engine, stop
 from conftest import TinyModel
 
-from generation.rollout import RolloutSettings, rollout
-from generation.sampling import SamplingSettings, sample_seed
-from generation.settings import OWN_ARGUMENTS, EngineSettings, engine_argument_names
+from generation.engine.sampling import SamplingSettings, sample_seed
+from generation.engine.settings import OWN_ARGUMENTS, EngineSettings, engine_argument_names
+from generation.engine.vllm_compat import engine_arguments
+from generation.rollouts.run import RolloutSettings, rollout
 from generation.trajectory import Trajectory
-from generation.vllm_compat import engine_arguments
 from sharding.manager import Leader
 from trainer import engines
-from trainer.config import TrainConfig
+from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
-from trainer.learning.minibatches import to_sample
+from trainer.learning.groups import to_sample
 
 PAD = 0
 PROMPTS = [[14, 50, 77], [20, 21, 22, 23, 24], [99, 98]]

@@ -18,22 +18,20 @@ from colocated import HfPolicy
 from conftest import TinyModel
 from transformers import AutoTokenizer
 
-from generation.engine_state import EngineStateError
-from generation.event_loop import EngineThread
-from generation.interface.batch import BatchedDataDict, verify_right_padding
-from generation.interface.padded import rows_of
-from generation.interface.vllm_config import VllmConfig, VllmSpecificArgs
-from generation.interface.vllm_generation import VllmGeneration
-from generation.vllm_compat import unfinished_requests
-from generation.worker_async import VllmAsyncGenerationWorker
-from sharding.channel import Listener
-from sharding.collective import CollectiveSender
-from sharding.link import Link
-from sharding.plan import BucketPlan
-from sharding.sending import SyncSettings, announce, push
-from sharding.source import FsdpWeightSource
-from sharding.transport import make_staging
-from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+from generation.compat.nemo.batch import BatchedDataDict, rows_of, verify_right_padding
+from generation.compat.nemo.config import VllmConfig, VllmSpecificArgs
+from generation.compat.nemo.generation import VllmGeneration
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.lifecycle import EngineStateError
+from generation.engine.thread import EngineThread
+from generation.engine.vllm_compat import unfinished_requests
+from sharding.apart.broadcast import CollectiveSender
+from sharding.send.plan import BucketPlan
+from sharding.send.push import Link, SyncSettings, announce, push
+from sharding.send.source import FsdpWeightSource
+from sharding.wire.channel import Listener
+from sharding.wire.staging import make_staging
+from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 PROMPTS = [[14, 50, 77], [20, 21, 22, 0, 24], [99, 98], [14, 15, 16, 17]]
 KEYS = {"output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs", "truncated", "errors"}

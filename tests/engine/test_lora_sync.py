@@ -11,13 +11,13 @@ import torch
 from colocated import start_engine, stop
 from transformers import AutoModelForCausalLM
 
-from generation.engine_state import EngineStateError
-from generation.sampling import SamplingSettings
-from sharding.collectives import RemoteError
+from generation.engine.lifecycle import EngineStateError
+from generation.engine.sampling import SamplingSettings
 from sharding.manager import Leader, ShardingManager, SyncSettings
-from sharding.source import FsdpWeightSource, WeightSource, one_piece
-from trainer.assembly import adapter_source, weight_source
-from trainer.config import LoraConfig, ModelConfig, PolicyConfig
+from sharding.ranks import RemoteError
+from sharding.send.source import FsdpWeightSource, WeightSource, one_piece
+from trainer.build import adapter_source, weight_source
+from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.policy import FsdpPolicy
 from trainer.policy.lora import adapter_format, factors, save_adapter
 

@@ -49,9 +49,9 @@ from openai_clients import (
 )
 from transformers import AutoTokenizer
 
-from generation.openai_server import OpenAIServer, ServerSettings, TooManyConversations
 from generation.rollouts.client import LostKey, verifiers_client
 from generation.rollouts.user_code import UserCodeError
+from generation.server import OpenAIServer, ServerSettings, TooManyConversations
 from sharding.manager import Leader
 
 

@@ -12,10 +12,10 @@ from colocated import HfPolicy
 from conftest import TinyModel
 from vllm import SamplingParams
 
-from generation.service.async_vllm import AsyncVLLM
-from generation.service.engine import ServiceEngine
-from generation.service.results import PromptErrors
-from generation.service.settings import resolve
+from generation.compat.torchrl.replicas import ServiceEngine
+from generation.compat.torchrl.results import PromptErrors
+from generation.compat.torchrl.service import AsyncVLLM
+from generation.compat.torchrl.settings import resolve
 
 pytestmark = pytest.mark.timeout(600)  # a cluster on a busy machine takes its time to start
 

@@ -13,13 +13,19 @@ from colocated import HfPolicy, start_engine, stop
 from conftest import TinyModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from generation.rollout import Episodes, RolloutSettings, rollout
-from generation.rollouts.agent import Agent, environment_rollout, tool_rollout
-from generation.rollouts.inline_tools import inline_rollout
-from generation.rollouts.llm import PolicyLLM, RolloutFunction, custom_rollout, one_shot
-from generation.rollouts.tool_calls import ToolCall, call_parser, parse_hermes
-from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, tools_by_name
-from generation.sampling import SamplingSettings, sample_seed, vllm_sampling_params
+from generation.engine.sampling import SamplingSettings, sample_seed, vllm_sampling_params
+from generation.rollouts.agent import Agent, environment_rollout, inline_rollout, tool_rollout
+from generation.rollouts.episode import PolicyLLM, RolloutFunction, custom_rollout, one_shot
+from generation.rollouts.run import Episodes, RolloutSettings, rollout
+from generation.rollouts.tools import (
+    ToolCall,
+    ToolLimits,
+    ToolRunner,
+    call_parser,
+    make_tool,
+    parse_hermes,
+    tools_by_name,
+)
 from generation.trajectory import Trajectory
 from sharding.manager import Leader
 

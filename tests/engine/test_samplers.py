@@ -10,13 +10,12 @@ import torch
 from colocated import HfPolicy, start_engine, stop
 from conftest import TinyModel
 
-from generation.chatlearn.module import VLLMModule, get_model, print_rank_0
-from generation.logits_processors.factories import engine_arguments
-from generation.rollout import RolloutSettings, rollout
+from generation.compat.chatlearn.module import VLLMModule, get_model, print_rank_0
+from generation.engine.logits.factories import engine_arguments
+from generation.engine.sampling import SamplingSettings
+from generation.rollouts.run import RolloutSettings, rollout
 from generation.rollouts.sampler import FnCallRolloutSampler, OneShotRolloutSampler, make_sampler, sample_batch
-from generation.rollouts.sampler_llm import SamplerLLM
-from generation.rollouts.sampler_prompts import PromptText, prompt_batch
-from generation.sampling import SamplingSettings
+from generation.rollouts.sampler_llm import PromptText, SamplerLLM, prompt_batch
 from generation.trajectory import Trajectory
 from sharding.manager import Leader
 

@@ -15,8 +15,8 @@ import torch
 from colocated import Colocated, start_engine, stop
 from make_tiny import make_tiny_model
 
-from generation.sampling import SamplingSettings
-from sharding.collectives import RemoteError
+from generation.engine.sampling import SamplingSettings
+from sharding.ranks import RemoteError
 
 MODELS = [
     ("qwen2", True),

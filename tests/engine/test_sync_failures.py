@@ -13,13 +13,13 @@ import torch
 from colocated import Colocated
 from conftest import TinyModel
 
-from generation.engine_state import EngineStateError
-from generation.sampling import SamplingSettings
-from sharding.collectives import RemoteError
-from sharding.link import Link
-from sharding.plan import BucketPlan
-from sharding.verifying import parameters_to_verify
-from sharding.worker_memory import resident_bytes
+from generation.engine.lifecycle import EngineStateError
+from generation.engine.sampling import SamplingSettings
+from sharding.ranks import RemoteError
+from sharding.send.plan import BucketPlan
+from sharding.send.push import Link
+from sharding.send.verify import parameters_to_verify
+from sharding.worker.memory import resident_bytes
 
 PROMPT = [14, 50, 77, 120, 9]
 SAMPLING = SamplingSettings(max_tokens=24)

@@ -9,13 +9,14 @@ from colocated import Colocated
 from conftest import TinyModel
 from make_tiny import make_tiny_model
 
-from generation.engine_state import EngineStateError
-from generation.sampling import SamplingSettings
-from sharding.collectives import RemoteError
-from sharding.link import Link
-from trainer.batching import Sample, micro_batches
-from trainer.config import ModelConfig, PolicyConfig
+from generation.engine.lifecycle import EngineStateError
+from generation.engine.sampling import SamplingSettings
+from sharding.ranks import RemoteError
+from sharding.send.push import Link
+from trainer.config.schema import ModelConfig, PolicyConfig
+from trainer.learning.batching import micro_batches
 from trainer.policy import InPlacePolicy
+from trainer.types import Sample
 
 PROMPT = [14, 50, 77, 120, 9]
 SAMPLING = SamplingSettings(max_tokens=40)

@@ -7,11 +7,11 @@ import torch
 from colocated import HfPolicy, start_engine, stop
 from make_tiny import make_tiny_model
 
-from generation.sampling import SamplingSettings
-from sharding.collective import CollectiveSender
-from sharding.sending import SyncSettings
-from sharding.source import FsdpWeightSource
-from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+from generation.engine.sampling import SamplingSettings
+from sharding.apart.broadcast import CollectiveSender
+from sharding.send.push import SyncSettings
+from sharding.send.source import FsdpWeightSource
+from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import torch
 from colocated import Colocated
 from make_tiny import make_tiny_model
 
-from generation.sampling import SamplingSettings
-from generation.worker_async import Completion
+from generation.engine.engine import Completion
+from generation.engine.sampling import SamplingSettings
 
 pytestmark = pytest.mark.gpu
 

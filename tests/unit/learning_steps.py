@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from generation.trajectory import Trajectory
-from sharding.collectives import all_gather_bytes, all_reduce_sum, rank, world_size
-from trainer.answers import Answer, gather_answers
-from trainer.batching import MicroBatch
-from trainer.config import TrainConfig
-from trainer.policy.base import LossFn, Outputs, UpdateStats
+from sharding.ranks import all_gather_bytes, all_reduce_sum, rank, world_size
+from trainer.config.schema import TrainConfig
+from trainer.learning.answers import Answer, gather_answers
+from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats
 
 VOCABULARY = 11
 T = TypeVar("T")
@@ -127,7 +126,7 @@ class TableCritic(_Table):
 
 
 class _ThreadedRanks:
-    """Stands in for torch.distributed where `sharding.collectives` uses it."""
+    """Stands in for torch.distributed where `sharding.ranks` uses it."""
 
     def __init__(self, count: int) -> None:
         self._count, self._local = count, threading.local()
@@ -175,5 +174,5 @@ class _ThreadedRanks:
 def on_ranks(count: int, function: Callable[[], T]) -> list[T]:
     """What `function` gives on each of several ranks, which exchange what they would over gloo."""
     ranks = _ThreadedRanks(count)
-    with patch("sharding.collectives.dist", ranks), ThreadPoolExecutor(count) as pool:
+    with patch("sharding.ranks.dist", ranks), ThreadPoolExecutor(count) as pool:
         return [f.result() for f in [pool.submit(ranks.run, rank, function) for rank in range(count)]]

@@ -9,9 +9,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from generation.rollout import Episodes, rollout
-from generation.rollouts.llm import PolicyLLM, RolloutFunction, RolloutSettings
-from generation.sampling import Completion, SamplingSettings
+from generation.engine.sampling import Completion, SamplingSettings
+from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSettings
+from generation.rollouts.run import Episodes, rollout
 from generation.trajectory import Trajectory
 
 TEMPLATE = (

@@ -16,14 +16,13 @@ with mock.patch("trl.import_utils.is_vllm_available", return_value=False):  # 10
     from trl.trainer import grpo_trainer, rloo_trainer
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
-from trainer.algorithm_config import AlgorithmConfig
 from trainer.algorithms import advantages, aggregation, corrections, kl, losses, shaping
-from trainer.algorithms.ratios import log_ratio
-from trainer.batching import Layout, MicroBatch
+from trainer.algorithms.losses import log_ratio
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.learning.groups import MiniBatch
 from trainer.learning.learner import mark_decisive
-from trainer.learning.minibatches import MiniBatch
 from trainer.learning.policy_loss import PolicyLoss
-from trainer.policy.base import Outputs
+from trainer.types import Layout, MicroBatch, Outputs
 
 Tensor = torch.Tensor
 LENGTHS = [7, 1, 4, 0, 1, 6]  # a fully masked row and rows of length one among them

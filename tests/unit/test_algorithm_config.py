@@ -6,8 +6,8 @@ from typing import Any, get_args
 import pytest
 
 from tests.unit.learning_steps import make_config
-from trainer.algorithm_checks import check_algorithm
-from trainer.algorithm_config import PRESETS, AlgorithmConfig, Preset
+from trainer.config.algorithm import PRESETS, AlgorithmConfig, Preset
+from trainer.config.algorithm_checks import check_algorithm
 
 
 def problems(algorithm: dict[str, Any], **sections: dict[str, Any]) -> list[str]:

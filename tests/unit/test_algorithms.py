@@ -6,8 +6,8 @@ import statistics
 import pytest
 import torch
 
-from trainer.algorithms import advantages, aggregation, corrections, entropy, kl, losses, values
-from trainer.algorithms.ratios import MAX_LOG_RATIO, log_ratio
+from trainer.algorithms import advantages, aggregation, corrections, kl, losses
+from trainer.algorithms.losses import MAX_LOG_RATIO, log_ratio
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 MASK = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]], dtype=torch.float32)
@@ -161,7 +161,7 @@ def test_gspo_with_advantages_of_turns_moves_each_token_by_its_own() -> None:
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_clipped_value_loss_against_a_loop(clip: float | None) -> None:
     value, old, target = noise(4, 3, 5).requires_grad_(), noise(5, 3, 5), noise(6, 3, 5)
-    loss, clipped = values.clipped_value_loss(value, old, target, clip)
+    loss, clipped = losses.clipped_value_loss(value, old, target, clip)
     (gradient,) = torch.autograd.grad(loss.sum(), value)
     for i in range(3):
         for j in range(5):
@@ -179,18 +179,18 @@ def test_the_entropy_threshold_leaves_the_share_asked_for(share: float) -> None:
     entropies = noise(7, 6, 7).abs()
     mask = noise(8, 6, 7) > -0.5
     ordered = sorted(entropies[mask].tolist())
-    threshold = entropy.entropy_threshold(len(ordered), ordered.__getitem__, share)
+    threshold = losses.entropy_threshold(len(ordered), ordered.__getitem__, share)
     assert threshold == pytest.approx(float(torch.quantile(entropies[mask], 1 - share)))
-    chosen = entropy.high_entropy_mask(entropies, mask, threshold)
+    chosen = losses.high_entropy_mask(entropies, mask, threshold)
     expected = {value for value in entropies[mask].tolist() if value >= threshold}
     assert set(entropies[chosen].tolist()) == expected
     assert len(expected) == max(1, math.floor(share * (int(mask.sum()) - 1)) + 1)
 
 
 def test_entropy_without_tokens_and_its_bonus() -> None:
-    assert entropy.entropy_threshold(0, [].__getitem__, 0.2) == math.inf
-    assert not entropy.high_entropy_mask(torch.ones(2, 2), torch.ones(2, 2), math.inf).any()
-    assert entropy.entropy_bonus(torch.tensor([[1.0, 2.0]]), 0.5).tolist() == [[-0.5, -1.0]]
+    assert losses.entropy_threshold(0, [].__getitem__, 0.2) == math.inf
+    assert not losses.high_entropy_mask(torch.ones(2, 2), torch.ones(2, 2), math.inf).any()
+    assert losses.entropy_bonus(torch.tensor([[1.0, 2.0]]), 0.5).tolist() == [[-0.5, -1.0]]
 
 
 LOGITS, REFERENCE = noise(9, 5), noise(10, 5).log_softmax(0)

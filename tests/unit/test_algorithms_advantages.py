@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from trainer.algorithms import advantages, returns
+from trainer.algorithms import advantages
 
 Tensor = torch.Tensor
 GROUPS = [[1.0, 0.0, 0.0, 1.0], [3.0, 2.0, 0.5, 7.5], [0.1, 0.1, 0.1, 0.1], [0.0, 0.0, 0.0, 0.0]]
@@ -119,10 +119,10 @@ def test_turn_values_reach_the_right_tokens() -> None:
         for turn, tokens in enumerate(turns):
             ends[row, tokens[-1]] = values[row, turn]
             spread[row, tokens] = values[row, turn]
-    assert torch.equal(returns.at_turn_ends(values, MASK), ends)
-    assert torch.equal(returns.spread_over_turns(values, MASK), spread)
+    assert torch.equal(advantages.at_turn_ends(values, MASK), ends)
+    assert torch.equal(advantages.spread_over_turns(values, MASK), spread)
     with pytest.raises(ValueError, match="3 turns, but values for only 2"):
-        returns.spread_over_turns(values[:, :2], MASK)
+        advantages.spread_over_turns(values[:, :2], MASK)
 
 
 def test_an_outcome_is_put_on_the_last_sampled_token() -> None:
@@ -130,14 +130,14 @@ def test_an_outcome_is_put_on_the_last_sampled_token() -> None:
     for row in range(5):
         if sampled(row):
             expected[row, sampled(row)[-1]] = row + 1.0
-    assert torch.equal(returns.at_sequence_end(torch.arange(1.0, 6.0), MASK), expected)
-    assert torch.equal(returns.at_sequence_end(torch.arange(1.0, 6.0), MASK.float()), expected)
+    assert torch.equal(advantages.at_sequence_end(torch.arange(1.0, 6.0), MASK), expected)
+    assert torch.equal(advantages.at_sequence_end(torch.arange(1.0, 6.0), MASK.float()), expected)
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.9, 0.0])
 def test_returns_to_go_pass_over_what_tools_said(discount: float) -> None:
     rewards = torch.randn(5, 8)
-    got = returns.returns_to_go(rewards, MASK, discount)
+    got = advantages.returns_to_go(rewards, MASK, discount)
     expected = torch.zeros(5, 8)
     for row in range(5):
         total = 0.0
@@ -150,7 +150,7 @@ def test_returns_to_go_pass_over_what_tools_said(discount: float) -> None:
 @pytest.mark.parametrize(("discount", "trace"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.5)])
 def test_gae_against_a_double_loop(discount: float, trace: float) -> None:
     rewards, values = torch.randn(5, 8), torch.randn(5, 8)
-    got, targets = returns.gae(rewards, values, MASK, discount, trace)
+    got, targets = advantages.gae(rewards, values, MASK, discount, trace)
     expected = torch.zeros(5, 8)
     for row in range(5):
         tokens = sampled(row)
@@ -164,8 +164,8 @@ def test_gae_against_a_double_loop(discount: float, trace: float) -> None:
 
 def test_gae_with_full_traces_is_the_return_less_the_value() -> None:
     rewards, values = torch.randn(5, 8), torch.randn(5, 8)
-    got, targets = returns.gae(rewards, values, MASK, 0.97, 1.0)
-    to_go = returns.returns_to_go(rewards, MASK, 0.97)
+    got, targets = advantages.gae(rewards, values, MASK, 0.97, 1.0)
+    to_go = advantages.returns_to_go(rewards, MASK, 0.97)
     torch.testing.assert_close(targets, to_go)
     torch.testing.assert_close(got, (to_go - values) * MASK)
 
@@ -176,7 +176,7 @@ def test_turn_relative_against_a_loop(normalize: bool) -> None:
     taken = torch.tensor([[[1, 1, 0], [1, 0, 0], [1, 1, 1]], [[1, 1, 0], [1, 1, 0], [1, 1, 0]]])
     values = torch.randn(2, 3, 3)
     values[1, :, 1] = 0.1
-    got = returns.turn_relative(values, taken, normalize)
+    got = advantages.turn_relative(values, taken, normalize)
     for p in range(2):
         for k in range(3):
             there = [g for g in range(3) if taken[p, g, k]]
@@ -195,10 +195,10 @@ def test_p15_turns_that_are_all_alike_get_exactly_zero(size: int) -> None:
     """Whatever the rounding of their mean, which is off for some of these."""
     alike = torch.randn(20, 1, 4).expand(20, size, 4)
     for normalize in (True, False):
-        assert not returns.turn_relative(alike, torch.ones(20, size, 4), normalize).any()
+        assert not advantages.turn_relative(alike, torch.ones(20, size, 4), normalize).any()
 
 
 def test_turn_relative_with_one_turn_is_group_relative() -> None:
     rewards = torch.tensor(GROUPS)
-    got = returns.turn_relative(rewards.unsqueeze(2), torch.ones(4, 4, 1)).squeeze(2)
+    got = advantages.turn_relative(rewards.unsqueeze(2), torch.ones(4, 4, 1)).squeeze(2)
     torch.testing.assert_close(got, advantages.group_relative(rewards), rtol=1e-5, atol=1e-5)

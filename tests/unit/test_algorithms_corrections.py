@@ -7,7 +7,7 @@ import torch
 
 from trainer.algorithms import corrections, shaping
 from trainer.algorithms.advantages import informative
-from trainer.algorithms.sampling import SamplingDecision, dynamic_sampling
+from trainer.algorithms.shaping import SamplingDecision, dynamic_sampling
 
 MASK = torch.tensor([[0, 1, 1, 0, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
 

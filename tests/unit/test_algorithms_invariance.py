@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.algorithms import advantages, aggregation, corrections, entropy, kl, losses, returns, values
-from trainer.algorithms.ratios import log_ratio
+from trainer.algorithms import advantages, aggregation, corrections, kl, losses
+from trainer.algorithms.losses import log_ratio
 
 Tensor = torch.Tensor
 Rows = dict[str, Tensor]
@@ -34,7 +34,7 @@ LOSSES = {
     "cispo": lambda b: losses.cispo(log_ratio(b["new"], b["old"], b["mask"]), b["new"], b["advantages"], 1.0, 0.5)[0],
     "sapo": lambda b: losses.sapo(log_ratio(b["new"], b["old"], b["mask"]), b["advantages"])[0],
     "reinforce": lambda b: losses.reinforce(b["new"], b["advantages"])[0],
-    "value": lambda b: values.clipped_value_loss(b["new"], b["old"], b["engine"], 0.3)[0],
+    "value": lambda b: losses.clipped_value_loss(b["new"], b["old"], b["engine"], 0.3)[0],
 }
 CORRECTIONS = {
     "none": lambda b: torch.ones_like(b["mask"]),
@@ -47,7 +47,7 @@ CORRECTIONS = {
         corrections.rollout_ratios(b["old"], b["engine"], b["mask"], "geometric"), 0.8, 1.2
     ),
     "stale": lambda b: corrections.not_stale(b["new"], b["engine"], b["advantages"], b["mask"], 0.1),
-    "high entropy": lambda b: entropy.high_entropy_mask(b["entropy"], b["mask"], 0.5),
+    "high entropy": lambda b: losses.high_entropy_mask(b["entropy"], b["mask"], 0.5),
 }
 
 
@@ -98,7 +98,7 @@ def part(rows: Rows, indices: list[int], lengths: list[int], extra: int, garbage
 def loss_of(batch: Rows, name: str, correction: str, estimator: str, how: str, counts: dict[str, float]) -> Tensor:
     loss = LOSSES[name](batch)
     if name != "value":
-        loss = loss * CORRECTIONS[correction](batch) + entropy.entropy_bonus(batch["entropy"], 0.1)
+        loss = loss * CORRECTIONS[correction](batch) + losses.entropy_bonus(batch["entropy"], 0.1)
         estimate = kl.divergence(estimator, batch["new"], batch["old"], batch["reference"], clamp=1.0)  # type: ignore
         loss = loss + 0.2 * estimate
     return (loss * aggregation.weights(batch["mask"], how, counts[how], 6)).sum()  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_p14_token_advantages_do_not_depend_on_the_split(step, discount: float, 
     batches = [part(rows, indices, lengths, extra, 9.0) for indices, extra in zip(parts, padding, strict=True)]
 
     def estimate(batch: Rows) -> Tensor:
-        return returns.gae(batch["reference"], batch["old"], batch["mask"], discount, trace)[0]
+        return advantages.gae(batch["reference"], batch["old"], batch["mask"], discount, trace)[0]
 
     whole = estimate(rows)
     total = torch.stack([advantages.moments(estimate(b), b["mask"]) for b in batches]).sum(dim=0)

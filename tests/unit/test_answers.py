@@ -12,14 +12,15 @@ import torch
 from learning_steps import as_answers, on_ranks, random_step
 
 from generation.trajectory import Trajectory
-from sharding.collectives import RemoteError, rank
-from trainer.answers import gather_answers, hand_over
-from trainer.batching import Sample, assign_to_ranks
-from trainer.config import AlgorithmConfig
+from sharding.ranks import RemoteError, rank
+from trainer.config.schema import AlgorithmConfig
 from trainer.learning import rollout_metrics
+from trainer.learning.answers import gather_answers, hand_over
+from trainer.learning.batching import assign_to_ranks
+from trainer.learning.groups import to_sample
 from trainer.learning.metrics import engine_gap, named_sums, over_ranks
-from trainer.learning.minibatches import to_sample
 from trainer.rollouts import answer_rows
+from trainer.types import Sample
 
 
 def test_every_rank_knows_what_the_trajectories_say() -> None:
@@ -182,7 +183,7 @@ def test_beside_its_share_a_rank_receives_32_bytes_for_each_answer_however_many_
     share, known, told, tokens = 16, [], [], [0] * ranks
     for number in range(ranks):
         own = [spoken(2 * number + i // 8, i % 8, 20 + (7 * i + 3 * number) % 50) for i in range(share)]
-        with patch("trainer.answers.send_to_all", lambda payload: told.append(len(payload)) or [payload]):
+        with patch("trainer.learning.answers.send_to_all", lambda payload: told.append(len(payload)) or [payload]):
             known += gather_answers(own)
     shares = [assign_to_ranks([answer.length for answer in known], ranks)]
     trajectories = [answer.trajectory for answer in known]
@@ -198,7 +199,10 @@ def test_beside_its_share_a_rank_receives_32_bytes_for_each_answer_however_many_
         here = slice(sender * share, (sender + 1) * share)
         for answer, trajectory in zip(known[here], trajectories[here], strict=True):
             answer.trajectory = trajectory
-        with patch("trainer.answers.all_to_all_bytes", count), patch("trainer.answers.world_size", lambda: ranks):
+        with (
+            patch("trainer.learning.answers.all_to_all_bytes", count),
+            patch("trainer.learning.answers.world_size", lambda: ranks),
+        ):
             with pytest.raises(Sent):
                 hand_over([known], shares, to_sample)
         for answer in known[here]:

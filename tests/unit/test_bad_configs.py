@@ -12,10 +12,10 @@ import pytest
 from bad_configs import Case, Folder, Outcome, search
 
 from generation.importing import importable, load
-from sharding.collectives import agreed
+from sharding.ranks import agreed
 from trainer.cli import main
+from trainer.config.machine import device_gib, unwritable
 from trainer.errors import UserError, shown
-from trainer.machine import device_gib, unwritable
 
 DEEP = "[" * 900 + "]" * 900
 MODEL = "model/config.json"
@@ -158,7 +158,7 @@ def test_what_all_ranks_were_told_of_is_still_a_sentence(
             raise UserError("the engine does not start")
 
     monkeypatch.setattr("trainer.cli.check_config", tell)
-    monkeypatch.setattr("sharding.collectives.all_gather_bytes", lambda own, group: [own])
+    monkeypatch.setattr("sharding.ranks.all_gather_bytes", lambda own, group: [own])
     assert main(["train", str(folder.recipe)]) == 2
     assert capsys.readouterr().err == "hotbunk: the engine does not start\n"
 

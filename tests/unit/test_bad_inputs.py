@@ -154,7 +154,7 @@ def test_bad_input_ends_in_one_sentence(
     spoil, arguments, expected = BAD[case]
     spoil(folder)
     if case != "no GPU":
-        monkeypatch.setattr("trainer.config_checks.cuda_problem", lambda: None)
+        monkeypatch.setattr("trainer.config.checks.cuda_problem", lambda: None)
     if case == "expandable segments":
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     words = [word.replace("{0}", str(folder)) for word in arguments]

@@ -15,12 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from generation.engine_state import EngineStateError
-from generation.event_loop import as_ready
-from generation.interface.batch import BatchedDataDict
-from generation.interface.padded import padded_output, rows_of, sequence_output
-from generation.interface.specs import GenerationInterface
-from generation.interface.vllm_config import (
+from generation.compat.nemo.batch import BatchedDataDict, GenerationInterface, padded_output, rows_of, sequence_output
+from generation.compat.nemo.config import (
     VllmConfig,
     check_config,
     configure_generation_config,
@@ -28,9 +24,11 @@ from generation.interface.vllm_config import (
     pad_token_id,
     sampling_settings,
 )
-from generation.interface.worker import collected
-from generation.sampling import Completion
-from generation.worker_async import VllmAsyncGenerationWorker
+from generation.compat.nemo.worker import collected
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.lifecycle import EngineStateError
+from generation.engine.sampling import Completion
+from generation.engine.thread import as_ready
 
 
 def numbered(size: int) -> BatchedDataDict:

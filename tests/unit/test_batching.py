@@ -5,7 +5,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainer.batching import Sample, assign_to_ranks, micro_batches, pack, pack_padded
+from trainer.learning.batching import assign_to_ranks, micro_batches, pack, pack_padded
+from trainer.types import Sample
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from calculator import write_calculator
 
-from generation.rollouts.tool_calls import parse_hermes
-from trainer.config import load_config
+from generation.rollouts.tools import parse_hermes
+from trainer.config.recipe import load_config
 from trainer.importing import load_object
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generation.capture import Capture, Generation
+from generation.exact_ids import Capture, Generation
 
 
 def generation(prompt: list[int], answer: list[int], version: int = 3, reason: str = "stop") -> Generation:

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import zmq
 
-from generation.settings import EngineSettings
-from generation.vllm_compat import started_with
-from sharding import channel as channels
-from sharding.channel import Channel, Listener, SyncError, connect
-from sharding.link import Link
+from generation.engine.settings import EngineSettings
+from generation.engine.vllm_compat import started_with
+from sharding.send.push import Link
+from sharding.wire import channel as channels
+from sharding.wire.channel import Channel, Listener, SyncError, connect
 
 ROOT = Path(__file__).resolve().parents[2]
 harm: list[str] = []

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from small_tokenizer import small_tokenizer
 
-from generation.chatlearn.data import PromptPipeline, check_tokenizer
-from generation.chatlearn.module import VLLMModule, get_model
-from generation.chatlearn.settings import KNOWN, read_settings
+from generation.compat.chatlearn.module import PromptPipeline, VLLMModule, check_tokenizer, get_model
+from generation.compat.chatlearn.settings import KNOWN, read_settings
 
 SIZES = {"seq_length": 64, "max_new_tokens": 16}
 PAGE = [  # every hyper-parameter of seed 003's tables

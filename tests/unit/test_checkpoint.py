@@ -18,8 +18,8 @@ import numpy
 import pytest
 import torch
 
-from trainer import checkpoint
 from trainer.errors import UserError
+from trainer.run import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer import checkpoint
-from trainer.checkpoint_writer import CheckpointWriter, check_best_metric
-from trainer.config import CheckpointConfig
+from trainer.config.schema import CheckpointConfig
 from trainer.errors import UserError
+from trainer.run import checkpoint
+from trainer.run.keeper import CheckpointWriter, check_best_metric
 
 
 class Counter:

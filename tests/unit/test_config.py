@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import describe_keys, split_overrides
-from trainer.config import TrainConfig, known_keys, load_config, to_yaml
+from trainer.config.recipe import known_keys, load_config, to_yaml
+from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from trainer.config import TrainConfig
-from trainer.config_checks import check_config, resolve_device, without_expandable_segments
+from trainer.config.checks import check_config, without_expandable_segments
+from trainer.config.machine import resolve_device
+from trainer.config.model_file import model_config
+from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
-from trainer.model_file import model_config
 
 MODEL = {"max_position_embeddings": 2048, "num_attention_heads": 6}
 
@@ -150,7 +151,7 @@ def test_p13_both_spellings_of_no_top_k_are_fine(config: dict) -> None:
 def test_p3_expandable_segments_are_refused_on_cuda(
     config: dict, variable: str, setting: str, kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.config_checks.cuda_problem", lambda: None)
+    monkeypatch.setattr("trainer.config.checks.cuda_problem", lambda: None)
     assert without_expandable_segments(setting) == kept
     found = problems(config, {"run": {"device": "cuda"}}, **{variable: setting})
     remedy = "unset it" if kept == "" else f"set it to {kept!r}"

@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from scripted import END, Counting, ScriptedEngine, handle, merging_tokenizer, run, spelled
 from small_tokenizer import small_tokenizer
 
+from generation.engine.sampling import SamplingSettings, response_budget, sample_seed
 from generation.rollouts.agent import Agent, tool_rollout
-from generation.rollouts.conversation import encode_following
-from generation.rollouts.llm import PolicyLLM
-from generation.rollouts.tool_calls import ToolCall
-from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, tools_by_name
-from generation.sampling import SamplingSettings, response_budget, sample_seed
+from generation.rollouts.episode import PolicyLLM, encode_following
+from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, tools_by_name
 from generation.trajectory import Trajectory
-from trainer.learning.minibatches import to_sample
+from trainer.learning.groups import to_sample
 
 TOKENIZER = merging_tokenizer()
 ANSWERS = st.lists(

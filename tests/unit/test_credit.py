@@ -9,13 +9,12 @@ from torch import Tensor
 
 from generation.trajectory import Trajectory, by_episode
 from tests.unit.learning_steps import as_answers, make_config, random_step
-from trainer.config import TrainConfig
+from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.learning.credit import assign_credit, has_signal
-from trainer.learning.groups import informative, longest_answer, make_groups
+from trainer.learning.groups import MiniBatch, informative, longest_answer, make_groups, prepare, split
 from trainer.learning.learner import mark_decisive
-from trainer.learning.minibatches import MiniBatch, prepare, split
-from trainer.policy.base import Outputs
+from trainer.types import Outputs
 
 CPU = torch.device("cpu")
 IN_REWARD = {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}

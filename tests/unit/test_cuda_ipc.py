@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sharding import channel as channels
-from sharding.receiving import StagingCarrier
-from sharding.transport import CudaIpcStaging, stamp
+from sharding.wire import channel as channels
+from sharding.wire.staging import CudaIpcStaging, stamp
+from sharding.worker.receiver import StagingCarrier
 
 CPU = torch.device("cpu")
 NBYTES = 64

@@ -17,10 +17,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from trainer import checkpoint, checkpoint_reading
-from trainer.assembly import RunState, find_checkpoint
-from trainer.config import TrainConfig
+from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
+from trainer.run import checkpoint, checkpoint_reading
+from trainer.run.keeper import RunState, find_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

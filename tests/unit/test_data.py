@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizer import small_tokenizer
 
-from trainer.config import DataConfig, TrainConfig
+from trainer.config.schema import DataConfig, TrainConfig
 from trainer.data import Prompt, PromptDataset, epoch_order, load_held_out, load_prompts
 from trainer.errors import UserError
 

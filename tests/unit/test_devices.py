@@ -12,19 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from generation import VllmGeneration, devices
-from generation.chatlearn.module import VLLMModule
-from generation.event_loop import EngineThread
+from generation import VllmGeneration
+from generation.compat.chatlearn.module import VLLMModule
+from generation.compat.torchrl.service import AsyncVLLM
+from generation.engine import devices
+from generation.engine.settings import EngineSettings
+from generation.engine.thread import EngineThread
+from generation.engine.vllm_compat import engine_environment
 from generation.rollouts.user_code import call_user
-from generation.service.async_vllm import AsyncVLLM
-from generation.settings import EngineSettings
-from generation.vllm_compat import engine_environment
-from trainer import checkpoint, distributed, lifetime
-from trainer.checkpoint_writer import CheckpointWriter
+from trainer import distributed
 from trainer.cli import main
-from trainer.config import CheckpointConfig, TrainConfig
-from trainer.config_checks import find_problems, resolve_device
+from trainer.config.checks import find_problems
+from trainer.config.machine import resolve_device
+from trainer.config.schema import CheckpointConfig, TrainConfig
 from trainer.errors import UserError
+from trainer.run import checkpoint, processes
+from trainer.run.keeper import CheckpointWriter
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     for variable in ("CUDA_VISIBLE_DEVICES", "VLLM_ENABLE_CUDA_COMPATIBILITY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(devices, "gpu_visible", lambda: True)
-    monkeypatch.setattr("trainer.config_checks.gpu_visible", lambda: True)
+    monkeypatch.setattr("trainer.config.checks.gpu_visible", lambda: True)
     monkeypatch.setattr(devices, "_DRIVER_FILE", tmp_path / "version")
     monkeypatch.setattr(devices, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "torch/__init__.py")))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -218,11 +221,11 @@ def test_no_entry_point_poisons_the_fork_of_an_engine_nor_forks_one(
         started.append(settings)
         raise RuntimeError("started")
 
-    monkeypatch.setattr("generation.worker_async.start_async_llm", start)
-    monkeypatch.setattr("generation.service.engine.start_async_llm", start)
+    monkeypatch.setattr("generation.engine.engine.start_async_llm", start)
+    monkeypatch.setattr("generation.compat.torchrl.replicas.start_async_llm", start)
     for name in ("install_signal_handlers", "start_guardian"):
-        monkeypatch.setattr(lifetime, name, lambda *_: None)
-    monkeypatch.setattr(lifetime, "run", lambda job: job())
+        monkeypatch.setattr(processes, name, lambda *_: None)
+    monkeypatch.setattr(processes, "run", lambda job: job())
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     recipe = tmp_path / "recipe.yaml"

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sharding import digests
-from sharding.digests import MODULUS, cut, digest, held, part_of
-from sharding.recording import View
+from sharding.wire import digests
+from sharding.wire.digests import MODULUS, cut, digest, held, part_of
+from sharding.wire.manifest import View
 
 VIEWS = st.tuples(
     st.integers(0, 5), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=3)

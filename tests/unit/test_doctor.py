@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer import doctor
-from trainer.doctor import Device, Finding, Machine, judge, judge_recipe
+from trainer.commands import doctor
+from trainer.commands.doctor import Device, Finding, Machine, judge, judge_recipe
 
 H100 = Device("NVIDIA H100 80GB HBM3", "GPU-0123", (9, 0), 78.9, 79.6)
 NODE = Machine(

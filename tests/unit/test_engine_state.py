@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from generation.engine_state import EngineLifecycle, EngineStateError, Memory
+from generation.engine.lifecycle import EngineLifecycle, EngineStateError, Memory
 
 ACTIONS = {
     "sleep": lambda state: state.sleep(keeps_weights=False),

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from trainer import engines
-from trainer.config import TrainConfig
-from trainer.policy import loading
+from trainer.config.schema import TrainConfig
+from trainer.policy import hf_format
 
 
 def test_a_hub_model_is_fetched_once_on_a_machine_and_the_engine_is_given_the_folder(
@@ -19,7 +19,7 @@ def test_a_hub_model_is_fetched_once_on_a_machine_and_the_engine_is_given_the_fo
         fetched.append({"name": name} | patterns)
         return str(tmp_path)
 
-    monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hf_format, "snapshot_download", snapshot_download)
     config = TrainConfig.model_validate({"model": {"path": "mistralai/Some-7B"}, "data": {"path": "d"}})
     for rank in range(8):
         monkeypatch.setenv("LOCAL_RANK", str(rank))

@@ -9,10 +9,24 @@ from typing import Any, ClassVar
 import pytest
 from scripted import END, ScriptedEngine, merging_tokenizer, run, spelled
 
-from generation.rollouts.agent import Agent, environment_rollout, environment_tools
-from generation.rollouts.inline_tools import InlineTags, inline_rollout, pending_call
-from generation.rollouts.tool_calls import ToolCall, parse_hermes, parse_inline
-from generation.rollouts.tools import Tool, ToolLimits, ToolRunner, make_tool, tools_by_name
+from generation.rollouts.agent import (
+    Agent,
+    InlineTags,
+    environment_rollout,
+    environment_tools,
+    inline_rollout,
+    pending_call,
+)
+from generation.rollouts.tools import (
+    Tool,
+    ToolCall,
+    ToolLimits,
+    ToolRunner,
+    make_tool,
+    parse_hermes,
+    parse_inline,
+    tools_by_name,
+)
 from generation.trajectory import Trajectory
 
 TOKENIZER = merging_tokenizer()

@@ -9,20 +9,19 @@ import pytest
 from scripted import merging_tokenizer
 from small_tokenizer import small_tokenizer
 
-from generation.rollouts.llm import one_shot
+from generation.rollouts.episode import one_shot
 from generation.trajectory import Trajectory
 from tests.unit.learning_steps import as_answers
-from trainer.config import TrainConfig
-from trainer.config_checks import _check_rewards, _check_rollout
+from trainer.config.checks import _check_rewards, _check_rollout
+from trainer.config.schema import TrainConfig
 from trainer.data import Prompt
-from trainer.episodes import EpisodePlan
 from trainer.errors import UserError
+from trainer.learning.groups import MiniBatch, to_sample
 from trainer.learning.metrics import rollout_metrics
-from trainer.learning.minibatches import MiniBatch, to_sample
 from trainer.learning.policy_loss import PolicyLoss
-from trainer.policy.base import Outputs
 from trainer.rewards import RewardResult
-from trainer.rollouts import RolloutError, Rollouts, check_failures
+from trainer.rollouts import EpisodePlan, RolloutError, Rollouts, check_failures
+from trainer.types import Outputs
 
 TOKENIZER = merging_tokenizer()
 CODE = '''
@@ -219,8 +218,8 @@ def test_v15_tool_tokens_have_no_part_in_loss_kl_or_gradient() -> None:
     """Whatever the trainer thinks of them: other log-probabilities there change nothing."""
     import torch
 
-    from trainer.batching import micro_batches
-    from trainer.config import AlgorithmConfig
+    from trainer.config.schema import AlgorithmConfig
+    from trainer.learning.batching import micro_batches
 
     done = Trajectory(0, 0, [1, 2], [7, 8, 9, 10], [1, 0, 0, 1], [-1.0, 0.0, 0.0, -2.0])
     (batch,) = micro_batches([to_sample(done)], 100, 0, "cpu", count=1)

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from trainer.estimators import majority_at_k, pass_at_k
+from trainer.evaluation import majority_at_k, pass_at_k
 
 CASES = [
     ("aaabbc", "110000"),

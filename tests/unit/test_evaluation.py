@@ -14,15 +14,15 @@ import torch
 from pydantic import ValidationError
 from small_tokenizer import small_tokenizer
 
-from generation.sampling import NotFiniteError, SamplingSettings
+from generation.engine.sampling import NotFiniteError, SamplingSettings
 from generation.trajectory import Trajectory
 from tests.unit.learning_steps import as_answers
-from trainer import evaluate
-from trainer.config import EvalConfig, RewardConfig, TrainConfig
-from trainer.config_checks import _check_evaluation, _check_lengths
+from trainer.commands import evaluate
+from trainer.commands.evaluate import Evaluation, table
+from trainer.config.checks import _check_evaluation, _check_lengths
+from trainer.config.schema import EvalConfig, RewardConfig, TrainConfig
 from trainer.data import Prompt, PromptDataset
 from trainer.engines import evaluation_sampling
-from trainer.evaluate import Evaluation, table
 from trainer.evaluation import (
     HeldOut,
     accuracies,
@@ -31,8 +31,8 @@ from trainer.evaluation import (
     random_states_kept,
     standard_error,
 )
-from trainer.progress import make_console
 from trainer.rewards import RewardPool
+from trainer.run.screen import make_console
 
 
 def answer(prompt: int, sample: int, vote: str | None, right: float, reward: float = 0.0, **fields: Any) -> Trajectory:
@@ -235,7 +235,7 @@ def test_evaluation_of_a_model_that_is_not_finite_ends_in_a_sentence(
         raise NotFiniteError("the engine of rank 0 sampled a token with a log-probability of nan")
 
     leader = SimpleNamespace(engine=SimpleNamespace(state=SimpleNamespace(adopt_checkpoint=lambda version: None)))
-    monkeypatch.setattr(evaluate.lifetime, "install_signal_handlers", lambda phase: None)
+    monkeypatch.setattr(evaluate.processes, "install_signal_handlers", lambda phase: None)
     monkeypatch.setattr(evaluate, "start_engine", lambda *_: leader)
     monkeypatch.setattr(evaluate, "stop_engine", lambda leader: None)
     asked: Any = SimpleNamespace(config=config(run={"device": "cpu"}), answers=answers)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from generation.event_loop import EngineThread
-from generation.rollout import RolloutSettings
-from generation.rollouts.llm import one_shot
-from generation.sampling import Completion, SamplingSettings
+from generation.engine.sampling import Completion, SamplingSettings
+from generation.engine.thread import EngineThread
+from generation.rollouts.episode import one_shot
+from generation.rollouts.run import RolloutSettings
 from sharding.manager import Leader
 from trainer.data import Prompt
 from trainer.rollouts import Rollouts

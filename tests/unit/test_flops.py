@@ -12,16 +12,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from trainer import memory, phases
-from trainer.batching import Sample, micro_batches
-from trainer.config import LoraConfig
-from trainer.flops import Work, attended, model_flops
-from trainer.gpus import peak_flops
-from trainer.memory import MemoryMeter
-from trainer.phases import PhaseMeter
+from trainer.config.schema import LoraConfig
+from trainer.estimates.flops import Work, attended, model_flops
+from trainer.estimates.gpus import peak_flops
+from trainer.learning.batching import micro_batches
 from trainer.policy.lora import add_adapters
 from trainer.policy.module import PolicyModule, outputs
-from trainer.profiling import StepProfiler
+from trainer.run import meters
+from trainer.run.meters import MemoryMeter, PhaseMeter, StepProfiler
+from trainer.types import Sample
 
 TOKENS = 24
 
@@ -78,9 +77,9 @@ def test_a_module_counts_real_tokens_targets_and_pairs_whether_packed_or_padded(
 def meter(monkeypatch: pytest.MonkeyPatch, device: str, works: list[Any], name: str = "", dtype: str = "bfloat16"):
     """A meter whose phases each take two seconds, of two ranks that have done the same."""
     clock = iter(range(0, 1000, 2))
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: float(next(clock)))
-    monkeypatch.setattr(phases, "all_reduce_sum", lambda values: {key: 2 * value for key, value in values.items()})
-    monkeypatch.setattr(phases, "world_size", lambda: 2)
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(meters, "all_reduce_sum", lambda values: {key: 2 * value for key, value in values.items()})
+    monkeypatch.setattr(meters, "world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     if device == "cuda":
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
@@ -132,9 +131,9 @@ def test_the_allocators_peaks_are_those_of_the_whole_step_and_its_retries_since_
     def reset(device: object) -> None:
         now.update({"allocated_bytes.all.peak": 100, "reserved_bytes.all.peak": 200})
 
-    monkeypatch.setattr(memory.torch.cuda, "memory_stats", lambda device: now)
-    monkeypatch.setattr(memory.torch.cuda, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(memory.torch.cuda, "max_memory_reserved", lambda device: now["reserved_bytes.all.peak"])
+    monkeypatch.setattr(meters.torch.cuda, "memory_stats", lambda device: now)
+    monkeypatch.setattr(meters.torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(meters.torch.cuda, "max_memory_reserved", lambda device: now["reserved_bytes.all.peak"])
     measured = MemoryMeter(torch.device("cuda"))
     with measured.phase("rollout"):
         now["allocated_bytes.all.peak"] = 500

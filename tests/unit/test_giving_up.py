@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from generation.event_loop import EngineThread
-from generation.rollout import RolloutSettings
+from generation.engine.thread import EngineThread
+from generation.rollouts.run import RolloutSettings
 from sharding.manager import Leader
 from trainer.rollouts import Rollouts, StepAbandoned, unless
 

@@ -9,10 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import TinyModel
-from trainer.assembly import check_identity
-from trainer.config import TrainConfig
+from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
-from trainer.identity import model_digest, run_identity
+from trainer.run.keeper import check_identity, model_digest, run_identity
 
 
 def recipe(model: Path, **sections: dict[str, Any]) -> TrainConfig:

@@ -9,7 +9,7 @@ import pytest
 PARENT = """
 import gc, os, sys
 from contextlib import nullcontext
-from generation.vllm_compat import inheritance_untouched
+from generation.engine.vllm_compat import inheritance_untouched
 
 class Told:
     def __init__(self, name):

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from trainer import keeper as module
-from trainer import lifetime
-from trainer.assembly import RunState
-from trainer.keeper import Keeper
+from trainer.run import keeper as module
+from trainer.run import processes
+from trainer.run.keeper import Keeper, RunState
 
 
 class Notes:
@@ -35,7 +34,7 @@ class Run:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int = 0, **checkpoint: Any) -> None:
         self.notes, self.state = Notes(), RunState(step=step)
         monkeypatch.setattr(module, "CheckpointWriter", lambda *_: self.notes)
-        monkeypatch.setattr(lifetime, "interrupt_now", lambda: self.notes.calls.append("left"))
+        monkeypatch.setattr(processes, "interrupt_now", lambda: self.notes.calls.append("left"))
         settings = SimpleNamespace(**({"every": 2, "grace_s": 60.0, "resume": "auto"} | checkpoint))
         run = SimpleNamespace(folder=Path("run"), first_step_deadline_s=1)
         self.watchdog = SimpleNamespace(called_at=None)

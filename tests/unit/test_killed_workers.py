@@ -5,9 +5,9 @@ import sys
 import uuid
 from pathlib import Path
 
-from generation.settings import EngineSettings
-from generation.vllm_compat import worker_memory
-from generation.worker_async import VllmAsyncGenerationWorker
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.settings import EngineSettings
+from generation.engine.vllm_compat import worker_memory
 
 WORKER = """
 import mmap, sys, time

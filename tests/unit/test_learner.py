@@ -5,12 +5,11 @@ import torch
 from learning_steps import as_answers, on_ranks
 
 from generation.trajectory import Trajectory
-from trainer.config import TrainConfig
+from trainer.config.schema import TrainConfig
 from trainer.learning import Learner, rollout_metrics
-from trainer.learning.groups import make_groups
+from trainer.learning.groups import make_groups, prepare, split, to_sample
 from trainer.learning.metrics import GAP_ANSWERS
-from trainer.learning.minibatches import prepare, split, to_sample
-from trainer.policy.base import Outputs, UpdateStats
+from trainer.types import Outputs, UpdateStats
 
 PAD = 0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from generation.service.load_balancer import EngineLoad, LoadBalancer, routing_key
+from generation.compat.load_balancer import EngineLoad, LoadBalancer, routing_key
 
 
 class Engine:
@@ -148,7 +148,7 @@ def test_t44_the_prefix_decides_and_what_follows_does_not() -> None:
 
 def test_t44_t45_d02_the_same_engine_in_every_process() -> None:
     program = (
-        "from generation.service.load_balancer import LoadBalancer\n"
+        "from generation.compat.load_balancer import LoadBalancer\n"
         "class E:\n"
         "    def get_num_unfinished_requests(self): return 0\n"
         "b = LoadBalancer([E() for _ in range(64)])\n"

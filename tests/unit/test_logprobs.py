@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.config import TrainConfig
+from trainer.config.schema import TrainConfig
 from trainer.engines import engine_settings
-from trainer.logprobs import target_logprobs
+from trainer.policy.logprobs import target_logprobs
 
 
 def plain(

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from generation.settings import EngineSettings
-from generation.vllm_compat import engine_arguments
-from sharding.low_rank import LowRank, MergingWeightSource
+from generation.engine.settings import EngineSettings
+from generation.engine.vllm_compat import engine_arguments
+from sharding.send.source import LowRank, MergingWeightSource
 from tests.gathering import sent, sent_in_parts
-from trainer.config import LoraConfig
+from trainer.config.schema import LoraConfig
 from trainer.errors import UserError
 from trainer.policy import lora
-from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 LORA = LoraConfig(rank=4, alpha=6, use_rslora=True)
 

@@ -14,12 +14,12 @@ import torch
 from make_tiny import make_tiny_model
 from transformers import AutoTokenizer
 
-from trainer import checkpoint
-from trainer.assembly import build_models, find_checkpoint
-from trainer.config import TrainConfig
+from trainer.build import build_models
+from trainer.config.schema import TrainConfig
 from trainer.distributed import destroy_process_group, init_process_group
-from trainer.identity import run_identity
-from trainer.policy.sharded import local_part
+from trainer.policy.fsdp import local_part
+from trainer.run import checkpoint
+from trainer.run.keeper import find_checkpoint, run_identity
 
 SAVED = Path(__file__).parents[1] / "data" / "checkpoint_8cc548e" / "step_3"
 WEIGHTS_AND_MOMENTS = "5aa06aa47aad0a53ec4d0e53055fa5a5fd9235d987592add3c8ab619a6875ba2"

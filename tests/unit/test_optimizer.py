@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from trainer.optimizer import learning_rate_factor, make_adamw
+from trainer.policy.optimizer import learning_rate_factor, make_adamw
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

@@ -27,11 +27,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from trainer.batching import MicroBatch, Sample, micro_batches
 from trainer.errors import UserError
+from trainer.learning.batching import micro_batches
 from trainer.policy import attention
-from trainer.policy.loading import build_meta_model
+from trainer.policy.hf_format import build_meta_model
 from trainer.policy.module import PolicyModule, outputs
+from trainer.types import MicroBatch, Sample
 
 VOCABULARY = 61
 TEMPERATURE = 0.7

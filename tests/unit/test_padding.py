@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generation.interface.batch import BatchedDataDict, verify_right_padding
+from generation.compat.nemo.batch import BatchedDataDict, verify_right_padding
 
 
 def batch(ids: list[list[int]], lengths: list[int]) -> BatchedDataDict:

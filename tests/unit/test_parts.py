@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from in_process import InProcess, SmallModel, small_weights
 from torch import Tensor, nn
 
-from sharding import worker_extension
-from sharding.collectives import RemoteError
-from sharding.plan import ALIGNMENT, Bucket, BucketPlan, Piece, SourceParameter, Stretch
-from sharding.recording import Copy
-from sharding.source import FsdpWeightSource
+from sharding.ranks import RemoteError
+from sharding.send.plan import ALIGNMENT, Bucket, BucketPlan
+from sharding.send.source import FsdpWeightSource
+from sharding.wire.manifest import Piece, SourceParameter, Stretch
+from sharding.worker import extension
+from sharding.worker.recording import Copy
 
 BUCKET = 1024
 TIMES = 20
@@ -26,7 +27,7 @@ TIMES = 20
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_extension, "_PLAIN_ON_CPU", True)
+    monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
 
 
 @settings(max_examples=200, deadline=None)
@@ -220,7 +221,7 @@ def test_p1_weights_sent_again_for_comparison_fit_into_staging(tmp_path: Path) -
     source = FsdpWeightSource(list(weights.items()), torch.float32)
     both = InProcess(source, model, tmp_path, bucket_bytes=5 * 512, replay=False)  # type: ignore[arg-type]
     assert [len(bucket.slots) for bucket in both.manager._plan.buckets] == [1, 1, 1, 1]
-    with mock.patch("sharding.verifying.parameters_to_verify", lambda parameters, *_: parameters[::2]):
+    with mock.patch("sharding.send.verify.parameters_to_verify", lambda parameters, *_: parameters[::2]):
         both.sync(1)
     assert both.manager.report.verified == "full" and torch.equal(model.c, weights["c"])
     both.manager.close()

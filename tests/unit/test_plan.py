@@ -10,10 +10,10 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from trainer.cli import main
-from trainer.config import TrainConfig
-from trainer.memory_plan import Part, engine_parts, kv_token_bytes, staging_bytes, trainer_parts
-from trainer.model_sizes import ModelSizes, answers_per_update, model_sizes, shard
-from trainer.plan import batch_lines
+from trainer.commands.plan import batch_lines
+from trainer.config.schema import TrainConfig
+from trainer.estimates.memory import Part, engine_parts, kv_token_bytes, staging_bytes, trainer_parts
+from trainer.estimates.model_sizes import ModelSizes, answers_per_update, model_sizes, shard
 
 GIB = 2**30
 
@@ -209,7 +209,7 @@ def test_a_plan_is_shown_without_loading_weights_or_data(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("trainer.policy.loading.load_sharded", refuse)
+    monkeypatch.setattr("trainer.policy.hf_format.load_sharded", refuse)
     monkeypatch.setattr("trainer.data.load_rows", refuse)
     assert main(["plan", str(written), "--ranks", "4", "--device-gib", "80.5"]) == 0
     shown = capsys.readouterr().out

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.algorithm_config import AlgorithmConfig
-from trainer.batching import Layout, MicroBatch
-from trainer.learning.minibatches import MiniBatch
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.learning.groups import MiniBatch
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
-from trainer.policy.base import Outputs
+from trainer.types import Layout, MicroBatch, Outputs
 
 LONGEST = 9
 

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from make_tiny import EOS, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from generation.capture import Generation
-from generation.chat_history import ChatHistory, KnownPrefix
-from generation.prefix_tokens import replace_prefix_tokens
+from generation.exact_ids import ChatHistory, Generation, KnownPrefix, replace_prefix_tokens
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

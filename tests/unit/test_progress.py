@@ -12,10 +12,10 @@ import torch
 from rich.cells import cell_len
 from rich.console import Console
 
-from trainer import memory, progress
-from trainer.memory import MemoryMeter, rss_gib
-from trainer.plots import compare, plot_curves
-from trainer.progress import WIDTH, Progress, Report, duration, sparkline
+from trainer.run import meters, screen
+from trainer.run.meters import MemoryMeter, rss_gib
+from trainer.run.plots import compare, plot_curves
+from trainer.run.screen import WIDTH, Progress, Report, duration, sparkline
 
 FULL = {
     "reward/mean": 0.4375,
@@ -81,9 +81,9 @@ def test_skipped_steps_are_shown() -> None:
 
 def test_a_log_gets_the_same_columns_as_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    assert progress.make_console().width == WIDTH  # standard output is no terminal here
+    assert screen.make_console().width == WIDTH  # standard output is no terminal here
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert progress.make_console().width == 40
+    assert screen.make_console().width == 40
 
 
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +191,7 @@ def test_the_meter_works_where_the_peak_cannot_be_reset(monkeypatch: pytest.Monk
     def refused(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(memory.Path, "write_text", refused)
+    monkeypatch.setattr(meters.Path, "write_text", refused)
     meter = MemoryMeter(torch.device("cpu"))
     with meter.phase("update"):
         pass

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from sharding.load_watcher import LoadWatcher
-from sharding.recording import Recording, View, _covers_once, storage_key
+from sharding.wire.manifest import View
+from sharding.worker.recording import LoadWatcher, Recording, _covers_once, storage_key
 
 
 class Fused(nn.Module):

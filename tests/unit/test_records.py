@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.plots import plot_curves
-from trainer.report import read_record, render
-from trainer.tracking import make_tracker
+from trainer.commands.report import read_record, render
+from trainer.run.plots import plot_curves
+from trainer.run.tracking import make_tracker
 
 FILES = ("metrics.jsonl", "completions.jsonl")
 STEPS, CHECKPOINT = 7, 5

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from trainer.assembly import RunState
 from trainer.cli import main
-from trainer.finish import _report, _summary
-from trainer.records import read_rows
-from trainer.report import read_record, render
+from trainer.commands.report import read_record, render
+from trainer.run.finish import _report, _summary
+from trainer.run.keeper import RunState
+from trainer.run.records import read_rows
 
 ROWS = [
     {"train/step": 0, "eval/accuracy": 0.25, "eval/maths/pass@4": 0.5, "time/eval": 2.0},

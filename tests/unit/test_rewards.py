@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from generation.trajectory import Trajectory
-from trainer.config import RewardConfig, RewardFunction
+from trainer.config.schema import RewardConfig, RewardFunction
 from trainer.errors import UserError
 from trainer.rewards import RewardError, RewardPool, RewardResult, bind_rewards
 from trainer.rewards.functions import FormatRegex, exact_match, math_verify, numeric_match
@@ -243,7 +243,7 @@ def test_p18_workers_die_with_their_parent(rogue: str, tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent("""
         import asyncio, sys
-        from trainer.config import RewardConfig, RewardFunction
+        from trainer.config.schema import RewardConfig, RewardFunction
         from trainer.rewards import RewardPool
         async def main(pool):
             one = lambda text: pool.score(prompt="", completion=text, row={}, finish_reason="stop")

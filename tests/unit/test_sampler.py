@@ -9,14 +9,13 @@ from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from generation.engine.logits.factories import check_request, engine_arguments, new_way, uses_v2
+from generation.engine.sampling import SamplingSettings, vllm_sampling_params
 from generation.importing import importable
-from generation.logits_processors.factories import check_request, engine_arguments, new_way, uses_v2
+from generation.rollouts.episode import RolloutSettings
 from generation.rollouts.history import Answer, History, answers_of, convert, echoes
-from generation.rollouts.llm import RolloutSettings
 from generation.rollouts.sampler import make_sampler, trajectories
-from generation.rollouts.sampler_llm import off_policy
-from generation.rollouts.sampler_prompts import Prompts, PromptText, prompt_batch
-from generation.sampling import SamplingSettings, vllm_sampling_params
+from generation.rollouts.sampler_llm import Prompts, PromptText, off_policy, prompt_batch
 from trainer.errors import UserError
 from trainer.importing import load_object
 
@@ -311,7 +310,7 @@ def test_v06_processors_reach_the_engine_in_the_form_it_takes() -> None:
     assert engine_arguments([], v2=False) == {}
     for v2 in (False, True):
         arguments = engine_arguments([here], v2)
-        assert arguments["logits_processors"] == [f"generation.logits_processors.adapter_v{1 + v2}:FactoryProcessor"]
+        assert arguments["logits_processors"] == [f"generation.engine.logits.adapter_v{1 + v2}:FactoryProcessor"]
         assert arguments["additional_config"] == {"hotbunk_logits_factories": ["test_sampler:no_sevens"]}
     assert importable(here) == "test_sampler:no_sevens"
     old = "vllm.v1.sample.logits_processor.builtin.MinPLogitsProcessor"

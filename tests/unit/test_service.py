@@ -14,14 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from generation.service import settings as service_settings
-from generation.service.async_vllm import AsyncVLLM, make_async_vllm_engine
-from generation.service.engine import UpdateGate
-from generation.service.prompt_forms import prompt_dictionaries
-from generation.service.results import PromptErrors, answer_or_error, answers, results_of, wait_until_started
-from generation.service.settings import from_arguments, gpus_per_replica, of_replicas, resolve, start_timeout
-from generation.settings import EngineSettings
-from generation.vllm_compat import engine_arguments
+from generation.compat.torchrl import settings as service_settings
+from generation.compat.torchrl.replicas import UpdateGate
+from generation.compat.torchrl.results import (
+    PromptErrors,
+    answer_or_error,
+    answers,
+    prompt_dictionaries,
+    results_of,
+    wait_until_started,
+)
+from generation.compat.torchrl.service import AsyncVLLM, make_async_vllm_engine
+from generation.compat.torchrl.settings import from_arguments, gpus_per_replica, of_replicas, resolve, start_timeout
+from generation.engine.settings import EngineSettings
+from generation.engine.vllm_compat import engine_arguments
 
 IDS = {"prompt_token_ids": [1, 2, 3]}
 
@@ -47,8 +53,8 @@ def test_t01_t02_importing_needs_neither_vllm_nor_ray() -> None:
     program = (
         "import sys\n"
         "sys.modules['vllm'] = sys.modules['ray'] = None\n"  # importing either raises ImportError
-        "import generation.service.async_vllm, generation.service.load_balancer\n"
-        "from generation.service.replicas import gpu_count\n"
+        "import generation.compat.torchrl.service, generation.compat.load_balancer\n"
+        "from generation.compat.torchrl.replicas import gpu_count\n"
         "try:\n"
         "    gpu_count('ray')\n"
         "except ImportError as error:\n"

@@ -9,11 +9,11 @@ import torch
 from small_tokenizer import small_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from trainer.batching import Sample, micro_batches
-from trainer.config import TrainConfig
+from trainer.commands.sft import cross_entropy, load_transcripts
+from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
-from trainer.policy.base import Outputs
-from trainer.sft import cross_entropy, load_transcripts
+from trainer.learning.batching import micro_batches
+from trainer.types import Outputs, Sample
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"

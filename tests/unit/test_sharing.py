@@ -7,12 +7,12 @@ import torch
 from in_process import SmallModel, small_weights
 from torch import Tensor
 
-from generation.settings import EngineSettings
-from generation.vllm_compat import engine_arguments
-from sharding.channel import SyncError
-from sharding.plan import Piece, SourceParameter
-from sharding.sharing import SharedWeights, contiguous_runs, open_shared
-from sharding.weight_loader import WeightLoader
+from generation.engine.settings import EngineSettings
+from generation.engine.vllm_compat import engine_arguments
+from sharding.wire.channel import SyncError
+from sharding.wire.manifest import Piece, SourceParameter
+from sharding.worker.loader import WeightLoader
+from sharding.worker.sharing import SharedWeights, contiguous_runs, open_shared
 from tests.in_process import Worker
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_on_cuda_weights_come_from_memory_that_has_an_ipc_handle_and_only_they(m
     """vLLM's own worker, as far as it can be here: its sleeping pool is a stand-in."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    from sharding.sharing_worker import SharingWorker
+    from sharding.worker.memory import SharingWorker
 
     monkeypatch.setattr(Worker, "_maybe_get_memory_pool_context", lambda worker, tag: f"the pool for {tag}")
     worker = SharingWorker.__new__(SharingWorker)

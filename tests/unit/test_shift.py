@@ -12,11 +12,11 @@ import pytest
 import torch
 from learning_steps import on_ranks
 
-from generation.sampling import NotFiniteError
-from sharding.collectives import rank
+from generation.engine.sampling import NotFiniteError
 from sharding.manager import Leader, ShardingManager, SyncSettings
-from sharding.source import FsdpWeightSource
-from trainer.policy.base import culprits
+from sharding.ranks import rank
+from sharding.send.source import FsdpWeightSource
+from trainer.types import culprits
 
 Events = list[str]
 

@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_leaves
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.v1.worker.gpu_worker import Worker as CudaWorker
 
-from generation.engine_state import EngineStateError
-from generation.settings import EngineSettings
-from generation.worker_async import VllmAsyncGenerationWorker
-from sharding import worker_extension
-from sharding.collectives import RemoteError
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.lifecycle import EngineStateError
+from generation.engine.settings import EngineSettings
 from sharding.manager import Leader, ShardingManager
-from sharding.recording import Recording
-from sharding.sending import SyncSettings
-from sharding.source import FsdpWeightSource
+from sharding.ranks import RemoteError
+from sharding.send.push import SyncSettings
+from sharding.send.source import FsdpWeightSource
+from sharding.worker import extension
+from sharding.worker.recording import Recording
 
 
 class Allocator(TorchDispatchMode):
@@ -170,7 +170,7 @@ class Shifts:
         monkeypatch.setattr("vllm.device_allocator.get_mem_allocator_instance", lambda: self.allocator)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
         monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (1 << 30, 2 << 30))
-        monkeypatch.setattr(worker_extension, "_PLAIN_ON_CPU", True)
+        monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
         self.engine = VllmAsyncGenerationWorker(EngineSettings("none", 64, device_indices=(0,)))
         self.engine._engine = FakeLLM(SleepingWorker(self.model), self.allocator)  # type: ignore[assignment]
         self.thread = Thread()

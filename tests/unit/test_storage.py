@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from sharding.channel import SyncError
-from sharding.collective import engine_ranks
-from sharding.collectives import RemoteError
-from sharding.manifest import check_manifest, checkpoint_manifest, differences, manifest_of
-from sharding.plan import BucketPlan, Piece, SourceParameter
-from sharding.source import FsdpWeightSource, StreamSource
-from sharding.storage import MANIFEST, StorageCarrier, StorageWriter
-from sharding.weights_group import Board, BoardChannel, GroupError, dial, listen
+from sharding.apart.broadcast import engine_ranks
+from sharding.apart.group import Board, BoardChannel, GroupError, dial, listen
+from sharding.apart.storage import StorageWriter
+from sharding.ranks import RemoteError
+from sharding.send.plan import BucketPlan
+from sharding.send.source import FsdpWeightSource, StreamSource
+from sharding.wire.channel import SyncError
+from sharding.wire.folder import MANIFEST
+from sharding.wire.manifest import Piece, SourceParameter, check_manifest, checkpoint_manifest, differences, manifest_of
+from sharding.worker.storage import StorageCarrier
 
 CPU = torch.device("cpu")
 

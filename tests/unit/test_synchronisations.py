@@ -23,13 +23,14 @@ from transformers import (
     Qwen2Config,
 )
 
-from trainer.algorithm_config import PRESETS
-from trainer.batching import MicroBatch, Sample, micro_batches
-from trainer.config import AlgorithmConfig
-from trainer.learning.minibatches import MiniBatch
+from trainer.config.algorithm import PRESETS
+from trainer.config.schema import AlgorithmConfig
+from trainer.learning.batching import micro_batches
+from trainer.learning.groups import MiniBatch
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
 from trainer.policy import attention
 from trainer.policy.module import PolicyModule, ValueModule, outputs, values
+from trainer.types import MicroBatch, Sample
 
 VOCABULARY, LENGTHS = 64, [9, 7, 7, 3, 12]
 WAITS = {

@@ -13,8 +13,16 @@ import pytest
 from scripted import ScriptedEngine, merging_tokenizer, run, spelled
 
 from generation.rollouts.agent import Agent, tool_rollout
-from generation.rollouts.tool_calls import ToolCall, named_call, parse_hermes
-from generation.rollouts.tools import ToolLimits, ToolRunner, cut_to_tokens, make_tool, tools_by_name
+from generation.rollouts.tools import (
+    ToolCall,
+    ToolLimits,
+    ToolRunner,
+    cut_to_tokens,
+    make_tool,
+    named_call,
+    parse_hermes,
+    tools_by_name,
+)
 
 TOKENIZER = merging_tokenizer()
 say = functools.partial(spelled, TOKENIZER)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from trainer import tracking
-from trainer.tracking import NullTracker, make_tracker
+from trainer.run import tracking
+from trainer.run.tracking import NullTracker, make_tracker
 
 
 class FakeRun:

@@ -10,16 +10,16 @@ import pytest
 from scripted import ScriptedEngine, merging_tokenizer, run, spelled
 from test_environments import Shop, agent
 
-from generation.event_loop import EngineThread
-from generation.rollout import Episodes, rollout
+from generation.engine.sampling import SamplingSettings
+from generation.engine.thread import EngineThread
 from generation.rollouts import user_code
 from generation.rollouts.agent import environment_rollout, tool_rollout
 from generation.rollouts.client import Client, ClientRollout
-from generation.rollouts.llm import PolicyLLM, RolloutSettings
+from generation.rollouts.episode import PolicyLLM, RolloutSettings
+from generation.rollouts.run import Episodes, rollout
 from generation.rollouts.sampler import sample_batch
-from generation.rollouts.sampler_prompts import prompt_batch
+from generation.rollouts.sampler_llm import prompt_batch
 from generation.rollouts.user_code import UserCodeError, call_user, contained, described
-from generation.sampling import SamplingSettings
 from generation.trajectory import Trajectory
 from tests.unit.learning_steps import as_answers
 from trainer.rollouts import RolloutError, check_failures

@@ -9,17 +9,17 @@ import torch
 from gathering import assert_ranks_hold
 from in_process import InProcess, SmallModel, small_weights
 
-from sharding import receiving, worker_extension
-from sharding.collectives import RemoteError
-from sharding.plan import Piece, SourceParameter
-from sharding.recording import Recording
-from sharding.source import FsdpWeightSource
-from sharding.verifying import parameters_to_verify
+from sharding.ranks import RemoteError
+from sharding.send.source import FsdpWeightSource
+from sharding.send.verify import parameters_to_verify
+from sharding.wire.manifest import Piece, SourceParameter
+from sharding.worker import extension, receiver
+from sharding.worker.recording import Recording
 
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_extension, "_PLAIN_ON_CPU", True)
+    monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
 
 
 class Trained(FsdpWeightSource):
@@ -45,15 +45,15 @@ def started(tmp_path: Path, rank: int = 0, ranks: int = 1, **settings: object) -
 
 def in_staging(both: InProcess, patch: pytest.MonkeyPatch) -> str:
     """After it was gathered, before the worker reads it."""
-    views = receiving.Receiver._views
+    views = receiver.Receiver._views
 
-    def flipped(self: receiving.Receiver, carrier: object, message: dict) -> list:
+    def flipped(self: receiver.Receiver, carrier: object, message: dict) -> list:
         found = views(self, carrier, message)
         if message["kind"] == "bucket":
             dict(found)["b"].view(torch.int32)[3, 2] ^= 1
         return found
 
-    patch.setattr(receiving.Receiver, "_views", flipped)
+    patch.setattr(receiver.Receiver, "_views", flipped)
     return "b"
 
 

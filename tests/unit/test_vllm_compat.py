@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from generation.settings import EngineSettings
-from generation.vllm_compat import check_build, check_version, engine_arguments, engine_environment, started_with
+from generation.engine.settings import EngineSettings
+from generation.engine.vllm_compat import check_build, check_version, engine_arguments, engine_environment, started_with
 
 CPU = EngineSettings(model="m", max_model_len=64)
 CUDA = EngineSettings(model="m", max_model_len=64, device_indices=(0,))

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from trainer import watchdog as module
-from trainer.watchdog import EXIT_CODE, Watchdog
+from trainer.run import watchdog as module
+from trainer.run.watchdog import EXIT_CODE, Watchdog
 
 
 @pytest.fixture

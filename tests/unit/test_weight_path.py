@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.channel import Listener, SyncError, connect
-from sharding.link import Link
-from sharding.load_watcher import LoadWatcher
-from sharding.plan import ALIGNMENT, BucketPlan, Piece, SourceParameter
-from sharding.recording import storage_key
-from sharding.source import LARGE_BYTES, FsdpWeightSource, _batches
-from sharding.transport import BUFFERS, SharedMemoryStaging, make_staging, open_staging, stamp, stamped
-from sharding.worker_memory import release_pages
+from sharding.send.plan import ALIGNMENT, BucketPlan
+from sharding.send.push import Link
+from sharding.send.source import LARGE_BYTES, FsdpWeightSource, _batches
+from sharding.wire.channel import Listener, SyncError, connect
+from sharding.wire.manifest import Piece, SourceParameter
+from sharding.wire.staging import BUFFERS, SharedMemoryStaging, make_staging, open_staging, stamp, stamped
+from sharding.worker.memory import release_pages
+from sharding.worker.recording import LoadWatcher, storage_key
 
 
 def parameter(number: int, nbytes: int) -> SourceParameter:
@@ -77,7 +77,7 @@ def test_a_layout_that_does_not_cover_its_parameter_is_refused() -> None:
 
 READER = """
 import json, sys
-from sharding.transport import open_staging, stamped
+from sharding.wire.staging import open_staging, stamped
 import torch
 buffers = open_staging(json.loads(sys.argv[1]), torch.device("cpu"))
 print([int(b.long().sum()) for b in buffers], [stamped(b) for b in buffers])
@@ -169,7 +169,7 @@ def test_p24_telling_a_worker_that_has_gone_is_an_error_not_a_wait(tmp_path: Pat
 
 HELLO = """
 import sys, time
-from sharding.channel import connect
+from sharding.wire.channel import connect
 channel = connect(sys.argv[1], sys.argv[2], "cpu:0", 1)
 time.sleep(60)
 """

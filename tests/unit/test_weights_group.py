@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sharding import weights_group
-from sharding.weights_group import Board, BroadcastGroup, GroupError, dial, listen
+from sharding.apart import group
+from sharding.apart.group import Board, BroadcastGroup, GroupError, dial, listen
 
 HOST = "127.0.0.1"
 
@@ -44,7 +44,7 @@ def board() -> Board:
 
 def joined(board: Board, backend: ConnectsInItsFirstCall, timeout: float) -> BroadcastGroup:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights_group, "_gloo", lambda *_: backend)
+        patch.setattr(group, "_gloo", lambda *_: backend)
         return BroadcastGroup(board, 0, 2, torch.device("cpu"), HOST, timeout)
 
 
@@ -84,5 +84,5 @@ def test_two_real_members_join_through_gloo(board: Board) -> None:
     made.append(BroadcastGroup(board, 0, 2, torch.device("cpu"), HOST, 30))
     other.join(30)
     assert len(made) == 2
-    for group in made:
-        group.close()
+    for each in made:
+        each.close()

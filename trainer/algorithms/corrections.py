@@ -9,8 +9,8 @@ as in the papers; multiplied into the mask before it is counted, the remaining t
 import torch
 from torch import Tensor
 
+from trainer.algorithms.losses import log_ratio
 from trainer.algorithms.names import Level
-from trainer.algorithms.ratios import log_ratio
 
 
 def rollout_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, level: Level = "token") -> Tensor:

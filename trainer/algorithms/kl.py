@@ -9,8 +9,8 @@ In the *reward* only values count, and k1 is the one whose expectation is exact;
 import torch
 from torch import Tensor
 
+from trainer.algorithms.losses import MAX_LOG_RATIO
 from trainer.algorithms.names import Estimator
-from trainer.algorithms.ratios import MAX_LOG_RATIO
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

@@ -1,10 +1,57 @@
 """Policy-gradient losses, one number a token. How tokens are averaged is `aggregation`'s business.
 
 Each returns the loss [B, T] and a mask [B, T] bool of the tokens on which its bounds took effect.
+
+Importance ratios, of a token or of a whole sequence, and how far they may go.
+
+What the entropy of the next-token distribution is used for: a bonus, and the choice of tokens to learn from.
+
+The value model's loss, for PPO.
 """
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from trainer.algorithms.names import Level
+
+# exp(20) is 5e8: ratios beyond it carry no information, and without a bound exp() overflows to inf at 89, which turns
+# a masked or clipped token into inf * 0 = nan.
+MAX_LOG_RATIO = 20.0
+
+
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Level = "token") -> Tensor:
+    """log(policy / old policy) for each token, or the same for all tokens of a sequence.
+
+    - token: log p(y_t) - log p_old(y_t), as in PPO.
+    - geometric: its mean over the sequence's trainable tokens, so that exp() is the geometric mean of their ratios:
+      GSPO, Zheng et al. 2025 (arXiv:2507.18071), equation 7.
+    - sequence: its sum, so that exp() is the ratio of the probabilities of the whole sequence, as in RLOO (Ahmadian et
+      al. 2024, arXiv:2402.14740). It leaves any fixed band as sequences grow.
+
+    With the latter two a token has the sequence's value and the gradient of its own log-probability (GSPO-token,
+    equation 14). Averaged over the sequence for the geometric mean, or summed for the product, that is the gradient of
+    the sequence's own ratio, while advantages and corrections can still differ from token to token, and a token that is
+    weighted with 0 moves nothing.
+
+    Args:
+        logprobs: [B, T] under the policy being trained; carries the gradient.
+        old_logprobs: [B, T] under the policy to compare with; treated as constant.
+        mask: [B, T]; what the others hold where it is 0 does not matter.
+
+    Returns:
+        [B, T] within +-MAX_LOG_RATIO, 0 on masked tokens. Beyond the bound the gradient is 0.
+    """
+    trained = mask.bool()
+    difference = torch.where(trained, logprobs - old_logprobs.detach(), 0.0)
+    if level != "token":
+        value = difference.detach().sum(dim=1, keepdim=True)
+        if level == "geometric":
+            value = value / trained.sum(dim=1, keepdim=True).clamp(min=1)
+        difference = torch.where(trained, value + (difference - difference.detach()), 0.0)
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clipped_surrogate(
@@ -18,7 +65,7 @@ def clipped_surrogate(
     has become much more likely is unbounded.
 
     Args:
-        log_ratio: [B, T], see `ratios.log_ratio`; carries the gradient.
+        log_ratio: [B, T], see `losses.log_ratio`; carries the gradient.
         advantages: [B] or [B, T]; treated as constant.
         clip_low, clip_high: distances from 1, both >= 0.
         dual_clip: a ratio above 1 + clip_high, such as 3 or 10.
@@ -97,3 +144,80 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
 def _per_token(advantages: Tensor) -> Tensor:
     """[B, 1] or [B, T], without gradient."""
     return (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages).detach()
+
+
+def entropy_bonus(entropy: Tensor, coefficient: float) -> Tensor:
+    """-coefficient * H for each token: added to the loss, it keeps the policy from becoming certain too early.
+
+    Williams and Peng 1991 (doi:10.1080/09540099108946587); Mnih et al. 2016 (arXiv:1602.01783), section 4.
+
+    Args:
+        entropy: [B, T], nats; carries the gradient.
+
+    Returns:
+        [B, T].
+    """
+    return -coefficient * entropy
+
+
+def entropy_threshold(count: int, nth_smallest: Callable[[int], float], share: float) -> float:
+    """The entropy that the given share of tokens has at least: their (1 - share) quantile, linearly interpolated.
+
+    The tokens are the trainable ones of the whole optimizer step and all ranks: with those of a micro-batch the choice
+    would depend on what else is in it.
+
+    Args:
+        count: of tokens.
+        nth_smallest: of their entropies, in nats, by position from 0.
+        share: of tokens to keep, in 0..1; 0.2 in the paper (see `high_entropy_mask`).
+
+    Returns:
+        nats; infinity without tokens, so that none is chosen.
+    """
+    if count == 0:
+        return math.inf
+    position = (1.0 - share) * (count - 1)
+    below, above = nth_smallest(math.floor(position)), nth_smallest(math.ceil(position))
+    return below + (above - below) * (position - math.floor(position))
+
+
+def high_entropy_mask(entropy: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """The tokens at which the policy decides something: those whose entropy reaches the threshold.
+
+    Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939). There the policy loss is multiplied by
+    this mask, and what it is divided by still counts all tokens.
+
+    Args:
+        entropy: [B, T], nats.
+        mask: [B, T].
+        threshold: from `entropy_threshold`.
+
+    Returns:
+        [B, T] bool, False wherever `mask` is 0.
+    """
+    return (entropy.detach().double() >= threshold) & mask.bool()
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2 for each token.
+
+    PPO's reference implementation, as described by Engstrom et al. 2020 (arXiv:2005.12729), section 3.
+
+    Args:
+        values: [B, T]; carries the gradient.
+        old_values: [B, T], before the step's first update; treated as constant.
+        returns: [B, T], what the values should have been (see `advantages.gae`); treated as constant.
+        clip: how far a value may move from its old one in a step, in the reward's unit; None: the plain square.
+
+    Returns:
+        loss [B, T], to be summed with weights like any other, and the mask [B, T] bool of tokens on which clipping took
+        effect, which have no gradient.
+    """
+    old_values, returns = old_values.detach(), returns.detach()
+    loss = (values - returns).square()
+    if clip is None:
+        return 0.5 * loss, torch.zeros_like(values, dtype=torch.bool)
+    bounded = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
+    return 0.5 * torch.maximum(loss, bounded), bounded > loss

@@ -8,7 +8,7 @@
     learner       one step's learning, read from top to bottom
     dynamic       which prompts a step samples, and which groups it trains on
 
-Every rank knows all answers (`trainer.answers`), so whatever concerns the whole step is computed on each of them alike,
+Every rank knows all answers (`answers`), so whatever concerns the whole step is computed on each of them alike,
 without a collective, unless it depends on tokens or on what a model says of them.
 """
 

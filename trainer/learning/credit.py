@@ -4,19 +4,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharding.collectives import all_reduce_sum, rank, send_to_all
-from trainer.algorithms import advantages, kl, returns
-from trainer.batching import MicroBatch
-from trainer.config import AlgorithmConfig, TrainConfig
+from sharding.ranks import all_reduce_sum, rank, send_to_all
+from trainer.algorithms import advantages, kl
+from trainer.config.schema import AlgorithmConfig, TrainConfig
 from trainer.learning.groups import (
     Group,
+    MiniBatch,
     overlong_penalty,
+    own_rows,
     own_turns,
     reward_components,
     shaped_rewards,
     turn_rewards,
 )
-from trainer.learning.minibatches import MiniBatch, own_rows
+from trainer.types import MicroBatch
 
 _BY_TOKEN = ("reinforce_pp", "gae")
 _WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")
@@ -63,15 +64,15 @@ def _credit_tokens(minibatch: MiniBatch, config: TrainConfig) -> None:
     table = _stacked(tables)
     for batch in minibatch.batches:
         own, mask = own_rows(table, batch), batch.loss_mask
-        rewards = returns.at_turn_ends(own, mask) if turns else returns.at_sequence_end(own[:, 0], mask)
+        rewards = advantages.at_turn_ends(own, mask) if turns else advantages.at_sequence_end(own[:, 0], mask)
         rewards = rewards + _kl_penalty(batch, algorithm)
         if algorithm.advantage == "gae":
             assert batch.old_values is not None
-            batch.advantages, batch.returns = returns.gae(
+            batch.advantages, batch.returns = advantages.gae(
                 rewards, batch.old_values, mask, algorithm.discount, algorithm.trace
             )
         else:
-            batch.advantages = returns.returns_to_go(rewards, mask, algorithm.discount)
+            batch.advantages = advantages.returns_to_go(rewards, mask, algorithm.discount)
 
 
 def _credit_likeness(batches: list[MicroBatch]) -> None:
@@ -100,7 +101,7 @@ def _credit_groups(minibatch: MiniBatch, config: TrainConfig, reward_weights: di
     )
     for batch in minibatch.batches:
         own, mask = own_rows(table, batch), batch.loss_mask
-        batch.advantages = returns.spread_over_turns(own, mask) if turns else own.expand_as(mask)
+        batch.advantages = advantages.spread_over_turns(own, mask) if turns else own.expand_as(mask)
 
 
 def _outcome_advantages(
@@ -133,8 +134,8 @@ def _turn_advantages(group: Group, config: TrainConfig) -> Tensor:
     whichever conversation it is in, because what counts is how much of the episode is still to come.
     """
     rewards, taken = turn_rewards(group, shaped_rewards(group, config))
-    to_go = returns.returns_to_go(rewards, taken, config.algorithm.discount)
-    return returns.turn_relative(to_go.unsqueeze(0), taken.unsqueeze(0), _by_std(config.algorithm))[0]
+    to_go = advantages.returns_to_go(rewards, taken, config.algorithm.discount)
+    return advantages.turn_relative(to_go.unsqueeze(0), taken.unsqueeze(0), _by_std(config.algorithm))[0]
 
 
 def _by_std(algorithm: AlgorithmConfig) -> bool:

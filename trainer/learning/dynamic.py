@@ -2,11 +2,11 @@
 
 import math
 
-from generation.sampling import sample_seed
-from trainer.algorithms.sampling import SamplingDecision, dynamic_sampling
-from trainer.answers import Answer
-from trainer.config import TrainConfig
+from generation.engine.sampling import sample_seed
+from trainer.algorithms.shaping import SamplingDecision, dynamic_sampling
+from trainer.config.schema import TrainConfig
 from trainer.data import Prompt
+from trainer.learning.answers import Answer
 from trainer.learning.groups import informative, make_groups
 from trainer.learning.metrics import Metrics
 

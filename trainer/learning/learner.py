@@ -3,24 +3,15 @@
 import torch
 from torch import Tensor
 
-from trainer.algorithms.entropy import entropy_threshold, high_entropy_mask
-from trainer.answers import Answer
-from trainer.batching import MicroBatch
-from trainer.config import TrainConfig
+from trainer.algorithms.losses import entropy_threshold, high_entropy_mask
+from trainer.config.schema import TrainConfig
+from trainer.learning.answers import Answer
 from trainer.learning.credit import assign_credit, has_signal
-from trainer.learning.groups import informative, longest_answer, make_groups
-from trainer.learning.metrics import (
-    Metrics,
-    critic_metrics,
-    engine_gap,
-    gap_without_update,
-    over_ranks,
-    update_metrics,
-)
-from trainer.learning.minibatches import MiniBatch, prepare, split
+from trainer.learning.groups import MiniBatch, informative, longest_answer, make_groups, prepare, split
+from trainer.learning.metrics import Metrics, critic_metrics, engine_gap, gap_without_update, over_ranks, update_metrics
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
-from trainer.policy.base import Outputs, Policy, Scorer
 from trainer.policy.critic import Critic
+from trainer.types import MicroBatch, Outputs, Policy, Scorer
 
 
 class Learner:

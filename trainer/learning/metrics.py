@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from generation.trajectory import by_episode
-from sharding.collectives import all_reduce_max, all_reduce_sum, exchange, sum_counts, world_size
+from sharding.ranks import all_reduce_max, all_reduce_sum, exchange, sum_counts, world_size
 from trainer.algorithms.corrections import correction_metrics
-from trainer.answers import Answer, hand_over
-from trainer.batching import assign_to_ranks, micro_batches
-from trainer.config import AlgorithmConfig, TrainConfig
-from trainer.learning.minibatches import to_sample
-from trainer.policy.base import Policy, UpdateStats
+from trainer.config.schema import AlgorithmConfig, TrainConfig
+from trainer.learning.answers import Answer, hand_over
+from trainer.learning.batching import assign_to_ranks, micro_batches
+from trainer.learning.groups import to_sample
+from trainer.types import Policy, UpdateStats
 
 Metrics = dict[str, float]
 

@@ -6,21 +6,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.algorithms import corrections, entropy, kl, losses
+from trainer.algorithms import corrections, kl, losses
 from trainer.algorithms.aggregation import token_mean_weights, weights
-from trainer.algorithms.ratios import log_ratio
-from trainer.algorithms.values import clipped_value_loss
-from trainer.batching import MicroBatch
-from trainer.config import AlgorithmConfig
-from trainer.learning.minibatches import MiniBatch
-from trainer.policy.base import Outputs
+from trainer.algorithms.losses import clipped_value_loss, log_ratio
+from trainer.config.schema import AlgorithmConfig
+from trainer.learning.groups import MiniBatch
+from trainer.types import MicroBatch, Outputs
 
 Sums = dict[str, Tensor]
 PerToken = TypeVar("PerToken", MicroBatch, Outputs)
 
 
 class PolicyLoss:
-    """Called for each micro-batch of an optimizer step; see `trainer.policy.base.LossFn`. All tensors are [B, T-1].
+    """Called for each micro-batch of an optimizer step; see `trainer.types.LossFn`. All tensors are [B, T-1].
 
     The surrogate of each token, times its correction, on decisive tokens only; plus KL, less the entropy bonus; and
     what the values are off, where a value head shares the trunk. Nothing is read where the loss mask is 0.
@@ -59,7 +57,7 @@ class PolicyLoss:
             if config.kl_in == "loss":
                 loss = loss + config.kl_coef * estimate
         if config.entropy_coef:
-            loss = loss + entropy.entropy_bonus(outputs.entropy, config.entropy_coef)
+            loss = loss + losses.entropy_bonus(outputs.entropy, config.entropy_coef)
         total = (loss * weights(mask, config.aggregation, self._denominator, self._longest)).sum()
         if outputs.values is not None:
             value_loss, value_sums = self._critic(batch, outputs.values)

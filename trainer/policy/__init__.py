@@ -2,11 +2,11 @@
 
 import torch
 
-from trainer.config import LoraConfig, ModelConfig, PolicyConfig
-from trainer.policy.base import LossFn, Outputs, Policy, Scorer, UpdateStats
+from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.policy.fsdp import FrozenPolicy, FsdpPolicy
-from trainer.policy.in_place import InPlacePolicy
 from trainer.policy.lora import NO_ADAPTERS
+from trainer.policy.zero_copy import InPlacePolicy
+from trainer.types import LossFn, Outputs, Policy, Scorer, UpdateStats
 
 __all__ = [
     "FrozenPolicy",

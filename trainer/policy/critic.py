@@ -6,17 +6,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from trainer.batching import MicroBatch
-from trainer.config import ModelConfig, PolicyConfig, TrainConfig
+from trainer.config.schema import ModelConfig, PolicyConfig, TrainConfig
 from trainer.errors import UserError
-from trainer.policy import loading
-from trainer.policy.base import UpdateStats
+from trainer.policy import hf_format
+from trainer.policy.fsdp import ShardedModel
 from trainer.policy.module import ValueModule, values
-from trainer.policy.sharded import ShardedModel
+from trainer.types import MicroBatch, UpdateStats
 
 HEAD = "score.weight"
 ValueLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(batch, values [B, T-1]) -> what `trainer.policy.base.LossFn` returns."""
+"""(batch, values [B, T-1]) -> what `trainer.types.LossFn` returns."""
 
 
 class Critic(ShardedModel):
@@ -30,9 +29,9 @@ class Critic(ShardedModel):
         self, model: ModelConfig, settings: PolicyConfig, device: torch.device, total_updates: int = 1
     ) -> None:
         """Build, shard and load the model; arguments as `FsdpPolicy`'s. Raises UserError for a type without a head."""
-        source = loading.resolve_folder(model.path)
+        source = hf_format.resolve_folder(model.path)
         try:
-            built = loading.build_meta_model(
+            built = hf_format.build_meta_model(
                 source,
                 torch.float32,
                 model.attn_implementation,
@@ -43,8 +42,8 @@ class Critic(ShardedModel):
             )
         except ValueError as error:
             raise UserError(f"{model.path} cannot be a critic: Transformers has no classifier of its type") from error
-        loading.checkpoint_activations(built, settings.activation_checkpointing)
-        fresh = HEAD not in loading.SafetensorsFolder(source).names
+        hf_format.checkpoint_activations(built, settings.activation_checkpointing)
+        fresh = HEAD not in hf_format.SafetensorsFolder(source).names
 
         def start(name: str, shape: torch.Size) -> Tensor | None:
             return torch.zeros(shape) if fresh and name == HEAD else None

@@ -18,23 +18,22 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from trainer.batching import MicroBatch, scored_batch
-from trainer.config import LoraConfig, ModelConfig, PolicyConfig
-from trainer.distributed import world_size
-from trainer.flops import Work
-from trainer.optimizer import decay_groups
-from trainer.policy import loading, saving
-from trainer.policy.base import LossFn, Outputs, UpdateStats
-from trainer.policy.checkpoint_names import checkpoint_views, parameter_names
+from sharding.ranks import world_size
+from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
+from trainer.estimates.flops import Work
+from trainer.learning.batching import scored_batch
+from trainer.policy import hf_format
+from trainer.policy.fsdp import MOMENTS
+from trainer.policy.hf_format import checkpoint_views, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import InShifts, ShiftMemory
-from trainer.policy.sharded import MOMENTS
-from trainer.policy.updates import Figures, Updates
+from trainer.policy.optimizer import Figures, Updates, decay_groups
+from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats
 
 
 class DeepSpeedPolicy(InShifts):
-    """`trainer.policy.base.Policy` says what the methods promise. Needs a process group, of one rank or more.
+    """`trainer.types.Policy` says what the methods promise. Needs a process group, of one rank or more.
 
     Attributes:
         model: the Transformers model; under ZeRO-3 its parameters are empty between calls, and their partitions in
@@ -65,10 +64,10 @@ class DeepSpeedPolicy(InShifts):
         self.zero_3 = policy.zero_stage == 3
         self.updates = Updates(policy, total_updates)
         self.compute_dtype = getattr(torch, policy.dtype)
-        self.source = loading.resolve_folder(model.path)
+        self.source = hf_format.resolve_folder(model.path)
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self.model = self._build(model)
-        loading.checkpoint_activations(self.model, policy.activation_checkpointing)
+        hf_format.checkpoint_activations(self.model, policy.activation_checkpointing)
         module = PolicyModule(self.model, policy.fp32_head)
         groups = decay_groups(list(self.trained().values()), policy.weight_decay)
         # At rate 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state.
@@ -119,13 +118,13 @@ class DeepSpeedPolicy(InShifts):
     def _build(self, model: ModelConfig) -> PreTrainedModel:
         """The model with its weights: whole on the device or, under ZeRO-3, cut as it is built; not on the host."""
         # Without data, which also imports the model's classes: ZeRO would patch them wrongly while they are being made.
-        built = loading.build_meta_model(
+        built = hf_format.build_meta_model(
             self.source, self.compute_dtype, model.attn_implementation, model.trust_remote_code, self.device
         )
         if self.zero_3:
             built = self._build_cut(built, model.trust_remote_code)
         else:
-            loading.load_sharded(built, self.source, self.device)
+            hf_format.load_sharded(built, self.source, self.device)
         if self.lora.rank:
             add_adapters(built, self.lora, self.compute_dtype, self.device)  # whole; DeepSpeed cuts them as it starts
             for factor, whole in self._start_values(built, factors(built)):
@@ -162,7 +161,7 @@ class DeepSpeedPolicy(InShifts):
 
         With `wider_than`, without those that this dtype holds exactly.
         """
-        files = loading.SafetensorsFolder(self.source)
+        files = hf_format.SafetensorsFolder(self.source)
         for name, parameter in parameters.items():
             shape = whole_shape(parameter)
             whole = start_value(name, shape, self.lora.seed)
@@ -276,7 +275,7 @@ class DeepSpeedPolicy(InShifts):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the model in Hugging Face format and the compute dtype; without the tokenizer."""
-        saving.save_pretrained(self.model, folder, self.compute_dtype, self.source)
+        hf_format.save_pretrained(self.model, folder, self.compute_dtype, self.source)
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:

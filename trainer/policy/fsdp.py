@@ -1,22 +1,257 @@
-"""The policy on FSDP2: float32 master weights sharded over the ranks, forward and backward in the compute dtype."""
+"""The policy on FSDP2: float32 master weights sharded over the ranks, forward and backward in the compute dtype.
 
-from functools import partial
+A model under FSDP2 with its optimizer: what the policy and the critic have in common.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from trainer.batching import MicroBatch, scored_batch
-from trainer.config import LoraConfig, ModelConfig, PolicyConfig
-from trainer.policy import loading, saving
-from trainer.policy.base import LossFn, Outputs, UpdateStats
+from sharding.ranks import world_size
+from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
+from trainer.estimates.flops import Work
+from trainer.learning.batching import scored_batch
+from trainer.policy import hf_format
+from trainer.policy.hf_format import parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
 from trainer.policy.module import PolicyModule, outputs
-from trainer.policy.offload import Offload
-from trainer.policy.sharded import ShardedModel
+from trainer.policy.offload import InShifts, Offload, ShiftMemory
+from trainer.policy.optimizer import Figures, Updates, make_adamw
+from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Result = TypeVar("Result")
+
+
+class ShardedModel(InShifts):
+    """Master weights sharded over the ranks, forward and backward in the compute dtype. Needs a process group.
+
+    Attributes:
+        model: the Transformers model; between calls its parameters are DTensors, sharded on dimension 0.
+        module: what is called: the model and what reads its hidden states.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: PreTrainedModel,
+        source: Path,
+        settings: PolicyConfig,
+        device: torch.device,
+        total_updates: int = 1,
+        trainable: bool = True,
+        start: hf_format.StartValue = lambda name, shape: None,
+    ) -> None:
+        """Shard and load.
+
+        Args:
+            module: holds `model`, which has no data yet (`hf_format.build_meta_model`), and may hold a head.
+            source: the checkpoint to load.
+            total_updates: where the learning rate's schedule ends, in updates asked for.
+            trainable: False for a frozen model: no gradients, no optimizer.
+            start: see `hf_format.load_sharded`.
+        """
+        self.module, self.model, self.source = module, model, source
+        self.device, self.config = device, settings
+        self.compute_dtype = getattr(torch, settings.dtype)
+        self.updates = Updates(settings, total_updates)
+        if not trainable:
+            module.requires_grad_(False)
+        self._shard()
+        self._load(start)
+        if trainable:
+            self.optimizer = make_adamw(
+                list(self.trained().values()), settings.lr, settings.betas, settings.eps, settings.weight_decay
+            )
+        self._memory = ShiftMemory(settings.offload, self._moments, self._weights)
+
+    @property
+    def work(self) -> Work:
+        """See `Scorer.work`."""
+        return cast(Work, self.module.work)
+
+    def _load(self, start: hf_format.StartValue) -> None:
+        hf_format.load_sharded(self.model, self.source, self.device, start)
+
+    def _moments(self) -> Iterator[Tensor]:
+        return (state[key] for state in self.optimizer.state.values() for key in MOMENTS)
+
+    def _weights(self) -> Iterator[Tensor]:
+        """What a generation shift can do without once the engines have it."""
+        return self.module.parameters()
+
+    def _shard(self) -> None:
+        """One FSDP unit a decoder layer, one each for embeddings and output head, if untied, and one for the rest.
+
+        So the head is gathered while the last layers are at work, and its gradients are reduced while backward goes on.
+        """
+        mesh = shard_mesh(self.device, self.config.shard_size)
+        precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+        self._compile()
+        for layer in self.model.base_model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=self.config.reshard_after_forward)
+        # The weights of these are needed again right after the forward pass, or nearly so: they stay until the backward
+        # pass is over.
+        for end in self._ends():
+            fully_shard(end, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        fully_shard(self.module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        for unit in self._units():
+            # The loss is divided by the whole step's count already, so gradients are summed over ranks, not
+            # averaged. A divide factor alone would ask for a scaled reduction that gloo does not have.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        self._replicas = world_size() // mesh.size(-1)
+
+    def _ends(self) -> list[nn.Module]:
+        """Embeddings and output head, where each has a weight of its own."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if head is None:  # a critic's, which the root calls
+            return [embedding]
+        return [] if head.weight is embedding.weight else [embedding, head]
+
+    def _compile(self) -> None:
+        """The norms and dense MLPs of the decoder layers, for any length, since no two packs have the same.
+
+        Not whole layers: with checkpointing, scoring and padding among their inputs, one would be compiled more often
+        than torch.compile does (torch._dynamo.config.recompile_limit) and run uncompiled from then on.
+        """
+        layers = self.model.base_model.layers if self.config.compile else ()
+        for module in (module for layer in layers for module in layer.modules()):
+            dense = hasattr(module, "down_proj") and isinstance(module.down_proj, nn.Linear)
+            if dense or "Norm" in type(module).__name__:
+                module.compile(dynamic=True)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Sharded parameters under the names they have in the Transformers model, tied ones once."""
+        yield from parameter_names(self.model).items()
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Those that learn, by name: of the model's, and a head's beside it."""
+        heads = {name: p for name, p in self.module.named_parameters() if not name.startswith("model.")}
+        return {name: p for name, p in (parameter_names(self.model) | heads).items() if p.requires_grad}
+
+    @torch.no_grad()
+    def _without_gradients(self, batches: list[MicroBatch], forward: Callable[[MicroBatch], Result]) -> list[Result]:
+        """What `forward` says of each batch in evaluation mode."""
+        self.module.eval()
+        results = [forward(batch) for batch in batches]
+        self._reshard()
+        return results
+
+    def _update(
+        self,
+        batches: list[MicroBatch],
+        loss_of: Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]],
+        place: float | None,
+    ) -> UpdateStats:
+        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike.
+
+        Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
+        """
+        self.module.train()
+        figures = Figures(self.device)
+        for number, batch in enumerate(batches, start=1):
+            for unit in self._units():  # between replicas gradients travel once an update, not once a micro-batch
+                unit.set_requires_all_reduce(number == len(batches), recurse=False)
+            loss, sums = loss_of(batch)
+            loss.backward()
+            figures.add(loss, sums)
+        self._reshard()
+        gradients = [local_part(p.grad) for p in self.trained().values() if p.grad is not None]
+        # Every replica has the same gradients: each shard counts once.
+        squared_norm = torch.nn.utils.get_total_norm(gradients).double() ** 2 / self._replicas
+        totals = figures.over_ranks(squared_norm=squared_norm)
+        rate = self.updates.learning_rate(place)
+        return self._step(gradients, totals.pop("squared_norm") ** 0.5, rate, totals)
+
+    def _step(self, gradients: list[Tensor], norm: float, rate: float, sums: dict[str, float]) -> UpdateStats:
+        """Clip and apply, or skip. Loss and norm are sums over ranks, so that all ranks decide the same."""
+        finite = abs(sums["loss"]) < float("inf") and norm < float("inf")  # both comparisons are false for NaN
+        if finite:
+            if norm > self.config.max_grad_norm:
+                torch._foreach_mul_(gradients, self.config.max_grad_norm / (norm + 1e-6))
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.updates.count(not finite, norm, rate, sums)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live sharded tensors of what learns: torch.distributed.checkpoint saves them, and loads into them in place.
+
+        With adapters, the base comes from `model.path` again.
+
+        AdamW's own step count is `version`, and the learning rate a function of it and of the run's step, so nothing
+        else is kept of either.
+        """
+        parameters = self.trained()
+        moments: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            state = self.optimizer.state[parameter]
+            moments |= {f"{name}.{key}": state[key] for key in MOMENTS}
+        return {
+            "model": {name: parameter.detach() for name, parameter in parameters.items()},
+            "optimizer": moments,
+            "counters": self.updates.counters(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy what `state_dict` gave, on the same or another policy of the same model and number of ranks."""
+        own = self.state_dict()
+        for section in ("model", "optimizer"):
+            if own[section].keys() != state[section].keys():
+                different = sorted(own[section].keys() ^ state[section].keys())
+                raise ValueError(f"the {section} state does not fit this model: only one of them has {different[:5]}")
+            for name, tensor in own[section].items():
+                tensor.copy_(state[section][name])
+        self.updates.restore(state["counters"])
+        for parameter in self.trained().values():
+            self.optimizer.state[parameter]["step"].fill_(self.version)
+
+    def _reshard(self) -> None:
+        """Free gathered weights that were kept, so that outside of calls every parameter is its sharded self."""
+        for unit in self._units():
+            unit.reshard()
+
+    def _units(self) -> Iterator[FSDPModule]:
+        return (unit for unit in self.module.modules() if isinstance(unit, FSDPModule))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
+    """The ranks in one row, each with a shard of its own; or, with `shard_size`, in rows of that many (HSDP).
+
+    The rows are replicas: neighbours, who share a machine, gather weights from one another, and only the sum of their
+    gradients goes between the machines. See Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), 3.2.2.
+    """
+    ranks = world_size()
+    if shard_size is None or shard_size == ranks:
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    return _rows(dist.group.WORLD, device.type, ranks, shard_size)
+
+
+@lru_cache(maxsize=1)
+def _rows(world: dist.ProcessGroup | None, device: str, ranks: int, shard_size: int) -> DeviceMesh:
+    """The same rows for all models among the same ranks: each set has groups, and on CUDA communicators, of its own."""
+    return init_device_mesh(device, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 class FsdpPolicy(ShardedModel):
-    """`trainer.policy.base.Policy` says what the methods promise."""
+    """`trainer.types.Policy` says what the methods promise."""
 
     def __init__(
         self,
@@ -37,8 +272,8 @@ class FsdpPolicy(ShardedModel):
             value_head: outputs have values, too, of a head on the last hidden state: a critic that shares the trunk.
             lora: with a rank, adapters are trained, in float32, and the weights are kept in the compute dtype.
         """
-        source = loading.resolve_folder(model.path)
-        built = loading.build_meta_model(
+        source = hf_format.resolve_folder(model.path)
+        built = hf_format.build_meta_model(
             source,
             torch.float32 if trainable and not lora.rank else getattr(torch, policy.dtype),
             model.attn_implementation,
@@ -48,7 +283,7 @@ class FsdpPolicy(ShardedModel):
         if lora.rank:
             add_adapters(built, lora, torch.float32, "meta")
         if trainable:
-            loading.checkpoint_activations(built, policy.activation_checkpointing)
+            hf_format.checkpoint_activations(built, policy.activation_checkpointing)
         module, start = PolicyModule(built, policy.fp32_head, value_head), partial(start_value, seed=lora.seed)
         super().__init__(module, built, source, policy, device, total_updates, trainable, start)
 
@@ -71,7 +306,7 @@ class FsdpPolicy(ShardedModel):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the model in Hugging Face format and the compute dtype; without the tokenizer."""
-        saving.save_pretrained(self.model, folder, self.compute_dtype, self.source)
+        hf_format.save_pretrained(self.model, folder, self.compute_dtype, self.source)
 
 
 class FrozenPolicy(FsdpPolicy):

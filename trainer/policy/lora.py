@@ -21,14 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sharding.low_rank import LowRank, gathered
-from sharding.sending import AdapterFormat
-from trainer.batching import MicroBatch
-from trainer.config import LoraConfig
-from trainer.distributed import agreed, is_main
+from sharding.ranks import agreed, is_main
+from sharding.send.push import AdapterFormat
+from sharding.send.source import LowRank, gathered
+from trainer.config.schema import LoraConfig
 from trainer.errors import UserError
-from trainer.flops import Work
-from trainer.policy.base import Outputs, Policy
+from trainer.estimates.flops import Work
+from trainer.types import MicroBatch, Outputs, Policy
 
 NO_ADAPTERS = LoraConfig()
 

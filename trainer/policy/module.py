@@ -5,11 +5,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer.batching import MicroBatch
-from trainer.flops import Work, model_flops
-from trainer.logprobs import target_logprobs
+from trainer.estimates.flops import Work, model_flops
 from trainer.policy.attention import require_packing
-from trainer.policy.base import Outputs
+from trainer.policy.logprobs import target_logprobs
+from trainer.types import MicroBatch, Outputs
 
 
 class PolicyModule(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.policy.updates import Updates
+from trainer.policy.optimizer import Updates
 
 TensorSource = Callable[[], Iterable[Tensor]]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from trainer.errors import UserError, shown
 from trainer.importing import load_object
-from trainer.lifetime import Interrupted
 from trainer.rewards.functions import BUILTINS, EXTRACTORS
+from trainer.run.processes import Interrupted
 
 OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory")
 """What every reward function may ask for by keyword, besides the completion and its own settings."""

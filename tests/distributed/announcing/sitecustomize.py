@@ -7,10 +7,10 @@ from types import ModuleType
 
 
 class _Announcer:
-    """Finds trainer.watchdog where it is, and has its phases announced once it is loaded."""
+    """Finds trainer.run.watchdog where it is, and has its phases announced once it is loaded."""
 
     def find_spec(self, name: str, path: list[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "trainer.watchdog" or "HOTBUNK_TEST_PHASES" not in os.environ or "RANK" not in os.environ:
+        if name != "trainer.run.watchdog" or "HOTBUNK_TEST_PHASES" not in os.environ or "RANK" not in os.environ:
             return None
         spec = PathFinder.find_spec(name, path, target)
         assert spec is not None and spec.loader is not None

@@ -1,0 +1,1 @@
+"""Other projects' generation interfaces, as adapters of the engine. Nothing else imports these."""

@@ -1,0 +1,361 @@
+"""ChatLearn's vLLM backend: a class whose methods say how prompts are made, asked and read.
+
+    class VLLMPolicyInference(VLLMModule):
+        def build_dataset(self, train_prompts, is_eval=False): ...
+        def _add_request(self, data, is_eval=False):
+            return self._add_request_internal(data["prompt"], data["input_ids"], is_eval=is_eval)
+        def forward_step(self, data, iteration=0):
+            return self.execute_step(data)
+        def decode_internal(self, batched_outputs): ...
+
+    with VLLMPolicyInference({"model": path, "seq_length": 512, "max_new_tokens": 256}) as policy:
+        policy.setup()
+        rows = policy.build_dataset(prompts)
+        answers = policy.generate([rows[0], rows[1]])
+
+Alone, a module starts an engine of its own. Named in a recipe as `rollout.sampler`, with its hyper-parameters as
+`rollout.kwargs.model_args`, it samples for training, on the engine that has the policy's weights.
+
+What vLLM's scheduler used to hand out, it keeps to itself today; asking for it is an error that says what to do.
+
+A module's prompts and batches: by tokens, never by characters, and never cut at the end that asks for an answer.
+"""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from omegaconf import OmegaConf
+
+from generation.compat.chatlearn.settings import ChatLearnSettings, read_settings
+from generation.engine.devices import first_devices
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.sampling import SamplingSettings
+from generation.engine.settings import EngineSettings
+from generation.engine.thread import EngineThread
+from generation.rollouts.episode import RolloutSettings
+from generation.rollouts.history import sampled_logprobs
+from generation.rollouts.sampler_llm import PromptText, SamplerLLM
+from trainer.config.yaml_files import read_yaml
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm import RequestOutput, SamplingParams
+
+
+STEP_REMEDY = "return self.execute_step(data) from forward_step, and vLLM schedules by itself"
+_SCHEDULED = ("seq_group_metadata_list", "blocks_to_swap_in", "blocks_to_swap_out", "blocks_to_copy")
+
+
+class PromptPipeline:
+    """Prompts with their ids, as a dataset: each item is `{"input_ids": …, "prompt": …}`.
+
+    Attributes:
+        dropped: how many prompts were left out for having too many tokens.
+    """
+
+    prompts_ids: list[dict[str, Any]]
+
+    def __init__(
+        self, prompts: Sequence[str], max_prompt_length: int, tokenizer: "PreTrainedTokenizerBase", cut: bool = False
+    ) -> None:
+        """Prompts with more than `max_prompt_length` tokens are dropped, or cut at their beginning where `cut` is set.
+
+        Raises:
+            ValueError: a prompt is empty, or `max_prompt_length` is no whole number above 0.
+        """
+        if not isinstance(max_prompt_length, int) or max_prompt_length < 1:
+            raise ValueError("Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0")
+        if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
+            raise ValueError(f"Got empty prompt: number {empty[0]}")
+        self.tokenizer = tokenizer
+        items: list[dict[str, Any]] = [{"input_ids": tokenizer.encode(prompt), "prompt": prompt} for prompt in prompts]
+        for item in items if cut else ():
+            # The end is what asks for an answer, so it stays.
+            if len(item["input_ids"]) > max_prompt_length:
+                item["input_ids"] = item["input_ids"][-max_prompt_length:]
+                item["prompt"] = tokenizer.decode(item["input_ids"])
+        self.prompts_ids = [item for item in items if len(item["input_ids"]) <= max_prompt_length]
+        self.dropped = len(items) - len(self.prompts_ids)
+
+    def __len__(self) -> int:
+        return len(self.prompts_ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.prompts_ids[index]
+
+
+class ModuleTokenizer:
+    """A tokenizer under the two names that modules know it by: `self.tokenizer`, and `self.tokenizer.tokenizer`."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+class ScheduledData(dict[str, Any]):
+    """A batch as `forward_step` gets it. What schedulers added to it once is refused with a remedy."""
+
+    def __missing__(self, key: str) -> Any:
+        if key in _SCHEDULED:
+            raise ValueError(f"data[{key!r}] belonged to vLLM's scheduler, which hands it out no more: {STEP_REMEDY}")
+        raise KeyError(key)
+
+
+def load_tokenizer(engine: Mapping[str, Any]) -> "PreTrainedTokenizerBase":
+    """The tokenizer that the hyper-parameters name, or the model's own."""
+    from transformers import AutoTokenizer
+
+    if not (name := engine.get("tokenizer") or engine.get("model")):
+        raise ValueError("tokenizer is missing: set it or model, or give the module an llm")
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", training: "PreTrainedTokenizerBase") -> None:
+    """Raise ValueError unless two tokenizers have the same tokens under the same ids: else ids mean something else."""
+    digests = [
+        hashlib.blake2b(json.dumps(sorted(t.get_vocab().items())).encode(), digest_size=16).digest()
+        for t in (tokenizer, training)
+    ]
+    if digests[0] != digests[1]:
+        names = tokenizer.name_or_path, training.name_or_path
+        raise ValueError(f"tokenizer {names[0]} has other tokens than {names[1]}, which the policy is trained with")
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """A batch as a mapping of lists, from the rows of a dataset."""
+    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
+
+
+START_SECONDS = 600.0
+_INTERNALS = ("scheduler", "schedule", "build_scheduler", "block_manager", "cache_engine", "profile_cache_blocks",
+              "reinit_cache_engine", "process_model_outputs", "worker", "model_runner")  # fmt: skip
+
+
+class VLLMModule:
+    """A policy that answers prompts by vLLM. All methods but `generate` are there to be overridden.
+
+    Attributes:
+        model_args: the hyper-parameters as they were given, includes merged in.
+        settings: what they come to.
+        llm: what samples: anything with vLLM's `generate`.
+        tokenizer: the model's; `tokenizer.tokenizer` is the plain one.
+    """
+
+    def __init__(self, model_args: Mapping[str, Any] | str | Path, llm: Any = None) -> None:
+        """`model_args` may be a YAML file; without `llm`, `setup` starts an engine for `model_args["model"]`."""
+        if isinstance(model_args, str | Path):
+            model_args = dict(OmegaConf.to_container(read_yaml(Path(model_args)), resolve=True))  # type: ignore[arg-type]
+        self.model_args = dict(model_args)
+        self.settings: ChatLearnSettings = read_settings(self.model_args)
+        self.llm = llm
+        self._tokenizer = None if llm is None else ModuleTokenizer(llm.get_tokenizer())
+        self._own: tuple[EngineThread, VllmAsyncGenerationWorker] | None = None
+        self._queue: list[tuple[Any, list[int], SamplingParams]] = []
+        self._eval_mode = False
+        self._given: SamplingParams | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _INTERNALS:
+            raise AttributeError(f"{name} belonged to vLLM's inside, which is its own now: {STEP_REMEDY}")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @property
+    def tokenizer(self) -> ModuleTokenizer:
+        """The tokenizer that the hyper-parameters name, or the model's own."""
+        if self._tokenizer is None:
+            self._tokenizer = ModuleTokenizer(load_tokenizer(self.settings.engine))
+        return self._tokenizer
+
+    def setup(self) -> None:
+        """Make the module ready: defines the model."""
+        self.model_provider()
+
+    def model_provider(self) -> Any:
+        """What samples: `llm` if it was given, else an engine with the model's weights, started now."""
+        if self.llm is None:
+            self._own = start_engine(self.settings)
+            self._renew_llm(0)
+        return self.llm
+
+    def build_dataset(self, train_prompts: Sequence[str], is_eval: bool = False) -> Any:
+        """Prompts as items with ids and text; those that have too many tokens are left out."""
+        return PromptPipeline(train_prompts, self.settings.max_prompt_length, self.tokenizer.tokenizer)
+
+    def _add_request(self, data: Mapping[str, Any], is_eval: bool = False) -> Any:
+        """Hand a batch's prompts to vLLM."""
+        keys = self.settings
+        return self._add_request_internal(data[keys.prompt_key], data[keys.input_ids_key], is_eval=is_eval)
+
+    def forward_step(self, data: Mapping[str, Any], iteration: int = 0) -> Any:
+        """Answer the batch in training."""
+        return self._forward_step(data, iteration, eval_mode=False)
+
+    def eval_forward(self, data: Mapping[str, Any], iteration: int = 0) -> Any:
+        """Answer the batch in evaluation, which has sampling parameters of its own."""
+        return self._forward_step(data, iteration, eval_mode=True)
+
+    def decode_internal(self, batched_outputs: "list[RequestOutput]") -> Any:
+        """Lists with an entry for each answer, prompt after prompt; nothing is padded."""
+        answers = [(output, completion) for output in batched_outputs for completion in output.outputs]
+        prompts = [list(output.prompt_token_ids or []) for output, _ in answers]
+        sampled = [list(completion.token_ids) for _, completion in answers]
+        return {
+            "all_tokens": [prompt + answer for prompt, answer in zip(prompts, sampled, strict=True)],
+            "str_outputs": [completion.text for _, completion in answers],
+            "str_prompts": [output.prompt for output, _ in answers],
+            "no_padded_query_ids": prompts,
+            "logprobs": [sampled_logprobs(completion) for _, completion in answers],
+            "loss_mask": [[0] * len(p) + [1] * len(answer) for p, answer in zip(prompts, sampled, strict=True)],
+        }
+
+    def generate(self, data: Any, iteration: int = 0, is_eval: bool = False) -> Any:
+        """Answer a batch, a mapping of lists or a list of a dataset's items: what `decode_internal` makes of it."""
+        batch = ScheduledData(data if isinstance(data, Mapping) else columns(data))
+        self._prepare(batch, iteration, is_eval)
+        outputs = (self.eval_forward if is_eval else self.forward_step)(batch, iteration=iteration)
+        return self.decode_internal(outputs)
+
+    def __call__(self, llm: Any, prompts: Sequence[Any], sampling_params: "SamplingParams") -> "list[RequestOutput]":
+        """As a sampler in training (level 5): the recipe's sampling, the trainer's prompts, group and evaluation."""
+        if self.settings.n != 1:
+            raise ValueError(f"n is {self.settings.n}, but in training algorithm.group_size says how many answers")
+        if self._tokenizer is None and self.settings.engine.get("tokenizer"):
+            check_tokenizer(load_tokenizer(self.settings.engine), llm.get_tokenizer())
+        self.llm, self._given = llm, sampling_params
+        self._tokenizer = ModuleTokenizer(llm.get_tokenizer())
+        items = [{self.settings.prompt_key: p, self.settings.input_ids_key: p.token_ids} for p in prompts]
+        batch = ScheduledData(columns(items))
+        self._prepare(batch, 0, is_eval=False)
+        outputs: list[RequestOutput] = self.forward_step(batch, iteration=0)
+        return outputs
+
+    def execute_step(self, data: Any = None, *scheduled: Any) -> "list[RequestOutput]":
+        """Sample for all requests that were added (for `data`, if none were); outputs in their order.
+
+        Raises:
+            ValueError: it is called with what vLLM's scheduler once handed out.
+        """
+        if scheduled or not (data is None or isinstance(data, Mapping)):
+            raise ValueError(f"execute_step takes the batch only: {STEP_REMEDY}")
+        if not self._queue and data is not None:
+            self._hand_over(data)
+        queue, self._queue = self._queue, []
+        prompts = [prompt if _stands_for(prompt, ids) else {"prompt_token_ids": ids} for prompt, ids, _ in queue]
+        outputs = self.llm.generate(prompts, [params for *_, params in queue], use_tqdm=False)
+        for output, (prompt, *_) in zip(outputs, queue, strict=True):
+            output.prompt = str(prompt)
+        return list(outputs)
+
+    def close(self) -> None:
+        """Stop the module's own engine, if it has one."""
+        own, self._own = self._own, None
+        if own is not None:
+            thread, engine = own
+            engine.close()
+            thread.close()
+            self.llm = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _prepare(self, batch: Mapping[str, Any], iteration: int, is_eval: bool) -> None:
+        self._queue, self._eval_mode = [], is_eval
+        if self._own is not None:
+            self._renew_llm(iteration)
+        if self.llm is None:
+            raise ValueError(f"{type(self).__name__} has nothing to sample with: call its setup(), or give it an llm")
+        self._hand_over(batch)
+
+    def _hand_over(self, data: Mapping[str, Any]) -> None:
+        known = "is_eval" in inspect.signature(self._add_request).parameters
+        self._add_request(data, **({"is_eval": self._eval_mode} if known else {}))
+
+    def _forward_step(self, data: Mapping[str, Any], iteration: int, eval_mode: bool) -> Any:
+        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+            raise ValueError(f"iteration is {iteration!r}, but should be a whole number of at least 0")
+        if not isinstance(eval_mode, bool):
+            raise ValueError(f"eval_mode is {eval_mode!r}, but should be True or False")
+        self._eval_mode = eval_mode
+        return self.execute_step(data)
+
+    def _add_request_internal(self, prompt: Any, input_ids: Any, is_eval: bool = False) -> None:
+        """Queue one prompt or a list of them, each `n` times: requests of their own, each with its own fate."""
+        several = not isinstance(prompt, str)
+        pairs = zip(prompt, input_ids, strict=True) if several else [(prompt, input_ids)]
+        for text, ids in pairs:
+            params = self._sampling_params(list(ids), is_eval or self._eval_mode)
+            self._queue += [(text, list(ids), params)] * self.settings.n
+
+    def _sampling_params(self, ids: list[int], is_eval: bool) -> "SamplingParams":
+        from vllm import SamplingParams
+
+        if self._given is not None:
+            return self._given
+        settings = self.settings
+        if len(ids) > settings.max_prompt_length:
+            raise ValueError(
+                f"a prompt has {len(ids)} tokens, more than the {settings.max_prompt_length} that seq_length and "
+                "max_new_tokens leave: drop it in build_dataset"
+            )
+        single = {stop: self.tokenizer.encode(stop, add_special_tokens=False) for stop in settings.stop}
+        fields = settings.eval_sampling if is_eval else settings.sampling
+        return SamplingParams(
+            max_tokens=settings.max_tokens(len(ids)),
+            stop=[stop for stop, tokens in single.items() if len(tokens) != 1],
+            stop_token_ids=[tokens[0] for tokens in single.values() if len(tokens) == 1],
+            skip_special_tokens=False,
+            logprobs=0,
+            **fields,
+        )
+
+    def _renew_llm(self, iteration: int) -> None:
+        assert self._own is not None
+        thread, engine = self._own
+        sampling = SamplingSettings(self.settings.max_new_tokens)
+        rollout = RolloutSettings(1, sampling, policy_version=0, seed=engine.settings.seed, step=iteration)
+        self.llm = SamplerLLM(engine, self.tokenizer.tokenizer, rollout, thread.loop)
+
+
+def start_engine(settings: ChatLearnSettings) -> tuple[EngineThread, VllmAsyncGenerationWorker]:
+    """An engine with the weights of a checkpoint, which nobody updates."""
+    if "model" not in settings.engine:
+        raise ValueError("model is missing: set it to a folder in Hugging Face format, or give the module an llm")
+    thread = EngineThread()
+    devices = first_devices(settings.engine.get("tensor_parallel_size", 1))
+    lengths: dict[str, Any] = {"max_model_len": settings.seq_length, "sleep": False, "device_indices": devices}
+    engine = VllmAsyncGenerationWorker(EngineSettings(**lengths, extra=settings.vllm, **settings.engine))
+    try:
+        thread.run(engine.start(), START_SECONDS, f"starting the engine for {settings.engine['model']}")
+    except BaseException:
+        engine.close()
+        thread.close()
+        raise
+    engine.state.adopt_checkpoint(0)
+    return thread, engine
+
+
+def get_model(provider: Callable[[], Any], *_: Any) -> Any:
+    """The model that a `model_provider` gives."""
+    return provider()
+
+
+def print_rank_0(message: str) -> None:
+    """Print on the first rank only."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+def _stands_for(prompt: Any, ids: list[int]) -> bool:
+    return isinstance(prompt, PromptText) and prompt.token_ids == ids

@@ -1,0 +1,436 @@
+"""Batches as dictionaries whose values all have one entry a sample, and the check that they are padded on the right.
+
+Between right-padded batches and single requests: a batch taken apart, and its answers put together again.
+
+What every generation backend takes and gives: token ids in, token ids out, in right-padded batches.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, NotRequired, Self, TypedDict, TypeVar
+
+import torch
+
+from generation.engine.sampling import Completion
+
+Spec = TypeVar("Spec")
+
+_LENGTHS = {"input_ids": "input_lengths", "output_ids": "unpadded_sequence_lengths"}
+
+
+class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
+    """A batch: tensors and lists by name, all with the same number of entries, the samples, in their first dimension.
+
+    `BatchedDataDict[GenerationDatumSpec]` says which names there are. Every method but `to` leaves its batch as it is.
+    """
+
+    @property
+    def size(self) -> int:
+        """How many samples there are; 0 for a batch without keys.
+
+        Raises:
+            ValueError: values of different lengths, naming them.
+        """
+        lengths = {key: len(value) for key, value in self.data.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the values of a batch must be equally long, these are: {lengths}")
+        return next(iter(lengths.values()), 0)
+
+    @classmethod
+    def from_batches(
+        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
+    ) -> Self:
+        """One batch after the other. Tensors of two and more dimensions are padded on the right of dimension 1.
+
+        Args:
+            pad_value_dict: what to pad each key with; 0 where it does not say.
+
+        Raises:
+            KeyError: a key that some batches have and others, not empty, lack.
+        """
+        filled = [batch for batch in batches if len(batch)]
+        for key in sorted({key for batch in filled for key in batch}):
+            if lacking := [i for i, batch in enumerate(batches) if len(batch) and key not in batch]:
+                raise KeyError(f"key {key!r} is missing from non-empty batches {lacking}")
+        pads = pad_value_dict or {}
+        return cls({key: _joined([b[key] for b in filled], pads.get(key, 0)) for key in (filled[0] if filled else ())})
+
+    def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
+        """The samples at `indices`, in that order."""
+        places = torch.as_tensor(indices, dtype=torch.long).tolist()
+        if outside := [i for i in places if not 0 <= i < self.size]:
+            raise IndexError(f"a batch of {self.size} samples has none at {outside}")
+        return self._of(lambda value: value[places] if isinstance(value, torch.Tensor) else [value[i] for i in places])
+
+    def slice(self, start: int, end: int) -> Self:
+        """Samples `start` to `end`, the latter not included; both must lie within the batch."""
+        if not 0 <= start <= end <= self.size:
+            raise IndexError(f"samples {start} to {end} of a batch of {self.size}")
+        return self._of(lambda value: value[start:end])
+
+    def chunk(self, rank: int, chunks: int) -> Self:
+        """The `rank`-th of `chunks` equal parts."""
+        if chunks < 1 or self.size % chunks or not 0 <= rank < chunks:
+            raise ValueError(f"there is no part {rank} of {chunks} equal parts of {self.size} samples")
+        width = self.size // chunks
+        return self.slice(rank * width, (rank + 1) * width)
+
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+    ) -> list[Self]:
+        """Cut every `batch_size` consecutive samples (all of them if None) into `shards` consecutive parts; shard k has
+        the k-th part of each.
+
+        With `allow_uneven_shards` the parts hold ceil(size / shards) samples, the last ones fewer, or none.
+
+        Raises:
+            ValueError: sizes that do not divide.
+        """
+        if allow_uneven_shards and batch_size is not None:
+            raise ValueError("shards of uneven size are cut from the whole batch: leave batch_size out")
+        whole = self.size if batch_size is None else batch_size
+        divides = whole > 0 and self.size % whole == 0 and whole % shards == 0 if self.size else True
+        if shards < 1 or not (allow_uneven_shards or divides):
+            raise ValueError(f"{self.size} samples in batches of {whole} cannot be cut into {shards} equal shards")
+        width = max(1, -(-whole // shards))
+        places = range(self.size)
+        return [
+            self.select_indices([i for i in places if i % max(1, whole) // width == shard]) for shard in range(shards)
+        ]
+
+    def reorder_data(self, order: Sequence[int]) -> Self:
+        """Sample i moves to place `order[i]`: undoes a `select_indices(order)`.
+
+        Raises:
+            ValueError: `order` does not hold every place once.
+        """
+        if sorted(order) != list(range(self.size)):
+            raise ValueError(f"the new places of {self.size} samples must be 0 to {self.size - 1}, each once")
+        return self.select_indices(torch.argsort(torch.tensor(order, dtype=torch.long)))
+
+    def repeat_interleave(self, count: int) -> Self:
+        """Every sample `count` times in a row; what lists hold is copied."""
+
+        def repeated(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.repeat_interleave(count, dim=0)
+            return [copy.deepcopy(item) for item in value for _ in range(count)]
+
+        return self._of(repeated)
+
+    def truncate_tensors(self, dim: int, length: int) -> Self:
+        """Tensors that have dimension `dim`, cut to `length` in it; a negative `dim` does not count from the end."""
+        if dim < 1 or length < 0:
+            raise ValueError(f"dimension {dim} cannot be cut to {length}: dimension 0 is the samples'")
+        return self._of(
+            lambda value: (
+                value.narrow(dim, 0, min(length, value.shape[dim]))
+                if isinstance(value, torch.Tensor) and value.dim() > dim
+                else value
+            )
+        )
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
+        """Consecutive parts of `microbatch_size` samples, which must divide the batch."""
+        if microbatch_size < 1 or self.size % microbatch_size:
+            raise ValueError(f"{self.size} samples cannot be cut into micro-batches of {microbatch_size}")
+        return (self.slice(start, start + microbatch_size) for start in range(0, self.size, microbatch_size))
+
+    def get_batch(self, batch_idx: int, batch_size: int) -> Self:
+        """The `batch_idx`-th part of `batch_size` samples."""
+        return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move all tensors, in place."""
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor):
+                self.data[key] = value.to(device)
+        return self
+
+    def _of(self, part: Any) -> Self:
+        return type(self)({key: part(value) for key, value in self.data.items()})
+
+
+def _joined(values: Sequence[Any], pad: float) -> Any:
+    """Lists as one list, tensors as one tensor, each padded in dimension 1 to the widest."""
+    if not isinstance(values[0], torch.Tensor):
+        return [item for value in values for item in value]
+    if values[0].dim() < 2:
+        return torch.cat(list(values))
+    width = max(value.shape[1] for value in values)
+    return torch.cat([_widened(value, width, pad) for value in values])
+
+
+def _widened(value: torch.Tensor, width: int, pad: float) -> torch.Tensor:
+    wide = value.new_full((value.shape[0], width, *value.shape[2:]), pad)
+    wide[:, : value.shape[1]] = value
+    return wide
+
+
+def verify_right_padding(
+    data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = False
+) -> tuple[bool, str | None]:
+    """Whether every row holds `pad_value` alone to the right of its length.
+
+    Looks at `input_ids` [B, S] with `input_lengths` [B], or else at `output_ids` with `unpadded_sequence_lengths`.
+    What stands left of the length is not looked at: it may hold `pad_value`, too.
+
+    Returns:
+        (True, None), or (False, what is wrong).
+
+    Raises:
+        ValueError: what is wrong, with `raise_error`.
+        TypeError: not a batch, or no pad value.
+    """
+    if not isinstance(data, BatchedDataDict):
+        raise TypeError(f"data must be a BatchedDataDict, not {type(data).__name__}")
+    if pad_value is None:
+        raise TypeError("pad_value must be a token id, not None")
+    problem = _padding_problem(data, pad_value)
+    if problem is not None and raise_error:
+        raise ValueError(problem)
+    return problem is None, problem
+
+
+def _padding_problem(data: Mapping[str, Any], pad_value: int) -> str | None:
+    pair = next(((ids, lengths) for ids, lengths in _LENGTHS.items() if ids in data and lengths in data), None)
+    if pair is None:
+        return (
+            "could not find (input_ids, input_lengths) or (output_ids, unpadded_sequence_lengths); "
+            f"the keys are {_listed(data)}"
+        )
+    ids, lengths = data[pair[0]], data[pair[1]]
+    return _shape_problem(pair, ids, lengths) or _content_problem(ids, lengths, pad_value)
+
+
+def _shape_problem(pair: tuple[str, str], ids: Any, lengths: Any) -> str | None:
+    for name, value, dim in (pair[0], ids, 2), (pair[1], lengths, 1):
+        if not isinstance(value, torch.Tensor) or value.dim() != dim or value.is_floating_point():
+            found = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            return f"{name} must be a tensor of integers with {dim} dimension{'s'[: dim - 1]}, not {found}"
+    if len(ids) != len(lengths):
+        return f"{pair[0]} has {len(ids)} rows, {pair[1]} has {len(lengths)} entries: they must be equally many"
+    return None
+
+
+def _content_problem(ids: torch.Tensor, lengths: torch.Tensor, pad_value: int) -> str | None:
+    """One comparison over the whole batch; rows are looked at only to word the first problem."""
+    lengths, width = lengths.to(ids.device), ids.shape[1]
+    wrong = (lengths < 0) | (lengths > width)
+    stray = (ids != pad_value) & (torch.arange(width, device=ids.device) >= lengths[:, None])
+    bad = wrong | stray.any(dim=1)
+    if not bool(bad.any()):
+        return None
+    row = int(bad.nonzero()[0])
+    length = int(lengths[row])
+    if length < 0:
+        return f"length {length} at index {row} is negative"
+    if length > width:
+        return f"length {length} at index {row} exceeds the tensor's width {width}"
+    positions = stray[row].nonzero().flatten().tolist()
+    return f"tokens other than the padding {pad_value} after the length {length} at index {row}: positions {positions}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+class ResourcesConfig(TypedDict, total=False):
+    """Where engines that stand apart from the trainer run."""
+
+    gpus_per_node: int | None
+    num_nodes: int | None
+
+
+class ColocatedConfig(TypedDict):
+    """Whether engine and trainer share their devices, so that the engine sleeps between generations."""
+
+    enabled: bool
+    resources: NotRequired[ResourcesConfig]
+
+
+class GenerationConfig(TypedDict):
+    """How responses are drawn, for any backend.
+
+    `top_k` None or -1 and `top_p` 1.0 truncate nothing; `pad_token_id` is what rows are padded with, 0 by default;
+    `stop_strings` hold for every sample, beside those a sample brings itself.
+    """
+
+    backend: str
+    model_name: str
+    max_new_tokens: int
+    temperature: float
+    top_p: NotRequired[float]
+    top_k: NotRequired[int | None]
+    stop_token_ids: NotRequired[list[int] | None]
+    stop_strings: NotRequired[list[str] | None]
+    pad_token_id: NotRequired[int]
+    colocated: NotRequired[ColocatedConfig]
+
+
+class GenerationDatumSpec(TypedDict):
+    """What is generated from: `input_ids` [B, S], right-padded integers; `input_lengths` [B]; stop strings by sample
+    (None where it has none of its own).
+    """
+
+    input_ids: torch.Tensor
+    input_lengths: torch.Tensor
+    stop_strings: NotRequired[list[list[str] | None]]
+    __extra__: NotRequired[Any]
+
+
+class GenerationOutputSpec(TypedDict):
+    """What was generated, on the CPU.
+
+    Attributes:
+        output_ids: [B, S + the longest response], the input's dtype: each row its prompt, its response, padding.
+        generation_lengths: [B] int64, tokens of the response.
+        unpadded_sequence_lengths: [B] int64, tokens of prompt and response together.
+        logprobs: as `output_ids`, float32: the log-probability (nats) of the token at the same place under the
+            distribution it was drawn from; 0 on prompt and padding.
+        truncated: [B] bool, whether the response was cut at its longest length, or where the context ends.
+        errors: B strings, empty for a sample that was generated; otherwise what went wrong with this one, whose row
+            then holds its prompt alone.
+    """
+
+    output_ids: torch.Tensor
+    generation_lengths: torch.Tensor
+    unpadded_sequence_lengths: torch.Tensor
+    logprobs: torch.Tensor
+    truncated: torch.Tensor
+    errors: list[str]
+    __extra__: NotRequired[Any]
+
+
+class GenerationInterface(ABC):
+    """A generation backend. Every failure is raised: what returns a bool returns True."""
+
+    @abstractmethod
+    def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> list[Future[None]]:
+        """Start joining the process group that weights are broadcast in; wait for the futures when the trainer's ranks
+        are joining, too.
+        """
+
+    @abstractmethod
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """One response to every prompt, in the order of the prompts; an empty batch gives an empty batch."""
+
+    @abstractmethod
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Take the memory that generation needs. Free of charge when it is held already."""
+
+    @abstractmethod
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Give memory back, and forget what was computed with these weights."""
+
+    def shutdown(self) -> bool:
+        """Stop everything that was started; safe to call twice."""
+        return True
+
+    def prepare_refit_info(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
+        """Announce what weights will come: name -> (shape, dtype)."""
+        raise NotImplementedError(f"{type(self).__name__} takes no weights while it runs")
+
+    def update_weights_via_ipc_zmq(self) -> list[Future[bool]]:
+        """Start to receive weights from trainer ranks on the same devices."""
+        raise NotImplementedError(f"{type(self).__name__} takes no weights from its own device")
+
+    def update_weights_from_collective(self) -> list[Future[bool]]:
+        """Start to receive weights by broadcast, in the group of `init_collective`."""
+        raise NotImplementedError(f"{type(self).__name__} takes no weights by broadcast")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample of a batch: its place there, its prompt without padding, and the stop strings it brought."""
+
+    index: int
+    token_ids: list[int]
+    stop: list[str]
+
+
+def rows_of(data: BatchedDataDict[GenerationDatumSpec], pad_value: int) -> list[Row]:
+    """The samples of a batch of `input_ids` and `input_lengths`.
+
+    Raises:
+        ValueError: a key is missing, the padding is not on the right, or there is not one entry a sample.
+    """
+    if missing := [key for key in ("input_ids", "input_lengths") if key not in data]:
+        raise ValueError(
+            f"generation needs {' and '.join(missing)} in its batch, which has {', '.join(data) or 'none'}"
+        )
+    verify_right_padding(data, pad_value, raise_error=True)
+    stops = stop_strings_of(data, data.size)
+    lengths = data["input_lengths"].tolist()
+    prompts = [ids[:length] for ids, length in zip(data["input_ids"].tolist(), lengths, strict=True)]
+    return [Row(i, ids, stop) for i, (ids, stop) in enumerate(zip(prompts, stops, strict=True))]
+
+
+def stop_strings_of(data: Mapping[str, Any], size: int) -> list[list[str]]:
+    """Each sample's own stop strings; none where the batch, or the sample, has none."""
+    stops = data.get("stop_strings") or [None] * size
+    if any(isinstance(stop, str) for stop in stops) or len(stops) != size:
+        raise ValueError(f"stop_strings must hold a list of strings, or None, for each of the {size} samples")
+    return [list(stop or ()) for stop in stops]
+
+
+def padded_output(
+    data: BatchedDataDict[GenerationDatumSpec], completions: Sequence[Completion], pad_value: int
+) -> BatchedDataDict[GenerationOutputSpec]:
+    """What was generated for the rows of `data`, in their order: as wide as the input and the longest response."""
+    input_ids, input_lengths = data["input_ids"].cpu(), data["input_lengths"].cpu().long()
+    counts = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.long)
+    width = input_ids.shape[1] + max((len(c.token_ids) for c in completions), default=0)
+    output_ids = input_ids.new_full((len(completions), width), pad_value)
+    logprobs = torch.zeros(len(completions), width)
+    for row, (completion, start) in enumerate(zip(completions, input_lengths.tolist(), strict=True)):
+        end = start + len(completion.token_ids)
+        output_ids[row, :start] = input_ids[row, :start]
+        output_ids[row, start:end] = torch.tensor(completion.token_ids, dtype=output_ids.dtype)
+        logprobs[row, start:end] = torch.tensor(completion.logprobs)
+    return BatchedDataDict(
+        {
+            "output_ids": output_ids,
+            "generation_lengths": counts,
+            "unpadded_sequence_lengths": input_lengths + counts,
+            "logprobs": logprobs,
+            "truncated": torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool),
+            "errors": [c.error for c in completions],
+        }
+    )
+
+
+def sequence_output(
+    data: BatchedDataDict[GenerationDatumSpec], row: Row, completion: Completion, pad_value: int
+) -> BatchedDataDict[GenerationOutputSpec]:
+    """The output of one row of `data` by itself, without padding: prompt and response side by side."""
+    length = len(row.token_ids)
+    alone = BatchedDataDict[GenerationDatumSpec](
+        {"input_ids": data["input_ids"][row.index : row.index + 1, :length], "input_lengths": torch.tensor([length])}
+    )
+    return padded_output(alone, [completion], pad_value)
+
+
+def texts_of(data: Mapping[str, Any], has_tokenizer: bool) -> list[str]:
+    """The prompts of a batch of texts.
+
+    Raises:
+        ValueError: there are none, they are not texts, or nobody could tell their tokens.
+    """
+    prompts = data.get("prompts")
+    if not isinstance(prompts, list) or any(not isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("generation from texts needs `prompts` in its batch, a list of strings")
+    if not has_tokenizer:
+        raise ValueError("texts need the tokenizer: set vllm_cfg.skip_tokenizer_init to false")
+    return prompts
+
+
+def text_output(answers: Sequence[tuple[str, str]]) -> BatchedDataDict[Any]:
+    """Responses and errors side by side."""
+    return BatchedDataDict({"texts": [text for text, _ in answers], "errors": [error for _, error in answers]})

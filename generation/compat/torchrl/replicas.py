@@ -1,0 +1,376 @@
+"""One engine of a service, in the process that holds it: this one, or a Ray actor's.
+
+The two kinds of replicas of an `AsyncVLLM`, seen from the service: child processes, and Ray actors.
+
+Ray is imported when the first actor is made, and not before.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from generation.compat.load_balancer import EngineLoad
+from generation.engine.devices import device_count
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.settings import EngineSettings
+from generation.engine.thread import EngineThread
+from generation.engine.vllm_compat import cache_usage_logger, start_async_llm, unfinished_requests
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+
+class UpdateGate:
+    """Requests go through together, a weight update alone: so no answer holds tokens of two versions.
+
+    For use on one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._requests = 0
+        self._nobody_inside = asyncio.Event()
+        self._nobody_inside.set()
+        self._updated: asyncio.Event | None = None  # present while an update is under way
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Enter as one of many; waits while an update is under way."""
+        while self._updated is not None:
+            await self._updated.wait()
+        self._requests += 1
+        self._nobody_inside.clear()
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self._nobody_inside.set()
+
+    @asynccontextmanager
+    async def update(self, timeout: float) -> AsyncIterator[None]:
+        """Enter alone, after the requests that are inside; those that come later wait.
+
+        Raises:
+            RuntimeError: another update is under way.
+            TimeoutError: requests did not end within `timeout` seconds; nothing was updated.
+        """
+        if self._updated is not None:
+            raise RuntimeError("a weight update is under way already")
+        self._updated = asyncio.Event()
+        try:
+            try:
+                await asyncio.wait_for(self._nobody_inside.wait(), timeout)
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"{self._requests} requests did not end within {timeout:.0f} s, so no weights were updated"
+                ) from error
+            yield
+        finally:
+            updated, self._updated = self._updated, None
+            updated.set()
+
+
+class _MeteredWorker(VllmAsyncGenerationWorker):
+    """Knows how full its KV cache is, as the engine's scheduler last said."""
+
+    cache_usage = 0.0  # nothing is in it before the first step
+
+    async def start(self) -> None:
+        def note(usage: float) -> None:
+            self.cache_usage = usage
+
+        self._engine = start_async_llm(self.settings, [cache_usage_logger(note)])
+
+
+class ServiceEngine:
+    """What `AsyncVLLM` asks of each of its engines. All coroutines run on one event loop."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._worker = _MeteredWorker(settings)
+        self._gate = UpdateGate()
+        self._requests = 0
+
+    async def start(self) -> None:
+        """Start the engine, and let it generate one token: only then is it ready."""
+        from vllm import SamplingParams
+
+        await self._worker.start()
+        await self._worker.post_init_async()
+        await self._final_output({"prompt_token_ids": [0]}, SamplingParams(max_tokens=1, temperature=0.0), {})
+
+    async def generate(
+        self,
+        prompt: dict[str, Any],
+        params: "SamplingParams",
+        version: int,
+        timeout: float | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> "RequestOutput":
+        """Answer one prompt; the output's `weight_version` says with which weights.
+
+        Args:
+            version: the oldest weights that will do.
+            timeout: seconds, waiting for an update included; None waits for as long as it takes.
+            options: further arguments of `AsyncLLM.generate`, such as `lora_request`.
+
+        Raises:
+            EngineStateError: the engine holds older weights, or none that can be trusted.
+            TimeoutError: after `timeout` seconds; the request is aborted in the engine.
+        """
+        try:
+            async with asyncio.timeout(timeout), self._gate.request():
+                held = self._worker.state.usable_version()
+                if held < version:
+                    self._worker.state.check_can_generate(version)
+                output = await self._final_output(prompt, params, options or {})
+        except TimeoutError as error:
+            raise TimeoutError(f"vLLM generation timed out after {timeout} seconds") from error
+        output.weight_version = held  # type: ignore[attr-defined]
+        return output
+
+    async def _final_output(
+        self, prompt: dict[str, Any], params: "SamplingParams", options: dict[str, Any]
+    ) -> "RequestOutput":
+        self._requests += 1
+        final = None
+        async for output in self._worker.submit(prompt, params, f"service-{self._requests}", **options):
+            final = output
+        if final is None:
+            raise RuntimeError("vLLM ended a request without an output")
+        return final
+
+    def cache_usage_now(self) -> float:
+        """Share of the KV cache in use, 0 to 1: after the scheduler's latest step, which an abort is none of."""
+        return self._worker.cache_usage if unfinished_requests(self._worker.engine) else 0.0
+
+    async def cache_usage(self) -> float:
+        """`cache_usage_now` for those in another process."""
+        return self.cache_usage_now()
+
+    async def unfinished_requests(self) -> int:
+        """What vLLM itself counts; the service counts at its own end."""
+        return unfinished_requests(self._worker.engine)
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        """Call a method of every worker of this engine; results in worker order."""
+        engine = self._worker.engine
+        return await self._worker._unless_dead(engine.collective_rpc(method, timeout=timeout, args=args, kwargs=kwargs))
+
+    async def join_weights_group(self, rank_prefix: int, ip: str, port: int, world_size: int, timeout: float) -> None:
+        """Let the workers join the process group that weights are broadcast in; returns when all members are there."""
+        await self._on_workers("init_collective", rank_prefix, ip, port, world_size, 1, timeout)
+
+    async def update_weights(self, method: str, arguments: tuple[Any, ...], timeout: float) -> int:
+        """Let the workers take weights by one of the extension's methods, with no request in the engine.
+
+        Returns:
+            The version of the weights, as whoever sent them says.
+
+        Raises:
+            RuntimeError: what any worker complains of. The engine then holds no version.
+        """
+        state = self._worker.state
+        async with self._gate.update(timeout):
+            state.begin_sync()
+            try:
+                outcomes = await self._on_workers(method, *arguments)
+                await self._worker.reset_prefix_cache_async()
+            except BaseException:
+                state.fail_sync()
+                raise
+            state.finish_sync(outcomes[0]["version"])
+        return int(outcomes[0]["version"])
+
+    async def _on_workers(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """Call one of the extension's methods that answer with an outcome each, instead of raising."""
+        outcomes = await self._worker.call_workers(method, *arguments)
+        if errors := [outcome["error"] for outcome in outcomes if outcome["error"]]:
+            raise RuntimeError("; ".join(errors))
+        return outcomes
+
+    async def shutdown(self) -> None:
+        """Stop the engine's processes; safe to call twice."""
+        await asyncio.to_thread(self._worker.close)  # it stops a task of this loop, too
+
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.5
+"""How often a Ray actor is asked, in the background, how full its KV cache is."""
+
+ACTOR_NAMESPACE = "hotbunk"
+
+CONCURRENT_CALLS = 1 << 16
+"""Requests that an actor takes at the same time; queueing them is its engine's work, not Ray's."""
+
+
+class Replica(Protocol):
+    """One engine as the service sees it; its load is counted here, at submit and finish."""
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        """Call a coroutine method of the replica's `ServiceEngine`; cancelling the future cancels it there."""
+
+    def launch(self) -> Future[Any]:
+        """Start the engine; the future is done when it can generate."""
+
+    async def close(self) -> None:
+        """Stop the engine's processes, whatever state it is in."""
+
+    def submitted(self) -> None:
+        """See `EngineLoad`."""
+
+    def finished(self) -> None:
+        """See `EngineLoad`."""
+
+    def get_num_unfinished_requests(self) -> int:
+        """See `EngineLoad`."""
+
+    def get_cache_usage(self) -> float | None:
+        """See `EngineLoad`."""
+
+
+class LocalReplica(EngineLoad):
+    """An engine whose processes are children of this one, served by the service's event loop."""
+
+    def __init__(self, settings: EngineSettings, thread: EngineThread) -> None:
+        super().__init__()
+        self._engine, self._thread = ServiceEngine(settings), thread
+
+    def launch(self) -> Future[Any]:
+        """Start the engine; blocks the service's event loop meanwhile."""
+        return self.submit("start")
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        """Call a coroutine method of the engine on the service's event loop."""
+        return self._thread.submit(getattr(self._engine, method)(*args))
+
+    def get_cache_usage(self) -> float | None:
+        """Share of the KV cache in use after the scheduler's latest step."""
+        return self._engine.cache_usage_now()
+
+    async def close(self) -> None:
+        """Stop the engine's processes."""
+        await self._engine.shutdown()
+
+
+class RayReplica(EngineLoad):
+    """An engine in a Ray actor, on a node of the cluster that has its devices free."""
+
+    def __init__(
+        self, settings: EngineSettings, thread: EngineThread, name: str, actor_class: type = ServiceEngine
+    ) -> None:
+        super().__init__()
+        self._settings, self._thread, self._name, self._class = settings, thread, name, actor_class
+        self._actor: Any = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    def launch(self) -> Future[Any]:
+        """Create the actor and start the engine in it."""
+        # One actor takes all devices of its engine, so they are on one node; Ray tells it which by
+        # CUDA_VISIBLE_DEVICES, and the engine's workers are the actor's children.
+        self._actor = (
+            ray_module()
+            .remote(self._class)
+            .options(
+                name=self._name,
+                namespace=ACTOR_NAMESPACE,
+                num_cpus=1,
+                num_gpus=len(self._settings.device_indices),
+                max_concurrency=CONCURRENT_CALLS,
+            )
+            .remote(self._settings)
+        )
+        return self._thread.submit(self._start())
+
+    async def _start(self) -> None:
+        await self._call("start")
+        self._watcher = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        try:
+            while True:
+                self.cache_usage = await self._call("cache_usage")
+                await asyncio.sleep(WATCH_SECONDS)
+        except ray_module().exceptions.RayError as error:  # requests fail with the same error, where somebody sees it
+            log.warning("Actor %s no longer reports its load: %s", self._name, error)
+        finally:
+            self.cache_usage = None
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        """Call a coroutine method of the actor."""
+        return self._thread.submit(self._call(method, *args))
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        answer = getattr(self._actor, method).remote(*args)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            ray_module().cancel(answer)
+            raise
+        except ray_module().exceptions.RayTaskError as error:
+            raise error.cause from error  # what was raised in the actor, as a local replica raises it
+
+    async def close(self) -> None:
+        """Stop the engine's processes, then the actor; one that is dead already is no error."""
+        actor, self._actor = self._actor, None
+        if actor is None:
+            return
+        ray = ray_module()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        try:
+            await actor.shutdown.remote()
+        except ray.exceptions.RayError as error:
+            log.warning("Actor %s did not stop its engine: %s", self._name, error)
+        finally:
+            ray.kill(actor)
+
+
+def ray_module() -> Any:
+    """Ray, imported now.
+
+    Raises:
+        ImportError: with the remedy, where it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("ray is not installed. Please install it with `pip install ray`.") from error
+    return ray
+
+
+def make_replicas(
+    backend: str, settings: list[EngineSettings], thread: EngineThread, service_id: str, actor_class: type | None
+) -> list[Replica]:
+    """A replica for each of `settings`, none of them started."""
+    if backend == "local":
+        return [LocalReplica(each, thread) for each in settings]
+    names = [f"async-vllm-replica-{service_id}-{i}" for i in range(len(settings))]
+    return [
+        RayReplica(each, thread, name, actor_class or ServiceEngine) for each, name in zip(settings, names, strict=True)
+    ]
+
+
+def local_address(backend: str) -> str:
+    """The address under which replicas reach this process: loopback, unless a Ray cluster has other nodes."""
+    if backend == "local" or len([node for node in ray_module().nodes() if node["Alive"]]) == 1:
+        return "127.0.0.1"
+    return str(ray_module().util.get_node_ip_address())
+
+
+def gpu_count(backend: str) -> int:
+    """Devices there are: of this machine, or of the whole Ray cluster.
+
+    Raises:
+        RuntimeError: there is no cluster.
+    """
+    if backend == "ray":
+        if not ray_module().is_initialized():
+            raise RuntimeError("there is no Ray cluster: call ray.init() first, which starts one or connects to one")
+        return int(ray_module().cluster_resources().get("GPU", 0))
+    return device_count()

@@ -1,0 +1,361 @@
+"""`AsyncVLLM`: several engines behind one blocking `generate`, as local processes or as Ray actors.
+
+It is for engines that stand apart from a trainer, and for plain inference. Prefix caching is on unless
+`enable_prefix_caching=False` is among the engine's arguments; the cache is emptied after every weight update.
+"""
+
+import logging
+import random
+import threading
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from generation.compat.load_balancer import LoadBalancer
+from generation.compat.torchrl.replicas import Replica, gpu_count, make_replicas
+from generation.compat.torchrl.results import (
+    answer_or_error,
+    answers,
+    prompt_dictionaries,
+    results_of,
+    sampling_for_each,
+    wait_for_answers,
+    wait_until_started,
+)
+from generation.compat.torchrl.settings import as_settings, of_replicas, require_vllm, resolve, start_timeout
+from generation.compat.torchrl.weights import NO_DEVICE_LEFT, WeightUpdates
+from generation.engine.thread import EngineThread
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 30.0
+"""Longest wait for engines to stop."""
+
+
+class AsyncVLLM(WeightUpdates):
+    """A service of engines of one model. May be used from several threads; a context manager.
+
+    Attributes:
+        actors: the replicas, while the service is launched.
+        settings: of each engine, but for its devices.
+        weight_version: of the weights that answers are given with: 0 for the checkpoint's, then those of updates.
+            Each output carries the version it was made with as `weight_version`.
+    """
+
+    def __init__(
+        self,
+        engine_args: Any,
+        num_replicas: int = 1,
+        actor_class: type | None = None,
+        enable_prefix_caching: bool | None = None,
+        *,
+        backend: Literal["local", "ray"] | None = None,
+    ) -> None:
+        """Nothing is started yet; `start` does it.
+
+        Args:
+            engine_args: vLLM's `AsyncEngineArgs`, or `EngineSettings`; not changed.
+            actor_class: a subclass of `ServiceEngine` for Ray's actors; implies `backend="ray"`.
+            enable_prefix_caching: overrides `engine_args`; None leaves it at what they say.
+            backend: "local" runs replicas as processes of this machine, "ray" as actors on a cluster that is there.
+
+        Raises:
+            ImportError, ValueError: vLLM is not installed; arguments contradict each other.
+        """
+        super().__init__()
+        require_vllm()
+        if num_replicas < 1:
+            raise ValueError(f"num_replicas must be at least 1, not {num_replicas}")
+        if actor_class is not None and backend == "local":
+            raise ValueError("actor_class is for Ray's actors: leave it out, or set backend to ray")
+        settings = as_settings(engine_args)
+        if enable_prefix_caching is not None:
+            settings = replace(settings, extra=settings.extra | {"enable_prefix_caching": enable_prefix_caching})
+        self.settings = settings
+        self.num_replicas = num_replicas
+        self.backend = backend or ("local" if actor_class is None else "ray")
+        self.service_id = uuid.uuid4().hex[:8]
+        self.actors: list[Replica] = []
+        self.weight_version = 0
+        self._actor_class, self._random = actor_class, random.Random(settings.seed)
+        self._thread: EngineThread | None = None
+        self._load_balancer: LoadBalancer | None = None
+        self._lock = threading.Lock()  # choosing an engine and counting the request on it are one step
+        self._unfinished: set[Future[Any]] = set()
+
+    @classmethod
+    def launch(cls, engine_args: Any, num_replicas: int = 1, **options: Any) -> Self:
+        """A started service with a load balancer; `options` are those of the constructor."""
+        service = cls(engine_args, num_replicas, **options)
+        service.start()
+        service.create_load_balancer()
+        return service
+
+    @classmethod
+    def from_pretrained(
+        cls, model_name: str, num_devices: int | None = None, num_replicas: int = 1, **options: Any
+    ) -> "AsyncVLLM":
+        """A started service for a model; `options` are those of `make_async_vllm_engine`."""
+        options |= {"num_devices": num_devices, "num_replicas": num_replicas}
+        return make_async_vllm_engine(model_name=model_name, **options)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.shutdown(drain_seconds=CLOSE_SECONDS if kind is None else 0.0)
+
+    @property
+    def launched(self) -> bool:
+        """Whether the engines are running."""
+        return self._thread is not None
+
+    def start(self) -> None:
+        """Start all engines and wait until each has generated a token. Does nothing if they are running.
+
+        Raises:
+            TimeoutError: naming the environment variable that allows more time.
+            RuntimeError, ValueError: the devices, or the Ray cluster, are not there.
+        """
+        if self.launched:
+            log.warning("AsyncVLLM %s is launched already", self.service_id)
+            return
+        timeout = start_timeout()
+        gpus = gpu_count(self.backend)
+        each = of_replicas(self.settings, self.num_replicas, gpus, self.backend == "local")
+        self._taken = {index for own in each for index in own.device_indices} if self.backend == "local" else set()
+        if gpus and len(self._taken) == gpus:
+            log.warning("%s: new weights can come by load_weights_from_storage only", NO_DEVICE_LEFT)
+        self._thread = EngineThread(f"async-vllm-{self.service_id}")
+        starts: list[Future[Any]] = []
+        try:
+            self.actors += make_replicas(self.backend, each, self._thread, self.service_id, self._actor_class)
+            starts += [replica.launch() for replica in self.actors]
+            wait_until_started(starts, timeout)
+        except BaseException:
+            for unfinished in starts:
+                unfinished.cancel()
+            self.shutdown(drain_seconds=0.0)
+            raise
+        self.weight_version = 0
+
+    def shutdown(self, drain_seconds: float = CLOSE_SECONDS) -> None:
+        """Stop all engines; safe to call twice and in any state. The service can be started again.
+
+        Args:
+            drain_seconds: how long requests in flight may take to end; then they are cancelled.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self.close_weights_group()
+        unfinished = wait(list(self._unfinished), drain_seconds).not_done
+        for future in unfinished:
+            future.cancel()
+        closing = [thread.submit(replica.close()) for replica in self.actors]
+        self.actors.clear()
+        for future in wait(closing, CLOSE_SECONDS).done:
+            if (error := future.exception()) is not None:
+                log.warning("an engine did not stop cleanly: %s", error)
+        thread.close()
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: "SamplingParams | Sequence[SamplingParams] | None" = None,
+        *,
+        prompt_token_ids: Any = None,
+        use_tqdm: bool = False,
+        lora_request: Any = None,
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
+        return_exceptions: bool = False,
+        **gone: Any,
+    ) -> Any:
+        """Answer prompts as vLLM's `LLM.generate` does, each on the engine the load balancer chooses; blocks.
+
+        Args:
+            prompts: a text, token ids, a prompt dictionary of vLLM's, or a list or tuple of these.
+            sampling_params: for all prompts, or one for each.
+            prompt_token_ids: instead of `prompts`.
+            timeout_seconds: of each prompt; where it expires, the engine drops the request. None or 0: no limit.
+            actor_index: the engine to use, instead of the load balancer's choice.
+            return_exceptions: put errors in their prompts' places instead of raising.
+
+        Returns:
+            A `RequestOutput` for one prompt that was not in a list, else a list of them in the order of the prompts.
+
+        Raises:
+            ValueError: before anything is submitted, for prompts or parameters of no known form.
+            PromptErrors: some prompts of a list failed; it holds the others' outputs. One by itself raises its own.
+        """
+        _refuse(gone)
+        listed, single = prompt_dictionaries(prompts, prompt_token_ids)
+        each = sampling_for_each(sampling_params, len(listed))
+        options = {} if lora_request is None else {"lora_request": lora_request}
+        futures: list[Future[RequestOutput]] = []
+        try:
+            for prompt, params in zip(listed, each, strict=True):
+                futures.append(self._submit(prompt, params, actor_index, timeout_seconds, options))
+            wait_for_answers(futures, use_tqdm)
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        results = [answer_or_error(future, place) for place, future in enumerate(futures)]
+        return answers(results, single, return_exceptions)
+
+    def submit(
+        self, prompt: Any, sampling_params: "SamplingParams | None" = None, timeout_seconds: float | None = None
+    ) -> "Future[RequestOutput]":
+        """Start answering one prompt, in any form; the future's `result(timeout)` gives its output or raises its error,
+        and its `cancel()` drops the request in the engine.
+        """
+        listed, single = prompt_dictionaries(prompt)
+        if not single:
+            raise ValueError("submit takes one prompt, not a list of them")
+        return self._submit(listed[0], sampling_for_each(sampling_params, 1)[0], None, timeout_seconds, {})
+
+    def _submit(
+        self,
+        prompt: dict[str, Any],
+        params: "SamplingParams",
+        actor_index: int | None,
+        timeout: float | None,
+        options: dict[str, Any],
+    ) -> "Future[RequestOutput]":
+        self._require_launched("generating")
+        limit = timeout if timeout is not None and timeout > 0 else None
+        with self._lock:
+            replica = self.actors[self._checked_index(self._route(prompt) if actor_index is None else actor_index)]
+            replica.submitted()
+        try:
+            future = replica.submit("generate", prompt, params, self.weight_version, limit, options)
+        except BaseException:
+            replica.finished()
+            raise
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
+        future.add_done_callback(lambda _: replica.finished())
+        return future
+
+    def _route(self, prompt: dict[str, Any]) -> int:
+        if self._load_balancer is not None:
+            return self._load_balancer.select_actor(prompt)
+        if len(self.actors) == 1:
+            return 0
+        where = "using AsyncVLLM.create_load_balancer before calling generate."
+        raise RuntimeError(f"LoadBalancer is not created. Create a LoadBalancer {where}")
+
+    def create_load_balancer(self, strategy: str | Sequence[str] | None = None, **options: Any) -> LoadBalancer:
+        """Make, keep and return the balancer that `generate` asks; `options` are those of `LoadBalancer`."""
+        self._require_launched("creating load balancer")
+        self._load_balancer = LoadBalancer(self, strategy, **({"seed": self.settings.seed} | options))
+        return self._load_balancer
+
+    def get_num_unfinished_requests(self, actor_index: int | None = None) -> Any:
+        """Requests submitted and not finished: of one engine, or a list of those of all; asks nobody."""
+        self._require_launched("getting request counts")
+        if actor_index is not None:
+            return self.actors[self._checked_index(actor_index)].get_num_unfinished_requests()
+        return [replica.get_num_unfinished_requests() for replica in self.actors]
+
+    def get_cache_usage(self, actor_index: int | None = None) -> Any:
+        """Share of the KV cache in use, or None where it is not known: of one engine, or a list of those of all."""
+        self._require_launched("getting cache usage")
+        if actor_index is not None:
+            return self.actors[self._checked_index(actor_index)].get_cache_usage()
+        return [replica.get_cache_usage() for replica in self.actors]
+
+    def get_random_actor_index(self) -> int:
+        """The index of any engine, from a generator with a seed."""
+        return self._random.randrange(self.num_replicas)
+
+    def get_tp_size(self) -> int:
+        """Workers of one engine that share each of its layers."""
+        return self.settings.tensor_parallel_size
+
+    def get_tokenizer(self) -> Any:
+        """The engines' tokenizer."""
+        from transformers import AutoTokenizer
+
+        name = self.settings.tokenizer or self.settings.model
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=self.settings.trust_remote_code)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[list[Any]]:
+        """Call a method of every worker of every engine; waits. One list of results, in worker order, per engine.
+
+        Raises:
+            TimeoutError: an engine did not answer within `timeout` seconds (without one: the service's time to start).
+        """
+        self._require_launched("calling workers")
+        calls = [replica.submit("collective_rpc", method, timeout, args, kwargs or {}) for replica in self.actors]
+        return results_of(calls, timeout or start_timeout(), f"the workers' {method}")
+
+    def _require_launched(self, action: str) -> None:
+        if not self.launched:
+            raise RuntimeError(f"AsyncVLLM service must be launched before {action}")
+
+    def _checked_index(self, index: int) -> int:
+        if not 0 <= index < len(self.actors):
+            raise IndexError(f"Actor index {index} out of range [0, {len(self.actors)})")
+        return index
+
+
+_GONE = {
+    "prompt_adapter_request": "vLLM has no prompt adapters any more; leave it out",
+    "guided_options_request": "set SamplingParams(structured_outputs=...) instead",
+}
+
+
+def _refuse(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in _GONE:
+            raise TypeError(f"generate has no argument {name!r}")
+        if value is not None:
+            raise ValueError(f"{name}: {_GONE[name]}")
+
+
+def make_async_vllm_engine(
+    *,
+    model_name: str,
+    num_devices: int | None = None,
+    num_replicas: int = 1,
+    verbose: bool = True,
+    compile: bool = True,
+    enable_fp32_output: bool = False,
+    backend: Literal["local", "ray"] = "local",
+    **engine_args: Any,
+) -> AsyncVLLM:
+    """A started `AsyncVLLM` for a model.
+
+    Args:
+        model_name: folder or hub name.
+        num_devices: of each replica; the same as `tensor_parallel_size`.
+        verbose: let vLLM log what it does.
+        compile: torch.compile and CUDA graphs; without, engines start sooner and generate slower.
+        enable_fp32_output: compute logits in float32, whatever the weights' dtype.
+        engine_args: fields of vLLM's `AsyncEngineArgs`, by name.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        ValueError: sizes that contradict each other, or more devices than there are.
+    """
+    require_vllm()
+    if verbose:
+        for name in ("vllm", "vllm.engine.metrics"):
+            logging.getLogger(name).setLevel(logging.INFO)
+    settings = resolve(model_name, num_devices, compile, enable_fp32_output, **engine_args)
+    return AsyncVLLM.launch(settings, num_replicas, backend=backend)

@@ -1,0 +1,222 @@
+"""How an `AsyncVLLM` gets new weights: by broadcast from a trainer, or from a folder.
+
+The carriers and their rules (every weight accounted for, none cast in silence) live in the package `sharding`. It is
+found by import string, as the workers' extension is, so that generation does not depend on it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from generation.compat.torchrl.replicas import Replica, local_address
+from generation.compat.torchrl.results import results_of
+from generation.compat.torchrl.settings import gpus_per_replica
+from generation.engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    import torch
+
+NO_DEVICE_LEFT = "every GPU of this machine has an engine, and NCCL cannot join two processes on one"
+
+UPDATE_SECONDS = 300.0
+"""Longest single wait of an update: for requests in flight to end, for a worker, for a bucket."""
+
+
+def _sharding(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(f"sharding.{module}"), attribute)
+
+
+class _CurrentSource:
+    """The stream of the update that is under way; its sender outlives it."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def parameters(self) -> list[Any]:
+        return self.source.parameters()
+
+    def gather_into(self, names: list[str], slots: "list[torch.Tensor]") -> None:
+        self.source.gather_into(names, slots)
+
+
+class WeightUpdates:
+    """The weight methods of `AsyncVLLM`. Whatever the way, requests in flight end with the old weights, later ones wait
+    for the new ones, prefix caches are emptied, and engines that missed an update refuse to generate.
+    """
+
+    actors: list[Replica]
+    settings: EngineSettings
+    backend: str
+    weight_version: int
+    collective_rpc: Callable[..., list[list[Any]]]
+    _require_launched: Callable[[str], None]
+
+    def __init__(self) -> None:
+        self._taken: set[int] = set()  # devices of this machine that have an engine
+        self._sender: Any = None
+        self._source: _CurrentSource | None = None
+
+    def get_model_metadata(self) -> "dict[str, tuple[torch.dtype, torch.Size]]":
+        """(dtype, shape) of every weight that an update must bring, by its name in the checkpoint.
+
+        Raises:
+            RuntimeError: the engines' names cannot be found out, or differ among them.
+        """
+        import torch
+
+        return {name: (getattr(torch, dtype), torch.Size(shape)) for name, (shape, dtype) in self._manifest().items()}
+
+    def check_model_metadata(self, trainer: "Mapping[str, tuple[torch.dtype, Iterable[int]]]") -> None:
+        """Compare what a trainer would send with what the engines need.
+
+        Raises:
+            ValueError: naming the weights that are missing, unknown, or of another shape or dtype.
+        """
+        sent = {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (dtype, shape) in trainer.items()}
+        if complaints := _sharding("manifest:differences")(sent, self._manifest()):
+            raise ValueError("the trainer's weights are not the engines': " + "; ".join(complaints))
+
+    def _manifest(self) -> dict[str, list[Any]]:
+        self._require_launched("asking for model metadata")
+        manifests = [o["weights"] for o in _checked_outcomes(self.collective_rpc("hotbunk_model_metadata"))]
+        if any(manifest != manifests[0] for manifest in manifests):
+            raise RuntimeError("the engines hold different models: their weights' names, shapes or dtypes differ")
+        return manifests[0]
+
+    def get_master_address(self) -> str:
+        """Where this process listens for the engines: loopback, unless a Ray cluster has other nodes."""
+        return local_address(self.backend)
+
+    def get_master_port(self) -> int:
+        """The port that the weights group of `update_weights` listens on; the system chose it when it was bound.
+
+        Raises:
+            RuntimeError: there is no such group yet.
+        """
+        if self._sender is None:
+            raise RuntimeError("there is no weights group yet: the first update_weights makes it")
+        return int(self._sender.port)
+
+    def init_weight_update_group(self, master_address: str, master_port: int | str) -> list[Future[Any]]:
+        """Let all workers join the group of a trainer's own `sharding.apart.broadcast.CollectiveSender`, whose `ip` and
+        `port` these are: rank 0 is the trainer, workers follow in the engines' order.
+
+        Returns:
+            One future an engine, for `CollectiveSender.connect`; they end when the whole group stands.
+        """
+        self._require_launched("initializing weight update group")
+        size = gpus_per_replica(self.settings)
+        world, offsets = _sharding("collective:engine_ranks")(len(self.actors), size)
+        return [
+            replica.submit("join_weights_group", offset - 1, master_address, int(master_port), world, UPDATE_SECONDS)
+            for replica, offset in zip(self.actors, offsets, strict=True)
+        ]
+
+    def receive_weights(self) -> list[Future[int]]:
+        """Let all engines take one update from the group they have joined.
+
+        Returns:
+            One future an engine, for `CollectiveSender.send`; they give the version.
+        """
+        self._require_launched("updating weights")
+        return [
+            replica.submit("update_weights", "update_weights_from_collective", (UPDATE_SECONDS,), UPDATE_SECONDS)
+            for replica in self.actors
+        ]
+
+    def update_weights(self, weights: Any, version: int | None = None) -> Any:
+        """Broadcast new weights from this process to all engines, bucket by bucket; blocks.
+
+        Args:
+            weights: (name, tensor) pairs, by names of the checkpoint and in any order, none held longer than needed;
+                or a `sharding.send.source.WeightSource`.
+            version: of these weights; one more than the last by default.
+
+        Returns:
+            What was sent, a `sharding.send.push.SyncReport`.
+
+        Raises:
+            RemoteError: naming what is missing, unknown, sent twice or of the wrong shape, and the engine that failed.
+                Engines whose weights cannot be trusted refuse to generate until an update succeeds.
+        """
+        self._require_launched("updating weights")
+        version = self.weight_version + 1 if version is None else version
+        source = weights if hasattr(weights, "gather_into") else self._stream(weights)
+        try:
+            sender = self._connected_sender(source)
+            report = sender.send(version, self.receive_weights())
+        except BaseException:
+            self.close_weights_group()
+            raise
+        finally:
+            self.weight_version = version  # engines that hold older weights must not be asked any more
+        return report
+
+    def _stream(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> Any:
+        return _sharding("source:StreamSource")(self._manifest(), weights)
+
+    def _connected_sender(self, source: Any) -> Any:
+        """The sender of the updates before, or a new one that all workers have joined."""
+        if self._sender is not None and self._source is not None:
+            self._source.source = source
+            return self._sender
+        self._source = _CurrentSource(source)
+        device = self._sending_device()
+        settings = _sharding("sending:SyncSettings")(timeout=UPDATE_SECONDS)
+        workers = len(self.actors) * gpus_per_replica(self.settings)
+        self._sender = _sharding("collective:CollectiveSender")(
+            self._source, device, settings, workers, host=self.get_master_address()
+        )
+        calls = self.init_weight_update_group(self._sender.ip, self._sender.port)
+        self._sender.connect(calls)
+        results_of(calls, UPDATE_SECONDS, "joining the weights group")
+        return self._sender
+
+    def _sending_device(self) -> "torch.device":
+        """A GPU that none of this machine's engines is on, the current one if it can be."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        current = torch.cuda.current_device()
+        free = [index for index in range(torch.cuda.device_count()) if index not in self._taken]
+        if not free:
+            raise RuntimeError(f"{NO_DEVICE_LEFT}: start fewer replicas, or use load_weights_from_storage")
+        return torch.device("cuda", current if current in free else free[0])
+
+    def close_weights_group(self) -> None:
+        """Stop listening for the engines; the next update makes a new group."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = self._source = None
+
+    def load_weights_from_storage(self, path: Path | str) -> int:
+        """Let all engines load the latest complete update of a folder (`sharding.apart.storage.StorageWriter`).
+
+        Returns:
+            Its version.
+
+        Raises:
+            RuntimeError: naming the engine and the weight; it refuses to generate until an update succeeds.
+        """
+        self._require_launched("updating weights")
+        calls = [
+            replica.submit("update_weights", "load_weights_from_storage", (str(path), UPDATE_SECONDS), UPDATE_SECONDS)
+            for replica in self.actors
+        ]
+        versions = results_of(calls, 2 * UPDATE_SECONDS, "loading weights")
+        if len(set(versions)) > 1:  # the trainer wrote meanwhile
+            raise RuntimeError(f"engines loaded versions {sorted(set(versions))}, since the folder changed: load again")
+        self.weight_version = versions[0]
+        return self.weight_version
+
+
+def _checked_outcomes(per_engine: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """All workers' outcomes; raises what any of them complains of."""
+    outcomes = [outcome for outcomes in per_engine for outcome in outcomes]
+    if errors := [outcome["error"] for outcome in outcomes if outcome["error"]]:
+        raise RuntimeError("; ".join(errors))
+    return outcomes

@@ -1,0 +1,1 @@
+"""One vLLM engine with an explicit life cycle: everything that training uses of vLLM."""

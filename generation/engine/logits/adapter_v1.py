@@ -1,0 +1,40 @@
+"""Runs the factories of `logits_processors` in vLLM's first model runner: CPU.
+
+Imported by vLLM in its own processes, by name.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from generation.engine.logits.factories import load_factories
+
+
+class FactoryProcessor(AdapterLogitsProcessor):
+    """One chain of processors for each request, in the order in which the recipe names them."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        self._factories = load_factories(vllm_config.additional_config)
+
+    def is_argmax_invariant(self) -> bool:
+        """Nobody knows what a factory does to the largest logit, so greedy sampling asks it, too."""
+        return False
+
+    def new_req_logits_processor(
+        self, params: SamplingParams
+    ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
+        """The processors of one request; None where no factory wants it."""
+        chain = [made for factory in self._factories if (made := factory(params)) is not None]
+        if not chain:
+            return None
+
+        def apply(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            for processor in chain:
+                logits = processor(output_ids, logits)
+            return logits
+
+        return apply

@@ -1,0 +1,41 @@
+"""Runs the factories of `logits_processors` in vLLM's second model runner: CUDA.
+
+Imported by vLLM in its own processes, by name.
+"""
+
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
+
+from generation.engine.logits.factories import load_factories
+
+
+class FactoryProcessor(LogitsProcessor):
+    """One chain of processors for each slot of the batch, made anew when a request takes the slot."""
+
+    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+        self._factories = load_factories(vllm_config.additional_config)
+        self._states = req_states
+        self._chains: dict[int, list[Any]] = {}
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """Whether any factory wants this request; what the slot's former request had is forgotten."""
+        self._chains[req_idx] = [made for make in self._factories if (made := make(sampling_params)) is not None]
+        return bool(self._chains[req_idx])
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """Change the rows of the requests that have processors; the ids are read from the device for these alone."""
+        if not any(self._chains.get(int(slot)) for slot in ctx.idx_mapping_np):
+            return logits
+        slots, ends = ctx.expanded_idx_mapping.tolist(), (ctx.pos + 1).tolist()
+        for row, (slot, end) in enumerate(zip(slots, ends, strict=True)):
+            if chain := self._chains.get(slot):
+                start = int(self._states.prompt_len.np[slot])
+                output_ids = self._states.all_token_ids.gpu[slot, start:end].tolist()
+                changed = logits[row]
+                for processor in chain:
+                    changed = processor(output_ids, changed)
+                logits[row] = changed
+        return logits

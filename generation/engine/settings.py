@@ -1,0 +1,121 @@
+"""What one engine is started with."""
+
+import ast
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks of adapters that vLLM makes room for; a smaller one leaves part of it empty."""
+
+
+LEAST_MODEL_LEN = 49
+"""The shortest engine.max_model_len with which weights can be verified by a prompt, and a token that is sampled."""
+
+OWN_ARGUMENTS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "run.seed",
+    "logits_processors": "engine.logits_processors",
+    "max_lora_rank": "lora.rank",
+    "enable_lora": "lora.rank",
+    "kv_cache_memory_bytes": "engine.kv_cache_gib",
+    "enable_sleep_mode": "engine.sleep",
+    **{
+        key: f"engine.{key}"
+        for key in (
+            "dtype",
+            "enforce_eager",
+            "gpu_memory_utilization",
+            "load_format",
+            "max_model_len",
+            "max_num_seqs",
+            "tensor_parallel_size",
+        )
+    },
+    **dict.fromkeys(
+        (
+            "data_parallel_size",
+            "decode_context_parallel_size",
+            "distributed_executor_backend",
+            "enable_elastic_ep",
+            "generation_config",
+            "logprobs_mode",
+            "max_loras",
+            "nnodes",
+            "override_generation_config",
+            "pipeline_parallel_size",
+            "prefill_context_parallel_size",
+            "runner",
+            "skip_tokenizer_init",
+            "worker_cls",
+            "worker_extension_cls",
+        )
+    ),
+}
+"""vLLM's arguments that `engine.extra` may not hold, with the key of the recipe that each follows, if one does."""
+
+
+def engine_argument_names() -> set[str] | None:
+    """The names of vLLM's engine arguments, from its source, as its import takes ten seconds. None: it is not here."""
+    spec = find_spec("vllm")
+    places = (spec.submodule_search_locations if spec else None) or []
+    for source in (Path(place) / "engine" / "arg_utils.py" for place in places):
+        classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+        fields = [line for kind in classes if kind.name in ("EngineArgs", "AsyncEngineArgs") for line in kind.body]
+        return {f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)}
+    return None
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of one vLLM engine.
+
+    Attributes:
+        model: folder or hub name; only its configuration is read when `load_format` is "dummy".
+        dtype: "float32" or "bfloat16".
+        max_model_len: tokens, prompt and response together.
+        kv_cache_bytes: size of the KV cache on each device; None lets vLLM take what `gpu_memory_utilization` leaves
+            it.
+        device_indices: CUDA devices of the engine group's workers, in rank order; empty on CPU.
+        cpu_threads: OpenMP threads of each worker on CPU.
+        cpu_cores: on CPU with tensor parallelism, the core each worker is bound to (two unbound workers fight for one
+            core).
+        plain_cpu_weights: keep weights on CPU in the layout of the checkpoint instead of packed for oneDNN: in-place
+            updates, as on CUDA; faster for models of a few million parameters, slower from about 100 million on.
+        sleep: free the engine's memory while the trainer works.
+        shared_weights: the trainer computes with this engine's weights (`sharding.worker.sharing`): they cannot sleep.
+        fp32_head: compute logits in float32 whatever `dtype` is.
+        lora_rank: answer with a LoRA adapter of at most this rank, once the trainer has sent one; 0: none.
+        extra: further vLLM engine arguments, by vLLM's own names.
+    """
+
+    model: str
+    max_model_len: int
+    dtype: str = "float32"
+    tokenizer: str | None = None
+    tensor_parallel_size: int = 1
+    max_num_seqs: int = 64
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.3
+    enforce_eager: bool = True
+    load_format: str = "auto"
+    seed: int = 0
+    sleep: bool = True
+    shared_weights: bool = False
+    trust_remote_code: bool = False
+    device_indices: tuple[int, ...] = ()
+    cpu_threads: int = 1
+    cpu_cores: tuple[int, ...] = ()
+    plain_cpu_weights: bool = False
+    fp32_head: bool = False
+    lora_rank: int = 0
+    worker_extension: str = "sharding.worker.extension.VllmInternalWorkerExtension"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether this engine runs on the CPU build."""
+        return not self.device_indices

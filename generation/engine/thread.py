@@ -1,0 +1,106 @@
+"""The event loop that an engine, its rollouts and its server share, on a thread of its own.
+
+vLLM binds an engine to the loop that first used it, so everything that talks to the engine runs here, and the trainer's
+thread only waits, always with a deadline.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+from generation.engine.devices import this_device
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """An asyncio loop on its own thread. `run` blocks the caller, `submit` does not.
+
+    Nothing that a task raises ends the loop before `close`.
+    """
+
+    def __init__(self, name: str = "engine-loop") -> None:
+        self.loop = asyncio.new_event_loop()
+        self._closing = False
+        self._use_device = this_device()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self._use_device()
+        asyncio.set_event_loop(self.loop)
+        while not self._closing:
+            try:
+                self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:  # asyncio has a task's end the loop; other tasks need it
+                message = f"{type(error).__name__} in a task or callback of thread {threading.current_thread().name!r}"
+                self.loop.call_exception_handler({"message": message, "exception": error})
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop; the future's `result(timeout)` gives its value or raises its error."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
+        """Run a coroutine to its end from another thread.
+
+        Raises:
+            TimeoutError: naming `what`, after `timeout` seconds; the coroutine is cancelled.
+        """
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout)
+        except BaseException as error:
+            still_running = not future.done()
+            future.cancel()
+            if isinstance(error, TimeoutError) and still_running:
+                raise TimeoutError(f"{what} did not finish within {timeout:.0f} s") from error
+            raise
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Cancel what still runs and stop the loop; a loop that is blocked is left to end with the process."""
+        if self.loop.is_closed():
+            return
+
+        async def cancel_all() -> None:
+            tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        cancelled = self.submit(cancel_all())
+        if cancelled in wait([cancelled], timeout).done:
+            self._closing = True
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(timeout)
+            self.loop.close()
+
+
+async def as_ready(
+    calls: Iterable[Coroutine[Any, Any, T]], timeout: float | None = None
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Each call's place and result, as they are ready. An error, or the end of the iteration, ends the others.
+
+    Close it where the iteration may end early (`contextlib.aclosing`): Python itself does so at some later time.
+
+    Raises:
+        TimeoutError: after `timeout` seconds, if given.
+    """
+
+    async def placed(place: int, call: Coroutine[Any, Any, T]) -> tuple[int, T]:
+        return place, await call
+
+    tasks = [asyncio.ensure_future(placed(place, call)) for place, call in enumerate(calls)]
+    try:
+        for task in asyncio.as_completed(tasks, timeout=timeout):
+            yield await task
+    except TimeoutError as error:
+        late = sum(not task.done() for task in tasks)
+        if timeout is None or not late:
+            raise
+        raise TimeoutError(f"{late} of {len(tasks)} requests did not finish within {timeout:.0f} s") from error
+    finally:
+        for unfinished in tasks:
+            unfinished.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

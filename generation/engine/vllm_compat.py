@@ -1,0 +1,408 @@
+"""What vLLM keeps private or changes between releases, in one place: 0.32, whose builds for CPU and CUDA have the same
+Python sources. `scripts/try_vllm.sh VERSION` says what another release breaks.
+
+Everything an engine's processes read from the environment is set around its start only, and taken back afterwards: the
+trainer's own process must not notice (it would otherwise lose torch.compile, or its NCCL settings). Of what importing
+vLLM changes in this process only its patches of Inductor remain (`vllm.env_override`).
+"""
+
+import dataclasses
+import gc
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from generation.engine.devices import full_uuids
+from generation.engine.settings import LORA_RANKS, EngineSettings
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+PLAIN_WEIGHTS_VARIABLE = "HOTBUNK_PLAIN_CPU_WEIGHTS"
+"""Read by `sharding.worker.extension` when vLLM imports it, before the model is built."""
+
+FORK_VARIABLE = "HOTBUNK_FORK_ENGINE"
+"""Set to 1 by tests: the engine core is forked instead of spawned, which saves the 5 s of its imports. Only on CPU,
+without tensor parallelism, and from a process that has no process group: a child that inherits one may take it for its
+own, or wait at its end for threads that only the parent has."""
+
+# A vLLM process that inherits these joins the trainer's process group, or hangs in its store.
+_TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def _hidden_variables() -> list[str]:
+    return [name for name in os.environ if name in _TORCHRUN or name.startswith("TORCHELASTIC_")]
+
+
+def engine_environment(settings: EngineSettings) -> dict[str, str]:
+    """Variables that the engine's processes start with."""
+    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    env["GLOO_SOCKET_IFNAME"] = "lo"  # an engine is on one machine, whatever the trainer is on
+    env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing is unpickled that came over a socket
+    env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines that concern nobody here
+    if not settings.on_cpu:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(_physical_devices(settings.device_indices))
+        return env | _CUDA_ENVIRONMENT | _apart_from_other_ranks()
+    env["OMP_NUM_THREADS"] = str(settings.cpu_threads)
+    env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, settings.cpu_cores)) or "nobind"
+    env[PLAIN_WEIGHTS_VARIABLE] = str(int(settings.plain_cpu_weights))
+    # It keeps compiled products by their shape, some 30 KiB each. A batch of every size would fill its own 1024, over
+    # hundreds of steps (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
+    env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    if settings.tensor_parallel_size == 1:
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # lets the CPU platform run its worker inside the engine process
+    if settings.enforce_eager:
+        env["TORCH_COMPILE_DISABLE"] = "1"  # one logprobs helper would otherwise be compiled at the first request
+    return env
+
+
+_CUDA_ENVIRONMENT = {
+    # vLLM forks unless this process has initialised CUDA itself; a child of a process that has so much as counted
+    # devices cannot use CUDA any more (https://github.com/pytorch/pytorch/issues/40403).
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # Only for requests without a seed and without log-probabilities, of which there are none; it compiles with nvcc.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # Under WSL 2 alone: the model runner has buffers in page-locked memory and does not start without them
+    # (https://docs.vllm.ai/en/latest/configuration/env_vars/).
+    "VLLM_WSL2_ENABLE_PIN_MEMORY": "1",
+}
+
+
+def _apart_from_other_ranks() -> dict[str, str]:
+    """What keeps engines that start in the same second out of each other's way.
+
+    vLLM looks for a free port and binds it later; started from a range of this process's own, below the system's, no
+    two look at the same one. Some files of its compilation cache it writes in place (vllm/compilation/backends.py).
+    """
+    apart = {"VLLM_PORT": str(10_000 + os.getpid() % 1_400 * 16)}
+    if local_rank := int(os.environ.get("LOCAL_RANK", "0")):
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        root = os.environ.get("VLLM_CACHE_ROOT") or f"{cache}/vllm"
+        apart["VLLM_CACHE_ROOT"] = f"{os.path.expanduser(root)}/local_rank_{local_rank}"
+    return apart
+
+
+def _physical_devices(indices: tuple[int, ...]) -> list[str]:
+    """This process's device indices as the driver's names, through its own CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return full_uuids([visible.split(",")[i].strip() for i in indices]) if visible else [str(i) for i in indices]
+
+
+@contextmanager
+def started_with(settings: EngineSettings) -> Iterator[None]:
+    """The environment an engine is started in: torchrun's variables hidden, the engine's own set; restored on exit."""
+    import torch
+
+    before, cudnn_attention = dict(os.environ), torch.backends.cuda.cudnn_sdp_enabled()
+    os.environ.update(engine_environment(settings))
+    for name in _hidden_variables():
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)  # vLLM's CUDA platform switches it off
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`; what would change what is sampled is never left to a default."""
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "tokenizer": settings.tokenizer or settings.model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "load_format": settings.load_format,
+        "enforce_eager": settings.enforce_eager,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "seed": settings.seed,
+        "trust_remote_code": settings.trust_remote_code,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": settings.worker_extension,
+        "enable_sleep_mode": settings.sleep
+        and not settings.on_cpu,  # the CPU build refuses it; the extension sleeps there
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+        "use_tqdm_on_load": False,
+    }
+    if settings.on_cpu:
+        # A prompt that is cut in two asks its seeded generator for an offset, which CPU generators do not have, and the
+        # engine dies (0.32, gpu_model_runner); so prompts are never cut, and a step can hold the longest one.
+        tokens = max(2048, settings.max_model_len, settings.max_num_seqs)
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
+    else:
+        # vLLM's own choice for an AsyncLLM is 2048, of which every sequence that is being decoded takes one.
+        arguments["max_num_batched_tokens"] = max(8192, settings.max_num_seqs)
+    if settings.shared_weights and not settings.on_cpu:
+        arguments["worker_cls"] = "sharding.worker.memory.SharingWorker"
+    if settings.lora_rank:
+        room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
+        arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
+    arguments |= settings.extra
+    if settings.fp32_head:
+        arguments["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | {"head_dtype": "float32"}
+    return arguments
+
+
+def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = None) -> "AsyncLLM":
+    """Start an `AsyncLLM`, whose engine core and workers are children of this process; blocks until it can generate.
+
+    `stat_loggers` are told of every step, such as `cache_usage_logger`.
+
+    Raises:
+        ImportError: this vLLM is not one of those supported.
+        ValueError: it is built for the other kind of device, or an entry of `settings.extra` is not an engine argument.
+    """
+    with started_with(settings):
+        check_version()
+        check_build(settings)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_arguments(settings)
+        known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
+        if unknown := sorted(set(arguments) - known):
+            import vllm
+
+            raise ValueError(f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        if _may_fork(settings):
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # create_engine_config has just forced "spawn"
+            # Imported anew in the child, it goes by the child's environment.
+            sys.modules.pop(settings.worker_extension.rpartition(".")[0], None)
+        with inheritance_untouched():
+            return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=True)
+
+
+def _may_fork(settings: EngineSettings) -> bool:
+    if os.environ.get(FORK_VARIABLE) != "1" or not settings.on_cpu or settings.tensor_parallel_size > 1:
+        return False
+    from torch import distributed
+
+    return not distributed.is_initialized()
+
+
+@contextmanager
+def inheritance_untouched() -> Iterator[None]:
+    """A child forked inside never collects what it has inherited.
+
+    The end of a process group, say, waits for threads that only the parent has.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def stop_async_llm(engine: "AsyncLLM") -> None:
+    """Stop an engine's processes; first its output task, which would report the stop as the engine's death."""
+    if (handler := engine.output_handler) is not None:
+        handler.get_loop().call_soon_threadsafe(handler.cancel)
+    engine.shutdown()
+
+
+def worker_memory() -> set[Path]:
+    """Shared memory through which the CPU workers of this process's engines exchange tensors.
+
+    vLLM's workers remove theirs at an orderly end. When they are killed nobody does: no resource tracker knows of it.
+    """
+    found: set[Path] = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(OSError):  # it has ended meanwhile
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            found |= {Path(line.split()[5]) for line in lines if "/dev/shm/vllm_dist_" in line}
+    return found
+
+
+def adapter_request(number: int | None) -> "LoRARequest | None":
+    """What makes a request be answered with the adapter of this number, which the workers hold already; None: no
+    adapter. vLLM would look for one that they do not hold at the path, and says so where there is nothing. It keys its
+    prefix cache by name.
+    """
+    if number is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"policy-{number}", number, f"/sent by the trainer/{number}")
+
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises when one request is bad or fails; a dead engine raises something else, and ends the run."""
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    return (ValueError, EngineGenerateError, VLLMClientError)
+
+
+def told_error(status: int, sentence: str) -> Exception:
+    """The one error that vLLM's handlers hand on to the client, also within a stream, without logging a traceback."""
+    from vllm.exceptions import GenerationError
+
+    error = GenerationError(sentence)
+    error.status_code = HTTPStatus(status)
+    return error
+
+
+def unfinished_requests(engine: "AsyncLLM") -> int:
+    """Requests that this process has submitted and that have not finished; at once, also before the scheduler saw
+    them.
+    """
+    return int(engine.get_num_unfinished_requests())
+
+
+def cache_usage_logger(report: Callable[[float], None]) -> type:
+    """A logger for `start_async_llm` that reports the share of the KV cache in use (0 to 1) after every step."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class CacheUsageLogger(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        ) -> None:
+            if scheduler_stats is not None:
+                report(float(scheduler_stats.kv_cache_usage))
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return CacheUsageLogger
+
+
+@contextmanager
+def _root_logging_kept() -> Iterator[None]:
+    """Part of vLLM's server sets the root logger to ERROR, for the whole process; here it stays what it was."""
+    root = logging.getLogger()
+    level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler, own in handlers:
+            handler.setLevel(own)
+
+
+async def build_openai_app(
+    engine: Any,
+    model_name: str,
+    model: str,
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    check: Callable[[Any], None],
+) -> Any:
+    """vLLM's own OpenAI-compatible FastAPI application on an engine that is running already.
+
+    `check` is given each request for answers as vLLM has parsed it, before anything is done for it.
+
+    Raises:
+        ValueError: vLLM has no parser of that name.
+    """
+    with _root_logging_kept():
+        app = await _build_openai_app(engine, model_name, model, tool_parser, reasoning_parser)
+    for serving, method in (("chat", "create_chat_completion"), ("completion", "create_completion")):
+        if (handler := getattr(app.state, f"openai_serving_{serving}", None)) is not None:
+            setattr(handler, method, _checked_first(check, getattr(handler, method)))
+    return app
+
+
+def _checked_first(check: Callable[[Any], None], handle: Callable[..., Any]) -> Callable[..., Any]:
+    async def checked(request: Any, *arguments: Any, **named: Any) -> Any:
+        check(request)
+        return await handle(request, *arguments, **named)
+
+    return checked
+
+
+async def _build_openai_app(
+    engine: Any, model_name: str, model: str, tool_parser: str | None, reasoning_parser: str | None
+) -> Any:
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    words = ["--model", model, "--served-model-name", model_name]
+    if tool_parser is not None:
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
+    if reasoning_parser is not None:
+        words += ["--reasoning-parser", reasoning_parser]
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    try:
+        validate_parsed_serve_args(arguments)
+        tasks = await engine.get_supported_tasks()
+        app = build_app(arguments, tasks, engine.model_config)
+        await init_app_state(engine, app.state, arguments, tasks)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"vLLM's server does not start with these settings: {error}") from error
+    return app
+
+
+SUPPORTED = ((0, 32), (0, 33))
+"""The oldest release of vLLM that is taken, and the first that is not."""
+
+ANY_VERSION_VARIABLE = "HOTBUNK_ANY_VLLM"
+"""Set to 1 by scripts/try_vllm.sh: releases outside of `SUPPORTED` are taken, too."""
+
+
+def check_version(version: str | None = None) -> None:
+    """Raise ImportError, naming the supported range, unless a vLLM of that range is installed.
+
+    `version` is the installed one's if None. A development build, or one that tells no version, is taken as it is.
+    """
+    (_, oldest), (_, newer) = SUPPORTED
+    wanted = f"vLLM 0.{oldest} is needed (>=0.{oldest},<0.{newer}): install it with bash scripts/setup.sh"
+    if version is None:
+        if find_spec("vllm") is None:
+            raise ImportError(f"vllm is not installed. {wanted}, or pip install 'vllm>=0.{oldest},<0.{newer}'")
+        import vllm
+
+        version = vllm.__version__
+    found = re.match(r"(\d+)\.(\d+)", str(version))
+    if found is None or "dev" in str(version) or os.environ.get(ANY_VERSION_VARIABLE) == "1":
+        return
+    if not SUPPORTED[0] <= (int(found[1]), int(found[2])) < SUPPORTED[1]:
+        raise ImportError(f"vLLM {version} is installed, but {wanted}; scripts/try_vllm.sh tries another release")
+
+
+def check_build(settings: EngineSettings) -> None:
+    """Raise ValueError where the installed vLLM is built for the other kind of device than the engine is to run on."""
+    from vllm.platforms import current_platform
+
+    if settings.on_cpu and not current_platform.is_cpu():
+        raise ValueError(
+            "this engine was given no CUDA devices, but the installed vLLM is built for CUDA and runs on no CPU: "
+            "name devices (device_indices), or install the build for CPUs with HOTBUNK_DEVICE=cpu bash scripts/setup.sh"
+        )
+    if not settings.on_cpu and current_platform.is_cpu():
+        raise ValueError(
+            f"this engine was given CUDA devices {list(settings.device_indices)}, but the installed vLLM is built for "
+            "CPUs: install the build for CUDA with HOTBUNK_DEVICE=cuda bash scripts/setup.sh, or set run.device to cpu"
+        )

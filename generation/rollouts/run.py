@@ -1,0 +1,137 @@
+"""One step's rollouts on one engine: groups of samples, each group scheduled as soon as there is room for it.
+
+Which engine samples which prompt is decided while they run: every leader claims the next prompt when it has room, so
+one long answer does not idle the others. It never has more than its fair share unfinished, or the first leader to begin
+would claim a small step's prompts before the others can. What is sampled does not depend on it, since the seed of a
+sample depends on its place only. A trajectory goes on with its next turn as soon as it can, whatever the others do.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSettings, one_shot
+from generation.rollouts.user_code import contained, described
+from generation.trajectory import Trajectory, check_rewards
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Claim", "Episodes", "OnSample", "RolloutSettings", "rollout", "run_episode"]
+
+Claim = Callable[[], int | None]
+"""The index of the next prompt that nobody has taken yet, over all engines, or None when there is none."""
+
+OnSample = Callable[[Trajectory], Awaitable[None]]
+"""Called for each finished trajectory while others still run; scoring happens here."""
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """How a prompt becomes a trajectory: by which function, and what that function needs besides the prompt's ids.
+
+    Attributes:
+        rows: for each prompt the dataset's row; None: no rows.
+        messages: for each prompt the messages it was rendered from, where there are any.
+    """
+
+    function: RolloutFunction = one_shot
+    tokenizer: "PreTrainedTokenizerBase | None" = None
+    rows: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[list[dict[str, Any]] | None] | None = None
+
+
+async def rollout(
+    engine: VllmAsyncGenerationWorker,
+    prompts: Sequence[Sequence[int]],
+    settings: RolloutSettings,
+    claim: Claim,
+    on_sample: OnSample,
+    episodes: Episodes = Episodes(),
+    engines: int = 1,
+) -> list[Trajectory]:
+    """Sample groups for as many prompts as this engine can claim; returns their trajectories in the order they
+    finished. `engines` is how many share the prompts.
+
+    An episode that fails becomes a trajectory with `error` set and takes nobody with it: every episode that was begun
+    is there, however it ended. Where `on_sample` sets `error` on one of an episode's trajectories, all of them have
+    failed. A dead engine, an engine in the wrong state and an error that `on_sample` raises end the rollout.
+    """
+    engine.state.check_can_generate(settings.policy_version)
+    finished: list[Trajectory] = []
+    begun: dict[tuple[int, int], PolicyLLM] = {}
+    # One group more than the engine runs at once, so that it never waits for us; no more, so that others find work to
+    # claim. Trajectories that wait for tools do not count.
+    room = asyncio.Semaphore(engine.settings.max_num_seqs + settings.group_size)
+    share = asyncio.Semaphore(max(1, -(-len(prompts) // engines)) * settings.group_size)  # in samples of whole groups
+
+    def handle(prompt: int, sample: int) -> PolicyLLM:
+        messages = episodes.messages[prompt] if episodes.messages else None
+        tokenizer = cast("PreTrainedTokenizerBase", episodes.tokenizer)
+        return PolicyLLM(engine, tokenizer, settings, prompt, sample, prompts[prompt], messages, room)
+
+    async def one(llm: PolicyLLM) -> None:
+        """An episode, whose trajectories are handed on as soon as it ends."""
+        row = dict(episodes.rows[llm.prompt_index]) if episodes.rows else {}
+        try:
+            trajectories = await run_episode(episodes.function, llm, row)
+        finally:
+            room.release()
+        for trajectory in trajectories:
+            await on_sample(trajectory)
+        if error := next((t.error for t in trajectories if t.error), ""):
+            for trajectory in trajectories:
+                trajectory.error = trajectory.error or error
+        finished.extend(trajectories)
+
+    async with asyncio.TaskGroup() as group:
+        await room.acquire()
+        while True:
+            for _ in range(settings.group_size):
+                await share.acquire()
+            if (prompt := claim()) is None:
+                break
+            for sample in range(settings.group_size):
+                begun[prompt, sample] = handle(prompt, sample)
+                task = group.create_task(one(begun[prompt, sample]))
+                task.add_done_callback(lambda _: share.release())
+                await room.acquire()
+    ended = {(t.prompt_index, t.sample_index) for t in finished}
+    # A task group does not miss a task that somebody else has cancelled.
+    lost = [llm for place, llm in begun.items() if place not in ended]
+    return finished + [failed(llm, "CancelledError: the episode's task was cancelled by somebody else") for llm in lost]
+
+
+async def run_episode(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
+    """What one episode gave, a list in any case; its failure, whatever it raised, is told in one trajectory's `error`.
+
+    Raises:
+        Exception: what the engine itself failed with, whatever the function made of it.
+    """
+    try:
+        trajectories = await contained(_checked(function, llm, row))
+    except Exception as error:
+        if llm.fatal is not None:
+            raise llm.fatal from None
+        return [failed(llm, described(error))]
+    if llm.fatal is not None:
+        raise llm.fatal
+    return trajectories
+
+
+async def _checked(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
+    result = await function(llm, row, llm.settings.sampling)
+    trajectories = [result] if isinstance(result, Trajectory) else list(result)
+    if not trajectories or not all(isinstance(t, Trajectory) for t in trajectories):
+        raise TypeError(f"a rollout function must return a Trajectory or a list of them, but gave {result!r:.100}")
+    for trajectory in trajectories:
+        trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
+        check_rewards(trajectory, getattr(function, "__qualname__", "the rollout"))
+    return trajectories
+
+
+def failed(llm: PolicyLLM, error: str) -> Trajectory:
+    """What stands for an episode that gave nothing."""
+    return llm.trajectory(finish_reason="error", error=error)

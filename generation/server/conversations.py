@@ -1,0 +1,188 @@
+"""Conversations that are being captured, by the keys that clients send.
+
+One HTTP request on its way through vLLM's handlers, and what is known about it on both sides of them.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Collection, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from generation.engine.sampling import SamplingSettings, sample_seed
+from generation.exact_ids import Capture, ChatHistory, Generation, KnownPrefix, replace_prefix_tokens
+from generation.trajectory import Trajectory
+
+
+class TooManyConversations(RuntimeError):
+    """More trajectories are open than the server keeps."""
+
+
+@dataclass
+class Conversation:
+    """What one key has said so far.
+
+    Attributes:
+        key: what its client has to send.
+        by_request: a request has opened it, not the program.
+        sampling: what its requests have to be sampled with; None leaves that to the client.
+        seed: the seed of its requests derives from it; None leaves that to the client.
+        policy_version: the only version its requests may be answered by; None takes any.
+        lost_keys: requests for answers that came to its own address without its key, and were refused.
+    """
+
+    key: str
+    history: ChatHistory
+    by_request: bool = False
+    sampling: SamplingSettings | None = None
+    seed: int | None = None
+    policy_version: int | None = None
+    capture: Capture = field(default_factory=Capture)
+    requests: int = 0
+    lost_keys: int = 0
+
+    @property
+    def place(self) -> str:
+        """Names it in addresses, without giving away its key."""
+        return hashlib.blake2b(self.key.encode(), digest_size=16).hexdigest()
+
+    def next_seed(self) -> int | None:
+        """The next request's seed, a function of the conversation's and of how many requests came before."""
+        self.requests += 1
+        return None if self.seed is None else sample_seed(self.seed, 0, 0, 0, self.requests)
+
+    def trajectories(self) -> list[Trajectory]:
+        """What has been captured; each says how many prompts were rendered anew because ids could not be kept."""
+        found = self.capture.trajectories()
+        for trajectory in found:
+            trajectory.metrics["server/retemplated"] = float(self.history.retemplated)
+        return found
+
+
+class Conversations:
+    """Each is kept until it is taken; at most `limit` at a time of the program's, and as many that requests opened."""
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], limit: int) -> None:
+        self._tokenizer, self._ends, self._limit = tokenizer, tuple(eos_token_ids), limit
+        self._open: dict[str, Conversation] = {}
+        self._places: dict[str, Conversation] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._open
+
+    def __getitem__(self, key: str) -> Conversation:
+        return self._open[key]
+
+    def get(self, key: str) -> Conversation | None:
+        """The conversation of that key, if it is open."""
+        return self._open.get(key)
+
+    def at(self, place: str) -> Conversation | None:
+        """The conversation at that address, if it is open."""
+        return self._places.get(place)
+
+    def check_room(self, by_request: bool) -> None:
+        """Raise TooManyConversations unless one more can be opened."""
+        if sum(each.by_request == by_request for each in self._open.values()) >= self._limit:
+            raise TooManyConversations(f"{self._limit} trajectories are being captured and nobody takes them")
+
+    def open(
+        self,
+        key: str = "",
+        *,
+        by_request: bool = False,
+        sampling: SamplingSettings | None = None,
+        seed: int | None = None,
+        policy_version: int | None = None,
+    ) -> Conversation:
+        """Begin to capture what comes under `key`, or under a new one that nobody can guess.
+
+        Raises:
+            ValueError: it is open already.
+            TooManyConversations: as many as the server keeps have not been taken.
+        """
+        key = key or f"hotbunk-{secrets.token_urlsafe(24)}"
+        if key in self._open:
+            raise ValueError(f"trajectory {key!r} is being captured already; take it first, or choose another key")
+        self.check_room(by_request)
+        history = ChatHistory(self._tokenizer, self._ends)
+        opened = Conversation(key, history, by_request, sampling, seed, policy_version)
+        self._open[key] = self._places[opened.place] = opened
+        return opened
+
+    def take(self, key: str) -> list[Trajectory]:
+        """The trajectories captured under `key`, which is forgotten.
+
+        Raises:
+            KeyError: it is not open.
+        """
+        taken = self._open.pop(key)
+        del self._places[taken.place]
+        return taken.trajectories()
+
+
+STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
+"""What vLLM raises over requests that its own checks have missed."""
+
+
+class Refused(ValueError):
+    """A request is answered with `status` and one sentence. A ValueError: vLLM blames the client for those."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+@dataclass
+class ExactIds:
+    """Ids that the prompt has to begin with.
+
+    Attributes:
+        known: them, and the messages they stand for.
+        until_answer: those messages as the chat template renders them.
+        given: the client gave the ids, so the messages may belong to others.
+    """
+
+    known: KnownPrefix
+    until_answer: list[int]
+    given: bool
+
+    def prompt(self, tokenizer: Any, whole: list[int], eos_token_ids: Collection[int]) -> list[int]:
+        """The prompt that the chat template renders as `whole`, with these ids. Refused where they do not belong."""
+        try:
+            return replace_prefix_tokens(tokenizer, self.known.ids, self.until_answer, whole, eos_token_ids)
+        except ValueError as error:
+            raise Refused(400, str(error)) from error
+
+
+@dataclass
+class Call:
+    """One request for generation.
+
+    Attributes:
+        opens: the key of a trajectory that is to be opened with the first answer.
+        open_ended: the client leaves the answer's length to the context.
+        taken: the engine has begun to answer, so vLLM finds nothing wrong with the request.
+        refused: why it cannot be answered, found out after vLLM took it over.
+        generations: what was sampled, by the choice's index in the response.
+    """
+
+    sampling: SamplingSettings | None
+    conversation: Conversation | None = None
+    opens: str = ""
+    exact: ExactIds | None = None
+    open_ended: bool = False
+    taken: bool = False
+    refused: Refused | None = None
+    choices: int = 0
+    generations: dict[int, Generation] = field(default_factory=dict)
+
+    def refuse(self, status: int, sentence: str) -> Refused:
+        """To be raised; the client is told this, whatever vLLM makes of the exception."""
+        self.refused = Refused(status, sentence)
+        return self.refused
+
+
+CURRENT: ContextVar[Call | None] = ContextVar("hotbunk_call", default=None)
+"""The call that the running task serves."""

@@ -1,0 +1,279 @@
+"""The group of processes that weights are broadcast in: trainer rank 0 and every worker of every engine.
+
+It is nobody's default group. Messages travel through its store, one box for each direction and worker; buckets travel
+by gloo on CPU and NCCL on CUDA. A member that cannot go on raises the alarm, which ends everybody's waiting.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
+
+from sharding.wire.channel import SyncError, pack, unpack
+
+LOOK_SECONDS = 0.2
+"""How often whoever waits looks for the alarm and for the death of the other end."""
+
+_FINEST, _COARSEST = 1e-4, 5e-3  # seconds between two looks at what is waited for
+_ALARM = "alarm"
+
+
+class GroupError(SyncError):
+    """The group is of no use any more; its members have to join a new one."""
+
+
+def until(done: Callable[[], bool], timeout: float, waiting_for: str, still_alive: Callable[[], None]) -> None:
+    """Wait for something that can only be asked for.
+
+    Args:
+        timeout: seconds.
+        still_alive: called now and then; raises when there is nothing left to wait for.
+
+    Raises:
+        TimeoutError: naming `waiting_for`.
+    """
+    deadline = time.monotonic() + timeout
+    look, pause = 0.0, _FINEST
+    while not done():
+        now = time.monotonic()
+        if now >= look:
+            still_alive()
+            look = now + LOOK_SECONDS
+        if now >= deadline:
+            raise TimeoutError(f"no {waiting_for} within {timeout:.0f} s")
+        time.sleep(pause)
+        pause = min(pause * 1.5, _COARSEST)
+
+
+def listen(host: str, port: int, timeout: float) -> TCPStore:
+    """The group's store, served by this process on `host` alone; port 0 is a free one, bound here and now."""
+    server = socket.create_server((host, port), backlog=1024)
+    return TCPStore(
+        host,
+        server.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )
+
+
+def dial(host: str, port: int, timeout: float) -> TCPStore:
+    """A connection to the group's store.
+
+    Raises:
+        TimeoutError: nobody answers there.
+        GroupError: somebody else does.
+    """
+    until(lambda: _answers(host, port), timeout, f"trainer at {host}:{port}", lambda: None)
+    try:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    except RuntimeError as error:
+        raise GroupError(f"what listens at {host}:{port} is no weights group: {error}") from error
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def own_address(peer: str, port: int) -> str:
+    """The address of this machine under which `peer` is reached: loopback where it is on this machine, too."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, port))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+class Board:
+    """The store, with the errors of a trainer that has gone put into words, and the alarm."""
+
+    def __init__(self, store: Store, where: str) -> None:
+        self._store: Any = store  # its stubs know of no bytes
+        self._where = where
+
+    def put(self, key: str, value: bytes) -> None:
+        """Write a key."""
+        self._ask(lambda: self._store.set(key, value))
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Write a key unless somebody has; what is there afterwards."""
+        return bytes(self._ask(lambda: self._store.compare_set(key, "", value)))
+
+    def has(self, key: str) -> bool:
+        """Whether a key was written."""
+        return bool(self._ask(lambda: self._store.check([key])))
+
+    def take(self, key: str) -> bytes:
+        """Read and remove a key that is there."""
+        value = self.read(key)
+        self._ask(lambda: self._store.delete_key(key))
+        return value
+
+    def read(self, key: str) -> bytes:
+        """Read a key that is there."""
+        return bytes(self._ask(lambda: self._store.get(key)))
+
+    def raise_alarm(self, reason: str) -> None:
+        """End everybody's waiting; the first reason counts."""
+        self.claim(_ALARM, reason.encode())
+
+    def check_alarm(self) -> None:
+        """Raise `GroupError` when somebody has raised the alarm."""
+        if self.has(_ALARM):
+            raise GroupError(self.read(_ALARM).decode())
+
+    def prefixed(self, prefix: str) -> Store:
+        """A part of the store, for torch's own use."""
+        return PrefixStore(prefix, self._store)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except RuntimeError as error:
+            raise GroupError(f"the trainer at {self._where} cannot be reached: {error}") from error
+
+
+class BoardChannel:
+    """A `Channel` over the board: messages in order, each taken down when it is read."""
+
+    def __init__(self, board: Board, outbox: str, inbox: str) -> None:
+        self._board, self._outbox, self._inbox = board, outbox, inbox
+        self._sent = self._received = 0
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """See `Channel.send`."""
+        self._board.put(f"{self._outbox}/{self._sent}", pack(kind, **fields))
+        self._sent += 1
+
+    def receive(
+        self, timeout: float, waiting_for: str, still_alive: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """See `Channel.receive`; the alarm ends the wait, too."""
+
+        def look() -> None:
+            still_alive()
+            self._board.check_alarm()
+
+        until(self.waiting, timeout, waiting_for, look)
+        packed = self._board.take(f"{self._inbox}/{self._received}")
+        self._received += 1
+        return unpack(packed, waiting_for)
+
+    def waiting(self) -> bool:
+        """Whether a message is there already."""
+        return self._board.has(f"{self._inbox}/{self._received}")
+
+
+class BroadcastGroup:
+    """Broadcasts from rank 0, each waited for with a deadline. All members construct it at the same time."""
+
+    def __init__(
+        self, board: Board, rank: int, world_size: int, device: torch.device, address: str, timeout: float
+    ) -> None:
+        self._board, self._timeout = board, timeout
+        make = _nccl if device.type == "cuda" else _gloo
+        self._backend: Any = make(board.prefixed("broadcast"), rank, world_size, address, timeout)
+        first = torch.full((1,), world_size if rank == 0 else 0, dtype=torch.uint8, device=device)
+        try:
+            self.wait(self._join(first), "first broadcast", lambda: None)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, tensor: torch.Tensor) -> Work:
+        """Start the first broadcast, in which NCCL connects: in a thread, as the call itself waits for every member."""
+        started: Future[Work] = Future()
+
+        def start() -> None:
+            try:
+                if tensor.is_cuda:
+                    torch.cuda.set_device(tensor.device)  # the current device is a thread's own
+                started.set_result(self.start(tensor))
+            except BaseException as error:
+                started.set_exception(error)
+
+        threading.Thread(target=start, name="weights-group-join", daemon=True).start()
+        self._until(started.done, "connection of all members", lambda: None)
+        return started.result()
+
+    def start(self, tensor: torch.Tensor) -> Work:
+        """Send from rank 0, receive elsewhere; `tensor` belongs to the group until `wait` returns."""
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        try:
+            return self._backend.broadcast([tensor], options)
+        except RuntimeError as error:
+            raise GroupError(f"a broadcast could not start: {error}") from error
+
+    def wait(self, work: Work, what: str, still_alive: Callable[[], None]) -> None:
+        """Until the memory of a broadcast can be used.
+
+        Raises:
+            GroupError: a member was lost, or the deadline passed.
+        """
+        self._until(work.is_completed, what, still_alive)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise GroupError(f"{what}: {error}") from error
+
+    def _until(self, done: Callable[[], bool], what: str, still_alive: Callable[[], None]) -> None:
+        def look() -> None:
+            still_alive()
+            self._board.check_alarm()
+
+        try:
+            until(done, self._timeout, what, look)
+        except SyncError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            raise GroupError(f"{what}: {error}") from error
+
+    def close(self) -> None:
+        """Leave. A broadcast that still runs keeps its memory until it fails, which nobody waits for."""
+        held, self._backend = [self._backend], None
+
+        def let_go() -> None:  # gloo's destructor waits for what is under way
+            held[0].abort()
+            held.clear()
+
+        threading.Thread(target=let_go, name="weights-group-close", daemon=True).start()
+
+
+def _gloo(store: Store, rank: int, world_size: int, address: str, timeout: float) -> ProcessGroupGloo:
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout)
+    options._threads = 2
+    return ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _nccl(store: Store, rank: int, world_size: int, address: str, timeout: float) -> Any:
+    """NCCL whose watchdog and heartbeat monitor do not end the engine where `BroadcastGroup.wait` ends the update
+    (https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html).
+    """
+    from torch.distributed import ProcessGroupNCCL
+
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "0"))  # read by the constructor
+    try:
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        return ProcessGroupNCCL(store, rank, world_size, options)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

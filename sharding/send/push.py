@@ -1,0 +1,254 @@
+"""The trainer's half of an update, whatever carries it: announce, gather bucket by bucket, verify.
+
+A carrier is two things here: `Staging`, the memory that buckets are gathered into, and a `Peer`, whoever reads them.
+
+A rank's conversation with its worker during one weight update.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from sharding.send.plan import Bucket, BucketPlan
+from sharding.send.source import WeightSource
+from sharding.send.verify import Verify
+from sharding.wire.channel import SyncError
+from sharding.wire.manifest import SourceParameter, manifest_of
+from sharding.wire.staging import BUFFERS, STAMP_BYTES, Staging, stamp
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """How weights travel.
+
+    Attributes:
+        bucket_bytes: bounds either staging buffer, but for weights that a worker needs whole: all in the first update,
+            later on those that it cannot replay.
+        timeout: of every wait for a worker, s.
+        replay: workers record what vLLM's loaders do in the first update, and repeat it from then on
+            (`sharding.worker.recording`).
+    """
+
+    verify: Verify = "sample"
+    bucket_bytes: int = 512 << 20
+    timeout: float = 300.0
+    replay: bool = True
+
+
+@dataclass(frozen=True)
+class AdapterFormat:
+    """Says that what is sent are no weights but the factors of a LoRA adapter, on a base that the engines have loaded.
+
+    Attributes:
+        config: what PEFT writes to adapter_config.json, as far as engines need it; plain types.
+        vocabulary: how many tokens the model knows.
+    """
+
+    config: dict[str, Any]
+    vocabulary: int
+
+
+@dataclass
+class SyncReport:
+    """One sync.
+
+    Attributes:
+        verified: what was compared: "", "sample", "full" or "probe".
+        ordinary: weights that the workers of this leader's engine cannot replay, and why; None where they record
+            nothing, or on a rank that leads none.
+        offloaded: bytes that the trainer put away for the generation shift.
+    """
+
+    version: int
+    nbytes: int = 0
+    messages: int = 0
+    staging_bytes: int = 0
+    verified: str = ""
+    ordinary: dict[str, str] | None = None
+    offloaded: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Peer(Protocol):
+    """Whoever receives an update: a worker (`Link`), many workers, a folder, or nobody.
+
+    Nothing here raises: what goes wrong is in `error`, and the ranks agree on it together.
+    """
+
+    @property
+    def error(self) -> Exception | None:
+        """The first failure; from then on nothing is sent."""
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Send without waiting for the answer."""
+
+    def collect(self) -> dict[str, Any]:
+        """The answer to the oldest unanswered message; {} after a failure."""
+
+
+class Nobody:
+    """What ranks send to that only gather for rank 0."""
+
+    error: Exception | None = None
+    messages = 0
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """See `Peer`."""
+
+    def collect(self) -> dict[str, Any]:
+        """See `Peer`."""
+        return {}
+
+
+def announce(
+    peer: Peer,
+    parameters: list[SourceParameter],
+    version: int,
+    replay: bool = True,
+    adapter: dict[str, Any] | None = None,
+    verify: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Say what will come.
+
+    Args:
+        adapter: the `number` and `config` of a LoRA adapter, if that is what comes.
+        verify: what will be compared by digests, see `DigestCheck.request`.
+
+    Returns:
+        `plain`: whether the receiver keeps weights as they are sent, so that they can be compared. `views`: what it
+        reads of the weights in `verify`. `whole`: which weights have to arrive whole; None: all. `records`: whether it
+        notes down in this update what it can replay in later ones. {} after a failure.
+    """
+    fields = {"weights": manifest_of(parameters), "version": version, "replay": replay}
+    peer.post("begin", **fields, adapter=adapter, verify=verify)
+    return peer.collect()
+
+
+def push(
+    source: WeightSource, plan: BucketPlan, staging: Staging, peer: Peer, kind: str, stamps: Iterator[int]
+) -> list[dict[str, Any]]:
+    """Gather each bucket into one buffer while the peer reads the other; returns the peer's answers.
+
+    Collective over the trainer's ranks: gathering goes on when the peer has failed.
+    """
+    answers = []
+    for number, bucket in enumerate(plan.buckets):
+        if number >= BUFFERS:
+            answers.append(peer.collect())  # the peer is done with what this buffer held
+        at, mark = number % BUFFERS, next(stamps)
+        gather(source, bucket, staging.buffers[at], mark)
+        staging.flush()
+        holds = {
+            "pieces": [(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()],
+            "stretches": [(s.name, s.dtype, s.first, s.count, s.offset) for s in bucket.stretches()],
+        }
+        peer.post(kind, handle=staging.handle, buffer=at, nbytes=bucket.nbytes, stamp=mark, **holds)
+    answers += [peer.collect() for _ in plan.buckets[-BUFFERS:]]
+    return answers
+
+
+def gather(source: WeightSource, bucket: Bucket, buffer: torch.Tensor, mark: int) -> None:
+    """Fill a staging buffer with a bucket, and its stamp behind it."""
+    slots = [(slot, buffer[slot.offset : slot.offset + slot.nbytes]) for slot in bucket.slots]
+    whole = {slot.parameter.name: memory for slot, memory in slots if slot.whole}
+    source.gather_into(list(whole), list(whole.values()))
+    for slot, memory in slots:
+        if not slot.whole:
+            source.gather_part(slot.parameter.name, slot.start, memory)
+    stamp(buffer[: bucket.nbytes + STAMP_BYTES], mark)
+
+
+def different_weights(answers: list[dict[str, Any]]) -> list[str]:
+    """The weights that a comparison found different."""
+    return [name for answer in answers for name in answer.get("different", [])]
+
+
+class Conversation(Protocol):
+    """What a link speaks through: a `Channel`, or something that behaves like one."""
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """See `Channel.send`."""
+
+    def receive(
+        self, timeout: float, waiting_for: str, still_alive: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """See `Channel.receive`."""
+
+
+class Link:
+    """Messages are answered in order, so they can be sent ahead of their answers.
+
+    After the first failure it says nothing more, and answers are {}: the rank goes on with the others' collectives.
+
+    Attributes:
+        error: the first failure.
+        ended: the worker has left its receive loop.
+        messages: sent so far.
+    """
+
+    def __init__(
+        self, channel: Conversation, session: int, timeout: float, still_alive: Callable[[], None], worker: str
+    ) -> None:
+        """See `Channel.receive`; `session` tells this update's messages from those of one that broke off."""
+        self.error: Exception | None = None
+        self.ended = False
+        self.messages = 0
+        self._channel, self._session, self._timeout = channel, session, timeout
+        self._still_alive, self._worker = still_alive, worker
+        self._unanswered = 0
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Send without waiting for the answer."""
+        if self.error is None:
+            try:
+                self._channel.send(kind, session=self._session, **fields)
+            except SyncError as error:
+                self.error = self._cause(error)
+                return
+            self._unanswered += 1
+            self.messages += 1
+
+    def _cause(self, error: SyncError) -> Exception:
+        """The worker's own death, where it is known already; else that it cannot be reached."""
+        try:
+            self._still_alive()
+        except Exception as cause:
+            return cause
+        return SyncError(f"the worker on {self._worker} cannot be reached: {error}")
+
+    def collect(self) -> dict[str, Any]:
+        """The answer to the oldest unanswered message; {} after a failure."""
+        if self.error is not None or not self._unanswered:
+            return {}
+        try:
+            answer = self._answer()
+            self._unanswered -= 1
+            if answer["kind"] == "failed":
+                self.ended = True
+                raise SyncError(f"the worker on {self._worker} failed: {answer['error']}")
+            return answer
+        except Exception as error:
+            self.error = error
+            return {}
+
+    def _answer(self) -> dict[str, Any]:
+        while True:
+            answer = self._channel.receive(
+                self._timeout, f"answer from the worker on {self._worker}", self._still_alive
+            )
+            if answer.get("session") == self._session:
+                return answer
+
+    def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Send and wait."""
+        self.post(kind, **fields)
+        return self.collect()
+
+    def abort(self) -> None:
+        """Let the worker leave its receive loop, if it is still in it."""
+        if not self.ended:
+            with suppress(SyncError):
+                self._channel.send("abort", session=self._session)

@@ -1,0 +1,344 @@
+"""Where weights come from: sharded parameters, gathered one bucket at a time straight into the staging buffer.
+
+Three ways were weighed for FSDP2: `full_tensor()` (a full copy per parameter and a copy into the buffer), one
+flattened all-gather per bucket (a second bucket of memory, since ranks' shards arrive interleaved), and this one: an
+all-gather of each parameter whose output *is* the parameter's slot, those of a bucket coalesced into one collective.
+FSDP2 shards dimension 0 in equal chunks with only the last ones short, so what arrives rank after rank is the parameter
+itself, with the padding behind it: no copy and no extra memory. ZeRO-3 cuts the flattened parameter into equal
+stretches, the last one padded: the same holds. So it does of a part of a parameter that is too large for a bucket: the
+same stretch of every rank's shard.
+
+Weights with low-rank adapters, sent as if they had been trained whole: W + scale · B A (arXiv 2106.09685, eq. 3).
+
+The sum is made anew for every sync, in float32, of the elements that a rank holds and of no others; the weights
+themselves are never touched, so that no rounding adds up.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from sharding.ranks import rank
+from sharding.wire.channel import SyncError
+from sharding.wire.manifest import Manifest, Piece, SourceParameter
+
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+
+LARGE_BYTES = 1 << 20
+"""Bytes of a slot. Gloo coalesces through flat copies of everything, in and out: that takes a fifth of the time where
+parameters are some KiB and mostly wait for messages, and more time where they are large. NCCL makes no copies.
+"""
+
+PieceLayout = Callable[[str, torch.Size], Sequence[tuple[str, int, tuple[int, ...]]]]
+"""(parameter name, shape) -> [(checkpoint name, offset in elements, shape)]: contiguous runs that cover the parameter.
+"""
+
+
+class WeightSource(Protocol):
+    """What the sharding manager needs from a policy."""
+
+    def parameters(self) -> list[SourceParameter]:
+        """All parameters in layer order, tied duplicates once, the same list on every rank."""
+
+    def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
+        """Fill each slot (uint8 [nbytes], on the policy's device) with the whole parameter in the engine's dtype.
+
+        Collective: every rank calls it with the same names in the same order.
+        """
+
+    def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
+        """Fill a slot with a part of a parameter, see `Slot`: of every shard what is `start` bytes behind its start.
+
+        Collective, as `gather_into`.
+        """
+
+
+class ShardedSource(WeightSource, Protocol):
+    """A source that can be asked for what a rank holds, so that it can be compared with what arrived."""
+
+    def held(self, name: str) -> tuple[int, torch.Tensor]:
+        """What this rank holds of a parameter: the number of the first element, and the values, flat, yet to be cast.
+
+        Collective over the `holders`. The values must not be changed; padding may follow them.
+        """
+
+    def holders(self, name: str) -> list[int]:
+        """The ranks whose parts are the whole parameter, this one among them."""
+
+
+def one_piece(name: str, shape: torch.Size) -> list[tuple[str, int, tuple[int, ...]]]:
+    """The layout of a parameter that its checkpoint stores under its own name."""
+    return [(name, 0, tuple(shape))]
+
+
+class FsdpWeightSource:
+    """Weights of a module whose parameters are FSDP2 DTensors, cut by ZeRO-3, or whole on every rank."""
+
+    def __init__(
+        self, named_parameters: list[tuple[str, torch.Tensor]], dtype: torch.dtype, layout: PieceLayout = one_piece
+    ) -> None:
+        self._tensors = dict(named_parameters)
+        self._dtype = dtype
+        self._layout = layout
+
+    def parameters(self) -> list[SourceParameter]:
+        """See `WeightSource.parameters`."""
+        return [self._describe(name, tensor) for name, tensor in self._tensors.items()]
+
+    def _describe(self, name: str, tensor: torch.Tensor) -> SourceParameter:
+        dtype = str(self._dtype).removeprefix("torch.")
+        size = self._dtype.itemsize
+        shape = whole_shape(tensor)
+        pieces = tuple(Piece(n, dtype, s, offset * size) for n, offset, s in self._layout(name, shape))
+        if sum(math.prod(p.shape) for p in pieces) != shape.numel():
+            raise ValueError(f"the checkpoint layout of {name} {tuple(shape)} does not cover it: {pieces}")
+        if (group := shard_group(tensor)) is None:
+            return SourceParameter(name, shape.numel() * size, pieces)
+        ranks = dist.get_world_size(group)
+        return SourceParameter(name, ranks * _largest_shard(tensor, ranks) * size, pieces, ranks)
+
+    @torch.no_grad()
+    def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
+        """See `WeightSource.gather_into`. Casts on the shard, before the gather: less to cast and less to send."""
+        shared: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
+        for name, slot in zip(names, slots, strict=True):
+            if (group := shard_group(self._tensors[name])) is not None:
+                shared.setdefault(group, []).append((name, slot))
+            else:
+                _, whole = self.held(name)
+                slot.view(self._dtype)[: whole.numel()].copy_(whole)
+        pending = [self._start(group, pairs) for group, some in shared.items() for pairs in _batches(some)]
+        for work, _ in pending:
+            work.wait()
+
+    @torch.no_grad()
+    def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
+        """See `WeightSource.gather_part`."""
+        if (group := shard_group(self._tensors[name])) is None:
+            target, first = slot.view(self._dtype), start // self._dtype.itemsize
+            target.copy_(self.held(name)[1][first : first + target.numel()])
+        else:
+            all_gather(slot, self._padded_shard(name, slot.numel() // dist.get_world_size(group), start), group=group)
+
+    def _start(self, group: dist.ProcessGroup, pairs: list[tuple[str, torch.Tensor]]) -> tuple[Any, list[torch.Tensor]]:
+        """Begin to gather parameters into their slots, as one collective; what to wait for, and memory to keep until
+        then.
+        """
+        parts = dist.get_world_size(group)
+        shards = [self._padded_shard(name, slot.numel() // parts) for name, slot in pairs]
+        if len(pairs) == 1:
+            return all_gather(pairs[0][1], shards[0], group=group, async_op=True), shards
+        with dist._coalescing_manager(group, async_ops=True) as works:
+            for (_, slot), shard in zip(pairs, shards, strict=True):
+                all_gather(slot, shard, group=group)
+        return works, shards
+
+    @torch.no_grad()
+    def held(self, name: str) -> tuple[int, torch.Tensor]:
+        """See `ShardedSource.held`."""
+        tensor = self._tensors[name]
+        group = shard_group(tensor)
+        if group is None:
+            return 0, self._to_send(name, _whole(tensor).reshape(-1), 0)
+        local = tensor.to_local().reshape(-1) if isinstance(tensor, DTensor) else partition(tensor)
+        first = dist.get_rank(group) * _largest_shard(tensor, dist.get_world_size(group))
+        return first, self._to_send(name, local, first)
+
+    def holders(self, name: str) -> list[int]:
+        """See `ShardedSource.holders`."""
+        group = shard_group(self._tensors[name])
+        return [rank()] if group is None else dist.get_process_group_ranks(group)
+
+    def _to_send(self, name: str, values: torch.Tensor, offset: int) -> torch.Tensor:
+        """What goes out for elements [offset, offset + n) of a parameter, `values` [n]: here they themselves.
+
+        Called on all ranks of the parameter's group, in the same order. `values` must not be changed.
+        """
+        return values
+
+    def _padded_shard(self, name: str, nbytes: int, start: int = 0) -> torch.Tensor:
+        """This rank's shard in the engine's dtype from byte `start` on, as uint8 [nbytes]; zeros where it has ended.
+
+        What is added to a shard is added to all of it: bits of a product can depend on how many rows are multiplied.
+        """
+        begin, count = start // self._dtype.itemsize, nbytes // self._dtype.itemsize
+        local = self.held(name)[1][begin : begin + count]
+        if local.dtype == self._dtype and local.numel() == count:
+            return local.view(torch.uint8)
+        shard = torch.zeros(count, dtype=self._dtype, device=local.device)
+        shard[: local.numel()].copy_(local)
+        return shard.view(torch.uint8)
+
+
+def _batches(pairs: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
+    """Names and slots that are gathered by one collective each: all of a bucket, except that large ones go alone where
+    gloo would copy them twice.
+    """
+    large = [pair for pair in pairs if not pair[1].is_cuda and pair[1].numel() > LARGE_BYTES]
+    small = [pair for pair in pairs if pair[1].is_cuda or pair[1].numel() <= LARGE_BYTES]
+    return [[pair] for pair in large] + ([small] if small else [])
+
+
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """The parameter's shape; ZeRO-3 leaves it empty and remembers the shape beside it."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def partition(tensor: Any) -> torch.Tensor:
+    """This rank's stretch of a parameter that ZeRO-3 has cut."""
+    partition: torch.Tensor = tensor.ds_tensor
+    return partition.detach()
+
+
+def _largest_shard(tensor: torch.Tensor, ranks: int) -> int:
+    """Elements of the first rank's part, which no other's exceeds."""
+    if hasattr(tensor, "ds_tensor"):
+        return partition(tensor).numel()
+    return math.ceil(tensor.shape[0] / ranks) * (tensor.numel() // tensor.shape[0])
+
+
+class StreamSource:
+    """Weights that arrive one by one from an iterator; each is let go once it is in its bucket. One process only.
+
+    The iterator may have another order than `info`; what comes before its turn is held until then.
+    """
+
+    def __init__(self, info: Manifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """`info` says what will come: checkpoint name -> [shape, dtype to send it in]."""
+        self._info, self._weights = info, iter(weights)
+        self._early: dict[str, torch.Tensor] = {}
+        self._seen: set[str] = set()
+
+    def parameters(self) -> list[SourceParameter]:
+        """See `WeightSource.parameters`."""
+        sizes = {name: math.prod(shape) * getattr(torch, dtype).itemsize for name, (shape, dtype) in self._info.items()}
+        return [
+            SourceParameter(name, sizes[name], (Piece(name, dtype, tuple(shape), 0),))
+            for name, (shape, dtype) in self._info.items()
+        ]
+
+    @torch.no_grad()
+    def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
+        """See `WeightSource.gather_into`.
+
+        Raises:
+            SyncError: naming a weight that is missing, that nobody expects, that came twice or in another shape.
+        """
+        for name, slot in zip(names, slots, strict=True):
+            while name not in self._early:
+                if not self._take():
+                    raise SyncError(f"the iterator of weights ended without {name}")
+            whole = self._early.pop(name)
+            slot.view(getattr(torch, self._info[name][1]))[: whole.numel()].copy_(whole.reshape(-1))
+        if len(self._seen) == len(self._info):
+            self._take()  # there may be none behind the last
+
+    def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
+        """See `WeightSource.gather_part`; a weight is let go as soon as it has been sent, so it is sent whole."""
+        raise SyncError(f"{name} comes from an iterator and cannot be sent in parts")
+
+    def _take(self) -> bool:
+        name, tensor = next(self._weights, (None, None))
+        if name is None or tensor is None:
+            return False
+        if name not in self._info or name in self._seen:
+            raise SyncError(f"the iterator of weights brought {name} " + ("twice" if name in self._seen else "unasked"))
+        if list(tensor.shape) != list(self._info[name][0]):
+            raise SyncError(f"{name} has shape {list(tensor.shape)} where {list(self._info[name][0])} is expected")
+        self._seen.add(name)
+        self._early[name] = _whole(tensor)
+        return True
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if hasattr(tensor, "ds_tensor"):
+        return partition(tensor)[: whole_shape(tensor).numel()]
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    return tensor.to_local() if _sharded_ranks(tensor) == 1 else tensor.full_tensor()
+
+
+def _sharded_ranks(tensor: DTensor) -> int:
+    """Over how many ranks a tensor is cut; replicas do not count."""
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(i) for i, p in enumerate(tensor.placements) if not isinstance(p, Replicate))
+
+
+def shard_group(tensor: Any) -> dist.ProcessGroup | None:
+    """The process group whose ranks' parts, one after another, are the parameter; None where a plain gather must do.
+
+    Replicated dimensions (HSDP) need no gather. A single rank, a tensor without rows and any other placement give None.
+    """
+    if hasattr(tensor, "ds_tensor"):
+        group: dist.ProcessGroup = tensor.ds_process_group
+        return group if dist.get_world_size(group) > 1 else None
+    if not isinstance(tensor, DTensor) or tensor.dim() == 0:
+        return None
+    sharded = [i for i, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    if len(sharded) != 1 or tensor.placements[sharded[0]] != Shard(0) or tensor.shape[0] == 0:
+        return None
+    group = tensor.device_mesh.get_group(sharded[0])
+    return group if dist.get_world_size(group) > 1 else None
+
+
+class LowRank(NamedTuple):
+    """What is added to a weight [out, in]: `scale` · `b` [out, r] · `a` [r, in]; the factors may be sharded."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    def added_to(self, weight: torch.Tensor) -> torch.Tensor:
+        """The sum for a whole weight [out, in] of any dtype, as a new float32 tensor. Collective."""
+        return self.added_to_stretch(weight.reshape(-1), 0).view(weight.shape)
+
+    def added_to_stretch(self, values: torch.Tensor, offset: int) -> torch.Tensor:
+        """The sum for the weight's elements [offset, offset + n), as a new float32 tensor [n]. Collective.
+
+        `values` [n] may reach beyond the weight's end, as the padding of a last shard does; that is left as it is.
+        """
+        a, b = gathered(self.a).float(), gathered(self.b).float()
+        width = a.shape[1]
+        end = min(offset + values.numel(), b.shape[0] * width)
+        first, last = offset // width, math.ceil(end / width)
+        delta = (self.scale * (b[first:last] @ a)).reshape(-1)[offset - first * width : end - first * width]
+        summed = values.to(torch.float32, copy=True)
+        summed[: delta.numel()] += delta
+        return summed
+
+
+class MergingWeightSource(FsdpWeightSource):
+    """A `WeightSource` of base weights, some of which go out with their adapter added."""
+
+    def __init__(
+        self,
+        named_parameters: list[tuple[str, torch.Tensor]],
+        adapters: dict[str, LowRank],
+        dtype: torch.dtype,
+        layout: PieceLayout = one_piece,
+    ) -> None:
+        """`adapters` are by the names of the parameters they are added to."""
+        super().__init__(named_parameters, dtype, layout)
+        if strangers := sorted(adapters.keys() - self._tensors.keys()):
+            raise ValueError(f"there are adapters for weights that the policy does not have: {strangers[:5]}")
+        self._adapters = adapters
+
+    def _to_send(self, name: str, values: torch.Tensor, offset: int) -> torch.Tensor:
+        return self._adapters[name].added_to_stretch(values, offset) if name in self._adapters else values
+
+
+def gathered(tensor: Any) -> torch.Tensor:
+    """The whole of a small parameter on every rank, in its own dtype. Collective."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor().detach()
+    shape, group = whole_shape(tensor), shard_group(tensor)
+    if group is None:
+        return (partition(tensor)[: shape.numel()].view(shape) if hasattr(tensor, "ds_tensor") else tensor).detach()
+    own = partition(tensor)
+    whole = torch.empty(own.numel() * dist.get_world_size(group), dtype=own.dtype, device=own.device)
+    all_gather(whole, own, group=group)
+    return whole[: shape.numel()].view(shape)

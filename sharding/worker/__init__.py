@@ -1,0 +1,1 @@
+"""In vLLM's worker processes: how weights are received and loaded."""

@@ -1,0 +1,209 @@
+"""What Hotbunk adds to a vLLM worker. vLLM appends the class to its worker's bases, in the worker's own process.
+
+Methods are called through `collective_rpc` and return plain types only: anything else would kill the engine core's
+output thread, and every later call would hang. Nothing of the trainer is imported here.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from vllm import _custom_ops
+
+from sharding.wire import channel as channels
+from sharding.wire.manifest import Manifest, check_manifest, checkpoint_manifest
+from sharding.worker.broadcast import CollectiveCarrier, Membership, Place
+from sharding.worker.loader import reprocessed_modules
+from sharding.worker.memory import release_pages, release_weights, resident_bytes
+from sharding.worker.receiver import Carrier, Receiver, StagingCarrier, engine_dtype
+from sharding.worker.recording import Recording
+from sharding.worker.sharing import SharedWeights
+from sharding.worker.storage import StorageCarrier
+
+# vLLM imports this module before it builds the model: without oneDNN, linear layers keep their weights as they are
+# loaded.
+_PLAIN_ON_CPU = os.environ.get("HOTBUNK_PLAIN_CPU_WEIGHTS") == "1"
+if _PLAIN_ON_CPU:
+    _custom_ops._supports_onednn = False
+
+Outcome = dict[str, Any]
+"""What a method returns: plain types, "error" (None or a sentence that names the worker) among them."""
+
+
+class VllmInternalWorkerExtension:
+    """Methods that a vLLM worker gains. Their names must not exist on vLLM's worker already; it asserts that.
+
+    Those that return an `Outcome` never raise: its "error" is None, or says on which worker what went wrong.
+    """
+
+    hotbunk_staging: StagingCarrier | None = None
+    hotbunk_membership: Membership | None = None
+    hotbunk_promised: Manifest | None = None
+    hotbunk_weights: Manifest | None = None
+    hotbunk_recording: Recording | None = None
+    hotbunk_shared: SharedWeights | None = None
+
+    def report_device_id(self) -> str:
+        """The device this worker runs on: its UUID on CUDA, `cpu:<rank in the engine group>` on CPU."""
+        device = self.device  # type: ignore[attr-defined]
+        if device.type == "cuda":
+            return str(torch.cuda.get_device_properties(device).uuid)
+        return f"cpu:{self.rank}"  # type: ignore[attr-defined]
+
+    def hotbunk_connect(self, endpoints: dict[str, list[str]]) -> None:
+        """Connect to the rank on this worker's device.
+
+        Args:
+            endpoints: device id -> [address of the rank's socket, its secret].
+        """
+        device_id = self.report_device_id()
+        if device_id not in endpoints:
+            raise channels.SyncError(
+                f"no rank shares the device {device_id} of this worker; ranks are on {sorted(endpoints)}"
+            )
+        address, secret = endpoints[device_id]
+        channel = channels.connect(address, secret, device_id, os.getpid())
+        self.hotbunk_staging = StagingCarrier(channel, self.device)  # type: ignore[attr-defined]
+
+    def update_weights_via_ipc_zmq(self, session: int, timeout_s: float) -> Outcome:
+        """Receive one weight update from this worker's rank; success and failure are reported to the rank, too."""
+        if self.hotbunk_staging is None:
+            return self._hotbunk_outcome("no rank to receive from: hotbunk_connect comes first")
+        self.hotbunk_staging.start(session, timeout_s)
+        return self._hotbunk_receive(self.hotbunk_staging)
+
+    def hotbunk_share_weights(self) -> Outcome:
+        """Let the trainer compute with this model's parameters, after an update that was recorded.
+
+        `handle` and `places`: see `SharedWeights`.
+        """
+
+        def share() -> None:
+            if self.hotbunk_shared is None:
+                self.hotbunk_shared = SharedWeights(self.get_model(), self.hotbunk_recording, self.device)  # type: ignore[attr-defined]
+
+        outcome = self._hotbunk_try(share)
+        shared = self.hotbunk_shared
+        return outcome if shared is None else outcome | {"handle": shared.handle, "places": shared.places}
+
+    def prepare_refit_info(self, info: Manifest) -> Outcome:
+        """Say what every update from now on must bring: checkpoint name -> [shape, dtype]. {} takes it back."""
+
+        def promise() -> None:
+            if info:
+                check_manifest(info, None, engine_dtype(self))
+            self.hotbunk_promised = info or None
+
+        return self._hotbunk_try(promise)
+
+    def init_collective(
+        self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int = 1, timeout_s: float = 300.0
+    ) -> Outcome:
+        """Join the group that a `CollectiveSender` at `ip:port` broadcasts weights in. Returns when all members have.
+
+        Joining a group that this worker is in already changes nothing; joining another one leaves the first.
+
+        Args:
+            rank_prefix: workers of the engines before this one. Workers stand behind the trainer's members:
+                rank = `train_world_size` + `rank_prefix` + rank in the engine.
+        """
+
+        def join() -> None:
+            place = Place(ip, port, world_size, train_world_size + rank_prefix + self.rank)  # type: ignore[attr-defined]
+            if self.hotbunk_membership is not None and self.hotbunk_membership.stands(place):
+                return
+            self._hotbunk_leave()
+            self.hotbunk_membership = Membership(place, self.device, self.report_device_id(), timeout_s)  # type: ignore[attr-defined]
+
+        return self._hotbunk_try(join)
+
+    def check_collective_ready(self) -> bool:
+        """Whether this worker is in a group that stands. Never raises."""
+        membership = self.hotbunk_membership
+        return membership is not None and membership.stands(membership.place)
+
+    def update_weights_from_collective(self, timeout_s: float = 300.0) -> Outcome:
+        """Receive one update from the group; every wait ends after `timeout_s`."""
+        if self.hotbunk_membership is None:
+            return self._hotbunk_outcome("in no weights group: init_collective comes first")
+        carrier = CollectiveCarrier(self.hotbunk_membership, self.device, timeout_s)  # type: ignore[attr-defined]
+        outcome = self._hotbunk_receive(carrier)
+        if carrier.lost is not None:
+            self._hotbunk_leave(carrier.lost)
+        return outcome
+
+    def close_collective(self) -> Outcome:
+        """Leave the group, if this worker is in one."""
+        return self._hotbunk_try(self._hotbunk_leave)
+
+    def load_weights_from_storage(self, path: str, timeout_s: float = 300.0, verify: bool = True) -> Outcome:
+        """Load the latest complete update that a `StorageWriter` has written to the folder `path`.
+
+        Args:
+            verify: read it a second time and compare, where weights are kept as they are sent; digests are always
+                checked.
+        """
+        return self._hotbunk_receive(StorageCarrier(path, self.device, timeout_s, verify))  # type: ignore[attr-defined]
+
+    def hotbunk_model_metadata(self) -> Outcome:
+        """`weights`: checkpoint name -> [shape, dtype] of everything an update must bring.
+
+        As the latest update brought it; before the first one, as the checkpoint has it.
+        """
+        found: Manifest = {}
+
+        def look() -> None:
+            config = self.vllm_config.model_config  # type: ignore[attr-defined]
+            tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
+            found.update(self.hotbunk_weights or checkpoint_manifest(config.model, engine_dtype(self), tied))
+
+        return self._hotbunk_try(look) | {"weights": found}
+
+    def _hotbunk_receive(self, carrier: Carrier) -> Outcome:
+        reprocessed = reprocessed_modules(self.get_model(), _PLAIN_ON_CPU)  # type: ignore[attr-defined]
+        receiver = Receiver(self, reprocessed, self.hotbunk_promised, self.hotbunk_recording)
+        outcome = receiver.receive(carrier)
+        self.hotbunk_recording = receiver.recording
+        if outcome.error is None:
+            self.hotbunk_weights = receiver.weights
+        return self._hotbunk_outcome(**asdict(outcome))
+
+    def _hotbunk_leave(self, reason: str | None = None) -> None:
+        membership, self.hotbunk_membership = self.hotbunk_membership, None
+        if membership is not None:
+            membership.leave(reason)
+
+    def _hotbunk_try(self, action: Callable[[], None]) -> Outcome:
+        """vLLM's executor loses count of the answers when one of several workers raises, so that nothing here does."""
+        try:
+            action()
+        except Exception as error:
+            return self._hotbunk_outcome(f"{type(error).__name__}: {error}")
+        return self._hotbunk_outcome(None)
+
+    def _hotbunk_outcome(self, error: str | None, **fields: Any) -> Outcome:
+        rank = self.rank  # type: ignore[attr-defined]
+        where = f"worker {rank} on {self.report_device_id()} (pid {os.getpid()})"
+        return {"error": error and f"{where}: {error}", "rank": rank, **fields}
+
+    def hotbunk_release_memory(self, weights: bool) -> None:
+        """CPU only: free the KV cache of the sleeping engine, and its weights if `weights`."""
+        release_pages(_tensors(self.model_runner.kv_caches))  # type: ignore[attr-defined]
+        if weights:
+            model = self.get_model()  # type: ignore[attr-defined]
+            release_weights(model, reprocessed_modules(model, _PLAIN_ON_CPU))
+
+    def hotbunk_memory_bytes(self) -> int:
+        """Resident bytes of this process on CPU; bytes in use on the whole device on CUDA, whoever uses them."""
+        if self.device.type == "cuda":  # type: ignore[attr-defined]
+            free, total = torch.cuda.mem_get_info()
+            return total - free
+        return resident_bytes()
+
+
+def _tensors(nested: Any) -> list[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        return [nested]
+    return [tensor for item in nested for tensor in _tensors(item)]

@@ -1,0 +1,363 @@
+"""Loading a stream of weights into a running vLLM model, so that all of it arrives or the culprit is named.
+
+Two ways, decided by module: in place through `model.load_weights`, recorded and replayed, where parameters still have
+the checkpoint's layout; or through vLLM's layerwise reload, where they were re-processed after loading
+(`loader.py`).
+
+Modules whose weights vLLM changes after it has loaded them, and how they are loaded again.
+
+Packed for oneDNN on CPU, experts shuffled, quantised, products of MLA's weights: what such a module keeps is not what
+was sent, so it is taken through vLLM's layerwise reload, while all others are written in place. The reload
+is vllm/model_executor/model_loader/reload/layerwise.py; the remedies below are for what it leaves stale or unset.
+"""
+
+import bisect
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn import Module
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from sharding.wire.channel import SyncError
+from sharding.wire.manifest import Manifest, NamedTensors, Part, some
+from sharding.worker.recording import LoadWatcher, Recording, storage_key
+
+_PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+
+
+def reprocessed_modules(model: Module, plain_on_cpu: bool) -> list[Module]:
+    """The outermost modules that cannot be written in place, or read back; the model itself where oneDNN packs it.
+
+    Args:
+        plain_on_cpu: oneDNN packing was switched off before the model was built.
+    """
+    if not plain_on_cpu and next(model.parameters()).device.type == "cpu":
+        return [model]
+    found: list[Module] = []
+    inside: set[Module] = set()
+    for module in model.modules():  # from the outside in
+        if module not in inside and _keeps_something_else(module):
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def _keeps_something_else(module: Module) -> bool:
+    method = getattr(module, "quant_method", None)
+    if method is not None and type(method).__name__ not in _PLAIN_METHODS:
+        return True
+    return hasattr(module, "W_UK_T") or hasattr(module, "W_UV")  # MLA keeps products of its weights
+
+
+class Reload:
+    """One layerwise reload of some modules of a model, which keeps the weights it is given until they are complete."""
+
+    def __init__(self, model: Module, modules: list[Module], config: VllmConfig) -> None:
+        self._model, self._modules, self._config = model, modules, config
+        self._begun = False
+
+    def begin(self) -> None:
+        """Parameters go to meta, until all weights of a module have come."""
+        if not self._modules:
+            return
+        if next(self._model.parameters()).device.type == "cpu":
+            for module in self._all():
+                method = getattr(module, "quant_method", None)
+                if hasattr(method, "moe_kernel"):
+                    method.moe_kernel = None  # type: ignore[union-attr]  # else no prepack from the second load on
+        with set_current_vllm_config(self._config):
+            for module in self._modules:
+                initialize_layerwise_reload(module)
+        self._begun = True
+
+    def finish(self) -> None:
+        """Load what was waiting for more, and put back what nothing came for: no parameter stays on meta."""
+        if not self._begun:
+            return
+        self._begun = False
+        with set_current_vllm_config(self._config):
+            for module in self._modules:
+                finalize_layerwise_reload(module, self._config.model_config)
+            _repack_tied(self._all())
+
+    def parameters(self) -> set[torch.nn.Parameter]:
+        """Of these modules, as they are now."""
+        return {parameter for module in self._modules for parameter in module.parameters()}
+
+    def untouched(self) -> list[str]:
+        """Modules with parameters that nothing was sent for, unless they share them with one that was loaded (tied)."""
+        missing: dict[str, set[int]] = {}
+        loaded: set[int] = set()
+        for name, module in self._named():
+            info = get_layerwise_info(module)
+            parameters = info.kernel_tensors[0] if info.kernel_tensors else module._parameters
+            own = {id(p) for p in parameters.values() if p is not None}
+            if not info.can_load() or info.load_numel > 0:
+                loaded |= own
+            elif info.load_numel_total and info.restore_metadata[0]:  # MLA's attention keeps only products
+                missing[name] = own
+        return [name for name, own in missing.items() if not own <= loaded]  # without parameters: nothing to miss
+
+    def _all(self) -> list[Module]:
+        return [module for _, module in self._named()]
+
+    def _named(self) -> list[tuple[str, Module]]:
+        inside = {inner for module in self._modules for inner in module.modules()}
+        return [(name, module) for name, module in self._model.named_modules() if module in inside]
+
+
+def _repack_tied(modules: list[Any]) -> None:
+    """Pack again for all but the first of the modules that share a weight: on CPU a tied head keeps a packed copy."""
+    owners: dict[int, Module] = {}
+    for module in modules:
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.numel():
+            continue
+        if owners.setdefault(id(weight), module) is not module:
+            module.quant_method.process_weights_after_loading(module)
+
+
+class Arrivals:
+    """What an update announced, checked off as it arrives."""
+
+    def __init__(self, expected: Manifest) -> None:
+        self._expected = expected
+        self._arrived: set[str] = set()
+        self._parts: dict[str, list[tuple[int, int]]] = {}  # of weights that come in parts, which elements, in order
+
+    def check_off(self, weights: NamedTensors) -> None:
+        """Raise SyncError for a weight that was not announced as it is, or that came before."""
+        if strangers := sorted({name for name, _ in weights} - self._expected.keys()):
+            raise SyncError(f"weights arrived that were not announced: {some(strangers)}")
+        for name, tensor in weights:
+            if name in self._arrived or name in self._parts:
+                raise SyncError(f"{name} arrived a second time")
+            self._arrived.add(name)
+            if (form := [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]) != self._expected[name]:
+                raise SyncError(f"{name} arrived as {form} and was announced as {self._expected[name]}")
+
+    def check_off_all(self) -> None:
+        """Nothing needs to be sent."""
+        self._arrived = set(self._expected)
+
+    def check_off_parts(self, parts: list[Part]) -> None:
+        """As `check_off`, for parts of weights."""
+        for name, first, values in parts:
+            if name not in self._expected:
+                raise SyncError(f"a part of a weight arrived that was not announced: {name}")
+            shape, dtype = self._expected[name]
+            last, elements = first + values.numel(), math.prod(shape)
+            if not 0 <= first < last <= elements or str(values.dtype) != f"torch.{dtype}":
+                was = f"{elements} of torch.{dtype} were announced"
+                raise SyncError(f"elements {first} to {last} of {name} arrived as {values.dtype}, and {was}")
+            if name in self._arrived or _overlaps(self._parts.setdefault(name, []), first, last):
+                raise SyncError(f"elements {first} to {last} of {name} arrived a second time")
+            bisect.insort(self._parts[name], (first, last))
+
+    def complaints(self, read: set[str]) -> list[str]:
+        """What did not arrive, and what arrived but is not among the weights that the engine has `read`."""
+        complaints = []
+        for name, places in self._parts.items():
+            arrived, elements = sum(last - first for first, last in places), math.prod(self._expected[name][0])
+            if arrived < elements:
+                complaints.append(f"only {arrived} of {elements} elements of {name} were sent")
+        if lost := sorted(self._expected.keys() - self._arrived - self._parts.keys()):
+            complaints.append(f"announced but never sent: {some(lost)}")
+        if unread := sorted((self._arrived | self._parts.keys()) - read):
+            complaints.append(f"sent but read by no part of the engine's model: {some(unread)}")
+        return complaints
+
+
+def _overlaps(places: list[tuple[int, int]], first: int, last: int) -> bool:
+    """Whether some of the elements [first, last) are in one of these places, which are in order and apart."""
+    at = bisect.bisect_left(places, (last, 0))  # the first that starts behind them
+    return at > 0 and places[at - 1][1] > first
+
+
+class WeightLoader:
+    """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, which leaves a model that can be
+    loaded.
+
+    Attributes:
+        plain: every module is written in place.
+        recording: what the loaders did, of this update or of an earlier one; None where nothing is recorded.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: VllmConfig,
+        reprocessed: Sequence[torch.nn.Module] = (),
+        recording: Recording | None = None,
+    ) -> None:
+        """`reprocessed`: modules that are not written in place."""
+        self.plain, self.recording = not reprocessed, recording
+        self._model = model
+        self._config = vllm_config
+        self._reload = Reload(model, list(reprocessed), vllm_config)
+        self._records = model not in reprocessed
+        self._watcher = LoadWatcher()
+        self._arrivals = Arrivals({})
+
+    def begin(self, weights: Manifest, replay: bool = True) -> None:
+        """Start an update that will bring exactly these weights; `replay` records what the loaders do, or repeats it.
+
+        Weights that are re-processed after loading cannot be replayed.
+        """
+        self._arrivals = Arrivals(weights)
+        if not (self._records and replay):
+            self.recording = None
+        elif self.recording is None or not self.recording.fits(self._model, weights):
+            self.recording = self._watcher.recording = Recording.of(self._model, weights)
+        self._reload.begin()
+
+    def take_in_place(self) -> None:
+        """The announced weights are in the model already: its parameters are the trainer's (`sharding.worker.sharing`).
+
+        Raises:
+            SyncError: they are no longer in the memory that was shared.
+        """
+        if self.recording is None or not self.recording.complete:
+            raise SyncError(
+                f"{type(self._model).__name__} has other parameters, or is sent other weights, than when its memory "
+                "was shared with the trainer"
+            )
+        self._arrivals.check_off_all()
+        for name in self.recording.weights:
+            self._watcher.note_replayed(name, self.recording.targets(name))
+
+    def load(self, weights: NamedTensors) -> None:
+        """Load some of the announced weights. When it returns, their memory may be overwritten.
+
+        Raises:
+            SyncError: a weight that was not announced as it is, that came before, or that the model refuses.
+        """
+        self._arrivals.check_off(weights)
+        if self.recording is not None and self.recording.complete:
+            weights = self._replay(self.recording, weights)
+        if not self.plain:
+            weights = copy_of(weights)  # a reload keeps references until a fused module is complete
+        self._run_loaders(weights)
+        if self.recording is not None and not self.recording.complete:
+            self._try_out(self.recording, weights)
+
+    def load_parts(self, parts: list[Part]) -> None:
+        """Load parts of weights, as `load`; of those that `whole` does not name.
+
+        Raises:
+            SyncError: as `load` does; or a weight has to come whole.
+        """
+        self._arrivals.check_off_parts(parts)
+        recording = self.recording
+        for name, first, values in parts:
+            if recording is None or not recording.complete or not recording.replayable(name):
+                raise SyncError(f"{name} arrived in parts, and its loader needs it whole")
+            copies = recording.replay_part(name, first, values)
+            self._watcher.note_replayed(name, [copy.target for copy in copies])
+
+    def whole(self) -> list[str] | None:
+        """The weights of this update that cannot come in parts, since their loaders need them; None: all."""
+        recording = self.recording
+        if recording is None or not recording.complete:
+            return None
+        return [name for name in recording.weights if not recording.replayable(name)]
+
+    def _replay(self, recording: Recording, weights: NamedTensors) -> NamedTensors:
+        """Copy what can be copied without loaders; returns the rest."""
+        ready = [pair for pair in weights if recording.replayable(pair[0])]
+        recording.replay(ready)
+        for name, _ in ready:
+            self._watcher.note_replayed(name, recording.targets(name))
+        return [pair for pair in weights if not recording.replayable(pair[0])]
+
+    def _try_out(self, recording: Recording, weights: NamedTensors) -> None:
+        """Replay into zeroed parameters what has just been recorded, and have the loaders compare."""
+        ready = [pair for pair in weights if recording.replayable(pair[0])]
+        recording.clear_targets(name for name, _ in ready)
+        recording.replay(ready)
+        if different := set(self.compare(ready)):
+            recording.distrust(different, "replayed, it is not what its loader makes of it")
+            self._run_loaders([pair for pair in ready if pair[0] in different])
+
+    def compare(self, weights: NamedTensors) -> list[str]:
+        """Names of the weights that differ from what the model holds, found by its own loaders. Only where `plain`."""
+        self._watcher.comparing = True
+        try:
+            self._run_loaders(weights)
+        finally:
+            self._watcher.comparing = False
+        different, self._watcher.different = sorted(self._watcher.different), set()
+        return different
+
+    def _run_loaders(self, weights: NamedTensors) -> None:
+        if not weights:
+            return
+        self._watcher.expect(weights)
+        try:
+            with self._vllm(), self._watcher:
+                self._model.load_weights(iter(weights))  # type: ignore[operator]
+        except (ValueError, KeyError, RuntimeError, AssertionError) as error:
+            names = [name for name, _ in weights]
+            refused = [n for n in names if n not in self._watcher.read]
+            raise SyncError(
+                f"the engine's model {type(self._model).__name__} refused a weight, "
+                f"one of {some(refused or names)}: {error}"
+            ) from error
+
+    def finish(self) -> None:
+        """End the update: post-process where needed and account for every weight.
+
+        Raises:
+            SyncError: naming announced weights that nothing read, and parameters that were not written in full.
+        """
+        if self.recording is not None and self.recording.complete:
+            with self._watcher:
+                self.recording.refill()
+        elif self.recording is not None:
+            self.recording.check(whole=self._config.parallel_config.tensor_parallel_size == 1)
+        untouched = self._untouched_parameters() + self._reload.untouched()
+        self._finish_reload()
+        complaints = self._arrivals.complaints(self._watcher.read)
+        if untouched:
+            complaints.append(f"never sent, so the engine would keep old values: {some(untouched)}")
+        for entry in self._watcher.written.values():
+            if entry.written < entry.elements:
+                complaints.append(
+                    f"a parameter of {entry.elements} elements got only {entry.written}, from {some(entry.sources)}: "
+                    "its other parts were not sent"
+                )
+        if complaints:
+            raise SyncError(f"{type(self._model).__name__} is not completely updated: " + "; ".join(complaints))
+
+    def ordinary(self) -> dict[str, str] | None:
+        """Weights that cannot be replayed, and why; None where nothing is recorded."""
+        return None if self.recording is None else self.recording.ordinary
+
+    def abort(self) -> None:
+        """Give up this update; the next complete one repairs the values."""
+        self._finish_reload()
+
+    def _finish_reload(self) -> None:
+        with self._watcher:  # modules with padding, such as a vocabulary of odd size, are loaded only now
+            self._reload.finish()
+
+    def _untouched_parameters(self) -> list[str]:
+        elsewhere = self._reload.parameters()
+        return [
+            name
+            for name, parameter in self._model.named_parameters()
+            if parameter.numel() and parameter not in elsewhere and storage_key(parameter) not in self._watcher.written
+        ]
+
+    def _vllm(self) -> AbstractContextManager[Any]:
+        return set_current_vllm_config(self._config)
+
+
+def copy_of(weights: NamedTensors) -> NamedTensors:
+    """The same weights in memory of their own."""
+    return [(name, tensor.clone()) for name, tensor in weights]

@@ -1,0 +1,288 @@
+"""The worker's half of an update, whatever carries it: read messages, load what the buckets hold, account for it."""
+
+import gc
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sharding.wire import channel as channels
+from sharding.wire.digests import held
+from sharding.wire.manifest import Manifest, NamedTensors, Part, View, check_manifest
+from sharding.wire.staging import open_staging, stamped_bucket
+from sharding.worker.adapter import AdapterLoader
+from sharding.worker.loader import WeightLoader
+from sharding.worker.recording import Recording
+
+
+class Carrier(Protocol):
+    """How an update reaches this worker: its messages in order, and the memory that each bucket lies in."""
+
+    def next(self) -> dict[str, Any]:
+        """The next message: `begin`, `bucket`s or one `in_place`, `finish`, `compare`s, `end` or `abort`."""
+
+    def answer(self, **fields: Any) -> None:
+        """The message was served."""
+
+    def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """The bucket that a message announces, uint8 [nbytes]; what it holds was checked.
+
+        It stays as it is until the next call of `next`.
+        """
+
+    def leave(self, message: dict[str, Any]) -> None:
+        """`end` or `abort` was read; nothing refers to the memory any more."""
+
+    def fail(self, error: Exception) -> None:
+        """This worker cannot go on; tell the sender and let go of the memory."""
+
+
+class Loader(Protocol):
+    """Who takes the weights of an update: a `WeightLoader`, or an `AdapterLoader` for an adapter beside them."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether weights are kept as they were sent, so that `compare` can be asked."""
+
+    @property
+    def recording(self) -> Recording | None:
+        """What later updates can replay."""
+
+    def begin(self, weights: Manifest, replay: bool = True) -> None:
+        """See `WeightLoader`, as for the others."""
+
+    def load(self, weights: NamedTensors) -> None: ...
+
+    def load_parts(self, parts: list[Part]) -> None: ...
+
+    def whole(self) -> list[str] | None: ...
+
+    def compare(self, weights: NamedTensors) -> list[str]: ...
+
+    def finish(self) -> None: ...
+
+    def ordinary(self) -> dict[str, str] | None: ...
+
+    def abort(self) -> None: ...
+
+
+@dataclass
+class Outcome:
+    """How an update ended on this worker; the extension returns it as a dictionary.
+
+    Attributes:
+        error: None when everything arrived and was accounted for; else what went wrong, and on which worker.
+        nbytes: of the weights, without padding.
+        ordinary: weights that went through vLLM's loaders, and always will, and why; None: they all did.
+    """
+
+    error: str | None = None
+    version: int = -1
+    tensors: int = 0
+    nbytes: int = 0
+    ordinary: dict[str, str] | None = None
+    seconds: float = 0.0
+
+
+class Receiver:
+    """Serves one update to one worker's model. See `Carrier.next` for the messages, of which every one is answered."""
+
+    def __init__(
+        self,
+        worker: Any,
+        reprocessed: Sequence[torch.nn.Module],
+        promised: Manifest | None = None,
+        recording: Recording | None = None,
+    ) -> None:
+        self.outcome = Outcome()
+        self.weights: Manifest = {}
+        self._verify: dict[str, Any] = {}
+        self._sealed: dict[str, list[tuple[View, torch.Tensor]]] = {}
+        self._worker, self._promised = worker, promised
+        self._loader: Loader = WeightLoader(worker.get_model(), worker.vllm_config, reprocessed, recording)
+
+    def receive(self, carrier: Carrier) -> Outcome:
+        """Until the sender ends the update or something fails here; never raises, and never leaves half a model."""
+        start = time.perf_counter()
+        try:
+            while (message := carrier.next())["kind"] not in ("end", "abort"):
+                carrier.answer(**self._serve(carrier, message))
+            self._loader.abort()  # nothing to give up after `finish`
+            if message["kind"] == "abort":
+                self.outcome.error = f"the trainer broke the update off: {message.get('reason') or 'another failed'}"
+            carrier.leave(message)
+        except Exception as error:
+            self._loader.abort()
+            self.outcome.error = f"{type(error).__name__}: {error}"
+            carrier.fail(error)
+        self.outcome.seconds = time.perf_counter() - start
+        return self.outcome
+
+    @property
+    def recording(self) -> Recording | None:
+        """What later updates can replay."""
+        return self._loader.recording
+
+    @torch.no_grad()
+    def _serve(self, carrier: Carrier, message: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = {}
+        match message["kind"]:
+            case "begin":
+                answer = self._begin(message)
+            case "bucket":
+                self._load(carrier.bucket(message), message)
+            case "in_place":
+                self._take_in_place()
+            case "finish":
+                self._loader.finish()
+                self.outcome.ordinary = self._loader.ordinary()
+                answer = {"digests": self._digests()}
+            case "compare":
+                views = self._views(carrier.bucket(message), message)  # taken off the carrier in any case
+                answer = {"different": self._loader.compare(views) if self._loader.plain else []}
+            case other:
+                raise channels.SyncError(f"unknown message {other!r}")
+        if self._worker.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return answer
+
+    def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.weights = {name: [list(shape), dtype] for name, (shape, dtype) in message["weights"].items()}
+        check_manifest(self.weights, self._promised, engine_dtype(self._worker))
+        if (adapter := message.get("adapter")) is not None:
+            self._loader = AdapterLoader(self._worker.model_runner, adapter["number"], adapter["config"])
+        self._loader.begin(self.weights, message.get("replay", True))
+        self.outcome.version, self.outcome.tensors = message["version"], len(self.weights)
+        self._verify = message.get("verify") or {"weights": []}
+        recording = self._loader.recording
+        if recording is not None and recording.complete:
+            self._sealed = {
+                name: recording.sealed[name] for name in self._verify["weights"] if recording.replayable(name)
+            }
+        whole = self._loader.whole()
+        records = recording is not None and whole is None
+        return {"plain": self._loader.plain, "views": self._views_to_verify(), "whole": whole, "records": records}
+
+    def _take_in_place(self) -> None:
+        if self._worker.hotbunk_shared is None or not isinstance(self._loader, WeightLoader):
+            raise channels.SyncError("weights were announced as shared, but this worker shares none with the trainer")
+        self._loader.take_in_place()
+
+    def _views_to_verify(self) -> dict[str, list[View]]:
+        """What is read of the weights that the trainer wants to verify, where they are replayed."""
+        return {name: [view for view, _ in copies] for name, copies in self._sealed.items()}
+
+    def _digests(self) -> dict[str, int]:
+        """Of what the model's parameters hold of these weights."""
+        seed = self._verify.get("seed")
+        return {name: held([target for _, target in copies], seed) for name, copies in self._sealed.items()}
+
+    def _load(self, buffer: torch.Tensor, message: dict[str, Any]) -> None:
+        weights, parts = self._views(buffer, message), self._parts(buffer, message)
+        self.outcome.nbytes += sum(w.nbytes for _, w in weights) + sum(values.nbytes for _, _, values in parts)
+        self._loader.load(weights)
+        if parts:
+            self._loader.load_parts(parts)
+
+    def _views(self, buffer: torch.Tensor, message: dict[str, Any]) -> NamedTensors:
+        """The weights that are whole in a bucket: views of its memory, dropped before the bucket is acknowledged."""
+        return [
+            (name, _elements(buffer, dtype, offset, torch.Size(shape).numel()).view(shape))
+            for name, dtype, shape, offset in message["pieces"]
+        ]
+
+    def _parts(self, buffer: torch.Tensor, message: dict[str, Any]) -> list[Part]:
+        """What a bucket holds of others, in the same way."""
+        return [
+            (name, first, _elements(buffer, dtype, offset, count))
+            for name, dtype, first, count, offset in message.get("stretches", [])
+        ]
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it was raised from, or while they were handled."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _elements(buffer: torch.Tensor, dtype_name: str, offset: int, count: int) -> torch.Tensor:
+    """So many elements from byte `offset` of a bucket on."""
+    dtype = getattr(torch, dtype_name)
+    return buffer[offset : offset + count * dtype.itemsize].view(dtype)
+
+
+def engine_dtype(worker: Any) -> str:
+    """The dtype a worker's model computes in, as torch names it without its prefix."""
+    return str(worker.vllm_config.model_config.dtype).removeprefix("torch.")
+
+
+class StagingCarrier:
+    """From the rank on the same device: messages over a ZMQ connection, buckets in memory that both have mapped.
+
+    Attributes:
+        opened, closed: how often staging memory was mapped and let go; equal between syncs that free it.
+    """
+
+    def __init__(self, channel: channels.Channel, device: torch.device) -> None:
+        self.opened = self.closed = 0
+        self._channel, self._device = channel, device
+        self._session, self._timeout = -1, 0.0
+        self._handle: dict[str, Any] | None = None
+        self._buffers: list[torch.Tensor] = []
+
+    def start(self, session: int, timeout: float) -> None:
+        """The next messages are those of `session`; silence for `timeout` seconds is a failure."""
+        self._session, self._timeout = session, timeout
+
+    def next(self) -> dict[str, Any]:
+        """See `Carrier`."""
+        while True:
+            message = self._channel.receive(self._timeout, "message from the trainer's rank")
+            if message["session"] == self._session:
+                return message  # older ones are left over from an update that broke off
+
+    def answer(self, **fields: Any) -> None:
+        """See `Carrier`."""
+        self._channel.send("done", session=self._session, **fields)
+
+    def _open(self, handle: dict[str, Any]) -> None:
+        """Map the memory that a bucket lies in. What is open already stays open."""
+        if handle == self._handle:
+            return
+        self._close()
+        self._buffers = open_staging(handle, self._device)
+        self._handle = handle
+        self.opened += 1
+
+    def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """See `Carrier`."""
+        self._open(message["handle"])
+        return stamped_bucket(self._buffers[message["buffer"]], message)
+
+    def leave(self, message: dict[str, Any]) -> None:
+        """See `Carrier`."""
+        if message.get("close", True):
+            self._close()
+        self.answer(opened=self.opened, closed=self.closed)
+
+    def fail(self, error: Exception) -> None:
+        """See `Carrier`."""
+        for frames in _chain(error):
+            traceback.clear_frames(frames.__traceback__)  # they hold views of the memory, which would stay mapped
+        self._close()
+        with suppress(channels.SyncError):  # a trainer that has gone needs no answer
+            self._channel.send("failed", session=self._session, error=f"{type(error).__name__}: {error}")
+
+    def _close(self) -> None:
+        if self._handle is None:
+            return
+        self._handle, self._buffers = None, []
+        self.closed += 1
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()

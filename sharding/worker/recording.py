@@ -1,0 +1,415 @@
+"""Record and replay: what vLLM's loaders did with the weights of one update, done again without the loaders.
+
+A loader finds out, weight by weight and at every sync, where a weight belongs: it splits fused projections, takes a
+tensor-parallel rank's slice, pads vocabularies, and in the end copies a view of the weight into a view of a parameter.
+Those views do not change between syncs. So the first update goes through the loaders while a `LoadWatcher` notes every
+copy; later ones are one multi-tensor copy a bucket. Two other ways were weighed: a table of rules for each architecture
+(what peers' resharding does; it has to be kept up with vLLM, and errs silently), and asking the loaders for their
+plan (they have none).
+
+A weight whose loader computes something, rather than copying, is left to its loader for good.
+
+Watches vLLM's own loaders at work, and so knows which weight went where without knowing any model.
+
+Every loader ends in `copy_` from (a view of) the tensor it was given into (a view of) a parameter. A dispatch mode sees
+those copies. From them follows whether each weight was read by somebody and each parameter written in full, on every
+worker and on every sync; and by comparing instead of copying, whether the engine holds what the trainer
+has.
+"""
+
+import bisect
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sharding.wire.manifest import Manifest, NamedTensors, View
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that stands for the tensor's memory as long as somebody holds a reference to it, weak or not."""
+    return int(tensor.untyped_storage()._cdata)  # as `StorageWeakRef(...).cdata`, in a tenth of the time
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A view of a weight that goes into a view of a parameter.
+
+    Attributes:
+        offset: of the view's first element from the weight's, in elements.
+        shape, stride: of the view, which has the target's shape; dimensions in the order of the weight's memory.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    target: Tensor
+
+    def source(self, weight: Tensor) -> Tensor:
+        """The view of a weight that lies elsewhere now."""
+        if weight.shape == self.shape and weight.stride() == self.stride and not self.offset:
+            return weight  # most are copied whole, and a view takes longer to make than to find needless
+        return weight.as_strided(self.shape, self.stride, weight.storage_offset() + self.offset)
+
+    def within(self, first: int, last: int) -> Iterator["Copy"]:
+        """What of it reads the weight's elements [first, last), with offsets from the first of them.
+
+        Rows that lie inside stay together; of those that only begin or end there, the inner dimensions are looked at.
+        """
+        if not self.shape:
+            if first <= self.offset < last:
+                yield replace(self, offset=self.offset - first)
+            return
+        touched, inside = _rows_within((self.offset, self.shape, self.stride), first, last)
+        for row in (row for row in touched if row not in inside):
+            offset = self.offset + row * self.stride[0]
+            yield from Copy(offset, self.shape[1:], self.stride[1:], self.target[row]).within(first, last)
+        if inside:
+            offset = self.offset + inside.start * self.stride[0] - first
+            yield Copy(offset, (len(inside), *self.shape[1:]), self.stride, self.target[inside.start : inside.stop])
+
+    def sealed(self) -> tuple[View, Tensor]:
+        """The view of the weight, and the target as a tensor of its own."""
+        return (self.offset, self.shape, self.stride), self.target.detach()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a weight lay when its loader got it; numbers only, so that nothing keeps staging memory alive."""
+
+    storage: int
+    offset: int
+    elements: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Origin":
+        """That of a weight."""
+        return cls(storage_key(weight), int(weight.storage_offset()), weight.numel())
+
+
+@dataclass
+class Recording:
+    """What the loaders did, by weight; complete after one update, and valid as long as the parameters' memory is.
+
+    Attributes:
+        weights: what the update brought; another update has to be recorded anew.
+        parameters: the memory that can be written, see `parameter_storages`.
+        elements: of each weight that was copied.
+        copies: weight -> its copies.
+        fills: views of parameters that a loader filled with one number, and the number: padding.
+        ordinary: weights that cannot be replayed, and why.
+        parts: what `copies` comes to for a part of a weight: the weight, number of the first element, how many.
+        sealed: weight -> the view and the target of each copy, as the loaders made them: `copies` once more, so that a
+            copy that is another later on is found out.
+        complete: an update went through, and what is recorded covers every parameter.
+    """
+
+    weights: Manifest
+    parameters: frozenset[int]
+    elements: dict[str, int] = field(default_factory=dict)
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    fills: list[tuple[Tensor, float]] = field(default_factory=list)
+    ordinary: dict[str, str] = field(default_factory=dict)
+    parts: dict[tuple[str, int, int], list[Copy]] = field(default_factory=dict)
+    sealed: dict[str, list[tuple[View, Tensor]]] = field(default_factory=dict)
+    complete: bool = False
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, weights: Manifest) -> "Recording":
+        """An empty recording of these weights, for a model as it is now."""
+        return cls(weights, parameter_storages(model))
+
+    def note_copy(self, name: str, weight: "Origin | None", source: Tensor, target: Tensor) -> None:
+        """A loader copies `source`, a view of the weight unless it computed it, to `target`.
+
+        Without `weight` it is one that came earlier, and that its loader has kept.
+        """
+        if weight is None:
+            self.ordinary[name] = "its loader waits for others"
+        elif storage_key(source) != weight.storage:
+            self.ordinary[name] = "its loader computes with it"
+        elif storage_key(target) not in self.parameters:
+            self.ordinary[name] = "what its loader copies it to is re-processed, or no parameter"
+        elif source.dtype != target.dtype:
+            self.ordinary[name] = f"its loader casts it to {target.dtype}"
+        else:
+            view = source.expand(target.shape)
+            offset = int(source.storage_offset()) - weight.offset
+            order = sorted(range(view.dim()), key=view.stride, reverse=True)  # as the weight lies in memory
+            view = view.permute(order)
+            copy = Copy(offset, tuple(view.shape), view.stride(), target.detach().permute(order))
+            self.copies.setdefault(name, []).append(copy)
+            self.elements[name] = weight.elements
+
+    def note_fill(self, target: Tensor, value: float) -> None:
+        """A loader fills `target`."""
+        if storage_key(target) in self.parameters:
+            self.fills.append((target.detach(), value))
+
+    def replayable(self, name: str) -> bool:
+        """Whether the loaders are not needed for this weight."""
+        return name in self.copies and name not in self.ordinary
+
+    def is_one_run(self, name: str) -> bool:
+        """Whether a parameter holds this weight just as it is sent, all of it and contiguous."""
+        if not self.replayable(name) or len(self.copies[name]) > 1:
+            return False
+        (copy,) = self.copies[name]
+        whole = copy.offset == 0 and copy.target.numel() == math.prod(self.weights[name][0])
+        return whole and copy.stride == copy.target.stride() and copy.target.is_contiguous()
+
+    def targets(self, name: str) -> list[Tensor]:
+        """The views of parameters that a weight is copied to."""
+        return [copy.target for copy in self.copies[name]]
+
+    def replay(self, weights: NamedTensors) -> None:
+        """Make the recorded copies of these weights, all of which are replayable, wherever they lie now."""
+        _copy_all([(copy.target, copy.source(weight)) for name, weight in weights for copy in self.copies[name]])
+
+    def replay_part(self, name: str, first: int, values: Tensor) -> list[Copy]:
+        """As `replay`, of a weight's elements from number `first` on; which copies that came to is worked out once."""
+        key = (name, first, values.numel())
+        if key not in self.parts:
+            self.parts[key] = [part for copy in self.copies[name] for part in copy.within(first, first + key[2])]
+        _copy_all([(copy.target, copy.source(values)) for copy in self.parts[key]])
+        return self.parts[key]
+
+    def refill(self) -> None:
+        """Fill the padding again; memory that was given back during sleep has forgotten it."""
+        for target, value in self.fills:
+            target.fill_(value)
+
+    def clear_targets(self, names: Iterable[str]) -> None:
+        """Zero what these weights are copied to: for a trial of the recording."""
+        for name in names:
+            for copy in self.copies[name]:
+                copy.target.zero_()
+
+    def distrust(self, names: Iterable[str], reason: str) -> None:
+        """Leave these weights to their loaders from now on."""
+        self.ordinary |= dict.fromkeys(names, reason)
+
+    def fits(self, model: torch.nn.Module, weights: Manifest) -> bool:
+        """Whether it can be replayed: with these weights, into the memory the model's parameters have now."""
+        return self.complete and self.weights == weights and self.parameters == parameter_storages(model)
+
+    @torch.no_grad()
+    def move(self, model: torch.nn.Module, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Have the model's parameters, and what is recorded of them, in other memory that holds the same.
+
+        Args:
+            storages: `storage_key` of the old memory -> the new.
+        """
+        targets = [copy.target for copies in self.copies.values() for copy in copies]
+        targets += [target for copies in self.sealed.values() for _, target in copies]
+        targets += [target for target, _ in self.fills]
+        for tensor in [*model.parameters(), *model.buffers(), *targets]:
+            if (storage := storages.get(storage_key(tensor))) is not None:
+                tensor.set_(storage, int(tensor.storage_offset()), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        self.parameters = parameter_storages(model)
+        self.parts.clear()  # they are views of the old memory
+
+    def check(self, whole: bool) -> None:
+        """End the recording: what does not add up is left to the loaders.
+
+        Args:
+            whole: every element of every weight has to be read, too; a tensor-parallel rank reads only its part.
+        """
+        for name, copies in self.copies.items():
+            if whole and not _covers_once([(c.offset, c.shape, c.stride) for c in copies], self.elements[name]):
+                self.ordinary.setdefault(name, "its elements are not each read once")
+        self._check_targets()
+        self.sealed = {name: [c.sealed() for c in copies] for name, copies in self.copies.items()}
+        self.complete = True
+
+    def _check_targets(self) -> None:
+        """Every element of a storage that something was copied to is written once, by copies and fills together."""
+        by_storage: dict[int, tuple[set[str], list[Tensor]]] = {}
+        views = [(name, copy.target) for name, copies in self.copies.items() for copy in copies]
+        for name, target in [*views, *(("", target) for target, _ in self.fills)]:
+            names, targets = by_storage.setdefault(storage_key(target), (set(), []))
+            names.add(name)
+            targets.append(target)
+        for names, targets in by_storage.values():
+            places = [(int(t.storage_offset()), tuple(t.shape), t.stride()) for t in targets]
+            elements = targets[0].untyped_storage().nbytes() // targets[0].element_size()
+            if not _covers_once(places, elements):
+                self.distrust(names - {""}, "its parameter's elements are not each written once")
+
+
+def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Targets and sources, as one multi-tensor copy."""
+    if pairs:
+        targets, sources = map(list, zip(*pairs, strict=True))
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _rows_within(view: View, first: int, last: int) -> tuple[range, range]:
+    """Which rows of a view have an element among [first, last), and which lie inside of it."""
+    offset, (rows, *shape), (step, *stride) = view
+    if step == 0:  # all rows are the same elements
+        return range(rows), range(0)
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    first, last = first - offset, last - offset
+    touched = range(max((first - span) // step + 1, 0), min(-(-last // step), rows))
+    return touched, range(max(-(-first // step), 0), min((last - span) // step + 1, rows))
+
+
+def parameter_storages(model: torch.nn.Module) -> frozenset[int]:
+    """The memory of all parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return frozenset(storage_key(tensor) for tensor in tensors if not tensor.is_meta and tensor.numel())
+
+
+def _covers_once(views: list[View], elements: int) -> bool:
+    """Whether the views hold each of so many elements exactly once.
+
+    Counted in cells as large as all offsets and contiguous runs allow: a cell is mostly a row or more.
+    """
+    runs = [_runs(view) for view in views if math.prod(view[1])]
+    cell = math.gcd(elements, *(n for offset, shape, stride in runs for n in (offset, shape[-1], *stride[:-1])))
+    count = torch.zeros(elements // max(cell, 1), dtype=torch.int32)
+    for offset, shape, stride in runs:
+        last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        if last >= elements or 0 in stride:
+            return False
+        steps = (*(s // cell for s in stride[:-1]), 1)
+        count.as_strided((*shape[:-1], shape[-1] // cell), steps, offset // cell).add_(1)
+    return bool((count == 1).all())
+
+
+def _runs(view: View) -> View:
+    """The same elements with the contiguous ones in the last dimension, whose stride is 1."""
+    offset, shape, stride = view
+    dimensions = sorted(((s, n) for n, s in zip(shape, stride, strict=True) if n > 1), reverse=True)
+    run = 1
+    while dimensions and dimensions[-1][0] == run:
+        run *= dimensions.pop()[1]
+    return offset, (*(n for _, n in dimensions), run), (*(s for s, _ in dimensions), 1)
+
+
+_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
+
+
+_Range = tuple[int, int, str]  # first address, address behind the last, name
+
+
+@dataclass
+class Written:
+    """How much of one storage the loaders have written, and from which weights."""
+
+    elements: int
+    written: int = 0
+    sources: list[str] = field(default_factory=list)
+    reference: Any = None  # a weak reference keeps the key from being used again for another storage
+
+
+class LoadWatcher(TorchDispatchMode):
+    """Between `with` and its end, notes what loaders do with the weights that `expect` announced.
+
+    Attributes:
+        read: names of weights that were copied somewhere.
+        written: what was written, by storage.
+        recording: where copies and fills are noted down, if anywhere.
+        comparing: copies are not made but compared with what is there; differences are in `different`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[str] = set()
+        self.written: dict[int, Written] = {}
+        self.recording: Recording | None = None
+        self.comparing = False
+        self.different: set[str] = set()
+        self._origins: dict[str, Origin] = {}  # of the weights being loaded
+        self._ranges: list[_Range] = []  # their addresses, sorted
+        self._derived: dict[int, tuple[str, Any]] = {}  # storages computed from a weight, such as a cast of it
+
+    def expect(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Announce weights about to be loaded; earlier ones whose memory they took over are forgotten."""
+        self._origins = {name: Origin.of(tensor) for name, tensor in tensors}
+        fresh = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if t.numel())
+        self._ranges = sorted([r for r in self._ranges if not _overlaps(r, fresh)] + fresh)
+
+    def note_replayed(self, name: str, targets: Iterable[torch.Tensor]) -> None:
+        """A weight was copied to these targets without its loader."""
+        self.read.add(name)
+        for target in targets:
+            self._note(target, name)
+
+    def source_name(self, tensor: torch.Tensor) -> str | None:
+        """The weight that a tensor is a view of, or was computed from."""
+        if tensor.is_meta or tensor.numel() == 0:
+            return None
+        if (derived := self._derived.get(storage_key(tensor))) is not None:
+            return derived[0]
+        at = bisect.bisect_right(self._ranges, (tensor.data_ptr(), float("inf"), "")) - 1
+        return self._ranges[at][2] if at >= 0 and tensor.data_ptr() < self._ranges[at][1] else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and (name := self.source_name(args[1])) is not None:
+            return self._copy(func, args[0], args[1], name)
+        result = func(*args, **(kwargs or {}))
+        if func in _FILLS:
+            self._note(args[0], None)
+            if self.recording is not None and not self.comparing:
+                self.recording.note_fill(args[0], float(args[1]) if len(args) > 1 else 0.0)
+        elif isinstance(result, torch.Tensor):
+            self._inherit(args, result)
+        return result
+
+    def _copy(self, func: Any, target: torch.Tensor, source: torch.Tensor, name: str) -> torch.Tensor:
+        if target.is_meta:  # vLLM counting elements, nothing is loaded yet
+            return func(target, source)
+        if not self.comparing:
+            self.read.add(name)
+            self._note(target, name)
+            if self.recording is not None:
+                self.recording.note_copy(name, self._origins.get(name), source, target)
+            return func(target, source)
+        if not _same_bits(target, source.to(target.dtype).expand_as(target)):
+            self.different.add(name)
+        return target
+
+    def _note(self, target: torch.Tensor, name: str | None) -> None:
+        storage = target.untyped_storage()
+        if target.is_meta or not storage.nbytes():
+            return
+        entry = self.written.get(storage_key(target))
+        if entry is None:
+            if name is None:
+                return  # only the padding behind a loaded weight counts, and loaders fill it after the copy
+            entry = Written(storage.nbytes() // target.element_size(), reference=StorageWeakRef(storage))
+            self.written[storage_key(target)] = entry
+        entry.written += target.numel()
+        if name is not None and name not in entry.sources:
+            entry.sources.append(name)
+
+    def _inherit(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        if self.source_name(result) is not None:
+            return
+        for argument in args:
+            if isinstance(argument, torch.Tensor) and (name := self.source_name(argument)) is not None:
+                storage = result.untyped_storage()
+                self._derived[storage_key(result)] = (name, StorageWeakRef(storage))
+                return
+
+
+def _overlaps(old: _Range, fresh: list[_Range]) -> bool:
+    """Whether memory of a weight that was announced before now belongs to one of the sorted `fresh` ones."""
+    at = bisect.bisect_left(fresh, (old[1], 0, ""))  # the first that starts behind the old one
+    return at > 0 and fresh[at - 1][1] > old[0]
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are equal; by whole words where they lie so, which is several times
+    as fast as bfloat16 and finds NaN equal to itself."""
+    words = [t for t in (first, second) if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0]
+    if len(words) == 2:
+        first, second = (t.view(-1).view(torch.int64) for t in words)
+    return torch.equal(first, second)

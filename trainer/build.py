@@ -1,0 +1,104 @@
+"""Puts the parts of a run together: policies, sharding manager, and the checkpoint that a run goes on from."""
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from sharding.manager import Leader, ShardingManager, SyncSettings
+from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
+from trainer.config.machine import resolve_device
+from trainer.config.schema import ModelConfig, TrainConfig
+from trainer.data import load_tokenizer
+from trainer.errors import UserError
+from trainer.learning.learner import updates_asked
+from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
+from trainer.policy.attention import require_packing
+from trainer.policy.critic import Critic, make_critic
+from trainer.policy.hf_format import build_meta_model, checkpoint_views
+from trainer.policy.lora import BaseOfPolicy, adapter_format, add_adapters, factors, is_adapter, low_rank, peft_name
+from trainer.run import processes
+
+
+def rank_device(config: TrainConfig) -> torch.device:
+    """The device this rank trains on."""
+    if resolve_device(config) == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError unless the teacher, if there is one, means the same by every token id."""
+    teacher = config.algorithm.teacher
+    if teacher is not None:
+        own = load_tokenizer(ModelConfig(path=teacher, trust_remote_code=config.model.trust_remote_code))
+        if own.get_vocab() != tokenizer.get_vocab():
+            raise UserError(f"algorithm.teacher: {teacher} has another tokenizer than {config.model.path}")
+
+
+def check_model(config: TrainConfig) -> None:
+    """Raise UserError unless Transformers can build the model, and PEFT its adapters; tried without their weights."""
+    path, dtype = config.model.path, getattr(torch, config.policy.dtype)
+    settings = (config.model.attn_implementation, config.model.trust_remote_code, torch.device("cpu"))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = build_meta_model(Path(path), dtype, *settings)
+            if config.lora.rank:
+                add_adapters(model, config.lora, dtype, "meta")
+    except UserError:
+        raise
+    except Exception as error:  # whatever the model's own code makes of its config.json
+        keys = "model.path" + (" and lora.target_modules" if config.lora.rank else "")
+        raise UserError(f"{keys}: {path} cannot be built: {type(error).__name__}: {error}") from error
+
+
+def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Scorer | None, Critic | None]:
+    """The policy; a frozen reference, where KL or a teacher is asked for; a critic with a trunk of its own.
+
+    The latter two are always on FSDP2. The reference is what the policy starts from, its base where it has adapters, or
+    the teacher.
+    """
+    algorithm = config.algorithm
+    updates = config.run.steps * updates_asked(config)
+    values = algorithm.advantage == "gae"
+    head = values and config.critic.shared
+    policy = make_policy(config.model, config.policy, device, updates, config.lora, head, config.sync.zero_copy)
+    if config.batch.packing:
+        require_packing(policy.model)
+    reference: Scorer | None = None
+    if config.lora.rank and algorithm.kl_coef and not algorithm.teacher:
+        reference = BaseOfPolicy(policy)
+    elif algorithm.kl_coef or algorithm.teacher:
+        model = config.model.model_copy(update={"path": algorithm.teacher} if algorithm.teacher else {})
+        reference = FrozenPolicy(model, config.policy, device)
+    critic = make_critic(config, device, updates) if values and not config.critic.shared else None
+    return policy, reference, critic
+
+
+def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager:
+    """The weight path from the policy to the engine, in the engine's dtype and under the checkpoint's names."""
+    dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
+    alone = config.lora.engines_apply
+    source = adapter_source(policy, dtype) if alone else weight_source(policy, dtype)
+    adapter = adapter_format(policy.model, config.lora) if alone else None
+    settings = SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s, config.sync.replay)
+    folder = processes.private_folder()
+    size = config.engine.tensor_parallel_size
+    compute_in = policy.compute_in if isinstance(policy, InPlacePolicy) else None
+    return ShardingManager(source, policy.device, settings, folder, size, leader, adapter, compute_in)
+
+
+def weight_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:
+    """All weights under the checkpoint's names, adapters merged."""
+    weights = [(name, parameter) for name, parameter in policy.named_parameters() if not is_adapter(name)]
+    return MergingWeightSource(
+        weights, low_rank(policy.model), dtype, lambda name, shape: checkpoint_views(policy.model, name, shape)
+    )
+
+
+def adapter_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:
+    """The factors of the adapters under PEFT's names, by which vLLM knows them."""
+    return FsdpWeightSource(
+        list(factors(policy.model).items()), dtype, lambda name, shape: one_piece(peft_name(name), shape)
+    )

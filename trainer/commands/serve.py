@@ -1,0 +1,64 @@
+"""`hotbunk serve`: a model, or what a run has trained, behind OpenAI's API on this machine."""
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.settings import EngineSettings
+from generation.engine.thread import EngineThread
+from generation.server import OpenAIServer, ServerSettings, is_loopback
+from trainer.commands.generate import engine_settings
+from trainer.config.schema import ModelConfig
+from trainer.data import load_tokenizer
+from trainer.engines import end_token_ids
+from trainer.errors import UserError
+from trainer.run import processes
+
+_LOOK_SECONDS = 0.5  # how often the engine's health is looked at
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
+    if arguments.concurrent < 1 or not 0 <= arguments.port < 65536:
+        raise UserError("--concurrent must be at least 1, and --port from 0 to 65535")
+    if not arguments.api_key and not is_loopback(arguments.host):
+        where = f"--host {arguments.host[:80]} lets other machines ask"
+        raise UserError(f"{where}: give an --api-key, set HOTBUNK_API_KEY, or listen on 127.0.0.1")
+    settings = engine_settings(arguments.model)
+    tokenizer = load_tokenizer(ModelConfig(path=settings.model))
+    server = ServerSettings(
+        model_name=arguments.name or arguments.model,
+        host=arguments.host,
+        port=arguments.port,
+        api_key=arguments.api_key or None,
+        eos_token_ids=tuple(end_token_ids(settings.model, tokenizer)),
+        tool_parser=arguments.tool_parser,
+        reasoning_parser=arguments.reasoning_parser,
+    )
+    cache = settings.kv_cache_bytes and settings.kv_cache_bytes * arguments.concurrent
+    several = replace(settings, max_num_seqs=arguments.concurrent, kv_cache_bytes=cache)
+    processes.start_guardian()
+    processes.run(lambda: serve(several, server))
+
+
+def serve(settings: EngineSettings, server_settings: ServerSettings) -> int:
+    """Answer requests until a signal comes, or the engine dies."""
+    processes.install_signal_handlers(lambda: "serve")
+    thread, engine = EngineThread(), VllmAsyncGenerationWorker(settings)
+    print(f"starting vLLM with {settings.model}", file=sys.stderr)
+    try:
+        thread.run(engine.start(), 600, f"starting the engine for {settings.model}")
+        engine.state.adopt_checkpoint(0)
+        server = thread.run(OpenAIServer.start(engine, server_settings), 120, "starting the server")
+        print(f"{server_settings.model_name} answers at {server.base_url}", flush=True)
+        while not engine.engine.errored:
+            time.sleep(_LOOK_SECONDS)
+        print("hotbunk: the engine has died", file=sys.stderr)
+        return 1
+    except ValueError as error:  # a port that is taken, or a model that vLLM does not take
+        print(f"hotbunk: {error}", file=sys.stderr)
+        return 2
+    finally:
+        engine.close()

@@ -1,0 +1,1 @@
+"""Recipes: every key with its type, default and meaning, read and checked before torch is loaded."""

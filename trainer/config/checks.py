@@ -1,0 +1,412 @@
+"""What must hold between keys, and between keys and the machine: checked before torch loads anything.
+
+Each check yields sentences; `check_config` gathers them, so that a recipe is mended in one go. No torch is imported.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from generation.engine.devices import cuda_problem, gpu_visible, sharing_problems, torch_cuda
+from generation.engine.settings import LEAST_MODEL_LEN, LORA_RANKS, OWN_ARGUMENTS, engine_argument_names
+from trainer.config.algorithm_checks import check_algorithm
+from trainer.config.machine import device_gib, host_gib, rank_count, resolve_device, unwritable
+from trainer.config.model_file import HUB_NAME, model_config, position_limit
+from trainer.config.schema import TrainConfig
+from trainer.errors import UserError, shown
+
+COMPLETE_MARKER = "COMPLETE"
+"""The file that makes a checkpoint folder a checkpoint."""
+
+IDENTITY_DIGESTS = ("data", "model", "tokenizer")
+IDENTITY_SECTIONS = ("algorithm",)
+IDENTITY_KEYS = (
+    "batch.prompts_per_step",
+    "batch.updates_per_step",
+    "lora.alpha",
+    "lora.rank",
+    "lora.target_modules",
+    "lora.use_rslora",
+    "reward.functions",
+    "run.seed",
+)
+"""What a resumed run is compared by (`trainer.run.keeper`): digests, whole sections of the recipe, and single keys."""
+
+PACKABLE_LAYERS = ("full_attention", "sliding_attention")
+"""Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.attention`)."""
+
+_MOST_ANSWERS = 2**20  # of a step, which are all in memory
+_OWN_TEMPLATE_KEYS = (
+    "conversation",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+)
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+Command = Literal["train", "sft", "eval"]
+
+
+def check_config(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError with one sentence for everything that is wrong. Arguments as `find_problems`."""
+    if problems := find_problems(config, command, environ):
+        raise UserError(*problems)
+
+
+def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """One sentence for everything that is wrong.
+
+    Args:
+        command: sft neither samples nor has rewards and eval does not train, so less can be wrong.
+        environ: torchrun's variables are read from it (one rank, on one machine, if absent), and the allocator's.
+    """
+    try:
+        ranks = rank_count(environ)
+    except UserError as error:
+        return list(error.args)  # most of what follows depends on it
+    neighbours = int(environ.get("LOCAL_WORLD_SIZE", ranks))
+    problems = [*_check_paths(config, command), *_check_device(config, environ)]
+    if command != "eval":
+        problems += _check_backend(config, ranks)
+        problems += _check_lora(config, command)
+    if command == "sft":
+        problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
+    else:
+        problems += _check_rewards(config)
+        problems += _check_evaluation(config)
+        problems += _check_lengths(config)
+        problems += _check_rollout(config)
+        problems += _check_template(config)
+        problems += _check_extra(config)
+        problems += _check_memory(config)
+    if command == "train":
+        size = config.engine.tensor_parallel_size
+        what = "the number of ranks" if neighbours == ranks else "the ranks of one machine (LOCAL_WORLD_SIZE)"
+        problems += _check_divides(what, neighbours, "engine.tensor_parallel_size", size)
+        problems += _check_batch(config, ranks)
+        problems += check_algorithm(config)
+        problems += _check_sampling(config)
+        problems += _check_probe(config)
+        problems += _check_resume(config)
+        problems += _check_retention(config)
+        problems += _check_zero_copy(config, ranks)
+        problems += _check_profile(config)
+    return [*problems, *_check_model(config, command)]
+
+
+def without_expandable_segments(setting: str) -> str | None:
+    """An allocator setting with that option taken out and all others kept; None where it is not switched on."""
+    options = [option.strip() for option in re.split(r",(?![^\[]*\])", setting)]  # lists in brackets hold commas, too
+    kept = [option for option in options if not re.fullmatch(r"expandable_segments\s*:\s*true", option, re.IGNORECASE)]
+    return None if kept == options else ",".join(kept)
+
+
+def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
+    named = [("data.path", config.data.path), ("data.eval_path", config.data.eval_path)]
+    named += [(f"eval.datasets.{name}.path", dataset.path) for name, dataset in config.eval.datasets.items()]
+    for key, path in named:
+        if path is not None and not os.path.exists(path):
+            looks_local = Path(path).suffix in (".jsonl", ".json", ".parquet") or not HUB_NAME.fullmatch(path)
+            if looks_local:
+                yield f"{key}: there is no file or folder {path}"
+    if command != "eval" and (reason := unwritable(config.run.folder)):
+        yield f"run.output_dir: {config.run.folder} cannot be made or written to, as {reason}: name another"
+
+
+def _check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    """Whether CUDA can be used as asked for, and whether processes can share its memory."""
+    problem, asked = cuda_problem(), config.run.device
+    if problem and (asked == "cuda" or (asked == "auto" and gpu_visible() and torch_cuda())):
+        yield f"run.device is {asked}, but {problem}"
+    if resolve_device(config) == "cpu":
+        return
+    if problem is None:
+        ranks = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE", "1"))
+        yield from sharing_problems(ranks, config.engine.tensor_parallel_size, environ)
+    for variable in ALLOCATOR_VARIABLES:
+        kept = without_expandable_segments(environ.get(variable, ""))
+        if kept is not None:
+            remedy = f"set it to {kept!r}" if kept else "unset it"
+            yield f"{variable} switches on expandable_segments, which sleep mode and CUDA IPC cannot use: {remedy}"
+        if re.search(r"backend\s*:\s*cudaMallocAsync", environ.get(variable, "")):
+            yield f"{variable} sets backend:cudaMallocAsync, whose memory has no CUDA IPC: leave the backend out"
+
+
+def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
+    policy = config.policy
+    if policy.backend == "deepspeed" and find_spec("deepspeed") is None:
+        yield "policy.backend is deepspeed, but DeepSpeed is not installed: pip install 'hotbunk[deepspeed]'"
+    if policy.backend == "deepspeed" and policy.zero_stage == 1 and policy.dtype == "bfloat16":
+        # BF16_Optimizer's `fp32_groups_gradients_flat` (deepspeed/runtime/bf16_optimizer.py).
+        yield (
+            "policy.zero_stage: 1 in bfloat16 keeps float32 gradients of the whole model on every rank for good: set "
+            "it to 2, which computes the same with less memory, or policy.dtype to float32"
+        )
+    if policy.backend != "deepspeed" and policy.offload_optimizer:
+        yield "policy.offload_optimizer works with policy.backend: deepspeed only"
+    if policy.backend != "fsdp" and policy.compile:
+        yield "policy.compile works with policy.backend: fsdp only"
+    if policy.backend != "fsdp" and config.critic.shared:
+        yield "critic.shared works with policy.backend: fsdp only"
+    if policy.offload_optimizer and policy.offload != "none":
+        yield "policy.offload is set, but policy.offload_optimizer keeps that state in the host's memory: drop one"
+    if policy.lr * policy.weight_decay >= 1:
+        product = policy.lr * policy.weight_decay
+        yield f"policy.lr * policy.weight_decay = {product:g} would take all of a weight in one step: lower one"
+    if policy.shard_size is not None:
+        if policy.backend != "fsdp":
+            yield "policy.shard_size works with policy.backend: fsdp only"
+        yield from _check_divides("the number of ranks", ranks, "policy.shard_size", policy.shard_size)
+
+
+def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:
+    lora = config.lora
+    if not lora.rank:
+        return
+    if find_spec("peft") is None:
+        yield "lora.rank is set, but PEFT is not installed: pip install 'hotbunk[lora]'"
+    if not lora.target_modules:
+        yield "lora.target_modules names no layer: name some, or set it to all-linear"
+    if command == "sft" or not lora.engines_apply:
+        return
+    if lora.rank > LORA_RANKS[-1]:
+        yield f"lora.rank is {lora.rank}, but vLLM takes adapters up to {LORA_RANKS[-1]}: set lora.sync to merged"
+    if config.engine.load_format == "dummy":
+        yield "engine.load_format is dummy, but engines load the base of an adapter themselves: set it to auto"
+
+
+def _check_divides(key: str, value: int, what: str, divisor: int) -> Iterator[str]:
+    if value % divisor:
+        yield f"{key} = {value} must be divisible by {what} ({divisor})"
+
+
+def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
+    prompts, group, updates = config.batch.prompts_per_step, config.algorithm.group_size, config.batch.updates_per_step
+    samples = prompts * group
+    name = "batch.prompts_per_step * algorithm.group_size"
+    yield from _check_divides(name, samples, "the number of ranks", ranks)
+    smallest = prompts // updates * group  # a step is cut between groups, never within one
+    if not smallest:
+        yield (
+            f"batch.prompts_per_step is {prompts}, but each of batch.updates_per_step = {updates} updates needs a "
+            "prompt of its own: raise one or lower the other"
+        )
+    elif smallest < ranks:
+        yield (
+            f"{name} = {samples} leaves some of {ranks} ranks without an answer in an update, since the smallest of "
+            f"{updates} has {smallest}: raise batch.prompts_per_step or lower batch.updates_per_step"
+        )
+    if config.eval.every and not config.held_out:
+        yield "eval.every is set, but there is nothing to evaluate on: set data.eval_path or eval.datasets"
+
+
+def _check_rewards(config: TrainConfig) -> Iterator[str]:
+    if not config.reward.functions and not config.rollout.code:
+        yield "reward.functions is empty: name at least one, such as [{name: exact_match}]"
+
+
+def _check_sampling(config: TrainConfig) -> Iterator[str]:
+    """When sampling is truncated, the engine renormalises over what is left and the trainer does not."""
+    sampling = config.sampling
+    for key, value, off in (
+        ("top_p", sampling.top_p, 1.0),
+        ("top_k", sampling.top_k, -1),
+        ("min_p", sampling.min_p, 0.0),
+    ):
+        if value != off and not (key == "top_k" and value == 0):
+            yield (
+                f"sampling.{key} is {value:g}, but when sampling is truncated the engine's probabilities are not the "
+                f"policy's: training needs {off:g}"
+            )
+    if sampling.temperature == 0:
+        yield "sampling.temperature is 0, but greedy answers to one prompt are all the same: training needs it above 0"
+
+
+def _check_evaluation(config: TrainConfig) -> Iterator[str]:
+    if "" in config.held_out and config.eval.datasets:
+        yield "data.eval_path or eval_split and eval.datasets are both set: name all datasets in eval.datasets"
+    for name, dataset in config.held_out.items():
+        samples = dataset.samples or config.eval.samples
+        if above := [k for k in config.eval.k if k > samples]:
+            key = f"eval.datasets.{name}.samples" if dataset.samples else "eval.samples"
+            yield f"eval.k asks for k = {above[0]}, but {key} = {samples}: raise it, or lower k"
+
+
+def _check_lengths(config: TrainConfig) -> Iterator[str]:
+    limit = config.engine.max_model_len
+    longest = [("sampling", config.sampling.max_tokens), ("eval", config.eval.max_tokens)]
+    longest += [(f"eval.datasets.{name}", dataset.max_tokens) for name, dataset in config.eval.datasets.items()]
+    for key, tokens in longest:
+        total = config.data.max_prompt_tokens + (tokens or 0)
+        if total > limit:
+            yield (
+                f"data.max_prompt_tokens + {key}.max_tokens = {total} is more than engine.max_model_len = {limit}: "
+                "raise it or lower them"
+            )
+
+
+def _check_probe(config: TrainConfig) -> Iterator[str]:
+    limit = config.engine.max_model_len
+    if config.sync.verify != "off" and limit < LEAST_MODEL_LEN:
+        yield (
+            f"engine.max_model_len is {limit}, but sync.verify asks the engines about {LEAST_MODEL_LEN - 1} tokens: "
+            f"make it at least {LEAST_MODEL_LEN}, or set sync.verify to off"
+        )
+
+
+def _check_rollout(config: TrainConfig) -> Iterator[str]:
+    rollout, named = config.rollout, config.rollout.code
+    if len(named) > 1:
+        yield f"rollout.{named[0]} and rollout.{named[1]} are both set, but an episode runs by one of them: drop one"
+    if rollout.tools and (own := [key for key in named if key != "environment"]):
+        yield f"rollout.tools is set, but rollout.{own[0]} calls its tools itself: drop one of the two"
+    if rollout.kwargs and not named:
+        yield "rollout.kwargs is set, but nothing takes them: they are for environment, custom, sampler or client"
+    if rollout.tool_parser == "inline" and named:
+        yield f"rollout.tool_parser is inline, which goes with rollout.tools only: rollout.{named[0]} takes messages"
+    if "{error}" not in rollout.tool_error:
+        yield f"rollout.tool_error is {rollout.tool_error!r}, but must say {{error}} where the error goes"
+
+
+def _check_template(config: TrainConfig) -> Iterator[str]:
+    for key in config.data.chat_template_kwargs.keys() & set(_OWN_TEMPLATE_KEYS):
+        yield f"data.chat_template_kwargs may not hold {key}, which Hotbunk sets itself: leave it out"
+
+
+def _check_extra(config: TrainConfig) -> Iterator[str]:
+    """vLLM itself would complain only when it starts, or do what the trainer knows nothing of."""
+    extra = config.engine.extra
+    known = engine_argument_names() if extra else None
+    for key, value in extra.items():
+        if key in OWN_ARGUMENTS:
+            by = OWN_ARGUMENTS[key]
+            yield f"engine.extra.{key} is Hotbunk's to set" + (f": set {by} instead" if by else ": leave it out")
+        elif known is not None and key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "leave it out"
+            yield f"engine.extra.{key}: the vLLM installed here has no such argument: {hint}"
+        elif key in ("additional_config", "hf_overrides") and not isinstance(value, dict):
+            yield f"engine.extra.{key} is {shown(value)}, but should be a mapping of keys"
+
+
+def _check_memory(config: TrainConfig) -> Iterator[str]:
+    """What could not be held in any case; what fits beside all else, `hotbunk plan` estimates."""
+    engine, asked = config.engine, config.engine.kv_cache_gib
+    answers = config.batch.prompts_per_step * config.algorithm.group_size * config.algorithm.oversampling
+    if answers > _MOST_ANSWERS:
+        names = "batch.prompts_per_step * algorithm.group_size * algorithm.oversampling"
+        yield f"{names} = {answers:g} answers in a step, but at most {_MOST_ANSWERS} are possible: lower one of them"
+    if (table := 4 * engine.max_num_seqs * engine.max_model_len / 2**30) > (host := host_gib()):
+        names = "engine.max_num_seqs * engine.max_model_len"
+        yield f"{names}: vLLM's table of ids takes {table:g} GiB, and this machine has {host:.0f}: lower one of them"
+    cuda = resolve_device(config) == "cuda"
+    there = device_gib() if cuda and asked is not None and gpu_visible() else host
+    if asked is not None and there is not None and asked * (1 if cuda else engine.tensor_parallel_size) > there:
+        yield f"engine.kv_cache_gib = {asked:g} is more than the {there:.0f} GiB of this device: lower it"
+
+
+def _check_resume(config: TrainConfig) -> Iterator[str]:
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "none") and not os.path.isfile(Path(resume) / COMPLETE_MARKER):
+        yield f"checkpoint.resume: {resume} is no complete checkpoint (a step_N folder that holds {COMPLETE_MARKER})"
+    sections = {key.partition(".")[0] for key in IDENTITY_KEYS}
+    compared = [*IDENTITY_DIGESTS, *IDENTITY_SECTIONS, *IDENTITY_KEYS, *sorted(sections)]
+    for name in config.checkpoint.resume_anyway:
+        if name not in compared and name.partition(".")[0] not in IDENTITY_SECTIONS:
+            yield f"checkpoint.resume_anyway: no run is compared by {name!r}, but by {', '.join(compared)}"
+
+
+def _check_retention(config: TrainConfig) -> Iterator[str]:
+    metric = config.checkpoint.best_metric
+    if config.checkpoint.keep_best and metric.removeprefix("-").startswith("eval/") and not config.eval.every:
+        yield f"checkpoint.keep_best goes by {metric}, but eval.every is 0: set that, or checkpoint.best_metric"
+
+
+def _check_zero_copy(config: TrainConfig, ranks: int) -> Iterator[str]:
+    """What must hold for trainer and engine to have one memory for one layout of whole weights."""
+    sync, engine, policy = config.sync, config.engine, config.policy
+    if not sync.zero_copy:
+        return
+    packed = resolve_device(config) == "cpu" and not engine.plain_cpu_weights
+    reasons = {
+        f"there are {ranks} ranks: start one": ranks > 1,
+        "engine.tensor_parallel_size cuts them: set it to 1": engine.tensor_parallel_size > 1,
+        "policy.backend is deepspeed, which has its own: set it to fsdp": policy.backend != "fsdp",
+        "lora.rank adds adapters to them: set it to 0": config.lora.rank > 0,
+        f"engine.dtype is not policy.dtype: set it to {policy.dtype}": engine.dtype not in (None, policy.dtype),
+        "engine.plain_cpu_weights is false, so that vLLM packs them: set it to true": packed,
+        "sync.replay is false, and only the record tells where they are: set it to true": not sync.replay,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield f"sync.zero_copy shares whole weights between one rank and its engine, but {reason}"
+
+
+def _check_profile(config: TrainConfig) -> Iterator[str]:
+    first, last = config.run.profile or (1, 1)
+    if not first <= last <= config.run.steps:
+        yield f"run.profile = [{first}, {last}], but should be first and last of the steps 1 to {config.run.steps}"
+
+
+def _check_kept_as_sent(model: dict[str, Any]) -> Iterator[str]:
+    """vLLM shuffles the weights of experts, and keeps products of those of latent attention."""
+    for key, what in (("num_experts", "experts"), ("n_routed_experts", "experts"), ("kv_lora_rank", "attention")):
+        if model.get(key):
+            yield f"sync.zero_copy: vLLM does not keep the {what} of this model as trained ({key}): set it to false"
+
+
+def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
+    try:
+        model = model_config(config.model.path)
+    except UserError as error:
+        yield str(error)
+        return
+    folder = Path(config.model.path)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        yield f"model.path: {folder} holds no *.safetensors with the model's weights"
+    if command == "train" and config.sync.zero_copy:
+        yield from _check_kept_as_sent(model)
+    if command != "eval":
+        yield from _check_packing(config, model)
+        yield from _check_quantization(config, model)
+    if command == "sft":
+        return
+    limit = position_limit(model)
+    if limit is not None and config.engine.max_model_len > limit:
+        yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
+    if config.lora.engines_apply and "num_experts" in model and resolve_device(config) == "cpu":
+        yield "lora.sync is adapter, but vLLM on CPU has none for mixtures of experts: set it to merged"
+    size = config.engine.tensor_parallel_size
+    if heads := model.get("num_attention_heads"):
+        yield from _check_divides("num_attention_heads of the model", heads, "engine.tensor_parallel_size", size)
+
+
+def _check_packing(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
+    """What config.json tells; the model's class is asked as well when it is built (`require_packing`)."""
+    others = sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS))
+    if others and config.batch.packing:
+        yield (
+            f"batch.packing is true, but the model has layers ({', '.join(others)}) that would carry over from one "
+            "sequence to the next: set it to false"
+        )
+
+
+def _check_quantization(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
+    """vLLM re-packs quantised weights as it loads them, and no such layout has been synced and compared here."""
+    extra = config.engine.extra
+    overrides = extra.get("hf_overrides")
+    overridden = isinstance(overrides, dict) and overrides.get("quantization_config")
+    if extra.get("quantization") is not None or overridden:
+        key = "hf_overrides.quantization_config" if overridden else "quantization"
+        yield f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
+    if model.get("quantization_config"):
+        yield f"model.path: {config.model.path} is quantised, and cannot be trained: name the model it was made from"

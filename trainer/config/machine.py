@@ -1,0 +1,79 @@
+"""The machine that a recipe meets: variables of the ranks, memory, and folders that can be written. No torch."""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from generation.engine.devices import cuda_problem
+from trainer.config.schema import TrainConfig
+from trainer.errors import UserError, shown
+
+_RANK_VARIABLES = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
+"""What torchrun tells a rank, and the least that each can be."""
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 3900  # bytes; Linux takes paths of 4095, and the run's files have names, too
+
+
+def rank_count(environ: Mapping[str, str]) -> int:
+    """How many ranks there are, by WORLD_SIZE. Raises UserError where torchrun's variables make no sense."""
+    if problems := [*_rank_problems(environ)]:
+        raise UserError(*problems)
+    return int(environ.get("WORLD_SIZE", "1"))
+
+
+def _rank_problems(environ: Mapping[str, str]) -> Iterator[str]:
+    remedy = "unset it, or start by scripts/train.sh"
+    given = {name: environ[name] for name in _RANK_VARIABLES if name in environ}
+    numbers = {name: int(text) for name, text in given.items() if re.fullmatch("[0-9]{1,6}", text)}
+    for name, text in given.items():
+        if numbers.get(name, -1) < _RANK_VARIABLES[name]:
+            yield f"{name} is {shown(text)}, but should be a number from {_RANK_VARIABLES[name]} on: {remedy}"
+            return
+    for one, other in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if one in given and other in given and numbers[one] >= numbers[other]:
+            yield f"{one} is {given[one]}, but should be less than {other} = {given[other]}: {remedy}"
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if "RANK" in given else ():
+        if name not in environ:
+            yield f"RANK is set, but {name} is not, so that this rank cannot find the others: set it, or unset RANK"
+
+
+def host_gib() -> float:
+    """The memory of this machine in GiB."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+
+
+def device_gib() -> float | None:
+    """The memory in GiB of the largest GPU here; None where nvidia-smi is missing or does not say."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return max(float(line) for line in said.splitlines()) / 1024
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why this folder cannot be made, or nothing be written in it; None: it can. Leaves nothing behind."""
+    place = folder.absolute()
+    if len(os.fsencode(place)) > _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in place.parts):
+        return f"it is longer than {_LONGEST_PATH} bytes, or a name in it than {_LONGEST_NAME}"
+    try:
+        while not os.path.lexists(place):
+            place = place.parent
+        with tempfile.TemporaryDirectory(prefix=".hotbunk-", dir=place):  # permissions do not tell: root has them all
+            return None
+    except NotADirectoryError:
+        return f"{place} is not a folder"
+    except OSError as error:
+        return f"nothing can be written in {place} ({error.strerror})"
+
+
+def resolve_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
+    """The device that `run.device` stands for, found out without torch."""
+    if config.run.device != "auto":
+        return config.run.device
+    return "cuda" if cuda_problem() is None else "cpu"

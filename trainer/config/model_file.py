@@ -1,0 +1,97 @@
+"""A model's config.json, from a folder or the hub: what a recipe is checked against, of the types it should have."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainer.config.recipe import sentences
+from trainer.errors import UserError
+
+HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?")
+_STRETCHING_ROPES = ("linear", "dynamic", "yarn")  # of the others, max_position_embeddings tells the whole length
+
+_Size = Annotated[int, Field(ge=1, lt=2**31)]
+_Number = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class _Rope(_Part):
+    rope_type: str | None = None
+    type: str | None = None
+    factor: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    original_max_position_embeddings: _Size | None = None
+
+
+class _ModelFile(_Part):
+    """The keys that are read here or by those who call `model_config`; all others are left as they are."""
+
+    num_hidden_layers: _Size | None = None
+    hidden_size: _Size | None = None
+    num_attention_heads: _Size | None = None
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
+    max_position_embeddings: _Size | None = None
+    layer_types: list[str] | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    num_experts: _Number | None = None
+    n_routed_experts: _Number | None = None
+    kv_lora_rank: _Number | None = None
+    quantization_config: dict[str, Any] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
+def model_config(path: str) -> dict[str, Any]:
+    """The model's config.json as it stands, from a folder or from the hub; its language model's part, where it has one.
+
+    Raises UserError naming the path, and what in the file is not of the type it should be.
+    """
+    folder = Path(path)
+    if os.path.isdir(path):
+        file = folder / "config.json"
+        if not file.is_file():
+            raise UserError(f"model.path: {path} holds no config.json, so it is not a model in Hugging Face format")
+    elif HUB_NAME.fullmatch(path):
+        file = _config_from_hub(path)
+    else:
+        raise UserError(f"model.path: there is no folder {path}")
+    try:
+        loaded = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"model.path: {file} is not valid JSON: {error}") from error
+    if isinstance(loaded, dict):
+        loaded = loaded.get("text_config") or loaded
+    try:
+        return _ModelFile.model_validate(loaded).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise UserError(*(f"model.path: {file}: {one}" for one in sentences(error, loaded))) from error
+
+
+def position_limit(model: dict[str, Any]) -> int | None:
+    """The longest sequence that a model of this config.json takes, in tokens; None where it does not say."""
+    positions: int | None = model.get("max_position_embeddings")
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    if positions is None or (rope.get("rope_type") or rope.get("type")) not in _STRETCHING_ROPES:
+        return positions
+    return int((rope.get("original_max_position_embeddings") or positions) * (rope.get("factor") or 1.0))
+
+
+def _config_from_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split()[:12])
+        raise UserError(
+            f"model.path: {name} is neither a folder nor to be had from the Hugging Face hub ({reason})"
+        ) from error

@@ -1,0 +1,155 @@
+"""TODO."""
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from trainer.config.algorithm import PRESET_KEYS
+from trainer.config.schema import TrainConfig
+from trainer.config.yaml_files import fill_defaults, first_line, read_yaml
+from trainer.errors import UserError, shown
+
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+_DEEPEST = 32  # lists and mappings in one another
+
+
+def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
+    """Read a recipe, apply overrides (`section.key=value`, value in YAML), and check types and ranges.
+
+    Raises UserError with one sentence for every key that is unknown, missing or has a value that does not fit.
+    """
+    try:
+        values = _values(recipe, overrides)
+    except RecursionError as error:
+        deep = "holds lists or mappings nested too deep: make it flatter"
+        raise UserError(f"{recipe}, or what overrides it, {deep}") from error
+    if odd := list(_odd_values(values)):
+        raise UserError(*odd)
+    if isinstance(run := values.setdefault("run", {}), dict) and not run.get("name"):
+        run["name"] = recipe.stem
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError(*sentences(error, values)) from error
+
+
+def _values(recipe: Path, overrides: list[str]) -> Any:
+    """The recipe's mapping with its includes, the overrides and all interpolations filled in."""
+    try:
+        merged = read_yaml(recipe)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if any(override.startswith("algorithm.preset=") for override in overrides):
+        _forget_preset(merged)
+    for override in overrides:
+        try:
+            merged.merge_with_dotlist([override])
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
+            raise UserError(f"--{override} cannot be applied to {recipe}: {first_line(error)}") from error
+    try:
+        overridden = fill_defaults(OmegaConf.to_container(merged, resolve=False))
+        return OmegaConf.to_container(OmegaConf.create(overridden), resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"{recipe}: {first_line(error)}") from error
+
+
+def sentences(error: ValidationError, values: Any) -> list[str]:
+    """One for each key of `values`, which were to be validated, that is wrong."""
+    grouped: dict[str, list[ErrorDetails]] = {}
+    for details in error.errors():
+        grouped.setdefault(_key(details, values), []).append(details)
+    return [_sentence(key or "it", errors) for key, errors in grouped.items()]
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The resolved configuration, readable by `load_config`."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key with its dotted path, sections first, then what they contain; N is a place in a list, NAME any name."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        inner, path = field.annotation, f"{prefix}{name}."
+        if (origin := get_origin(inner)) in (list, dict):
+            inner, path = get_args(inner)[-1], path + ("N." if origin is list else "NAME.")
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from known_keys(inner, path)
+
+
+def _forget_preset(recipe: DictConfig) -> None:
+    """Take out of a recipe, such as a run's config.yaml, what a preset may have set: the command line counts more."""
+    section = recipe.get("algorithm")
+    for key in PRESET_KEYS if isinstance(section, DictConfig) else ():
+        section.pop(key, None)
+
+
+def _odd_values(value: Any, *path: str) -> Iterator[str]:
+    """Sentences about what no key takes: values nested too deep, and texts that are in no file's name and no UTF-8."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if len(path) > _DEEPEST:
+        yield f"{'.'.join(path[:3])} holds lists or mappings more than {_DEEPEST} deep: make it flatter"
+        return
+    for key, inner in inside:
+        yield from _odd_values(inner, *path, str(key))
+    if isinstance(value, str) and ("\0" in value or value != value.encode(errors="replace").decode()):
+        yield f"{'.'.join(path)} is {shown(value)}, but should be text in UTF-8 without NUL characters"
+
+
+def _key(error: ErrorDetails, values: Any) -> str:
+    """The dotted path of the value that an error is about; pydantic's own goes on with the members of a union."""
+    path = []
+    for part in error["loc"]:
+        there = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
+        if not there and error["type"] != "missing":
+            break
+        path.append(str(part))
+        values = values[part] if there and not (isinstance(values, list) and len(values) <= int(part)) else None
+    return ".".join(path)
+
+
+def _sentence(key: str, errors: list[ErrorDetails]) -> str:
+    """What is wrong with the value of one key, for which each member of a union may have its own error."""
+    error = errors[0]
+    if error["type"] == "extra_forbidden":
+        return f"{key} is not a known key{_nearest(key)}"
+    if error["type"] == "missing":
+        return f"{key} is missing: set it in the recipe or by --{key}"
+    if error["type"] == "string_pattern_mismatch":
+        return f"{key} is {shown(error['input'])}, but may hold only letters, digits, '_', '-' and, inside, '.'"
+    wanted = " or ".join(dict.fromkeys(map(_wanted, errors)))
+    return f"{key} is {shown(error['input'])}, but should {wanted}"
+
+
+def _wanted(error: ErrorDetails) -> str:
+    for bound, words in _BOUNDS.items():
+        if bound in error.get("ctx", {}):
+            return f"be {words} {error['ctx'][bound]:{'g' if isinstance(error['ctx'][bound], float) else 'd'}}"
+    reason = re.sub(r"^(Value error, )?(\w+ )?should ", "", error["msg"])
+    return re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping of keys", reason)
+
+
+def _nearest(key: str) -> str:
+    """The known key closest to an unknown one: by its name in any section, else by the whole path."""
+    key = re.sub(r"\.\d+\.", ".N.", re.sub(r"^(eval\.datasets)\.[^.]+\.", r"\1.NAME.", key))
+    keys = [name for name, _ in known_keys()]
+    leaves: dict[str, list[str]] = {}
+    for name in keys:
+        leaves.setdefault(name.rpartition(".")[2], []).append(name)
+    leaf = key.rpartition(".")[2]
+    initials = "".join(word[:1] for word in leaf.split("_"))  # learning_rate is lr
+    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7) or [initials] * (initials in leaves)
+    candidates = leaves[close[0]] if close else keys
+    best = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if close else 0.6)
+    return f"; did you mean {best[0]}?" if best else "; see --help for all of them"

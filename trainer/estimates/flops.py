@@ -1,0 +1,99 @@
+"""The floating-point operations that a model's forward and backward pass ask for, counted and estimated alike.
+
+As Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B) count for the model FLOPs utilisation (MFU): products of
+matrices, two operations for each multiplication, and what is computed again in backward is not counted. Other than
+there, attention is causal and within each sequence, and the output head runs at targets alone, as it does here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from sharding.send.source import whole_shape
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What a model multiplies each token by.
+
+    Attributes:
+        trunk: elements of the matrices that every token passes; of a mixture's experts, those that a token is sent to.
+        trunk_learned: those of them that are trained.
+        head: elements of the output head, which a target passes.
+        head_learned: the same, or 0 where it is frozen.
+        attention: layers * heads * size of a head.
+    """
+
+    trunk: int
+    trunk_learned: int
+    head: int
+    head_learned: int
+    attention: int
+
+    def forward(self, tokens: float, targets: float, pairs: float) -> float:
+        """Operations of a forward pass over so many tokens, targets and pairs (`attended`)."""
+        return 2.0 * (self.trunk * tokens + self.head * targets) + 4.0 * self.attention * pairs
+
+    def backward(self, tokens: float, targets: float, pairs: float) -> float:
+        """Of the backward pass: gradients of all inputs, and of the matrices that are learned."""
+        learned = 2.0 * (self.trunk_learned * tokens + self.head_learned * targets)
+        return learned + 2.0 * (self.trunk * tokens + self.head * targets) + 8.0 * self.attention * pairs
+
+
+def attended(lengths: Sequence[float]) -> float:
+    """Pairs of a query and a key that it sees, in sequences of these lengths; as if no attention had a window."""
+    return sum(length * (length + 1) / 2 for length in lengths)
+
+
+def model_flops(model: PreTrainedModel) -> ModelFlops:
+    """Of a Transformers model, with data or without, before it is sharded or under ZeRO."""
+    config = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = {id(embedding.weight)} | ({id(head.weight)} if head is not None else set())
+    trunk = learned = 0
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in ends and len(shape := whole_shape(parameter)) > 1:
+            used = int(shape.numel() * _share_used(name, shape, config))
+            trunk, learned = trunk + used, learned + used * parameter.requires_grad
+    size = 0 if head is None else whole_shape(head.weight).numel()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return ModelFlops(
+        trunk,
+        learned,
+        size,
+        size if size and head.weight.requires_grad else 0,
+        config.num_hidden_layers * heads * width,
+    )
+
+
+def _share_used(name: str, shape: torch.Size, config: Any) -> float:
+    """Of a parameter's elements, those that a token meets: all, or its experts'."""
+    if ".experts." not in name or len(shape) < 3:
+        return 1.0
+    return float(getattr(config, "num_experts_per_tok", shape[0]) / shape[0])
+
+
+@dataclass
+class Work:
+    """What a model has computed on this rank so far.
+
+    Attributes:
+        tokens: that it has learned from, those of prompts included.
+        flops: for these, and for what it was only asked about.
+    """
+
+    of: ModelFlops
+    tokens: int = field(default=0, init=False)
+    flops: float = field(default=0.0, init=False)
+
+    def count(self, lengths: Sequence[int], targets: int) -> None:
+        """A forward pass over sequences of these lengths; a backward pass follows where gradients are recorded."""
+        amount = (sum(lengths), targets, attended(lengths))
+        self.flops += self.of.forward(*amount)
+        if torch.is_grad_enabled():
+            self.flops += self.of.backward(*amount)
+            self.tokens += amount[0]

@@ -1,0 +1,147 @@
+"""How large a model is, by its config.json: what plans of memory and of time are worked out from."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from trainer.config.schema import LoraConfig, PolicyConfig, TrainConfig
+from trainer.estimates.flops import ModelFlops, model_flops
+from trainer.policy.hf_format import build_meta_model, parameter_names
+from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors
+
+Shapes = Mapping[str, torch.Size]
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Elements of a model's parameters.
+
+    Attributes:
+        config: config.json with the model's own defaults filled in.
+        shapes: of each parameter, tied ones once.
+        layer, rest: elements of the largest decoder layer, and of all that is in none.
+        units: the shapes of what FSDP2 gathers at a time: layers, embeddings and head where these are two, the rest.
+        head: of the output head, which is in `rest`; 0 where there is none.
+        tied: whether the head is the embeddings.
+        normed: how many elements a layer's norms compute for a token.
+        flops: what it multiplies tokens by.
+        adapters: shapes of the factors beside the weights; without any, the weights themselves are trained.
+    """
+
+    config: dict[str, Any]
+    shapes: Shapes
+    layer: int
+    rest: int
+    units: Mapping[str, list[torch.Size]] = field(default_factory=dict)
+    head: int = 0
+    tied: bool = False
+    normed: int = 0
+    flops: ModelFlops = ModelFlops(0, 0, 0, 0, 0)  # noqa: RUF009 - it cannot change
+    adapters: Shapes = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    @property
+    def layers(self) -> int:
+        layers: int = self.config["num_hidden_layers"]
+        return layers
+
+    @property
+    def trained(self) -> Shapes:
+        """The adapters, or everything."""
+        return self.adapters or self.shapes
+
+    @property
+    def width(self) -> int:
+        """Of the MLP that a token passes: in a mixture, of all its experts' together."""
+        chosen = self.config.get("num_experts_per_tok")
+        dense: int = self.config.get("intermediate_size") or 0
+        return int(chosen * (self.config.get("moe_intermediate_size") or dense)) if chosen else dense
+
+
+def model_sizes(
+    config: TrainConfig, path: str, lora: LoraConfig = NO_ADAPTERS, kind: Any = AutoModelForCausalLM, **settings: int
+) -> ModelSizes:
+    """Sizes of the model whose config.json is at `path`, built without data; arguments as `build_meta_model`'s."""
+    attention, remote, device = config.model.attn_implementation, config.model.trust_remote_code, torch.device("cpu")
+    model = build_meta_model(Path(path), torch.float32, attention, remote, device, kind, **settings)
+    shapes = {name: parameter.shape for name, parameter in parameter_names(model).items()}
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.base_model.layers]
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    normed = _normed(model)
+    if lora.rank:
+        add_adapters(model, lora, torch.float32, "meta")
+    return ModelSizes(
+        config=model.config.get_text_config().to_dict(),
+        shapes=shapes,
+        layer=max(layers),
+        rest=sum(shape.numel() for shape in shapes.values()) - sum(layers),
+        units=_units(model, shapes),
+        head=0 if head is None else head.weight.numel(),
+        tied=head is not None and head.weight is embedding.weight,
+        normed=normed,
+        flops=model_flops(model),
+        adapters={name: factor.shape for name, factor in factors(model).items()},
+    )
+
+
+def _units(model: PreTrainedModel, shapes: Shapes) -> dict[str, list[torch.Size]]:
+    """As `trainer.policy.fsdp` makes them, by name; those of layers have a dot."""
+    names = {id(parameter): name for name, parameter in parameter_names(model).items()}
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    ends = {} if tied else {names[id(embedding.weight)]: "embeddings"}
+    ends |= {} if tied or head is None else {names[id(head.weight)]: "head"}
+    layers = enumerate(model.base_model.layers)
+    unit_of = ends | {names[id(p)]: f"layers.{i}" for i, layer in layers for p in layer.parameters()}
+    units: dict[str, list[torch.Size]] = {"root": []}
+    for name, shape in shapes.items():
+        units.setdefault(unit_of.get(name, "root"), []).append(shape)
+    return units
+
+
+def _normed(model: PreTrainedModel) -> int:
+    """Elements of a token that the norms of the first layer compute; those of queries and keys, for every head."""
+    config = model.config.get_text_config()
+    heads = {"q_norm": config.num_attention_heads, "k_norm": getattr(config, "num_key_value_heads", None)}
+    found = 0
+    for name, parameter in model.base_model.layers[0].named_parameters():
+        if "norm" in name and parameter.dim() == 1:
+            of_heads = parameter.numel() < config.hidden_size
+            times = next((count for key, count in heads.items() if key in name), 1) if of_heads else 1
+            found += parameter.numel() * (times or config.num_attention_heads)
+    return found
+
+
+def shard(shapes: Shapes, ranks: int) -> int:
+    """Elements of the first rank's shards: rows are cut in equal chunks, of which only the last are smaller."""
+    return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes.values())
+
+
+def shards_of(policy: PolicyConfig, ranks: int) -> int:
+    """How many ranks a model is cut over."""
+    return min(policy.shard_size or ranks, ranks)
+
+
+def compute_width(policy: PolicyConfig) -> int:
+    """Bytes of an element in the compute dtype."""
+    dtype: torch.dtype = getattr(torch, policy.dtype)
+    return dtype.itemsize
+
+
+def longest(config: TrainConfig) -> int:
+    """Tokens of a prompt with its answer."""
+    return config.data.max_prompt_tokens + config.sampling.max_tokens
+
+
+def answers_per_update(config: TrainConfig, ranks: int) -> int:
+    """Of the largest update and the rank that has the most."""
+    prompts = math.ceil(config.batch.prompts_per_step / config.batch.updates_per_step)
+    return math.ceil(prompts * config.algorithm.group_size / ranks)

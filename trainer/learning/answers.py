@@ -1,0 +1,185 @@
+"""What every rank knows of a step's trajectories: rewards, lengths and groups.
+
+Ids, masks and log-probabilities stay on the rank whose engine sampled them until some rank trains on them, and go to
+that rank alone. Beside its share a rank receives `ROW.itemsize` bytes for each trajectory of the step, rewards of turns
+where there are any, and a few bytes from each rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from generation.trajectory import Trajectory
+from sharding.ranks import agreed, all_to_all_bytes, rank, send_to_all, world_size
+from trainer.types import Sample
+
+_FIELDS = {
+    "prompt_index": "<i4",
+    "sample_index": "<u2",
+    "reward": "<f8",
+    "length": "<i4",
+    "sampled": "<i4",
+    "turns": "<u2",
+    "runs": "<u2",
+}
+ROW = np.dtype([*_FIELDS.items(), ("flags", "u1")])
+_FAILED, _CUT, _FIRST, _MISJUDGED = 1, 2, 4, 8
+
+
+@dataclass
+class Answer:
+    """A trajectory as every rank knows it; see `Trajectory` for what has the same name there.
+
+    Attributes:
+        rank: where its tokens are.
+        length: tokens of prompt and response.
+        sampled: tokens that the policy sampled; what tools said is not its own.
+        runs: of sampled tokens, with others in between: what the trainer counts as turns.
+        cut: finish_reason is "length".
+        begins: whether the very first token was sampled, which nothing comes before.
+        misjudged: a reward function failed on it.
+        error: not empty for a trajectory that has failed; its words, if they are known here.
+        trajectory: the whole of it, where its tokens are.
+        reward_parts, vote: only where they were asked for.
+    """
+
+    rank: int
+    prompt_index: int
+    sample_index: int
+    reward: float
+    length: int
+    sampled: int
+    turns: int
+    runs: int
+    cut: bool
+    begins: bool
+    misjudged: bool
+    error: str
+    turn_rewards: list[float]
+    trajectory: Trajectory | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    vote: str | None = None
+
+    def trainable(self, overlong_filter: bool = False) -> int:
+        """Tokens that are learned; see `Sample.trainable` and `to_sample`."""
+        return 0 if overlong_filter and self.cut else self.sampled - self.begins
+
+
+def gather_answers(own: Sequence[Trajectory], details: bool = False) -> list[Answer]:
+    """The answers of all ranks, ordered by prompt and sample, the same on every rank. Collective.
+
+    The words of the first error are known on all ranks, those of the others where they happened.
+
+    Args:
+        own: what this rank's engine sampled.
+        details: with reward_parts and votes, which are of any size.
+    """
+    with agreed("telling of the answers"):  # a rollout function may have put anything into a trajectory
+        rows = np.array([_row(t) for t in own], dtype=ROW).tobytes()
+        turns = {index: t.turn_rewards for index, t in enumerate(own) if t.turn_rewards}
+        parts = [(t.reward_parts, t.vote) for t in own] if details else []
+        packed = msgspec.msgpack.encode((rows, turns, parts))
+    answers = []
+    for who, told in enumerate(send_to_all(packed)):
+        message = msgspec.msgpack.decode(
+            told, type=tuple[bytes, dict[int, list[float]], list[tuple[dict[str, float], str | None]]]
+        )
+        answers += _decoded(who, own if who == rank() else None, *message)
+    answers.sort(key=lambda answer: (answer.prompt_index, answer.sample_index))
+    if first := next((answer for answer in answers if answer.error), None):
+        words = first.trajectory.error if first.trajectory is not None else ""
+        first.error = send_to_all(words.encode(errors="replace"))[first.rank].decode()
+    return answers
+
+
+def _row(trajectory: Trajectory) -> tuple[Any, ...]:
+    mask = trajectory.loss_mask
+    flags = _FAILED * bool(trajectory.error) + _CUT * (trajectory.finish_reason == "length")
+    flags += _FIRST * bool(not trajectory.prompt_ids and mask and mask[0])
+    flags += _MISJUDGED * bool(trajectory.metrics.get("reward/error"))
+    length = len(trajectory.prompt_ids) + len(mask)
+    place = trajectory.prompt_index, trajectory.sample_index
+    return *place, trajectory.reward, length, sum(mask), trajectory.turns, count_turns(mask), flags
+
+
+def _decoded(
+    who: int,
+    own: Sequence[Trajectory] | None,
+    rows: bytes,
+    turns: dict[int, list[float]],
+    parts: list[tuple[dict[str, float], str | None]],
+) -> list[Answer]:
+    """One rank's answers; `own`: this rank's trajectories, if they are its own."""
+    answers = []
+    for index, row in enumerate(np.frombuffer(rows, dtype=ROW).tolist()):
+        *figures, flags = row
+        fields = dict(zip(_FIELDS, figures, strict=True))
+        trajectory = own[index] if own is not None else None
+        error = (trajectory.error if trajectory else f"an error on rank {who}") if flags & _FAILED else ""
+        given, vote = parts[index] if parts else ({}, None)
+        answer = Answer(
+            rank=who,
+            **fields,
+            cut=bool(flags & _CUT),
+            begins=bool(flags & _FIRST),
+            misjudged=bool(flags & _MISJUDGED),
+            error=error,
+            turn_rewards=turns.get(index, []),
+            trajectory=trajectory,
+            reward_parts=given,
+            vote=vote,
+        )
+        answers.append(answer)
+    return answers
+
+
+def count_turns(loss_mask: list[int]) -> int:
+    """Runs of ones."""
+    return sum(now > before for before, now in zip([0, *loss_mask], loss_mask, strict=False))
+
+
+def hand_over(
+    answers: list[list[Answer]], shares: list[list[list[int]]], sample: Callable[[Trajectory], Sample]
+) -> list[list[Sample]]:
+    """The samples that this rank trains on, in one exchange of bytes. Collective.
+
+    Args:
+        answers: of each optimizer step, the same on all ranks.
+        shares: of each optimizer step and rank the positions in `answers` that it trains on.
+        sample: made where the trajectory is.
+
+    Returns:
+        for each optimizer step this rank's, in the order of `shares`.
+    """
+    outgoing = [bytearray() for _ in range(world_size())]
+    with agreed("handing over the answers"):
+        for step, by_rank in zip(answers, shares, strict=True):
+            for payload, positions in zip(outgoing, by_rank, strict=True):
+                for trajectory in (step[position].trajectory for position in positions):
+                    if trajectory is not None:
+                        payload += _packed(sample(trajectory))
+    streams, ends = all_to_all_bytes([bytes(payload) for payload in outgoing]), [0] * world_size()
+    mine: list[list[Sample]] = []
+    for step, by_rank in zip(answers, shares, strict=True):
+        mine.append([])
+        for answer in (step[position] for position in by_rank[rank()]):
+            begin = ends[answer.rank]
+            ends[answer.rank] = begin + _TOKEN_BYTES * answer.length
+            mine[-1].append(_unpacked(streams[answer.rank][begin : ends[answer.rank]], answer.length))
+    return mine
+
+
+_TOKEN_BYTES = 9  # id, log-probability and mask
+
+
+def _packed(sample: Sample) -> bytes:
+    ids, logprobs = np.array(sample.input_ids, dtype="<i4"), np.array(sample.engine_logprobs, dtype="<f4")
+    return ids.tobytes() + logprobs.tobytes() + np.array(sample.loss_mask, dtype="u1").tobytes()
+
+
+def _unpacked(data: bytes, length: int) -> Sample:
+    ids, logprobs = np.frombuffer(data, "<i4", length), np.frombuffer(data, "<f4", length, 4 * length)
+    return Sample(ids.tolist(), np.frombuffer(data, "u1", length, 8 * length).tolist(), logprobs.tolist())

@@ -1,0 +1,147 @@
+"""From samples of unequal length to micro-batches of bounded size, the same number of them on every rank."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharding.ranks import all_reduce_max
+from trainer.types import Layout, MicroBatch, Sample
+
+
+def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
+    """Spread sequences so that all ranks have about equally many tokens.
+
+    Longest first, each to the rank with the fewest tokens so far (the lowest number among equals), so every rank that
+    calls this with the same lengths gets the same answer. A rank is at most one sequence above the average.
+
+    Returns:
+        for each rank the indices of its sequences, in ascending order; some ranks may have none.
+    """
+    loads = [0] * ranks
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
+    for index in _longest_first(lengths):
+        rank = loads.index(min(loads))
+        loads[rank] += lengths[index]
+        assigned[rank].append(index)
+    return [sorted(indices) for indices in assigned]
+
+
+def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
+    """Group sequences so that their lengths add up to the budget at most: first fit, longest first.
+
+    It takes at most 11/9 of the fewest groups possible (Johnson, 1973). A sequence longer than the budget is a group by
+    itself.
+    """
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index in _longest_first(lengths):
+        length = lengths[index]
+        fitting = next((number for number, left in enumerate(room) if length <= left), None)
+        if fitting is None:
+            groups.append([index])
+            room.append(token_budget - length)
+        else:
+            groups[fitting].append(index)
+            room[fitting] -= length
+    return groups
+
+
+def pack_padded(lengths: list[int], token_budget: int) -> list[list[int]]:
+    """Group sequences of similar length so that rows x longest row stays within the budget, padding included.
+
+    Longest first, so that the largest micro-batch, the one that may run out of memory, comes first. A sequence longer
+    than the budget is a group by itself.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for index in _longest_first(lengths):
+        if groups and (len(groups[-1]) + 1) * longest <= token_budget:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            longest = lengths[index]
+    return groups
+
+
+def _longest_first(lengths: list[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+
+
+def agree_on_count(count: int) -> int:
+    """The largest number of micro-batches any rank has: every rank runs that many."""
+    return int(all_reduce_max({"micro_batches": count})["micro_batches"])
+
+
+def micro_batches(
+    samples: list[Sample],
+    token_budget: int,
+    pad_id: int,
+    device: torch.device | str,
+    count: int | None = None,
+    packing: bool = False,
+) -> list[MicroBatch]:
+    """Cut this rank's samples into micro-batches of at most `token_budget` tokens.
+
+    Args:
+        count: how many to return, at least as many as the samples need; the rest are zero-weight micro-batches that
+            take part in every collective, forward and backward, and add nothing. None: as many as any rank needs and at
+            least one, which is a collective call.
+        packing: the budget is for real tokens, which are laid end to end; False: for padded ones.
+    """
+    lengths = [len(sample.input_ids) for sample in samples]
+    groups = (pack if packing else pack_padded)(lengths, token_budget)
+    if count is None:
+        count = max(1, agree_on_count(len(groups)))
+    if count < len(groups):
+        raise ValueError(f"{len(groups)} micro-batches are needed for {len(samples)} samples, but only {count} allowed")
+    if packing:
+        groups = _level(groups, lengths, token_budget, count)
+    batches = [_pad([samples[i] for i in group], group, pad_id, device, packing) for group in groups]
+    filler = Sample(input_ids=[pad_id], loss_mask=[0], engine_logprobs=[0.0], advantage=0.0)
+    return batches + [_pad([filler], [], pad_id, device, packing) for _ in range(count - len(groups))]
+
+
+def _level(groups: list[list[int]], lengths: list[int], token_budget: int, count: int) -> list[list[int]]:
+    """The same sequences in `count` groups of about equal load, where the budget allows it, largest first.
+
+    Ranks wait for each other in every micro-batch: its cost is that of the fullest one.
+    """
+    even = [group for group in assign_to_ranks(lengths, count) if group]
+    if any(len(group) > 1 and sum(lengths[i] for i in group) > token_budget for group in even):
+        even = groups
+    even = [sorted(group, key=lambda i: (-lengths[i], i)) for group in even]
+    return sorted(even, key=lambda group: -sum(lengths[i] for i in group))
+
+
+def scored_batch(token_ids: list[int], device: torch.device) -> MicroBatch:
+    """One sequence of which every token but the first is scored, and nothing learned."""
+    ids, lengths = torch.tensor([token_ids]), [len(token_ids)]
+    ones = torch.ones(1, len(token_ids) - 1)
+    nothing = torch.zeros_like(ones)
+    return MicroBatch(ids, ones, nothing, nothing, lengths, Layout.of(ones, lengths)).to(device)
+
+
+def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.device | str, packed: bool) -> MicroBatch:
+    """Right-pad to the longest, and to two positions, so that there is a target column in any case."""
+    lengths = [len(sample.input_ids) for sample in samples]
+    width = max(2, *lengths)
+
+    def table(rows: list[list[Any]], fill: float, dtype: torch.dtype) -> Tensor:
+        padded = torch.full((len(rows), width), fill, dtype=dtype)
+        for own, row in zip(padded, rows, strict=True):
+            own[: len(row)] = torch.tensor(row, dtype=dtype)
+        return padded
+
+    mask = table([sample.loss_mask for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
+    logprobs = table([sample.engine_logprobs for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
+    advantages = torch.tensor([sample.advantage for sample in samples]).unsqueeze(1)
+    return MicroBatch(
+        input_ids=table([sample.input_ids for sample in samples], pad_id, torch.int64),
+        loss_mask=mask,
+        engine_logprobs=logprobs,
+        advantages=advantages.expand_as(mask).contiguous(),
+        lengths=lengths,
+        layout=Layout.of(mask, lengths, packed),
+        rows=rows,
+    ).to(device)

@@ -1,0 +1,394 @@
+"""Under which names and in which pieces a parameter in memory appears in a checkpoint.
+
+Transformers 5 keeps some weights fused in memory, a mixture's experts above all, while checkpoints (and vLLM, which
+reads them) have one tensor for each expert. Loading, saving and the weight sync all need the same answer: which stretch
+of the parameter's elements is which checkpoint tensor.
+
+From a checkpoint in Hugging Face format to sharded parameters and back, one piece at a time.
+
+No rank ever holds the whole model: it is built without data, sharded, and then each rank reads from the safetensors
+files the rows it owns, and no others.
+
+Writing a sharded model in Hugging Face format: gathered one parameter at a time, written by rank 0.
+"""
+
+import copy
+import json
+import math
+import shutil
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from sharding.ranks import agree, is_main
+from trainer.errors import UserError
+from trainer.policy import attention
+from trainer.policy.lora import is_adapter, low_rank
+
+
+class CheckpointView(NamedTuple):
+    """A checkpoint tensor as a contiguous stretch of a parameter: elements [offset, offset + prod(shape))."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+
+
+def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) -> list[CheckpointView]:
+    """The checkpoint tensors that the parameter `name` of `shape` consists of, in the order of their elements.
+
+    Found by sending a tensor without data through Transformers' own conversion to checkpoint format and looking at
+    which part of it each result is a view of.
+
+    Raises:
+        ValueError: when a checkpoint tensor is not a contiguous part of the parameter (a transposed weight, for
+            instance), or the parts do not make up the whole.
+    """
+    shape = tuple(shape)
+    name = name.replace(".base_layer.", ".")  # PEFT keeps the own weights of a layer with an adapter one level down
+    probe = torch.empty(shape, device="meta").as_subclass(_ViewProbe)
+    storage = probe.untyped_storage()._cdata
+    views = []
+    for checkpoint_name, piece in revert_weight_conversion(model, {name: probe}).items():
+        if piece.untyped_storage()._cdata != storage or not piece.is_contiguous():
+            raise ValueError(f"{checkpoint_name} in the checkpoint is not a contiguous part of {name} in memory")
+        views.append(CheckpointView(checkpoint_name, int(piece.storage_offset()), tuple(piece.shape)))
+    views.sort(key=lambda view: view.offset)
+    expected = 0
+    for view in views:
+        if view.offset != expected:
+            raise ValueError(
+                f"{view.name} in the checkpoint begins at element {view.offset} of {name}, not at {expected}"
+            )
+        expected += math.prod(view.shape)
+    if expected != math.prod(shape):
+        raise ValueError(f"the checkpoint's tensors cover {expected} elements of {name}, which has {math.prod(shape)}")
+    return views
+
+
+def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by name in memory, each once: of tied ones only the first, which checkpoints hold."""
+    return dict(model.named_parameters(remove_duplicate=True))
+
+
+class _ViewProbe(Tensor):
+    """A tensor whose `contiguous()` is itself: conversions call it on chunks, and a copy would hide its origin."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.contiguous:
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+# Settings by which some models change their logits after the output head. The chunked head does not apply them.
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+def resolve_folder(path: str) -> Path:
+    """A local folder as it is, a hub name after downloading configuration, tokenizer and safetensors files."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        # Mistral's repositories hold the weights a second time, in a layout of their own.
+        wanted = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.py"]
+        return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=["consolidated*"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"model.path {path} is neither a folder nor a model to download: {reason}") from error
+
+
+def build_meta_model(
+    folder: Path,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    device: torch.device,
+    kind: Any = AutoModelForCausalLM,
+    **settings: Any,
+) -> PreTrainedModel:
+    """The model without its weights: parameters on meta, computed buffers (rotary frequencies) real on `device`.
+
+    `kind` is the automatic class that knows the model's own; `settings` replace what config.json says.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **settings)
+    for key in LOGIT_CHANGES:  # models of several modalities keep the language model's part by itself
+        if getattr(config.get_text_config(), key, None) not in (None, 1.0):
+            raise UserError(f"{folder} sets {key}, which the trainer's output head does not apply: use another model")
+    with torch.device("meta"):
+        model: PreTrainedModel = kind.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    if not hasattr(model.base_model, "layers"):
+        name = type(model).__name__
+        raise UserError(
+            f"{folder}: {name} does not keep its decoder layers in one list, as text models do: use another"
+        )
+    model.set_attn_implementation(attention.implementation(attn_implementation, type(model), model.config))
+    with torch.no_grad():
+        for module in model.modules():
+            if module._non_persistent_buffers_set:
+                for name in module._non_persistent_buffers_set:
+                    module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+                model._init_weights(module)  # computes the buffers; parameters are on meta, where this does nothing
+    return model
+
+
+def checkpoint_activations(model: PreTrainedModel, layers: Literal["none", "every_second", "full"]) -> None:
+    """Let these decoder layers keep their input alone, and compute the rest again in backward (Chen et al. 2016,
+    arXiv:1604.06174).
+    """
+    if layers != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=1 if layers == "full" else 2)
+
+
+StartValue = Callable[[str, torch.Size], Tensor | None]
+"""(name, shape) -> the whole value that a parameter begins with, the same on all ranks; None: what the checkpoint has.
+"""
+
+
+def load_sharded(
+    model: PreTrainedModel, folder: Path, device: torch.device, start: StartValue = lambda name, shape: None
+) -> None:
+    """Fill the sharded model's parameters and saved buffers from `folder`; tied parameters stay one.
+
+    Each rank reads its own rows. Raises UserError naming what the checkpoint lacks or has in another shape.
+    """
+    files = SafetensorsFolder(folder)
+    loaded: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    # A tied parameter comes up under each of its names; the same object for all of them keeps it tied.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in loaded:
+            loaded[id(parameter)] = _load_parameter(model, name, parameter, files, device, start)
+        state[name] = loaded[id(parameter)]
+    for name in model.state_dict().keys() - state.keys():
+        buffer = model.get_buffer(name)
+        state[name] = files.read(checkpoint_views(model, name, buffer.shape), 0, buffer.numel(), buffer.dtype, device)
+    if unused := sorted(files.names - files.used - set(model.all_tied_weights_keys)):
+        some = ", ".join(unused[:5])
+        warnings.warn(f"{folder} has {len(unused)} tensors the model does not use: {some}", stacklevel=2)
+    model.load_state_dict(state, assign=True)
+
+
+def _load_parameter(
+    model: PreTrainedModel,
+    name: str,
+    parameter: nn.Parameter,
+    files: "SafetensorsFolder",
+    device: torch.device,
+    start: StartValue,
+) -> nn.Parameter:
+    """This rank's rows of one parameter, or all where it is not sharded, as a tensor like `parameter`, with data."""
+    shape: tuple[int, ...] = parameter.shape
+    offset: tuple[int, ...] = (0,)
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    begin = offset[0] * math.prod(parameter.shape[1:])
+    end = begin + math.prod(shape)
+    if (whole := start(name, parameter.shape)) is not None:
+        local = whole.reshape(-1)[begin:end].to(device, parameter.dtype, copy=True)
+    else:
+        views = checkpoint_views(model, name, parameter.shape)
+        local = files.read(views, begin, end, parameter.dtype, device)
+    if not isinstance(parameter, DTensor):
+        return nn.Parameter(local.view(shape), requires_grad=parameter.requires_grad)
+    sharded = DTensor.from_local(
+        local.view(shape),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+class SafetensorsFolder:
+    """The tensors of a checkpoint, in one file or in several with an index; files are opened when first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.used: set[str] = set()
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        self._open = partial(safe_open, framework="pt", device="cpu")
+        self._handles: dict[str, safe_open] = {}
+        if index.exists():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif single.exists():
+            self._file_of = dict.fromkeys(self._handle(single.name).keys(), single.name)
+        else:
+            raise UserError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+
+    @property
+    def names(self) -> set[str]:
+        """Every tensor's name in the checkpoint."""
+        return set(self._file_of)
+
+    def dtypes(self, views: list[CheckpointView]) -> set[torch.dtype]:
+        """The dtypes that tensors are stored in."""
+        return {self._stored(view)[:0].dtype for view in views}
+
+    def read(
+        self, views: list[CheckpointView], begin: int, end: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Elements [begin, end) of the tensor that `views` make up, flat; reads whole rows, and only those it needs."""
+        result = torch.empty(end - begin, dtype=dtype, device=device)
+        for view in views:
+            stored = self._stored(view)
+            size = math.prod(view.shape)
+            first, last = max(begin, view.offset), min(end, view.offset + size)
+            if first >= last:
+                continue
+            row = size // view.shape[0]
+            if (first - view.offset) % row or (last - view.offset) % row:
+                raise ValueError(f"a shard's border lies inside a row of {view.name}")
+            rows = stored[(first - view.offset) // row : (last - view.offset) // row]
+            result[first - begin : last - begin].copy_(rows.reshape(-1))
+        return result
+
+    def _stored(self, view: CheckpointView) -> Any:
+        """The tensor on disk, not read yet. All ranks check every tensor, so that all fail alike on a bad one."""
+        if view.name not in self._file_of:
+            raise UserError(f"{self.folder} has no tensor {view.name}, which the model in its config.json needs")
+        self.used.add(view.name)
+        stored = self._handle(self._file_of[view.name]).get_slice(view.name)
+        if (shape := stored.get_shape()) != list(view.shape):
+            raise UserError(f"{view.name} in {self.folder} has shape {shape}, the model needs {list(view.shape)}")
+        return stored
+
+    def _handle(self, file: str) -> safe_open:
+        if file not in self._handles:
+            try:
+                self._handles[file] = self._open(self.folder / file)
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{self.folder / file} cannot be read: {str(error).partition(chr(10))[0]}") from error
+        return self._handles[file]
+
+
+SHARD_BYTES = 5 << 30
+
+
+def save_pretrained(
+    model: PreTrainedModel, folder: Path, dtype: torch.dtype, source: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write weights in `dtype` under checkpoint names, adapters merged, and the configuration; a collective call.
+
+    Tied copies are left out, as from_pretrained and vLLM expect them to be. A rank 0 that cannot write keeps
+    taking part in the gathering and then fails on all ranks. Memory on rank 0: one file's worth of tensors; elsewhere
+    one parameter.
+
+    Args:
+        source: the folder the model came from; its generation_config.json is copied.
+    """
+    writer = _Writer(folder, shard_bytes)
+    error: Exception | None = None
+    adapters = low_rank(model)
+    for name, parameter in parameter_names(model).items():
+        if is_adapter(name):
+            continue
+        if name in adapters:
+            whole = adapters[name].added_to(_gather(parameter, parameter.dtype)).to(dtype)
+        else:
+            whole = _gather(parameter, dtype)
+        if not is_main() or error is not None:
+            continue
+        try:
+            writer.add(_in_checkpoint(model, name, whole.cpu()))
+        except (OSError, SafetensorError) as caught:
+            error = caught
+    if is_main() and error is None:
+        try:
+            for name in sorted(model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()):
+                writer.add(_in_checkpoint(model, name, model.get_buffer(name).cpu()))
+            writer.close()
+            _write_configuration(model, folder, dtype, source)
+        except (OSError, SafetensorError) as caught:
+            error = caught
+    agree(error, f"writing the model to {folder}")
+
+
+def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole parameter on every rank, cast before it travels where the backend lets us."""
+    if hasattr(parameter, "ds_tensor"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().to(dtype, copy=True)
+    local = parameter.detach().to(dtype)
+    return local.full_tensor() if isinstance(local, DTensor) else local
+
+
+def _in_checkpoint(model: PreTrainedModel, name: str, whole: Tensor) -> dict[str, Tensor]:
+    """A parameter's tensors by their names in a checkpoint: views of it."""
+    flat = whole.reshape(-1)
+    return {
+        view.name: flat[view.offset : view.offset + math.prod(view.shape)].view(view.shape)
+        for view in checkpoint_views(model, name, whole.shape)
+    }
+
+
+def _write_configuration(model: PreTrainedModel, folder: Path, dtype: torch.dtype, source: Path) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    generation = source / "generation_config.json"
+    if generation.exists() and source.resolve() != folder.resolve():
+        shutil.copyfile(generation, folder / generation.name)
+
+
+class _Writer:
+    """Collects tensors and writes a file whenever more would exceed `limit` bytes; names the files at the end."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self.pending: dict[str, Tensor] = {}
+        self.pending_bytes = self.total_bytes = 0
+        self.parts: list[list[str]] = []
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Take a parameter's tensors; they go into the same file."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self.pending and self.pending_bytes + size > self.limit:
+            self._flush()
+        self.pending |= tensors
+        self.pending_bytes += size
+        self.total_bytes += size
+
+    def close(self) -> None:
+        """Write what is left, give the files their final names, and the index if there are several."""
+        self._flush()
+        count = len(self.parts)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self.parts):
+            final = "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._part(number).rename(self.folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        if count > 1:
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+    def _flush(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_file(self.pending, self._part(len(self.parts)), metadata={"format": "pt"})
+        self.parts.append(list(self.pending))
+        self.pending, self.pending_bytes = {}, 0
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"model.part{number}.safetensors"

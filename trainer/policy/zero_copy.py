@@ -1,0 +1,89 @@
+"""The policy of a single rank that computes with the engine's own weights, so that they need no sync."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.policy import hf_format
+from trainer.policy.fsdp import FsdpPolicy
+from trainer.policy.hf_format import parameter_names
+from trainer.types import UpdateStats
+
+
+class InPlacePolicy(FsdpPolicy):
+    """Whole weights in the compute dtype, in memory that may be an engine's, and float32 masters for the optimizer.
+
+    Made to be trained, without adapters. Nothing is sharded: on one rank FSDP would copy every weight before each use.
+    Gradients are summed over micro-batches in float32 and applied to the masters, as FSDP does, so that weights come
+    out bit for bit the same.
+
+    Attributes:
+        masters: what learns, by name. Where the compute dtype is float32, the weights themselves.
+    """
+
+    def _shard(self) -> None:
+        self._compile()
+        self._replicas = 1
+
+    @torch.no_grad()
+    def _load(self, start: hf_format.StartValue) -> None:
+        super()._load(start)
+        self.masters: dict[str, nn.Parameter] = {}
+        if self.module.value_head is not None:
+            self.module.value_head.to(self.device)
+        for name, weight in super().trained().items():
+            self.masters[name] = weight
+            if self.compute_dtype != torch.float32:
+                self.masters[name] = nn.Parameter(weight.detach())
+                weight.data = weight.detach().to(self.compute_dtype)
+                weight.register_post_accumulate_grad_hook(partial(_hand_over, self.masters[name]))
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The masters: what the optimizer knows and checkpoints hold."""
+        return self.masters
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The masters of the Transformers model: cast to the compute dtype, they are what it computes with."""
+        return ((name, self.masters[name]) for name in parameter_names(self.model))
+
+    @torch.no_grad()
+    def compute_in(self, memory: dict[str, Tensor]) -> None:
+        """From now on keep the weights in this memory, name -> [n] in the compute dtype."""
+        for name, weight in parameter_names(self.model).items():
+            place = memory[name].view(weight.shape)
+            place.copy_(weight)
+            weight.data = place
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy what `state_dict` gave, of this or of a sharded policy of the same model."""
+        super().load_state_dict(state)
+        self._publish()
+
+    def _step(self, gradients: list[Tensor], norm: float, rate: float, sums: dict[str, float]) -> UpdateStats:
+        stats = super()._step(gradients, norm, rate, sums)
+        self._publish()
+        return stats
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Write the masters, cast, to where the model, and an engine, read them: this is the weight sync."""
+        if pairs := self._copies():
+            weights, masters = map(list, zip(*pairs, strict=True))
+            torch._foreach_copy_(weights, masters)
+
+    def _copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights and their masters, where these are two."""
+        return [(weight, self.masters[n]) for n, weight in super().trained().items() if weight is not self.masters[n]]
+
+    def _weights(self) -> Iterator[Tensor]:
+        return (master for _, master in self._copies())
+
+
+def _hand_over(master: Tensor, weight: Tensor) -> None:
+    """Add a weight's gradient to its master's, in float32, and forget it."""
+    assert weight.grad is not None
+    gradient, weight.grad = weight.grad.to(master.dtype), None
+    master.grad = gradient if master.grad is None else master.grad.add_(gradient)

@@ -1,0 +1,393 @@
+"""Checkpoints that are complete or invisible.
+
+    checkpoints/step_40/
+        __0_0.distcp, ..., .metadata     the parts' sharded tensors, by torch.distributed.checkpoint
+        rank_0.json, ...                 each rank's random states
+        extra.json                       the loop's own: step, data fingerprint, counters
+        COMPLETE                         written last: SHA-256 of each of the others, as `sha256sum -c` takes it
+
+All of it is written to `step_40.tmp` and synced to disk before that is renamed, and the marker comes last: whatever is
+killed at whatever moment, the newest folder with a marker can be resumed from. Another number of ranks may load it.
+Several machines need a folder they share.
+
+`verify` compares a checkpoint with its digests; those of versions before this one have none, and an empty marker.
+"""
+
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from sharding.ranks import agreed, all_gather_bytes, exchange, is_main, rank, world_size
+from trainer.errors import UserError
+from trainer.run.checkpoint_reading import METADATA, SHARDS, check_shard, misfit, read_metadata, read_tensors
+from trainer.run.records import write_whole
+
+_MARKER = "COMPLETE"
+_EXTRA = "extra.json"
+_FILES = re.compile(rf"{SHARDS}|{re.escape(METADATA)}|rank_\d+\.json|extra\.json")
+_COUNT_LIMIT = 1 << 24  # of steps, and of ranks: each of these has a file
+_REASON_LIMIT = 160  # characters of an error that go into a sentence
+
+Parts = Mapping[str, Stateful]
+"""What a checkpoint keeps, by name: the policy, and whatever else learns."""
+
+
+class Damaged(UserError):
+    """A checkpoint is not what was written: a sentence that names it, and what of it."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run between two steps: all that a checkpoint keeps of it on this rank.
+
+    Attributes:
+        tensors: those of each part's `state_dict`, by their dotted path, which begins with the part's name.
+        random_states: this rank's.
+        extra: JSON, the same on all ranks.
+    """
+
+    step: int
+    tensors: dict[str, Tensor]
+    random_states: dict[str, Any]
+    extra: dict[str, Any]
+
+    @classmethod
+    def take(cls, step: int, parts: Parts, extra: dict[str, Any]) -> Self:
+        """The run as it is now; its tensors are the live ones until `on_host`. Collective."""
+        tensors = dict(_flat({name: part.state_dict() for name, part in parts.items()}))
+        extra = extra | {"step": step, "world_size": world_size(), "digests": "SHA-256"}
+        return cls(step, tensors, _random_states(), extra)
+
+    def on_host(self) -> Self:
+        """With copies of the tensors in host memory, so that training can go on."""
+        return replace(self, tensors={name: _host_copy(tensor) for name, tensor in self.tensors.items()})
+
+
+def save(folder: Path, step: int, parts: Parts, extra: dict[str, Any]) -> Path:
+    """Write `folder`/step_N and return it. Collective. `extra` is JSON; the step and the number of ranks are added."""
+    return write(folder, Snapshot.take(step, parts, extra))
+
+
+def write(folder: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
+    """Write a snapshot to `folder`/step_N and return that. Collective, over `group` (None: the default one).
+
+    An error on any rank (a full disk) is raised on all, and leaves the earlier checkpoints as they are.
+    """
+    final = folder / f"step_{snapshot.step}"
+    temporary = folder / f"step_{snapshot.step}.tmp"
+    with agreed("checkpoint (folder)", group):
+        if is_main():
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+    with agreed("checkpoint (write)", group):
+        if not temporary.is_dir():
+            raise UserError(
+                f"{folder} is not shared between the machines of this run; set run.output_dir to a folder that is"
+            )
+        _write_shards(temporary, snapshot.tensors, group)
+        write_whole(temporary / f"rank_{rank()}.json", json.dumps(snapshot.random_states))
+        if is_main():
+            write_whole(temporary / _EXTRA, json.dumps(snapshot.extra))
+        own = [path.name for path in temporary.glob(f"__{rank()}_*")] + [f"rank_{rank()}.json"]
+        lines = "".join(_digest_line(temporary, name) for name in own + is_main() * [METADATA, _EXTRA])
+    digests = b"".join(all_gather_bytes(lines.encode(), group))
+    with agreed("checkpoint (publish)", group):
+        if is_main():
+            _publish(temporary, final, digests)
+    return final
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Compare a checkpoint with its digests, each rank a share of the files; returns its `extra`. Collective.
+
+    The tables of one without digests are read, and its tensors compared with torch.save's own checksums; a line says
+    so. Raises Damaged, the same on all ranks.
+    """
+    extra: dict[str, Any] = {}
+    with _told_alike(Damaged, f"checkpoint {path} is damaged"):
+        extra = read_extra(path)
+        digests = _read_digests(path)
+        needed = [METADATA, *(f"rank_{number}.json" for number in range(extra["world_size"]))]
+        names = sorted({entry.name for entry in path.iterdir() if _FILES.fullmatch(entry.name)}.union(digests, needed))
+        if "digests" in extra and (unlisted := set(names) - digests.keys()):
+            raise ValueError(f"{_MARKER} has no digest of {min(unlisted)}")
+        for name in names[rank() :: world_size()]:
+            if name in digests:
+                _check_digest(path, name, digests)
+            else:
+                _check_undigested(path, name)
+        read_metadata(path)
+    if is_main() and "digests" not in extra:
+        print(f"[hotbunk] {path} is of an older version, without digests: only its form was checked", file=sys.stderr)
+    return extra
+
+
+def load(path: Path, parts: Parts) -> dict[str, Any]:
+    """Load a checkpoint into the parts, restore this rank's random states, return `extra`. Collective.
+
+    Digests are not looked at: that is `verify`. Random states are restored only if there are as many ranks as when it
+    was saved. Raises UserError, the same on all ranks, when the checkpoint is incomplete, belongs to another model, or
+    cannot be read.
+    """
+    extra: dict[str, Any] = {}
+    with _told_alike(Damaged, f"checkpoint {path} cannot be read"):
+        extra = read_extra(path)
+    state = {name: part.state_dict() for name, part in parts.items()}
+    with _told_alike(UserError, f"checkpoint {path} cannot be loaded"):
+        tensors, metadata = dict(_flat(state)), read_metadata(path)
+        if difference := misfit(metadata, tensors):
+            raise UserError(f"checkpoint {path} does not fit this model: {difference}")
+        read_tensors(path, metadata, tensors)
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    with _told_alike(UserError, f"checkpoint {path} cannot be loaded"):
+        if extra["world_size"] == world_size():
+            _restore_random_states(path / f"rank_{rank()}.json")
+    return extra
+
+
+def read_extra(path: Path) -> dict[str, Any]:
+    """The `extra` that a checkpoint was saved with. Raises Damaged when the checkpoint is incomplete or not sound."""
+    if not _is_complete(path):
+        newest = latest_complete(path.parent)
+        remedy = f"the newest complete one there is {newest}" if newest else "there is no complete one beside it"
+        raise Damaged(f"checkpoint {path} does not exist or was not finished; {remedy}")
+    try:
+        extra, digests = _read_json(path / _EXTRA), _read_digests(path)
+        if digests:
+            _check_digest(path, _EXTRA, digests)
+        counts = [extra.get(key) for key in ("step", "world_size")] if isinstance(extra, dict) else [None]
+        if not all(type(count) is int and 0 <= count < _COUNT_LIMIT for count in counts):
+            raise ValueError(f"{_EXTRA} does not say of which step it is, and of how many ranks")
+        if "digests" in extra and not digests:
+            raise ValueError(f"{_MARKER} has lost the digests")
+    except (OSError, ValueError) as error:
+        raise Damaged(f"checkpoint {path} is damaged: {_phrase(error)}") from error
+    return extra
+
+
+def all_complete(folder: Path) -> list[Path]:
+    """The complete checkpoints, the newest first, as rank 0 finds them. Collective."""
+    names: list[str] = exchange([path.name for path in sorted(_complete(folder), key=_step, reverse=True)])[0]
+    return [folder / name for name in names]
+
+
+def latest_complete(folder: Path) -> Path | None:
+    """The complete checkpoint with the largest step, or None."""
+    return max(_complete(folder), key=_step, default=None)
+
+
+def prune(folder: Path, keep: int, keep_best: int = 0, metric: str = "") -> None:
+    """Delete all complete checkpoints but the newest `keep` and the best `keep_best`; the newest always stays.
+
+    The best have the largest `metric` of those they were saved with, or with a "-" before its name the smallest. Where
+    it is missing or NaN a checkpoint is not among them; of equals the newer is better. Rank 0 does it.
+    """
+    if not is_main():
+        return
+    paths = sorted(_complete(folder), key=_step, reverse=True)
+    merits = {path: merit for path in paths if keep_best and (merit := _merit(path, metric)) is not None}
+    best = sorted(merits, key=lambda path: -merits[path])[:keep_best]
+    for path in set(paths[max(keep, 1) :]) - set(best):
+        _delete(path)
+
+
+def drop_later(folder: Path, step: int) -> None:
+    """Delete checkpoints of steps after `step`: a run that starts over, or goes on from an older one, has left them.
+
+    Otherwise they would be the newest for ever, and the next start would go on from them. Rank 0 does it.
+    """
+    if is_main():
+        for path in _complete(folder):
+            if _step(path) > step:
+                _delete(path)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what a killed run left half written. Rank 0 does it, before the first save."""
+    if is_main() and folder.is_dir():
+        for path in folder.iterdir():
+            if re.fullmatch(r"step_\d+(\.tmp|\.old\.tmp)?", path.name) and not _is_complete(path):
+                shutil.rmtree(path)
+
+
+def _complete(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step_*") if _is_complete(path)]
+
+
+def _is_complete(path: Path) -> bool:
+    return re.fullmatch(r"step_\d+", path.name) is not None and (path / _MARKER).is_file()
+
+
+def _delete(path: Path) -> None:
+    (path / _MARKER).unlink()  # first, so that what is half deleted does not look complete
+    shutil.rmtree(path)
+
+
+def _merit(path: Path, metric: str) -> float | None:
+    """By how much a checkpoint is better than others; None: it is not known."""
+    try:
+        metrics = read_extra(path).get("metrics")
+    except Damaged:
+        return None
+    value = metrics.get(metric.removeprefix("-")) if isinstance(metrics, dict) else None
+    if not isinstance(value, float | int) or math.isnan(value):
+        return None
+    return -value if metric.startswith("-") else value
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested dictionaries by their dotted paths, as torch.distributed.checkpoint names them."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
+        else:
+            raise TypeError(f"{prefix}{key} is a {type(value).__name__}; a checkpoint keeps tensors only")
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):  # from_local would bring the copy back to the mesh's device
+        return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _write_shards(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    try:
+        writer = dcp.FileSystemWriter(folder, sync_files=True)
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    except CheckpointException as failed:  # a BaseException, which no handler of ordinary errors would see
+        who, (error, _) = next(iter(failed.failures.items()))
+        raise RuntimeError(f"rank {who}: {type(error).__name__}: {error}") from failed
+
+
+def _publish(temporary: Path, final: Path, digests: bytes) -> None:
+    """Make the folder visible under its name, then complete; everything in it is on disk by then."""
+    replaced = final.with_name(f"{final.name}.old.tmp")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():  # a run that started over; a folder cannot be renamed onto one that is not empty
+        final.rename(replaced)
+    _sync(temporary)
+    temporary.rename(final)
+    _sync(final.parent)
+    write_whole(final / _MARKER, digests)
+    _sync(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Bring a folder's entries to disk: a synced file is lost all the same if its name is not there."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest_line(folder: Path, name: str) -> str:
+    """What `sha256sum --binary` prints of a file."""
+    with (folder / name).open("rb") as file:
+        return f"{hashlib.file_digest(file, 'sha256').hexdigest()} *{name}\n"
+
+
+def _read_digests(path: Path) -> dict[str, str]:
+    """The lines of the marker by the file they are of; none for a checkpoint of an older version."""
+    lines = (path / _MARKER).read_bytes().splitlines(keepends=True)
+    digests = {line[66:-1].decode(errors="replace"): line.decode(errors="replace") for line in lines}
+    if bad := next((name for name in digests if not _FILES.fullmatch(name)), None):
+        raise ValueError(f"{_MARKER} is not what was written, at {bad[:40]!r}")
+    return digests
+
+
+def _check_digest(path: Path, name: str, digests: dict[str, str]) -> None:
+    if _digest_line(path, name) != digests.get(name):
+        raise ValueError(f"{name} is not what was written (SHA-256)")
+
+
+def _check_undigested(path: Path, name: str) -> None:
+    if re.fullmatch(SHARDS, name):
+        check_shard(path / name, read_metadata(path))
+    elif name.startswith("rank_"):
+        _restore_random_states(path / name, on_trial=True)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is not JSON") from error
+
+
+@contextmanager
+def _told_alike(kind: type[UserError], beginning: str) -> Iterator[None]:
+    """Run the block on every rank; whatever fails on any is raised on all, as the first such rank's sentence."""
+    problem, cause = "", None
+    try:
+        yield
+    except Exception as error:
+        problem, cause = str(error) if isinstance(error, UserError) else f"{beginning}: {_phrase(error)}", error
+    if found := next(filter(None, exchange(problem.encode(errors="replace").decode())), ""):
+        raise kind(found) from cause
+
+
+def _phrase(error: Exception) -> str:
+    """An error in a few words: what is wrong with which file, or the first sentence of what it says."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    text = re.split(r"\n|\. ", str(error), maxsplit=1)[0][:_REASON_LIMIT]
+    return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
+
+
+def _random_states() -> dict[str, Any]:
+    """Of Python, NumPy, torch and this rank's CUDA device, as JSON."""
+    _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    states = {
+        "python": random.getstate(),
+        "numpy": [[int(key) for key in keys], position, has_gauss, gauss],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return states
+
+
+def _restore_random_states(file: Path, on_trial: bool = False) -> None:
+    """Set what `_random_states` gave, or only try whether it can be set. Raises ValueError for anything else."""
+    states = _read_json(file)
+    try:
+        version, internal, gauss = states["python"]
+        (random.Random() if on_trial else random).setstate((version, tuple(internal), gauss))
+        (numpy.random.RandomState() if on_trial else numpy.random).set_state(("MT19937", *states["numpy"]))
+        (torch.Generator() if on_trial else torch.default_generator).set_state(_bytes_tensor(states["torch"]))
+        if "cuda" in states and torch.cuda.is_available() and not on_trial:
+            torch.cuda.set_rng_state(_bytes_tensor(states["cuda"]))
+    except (TypeError, ValueError, LookupError, RuntimeError) as error:
+        raise ValueError(f"{file.name} holds no random states ({type(error).__name__}: {error})") from error
+
+
+def _bytes_tensor(digits: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)

@@ -1,0 +1,368 @@
+"""What makes a run outlast its process: checkpoints when they are due, and one more when it is asked to leave.
+
+SIGTERM on any rank, as clusters send it some time before they kill, is known to all ranks half a second later. They
+agree on it at the end of the step, save and leave together. A step whose rollouts are still under way when half of
+`checkpoint.grace_s` is over is given up, which leaves the policy as the step before did: every finished step is kept.
+An update or an evaluation is finished; what takes longer than the grace period ends without saving again.
+
+A run's checkpoints as it goes on: written by a thread while training continues, one at a time, and few of them kept.
+
+`save` copies the sharded tensors to host memory and returns; what is written is the run at that moment, whatever the
+next steps do to it. The thread's exchanges between ranks have a process group of their own, since two threads that use
+one group mix up each other's messages. The copy takes each rank's share of the checkpoint's size in host memory, until
+it is written.
+
+What a run is: the data, the model and the algorithm that a checkpoint of it belongs to, and no other run's.
+
+Kept beside every checkpoint, compared when a run goes on. Keys that change how a run is computed but not what is
+computed (ranks, micro-batches, backend, engine) are left out, and so are those that people change on purpose between
+two sessions (run.steps, policy.lr, evaluation).
+"""
+
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from generation.engine.devices import this_device
+from sharding.ranks import agreed, all_reduce_max, is_main
+from trainer.config.checks import IDENTITY_KEYS, IDENTITY_SECTIONS
+from trainer.config.recipe import to_yaml
+from trainer.config.schema import CheckpointConfig, TrainConfig
+from trainer.errors import UserError, shortened
+from trainer.policy.hf_format import resolve_folder
+from trainer.run import checkpoint, processes
+from trainer.run.checkpoint import Parts
+from trainer.run.records import write_whole
+from trainer.run.tracking import NullTracker, make_tracker
+from trainer.run.watchdog import Watchdog
+
+
+class CheckpointWriter:
+    """Saves into one folder, and deletes there what `checkpoint.keep` and `checkpoint.keep_best` do not name."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, timeout: float) -> None:
+        """Collective. `timeout` (seconds) is the deadline of writing one checkpoint."""
+        self._folder, self._config, self._timeout = folder, config, timeout
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=this_device())
+        self._writing: Future[None] | None = None
+
+    def save(self, step: int, parts: checkpoint.Parts, extra: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Save the run as it is now; returns when it is copied, or with `checkpoint.background: false` written.
+
+        Collective. Waits first for the checkpoint before, and raises on all ranks what went wrong with that.
+        """
+        self.wait()
+        check_best_metric(self._config, step, metrics)
+        with agreed("checkpoint (copy)"):
+            snapshot = checkpoint.Snapshot.take(step, parts, extra | {"metrics": metrics})
+            if self._config.background:
+                snapshot = snapshot.on_host()
+        self._writing = self._thread.submit(self._write, snapshot)
+        if not self._config.background:
+            self.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the checkpoint under way could not be written; `wait` then tells why."""
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
+
+    def wait(self) -> None:
+        """Until the checkpoint under way, if any, is complete on all ranks; raises on all what went wrong with it."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        if not wait([writing], self._timeout).done:
+            raise TimeoutError(f"the checkpoint in {self._folder} is not written after {self._timeout:.0f} s")
+        writing.result()
+
+    def close(self) -> None:
+        """Let the checkpoint under way be finished, however the run ends: steps that are done should not be lost."""
+        try:
+            self.wait()
+        except Exception as error:  # the run is ending for another reason, which is the one to tell
+            print(f"[hotbunk] the last checkpoint was not written: {error}", file=sys.stderr)
+
+    def _write(self, snapshot: checkpoint.Snapshot) -> None:
+        checkpoint.write(self._folder, snapshot, self._group)
+        with agreed("checkpoint (tidy)", self._group):
+            checkpoint.drop_later(self._folder, snapshot.step)
+            checkpoint.prune(self._folder, self._config.keep, self._config.keep_best, self._config.best_metric)
+
+
+def check_best_metric(config: CheckpointConfig, step: int, metrics: dict[str, float]) -> None:
+    """Raise UserError when checkpoints are to be kept by a figure that the run does not have.
+
+    Figures of evaluations (eval/…) are missing in steps without one, and only in those.
+    """
+    name = config.best_metric.removeprefix("-")
+    expected = not name.startswith("eval/") or any(key.startswith("eval/") for key in metrics)
+    if config.keep_best and metrics and expected and name not in metrics:
+        group = [key for key in metrics if key.partition("/")[0] == name.partition("/")[0]]
+        there = ", ".join(sorted(group or metrics)[:12])
+        raise UserError(f"checkpoint.best_metric: step {step} has no figure {name!r}; there are {there}")
+
+
+_FLEETING = ("_name_or_path", "transformers_version")  # what saving a model again changes in its config.json
+_SAMPLE_BYTES = 1 << 16
+
+Identity = dict[str, Any]
+"""JSON values by key: data, model and tokenizer as digests, recipe keys by their dotted paths as they stand."""
+
+
+def run_identity(config: TrainConfig, fingerprint: str, tokenizer: PreTrainedTokenizerBase) -> Identity:
+    """The identity of a run; `fingerprint` is that of its training data (`PromptDataset`)."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    return {
+        "data": fingerprint,
+        "model": model_digest(resolve_folder(config.model.path)),
+        "tokenizer": _digest(vocabulary),
+        **_compared_keys(config),
+    }
+
+
+def model_digest(folder: Path) -> str:
+    """Of config.json and of some of the weights: size, beginning, middle and end of each file, so that it is quick."""
+    config = json.loads((folder / "config.json").read_text())
+    pieces = [json.dumps({key: config[key] for key in sorted(config.keys() - set(_FLEETING))}).encode()]
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        pieces.append(str(size).encode())
+        with file.open("rb") as stream:
+            for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+                stream.seek(start)
+                pieces.append(stream.read(_SAMPLE_BYTES))
+    return _digest(b"".join(pieces))
+
+
+def differences(saved: Identity, current: Identity, allowed: list[str]) -> list[tuple[str, str]]:
+    """What differs and may not: each key, and a phrase with both values.
+
+    A key that the recipe did not have yet when the checkpoint was saved counts as its default.
+
+    Args:
+        allowed: keys, or sections of keys, that may differ (`checkpoint.resume_anyway`).
+    """
+    defaults = _compared_keys(TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}))
+    saved = {key: value for key, value in defaults.items() if key in current} | saved
+    keys = [key for key in (saved | current) if key not in allowed and _section(key) not in allowed]
+    changed = [key for key in keys if saved.get(key, "unknown") != current.get(key, "unknown")]
+    return [(key, f"{key} = {_shown(saved, key)} (now {_shown(current, key)})") for key in changed]
+
+
+def _compared_keys(config: TrainConfig) -> dict[str, Any]:
+    recipe = dict(_flat(config.model_dump(mode="json")))
+    del recipe["algorithm.preset"]  # the keys that it sets are there
+    return {key: value for key, value in recipe.items() if key in IDENTITY_KEYS or _section(key) in IDENTITY_SECTIONS}
+
+
+def _flat(sections: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section, values in sections.items():
+        for name, value in values.items():
+            yield f"{section}.{name}", value
+
+
+def _section(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _shown(identity: Identity, key: str) -> str:
+    return shortened(json.dumps(identity[key]), 50) if key in identity else "unknown"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+@dataclass
+class RunState:
+    """What a run carries from step to step besides the policy, and so what a checkpoint keeps of it.
+
+    Attributes:
+        step: steps done.
+        prompts: taken from the training data so far; the next step goes on from there.
+        seconds: spent in steps, all sessions of the run together.
+        largest_gap: of all steps so far, nats; NaN where one was; None before any was measured.
+        eval_before, eval_after: mean reward on held-out prompts, of the first and of the latest evaluation.
+    """
+
+    step: int = 0
+    prompts: int = 0
+    seconds: float = 0.0
+    largest_gap: float | None = None
+    syncs_verified: int = 0
+    eval_before: float | None = None
+    eval_after: float | None = None
+
+    def count_step(self, metrics: dict[str, float]) -> None:
+        """A step is done."""
+        self.step += 1
+        self.seconds += metrics["time/step"]
+        gaps = [gap for gap in (self.largest_gap, metrics.get("gap/max")) if gap is not None]
+        self.largest_gap = math.nan if any(map(math.isnan, gaps)) else max(gaps, default=None)
+
+    def count_evaluation(self, reward: float) -> None:
+        """An evaluation is done."""
+        self.eval_after = reward
+        if self.eval_before is None:
+            self.eval_before = reward
+
+
+def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | None, RunState]:
+    """The checkpoint that the run goes on from, verified, and the state in it; None, where the run begins. Collective.
+
+    Of the run's own, damaged ones are named and passed over.
+
+    Raises:
+        UserError: the checkpoint asked for is damaged, none is sound, or the newest sound one is another run's by its
+            identity (checkpoint.resume_anyway permits it).
+    """
+    folder, wanted = config.run.folder / "checkpoints", config.checkpoint.resume
+    with agreed("removing unfinished checkpoints"):
+        checkpoint.remove_unfinished(folder)
+    if wanted == "none":
+        return None, RunState()
+    candidates = checkpoint.all_complete(folder) if wanted == "auto" else [Path(wanted)]
+    for path in candidates:
+        try:
+            extra = checkpoint.verify(path)
+        except checkpoint.Damaged as damage:
+            if wanted != "auto":
+                raise
+            _say(f"{damage}; left out")
+            continue
+        check_identity(path, extra, identity, config.checkpoint.resume_anyway)
+        if path != candidates[0]:
+            _say(f"going on from {path}, the newest sound checkpoint")
+        return path, _saved_state(path, extra, identity)
+    if candidates:
+        raise UserError(
+            f"no checkpoint in {folder} is sound (see above): restore one from a copy, or start over with "
+            "checkpoint.resume=none"
+        )
+    return None, RunState()
+
+
+def _saved_state(path: Path, extra: dict[str, Any], identity: Identity) -> RunState:
+    try:
+        state = msgspec.convert(extra["state"], RunState)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise UserError(f"{path} was saved by another version of Hotbunk: in extra.json, state: {error}") from error
+    if extra["identity"].get("data") != identity["data"]:
+        state.prompts = 0  # a position means nothing in other data
+    return state
+
+
+def _say(line: str) -> None:
+    if is_main():
+        print(f"[hotbunk] {line}", file=sys.stderr)
+
+
+def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str]) -> None:
+    """Raise UserError, one sentence, when a checkpoint belongs to another run than `identity` says, but for `allowed`.
+
+    What goes on with other data, another model or another algorithm is another experiment.
+    """
+    if not isinstance(extra.get("identity"), dict):
+        raise UserError(
+            f"{path} does not say which data, model and algorithm it belongs to, as it is of an older version: "
+            "start over with another run.name, or with checkpoint.resume=none"
+        )
+    if found := differences(extra["identity"], identity, allowed):
+        keys, phrases = zip(*found, strict=True)
+        raise UserError(
+            f"{path} was trained with {', '.join(phrases)}: restore that, permit it by "
+            f"checkpoint.resume_anyway=[{','.join(keys)}], or start over with another run.name"
+        )
+
+
+def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
+    """The run's record, with its resolved recipe beside it; metrics of steps after `state.step` are dropped."""
+    tracker = make_tracker(
+        config.run.folder,
+        config.model_dump(mode="json"),
+        name=config.run.name,
+        project=config.tracking.project,
+        wandb=config.tracking.wandb,
+        completions_per_step=config.tracking.completions_per_step,
+        resumed_from=state.step or None,
+    )
+    if is_main():
+        write_whole(config.run.folder / "config.yaml", to_yaml(config))
+    return tracker
+
+
+class Keeper:
+    """Saves a run, and ends it when it is asked to end."""
+
+    def __init__(
+        self, config: TrainConfig, watchdog: Watchdog, state: RunState, parts: Parts, identity: Identity
+    ) -> None:
+        """Collective. What is saved of the run is its `state` and the `parts` that learn, as they then are."""
+        self._config, self._watchdog = config.checkpoint, watchdog
+        self._state, self._parts, self._identity = state, parts, identity
+        self._writer = CheckpointWriter(
+            config.run.folder / "checkpoints", config.checkpoint, config.run.first_step_deadline_s
+        )
+        self._saved = state.step if config.checkpoint.resume == "auto" else 0
+        self._metrics: dict[str, float] = {}
+
+    def hold_sigterm(self) -> None:
+        """From now on SIGTERM leaves time to save."""
+        if self._config.grace_s:
+            processes.hold_sigterm(self._config.grace_s, self._watchdog.call_all)
+
+    def step_done(self, metrics: dict[str, float]) -> None:
+        """After a step's row is written: save if it is time to, leave if any rank was asked to. Collective.
+
+        Raises on all ranks when the checkpoint before could not be written.
+        """
+        self._metrics = metrics
+        if self._config.every and self._state.step % self._config.every == 0:
+            self.save()
+        asked = float(self._watchdog.called_at is not None)
+        found = all_reduce_max({"asked": asked, "failed": float(self._writer.failed)})
+        if found["failed"]:
+            self._writer.wait()
+        if found["asked"]:
+            self.leave()
+
+    def save(self) -> None:
+        """Begin a checkpoint of the run as it is now, if there is none of this step. Collective."""
+        if self._saved != self._state.step:
+            extra = {"state": asdict(self._state), "identity": self._identity}
+            self._writer.save(self._state.step, self._parts, extra, self._metrics)
+            self._saved = self._state.step
+
+    def finish(self) -> None:
+        """Save the run's end, and wait until it is written. Collective."""
+        self.save()
+        self._writer.wait()
+
+    def leave(self) -> None:
+        """Save, and end the run as SIGTERM would have done at once. Collective."""
+        self.finish()
+        if is_main():
+            print(f"[hotbunk] asked to end: saved at step {self._state.step}", file=sys.stderr)
+        processes.interrupt_now()
+
+    def late_to_leave(self) -> bool:
+        """Whether half of the grace period is over."""
+        called = self._watchdog.called_at
+        return called is not None and time.monotonic() - called > self._config.grace_s / 2
+
+    def close(self) -> None:
+        """Let a checkpoint under way be finished."""
+        self._writer.close()

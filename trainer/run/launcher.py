@@ -1,0 +1,211 @@
+"""Starts a run's ranks with torchrun, on a store that listens on one interface, and has the last word on a failed run.
+
+    python -m trainer.run.launcher --nproc-per-node 2 -m trainer train RECIPE …
+
+It is what scripts/train.sh starts, once on each node, and takes torchrun's options. It differs from plain torchrun in:
+
+- the rendezvous. torchrun's own listens on every interface (https://github.com/pytorch/pytorch/issues/173909) and, by
+  default, unpickles what anybody who connects has put there. Here launchers and ranks meet at a store bound to
+  127.0.0.1, or on several nodes to `--master-addr`, and nothing that is in it is unpickled;
+- the end. A summary takes the place of the launcher's traceback, once nothing of the run is left on this machine; the
+  exit code is the failed rank's, or 128 + the number of the signal that ended the launcher;
+- temporary files: there are none.
+
+docs/launching.md tells the rest.
+"""
+
+# ruff: noqa: E402 - a signal handler comes before the imports
+import ipaddress
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def _leave(number: int, _: object) -> None:
+    os.write(2, b"[hotbunk] the run was interrupted by SIGINT, exit code 130\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    # Until torchrun takes over, before it starts any rank: a KeyboardInterrupt could be raised inside an import of the
+    # many below that catch everything, and the run would go on.
+    signal.signal(signal.SIGINT, _leave)
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.run import parse_args, parse_min_max_nnodes, run
+
+from sharding.apart.group import listen
+from trainer.errors import UserError
+from trainer.run.last_words import VARIABLE
+
+_BACKEND = "hotbunk"
+_GONE_SECONDS = 30.0  # for guardians to end what the ranks have left behind
+_MOST_REASONS = 8  # that the summary has a line for
+_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # that torchrun handles
+_SIGNALS = set(map(int, signal.Signals))
+_SENTENCES = ("UserError", "RemoteError", "Interrupted", "Deadline")  # whose text says everything
+
+
+class BoundRendezvous(StaticTCPRendezvous):
+    """torchrun's static rendezvous, whose store the first node holds, bound to `master_addr` instead of everything."""
+
+    def get_backend(self) -> str:
+        """The name it is registered under."""
+        return _BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other nodes' launchers; the ranks use the same store. Raises UserError where that cannot be."""
+        where = f"{self.master_addr}:{self.master_port}"
+        if self.rank == 0 and self._store is None:
+            try:
+                self._store = store = listen(self.master_addr, self.master_port, self.timeout.total_seconds())
+            except OSError as error:
+                raise UserError(
+                    f"the launcher cannot listen on {where} ({error.strerror or error}): MASTER_ADDR must be this "
+                    "node's own address, and MASTER_PORT free there"
+                ) from error
+            self.master_port = store.port
+        try:
+            return super().next_rendezvous()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"node {self.rank} did not meet the others at {where}: {reason}") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun (None: with this process's arguments); gives the exit code."""
+    args = parse_args(argv)
+    words = os.memfd_create("hotbunk-last-words")
+    os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{words}"
+    failures: dict[int, ProcessFailure] = {}
+    try:
+        _stay_private(args)
+        run(args)
+        return 0
+    except ChildFailedError as failed:
+        failures = failed.failures
+        code = _exit_code(failed.get_first_failure()[1])
+    except (SignalException, KeyboardInterrupt) as asked:
+        code = 128 + getattr(asked, "sigval", signal.SIGINT)
+    except UserError as error:
+        print(f"hotbunk: {error}", file=sys.stderr)
+        return 2
+    with suppress(SignalException, KeyboardInterrupt):  # somebody does not want to wait
+        _wait_until_gone()
+    for number in _INTERRUPTIONS:
+        signal.signal(number, signal.SIG_IGN)  # what is left to do takes a moment
+    ending = f"was interrupted by {signal.Signals(code - 128).name}" if code - 128 in _INTERRUPTIONS else "failed"
+    lines = [f"the run {ending}, exit code {code}", *_reasons(_read(words), failures), *_remedy(args)]
+    with suppress(OSError):  # the terminal is gone
+        print("".join(f"[hotbunk] {line}\n" for line in lines), end="", file=sys.stderr, flush=True)
+    return code
+
+
+def _stay_private(args: Any) -> None:
+    """Have torchrun meet at our store, and write no files. Raises UserError where that would leave other nodes out."""
+    host, port, node, nodes = "127.0.0.1", 0, args.node_rank, parse_min_max_nnodes(args.nnodes)[1]
+    if nodes > 1:
+        host, port = args.master_addr, args.master_port or 29500
+        if node == 0 and not _is_loopback(host) and _is_loopback(found := _address(host)):
+            raise UserError(
+                f"MASTER_ADDR={host} is {found} on this node, where no other can reach it: set it to this node's "
+                "address on the network"
+            )
+
+    def rendezvous(parameters: RendezvousParameters) -> BoundRendezvous:
+        return BoundRendezvous(host, port, node, nodes, parameters.run_id, int(parameters.config["timeout"]))
+
+    rendezvous_handler_registry.register(_BACKEND, rendezvous)
+    args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, _BACKEND, f"{host}:{port}"
+    args.node_rank = 0  # torchrun would warn that only its own static rendezvous heeds it
+    args.log_dir = args.log_dir or os.devnull
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _address(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise UserError(f"MASTER_ADDR={host} is not known on this node: {error.strerror}") from error
+
+
+def _exit_code(failure: ProcessFailure) -> int:
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def _wait_until_gone() -> None:
+    """Until no process of the run is left on this machine, at most some time; what guardians print comes before us."""
+    mark = f"{VARIABLE}={os.environ[VARIABLE]}".encode()
+    deadline = time.monotonic() + _GONE_SECONDS
+    while any(_carries(mark, process) for process in Path("/proc").glob("[0-9]*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _carries(mark: bytes, process: Path) -> bool:
+    try:
+        return mark in (process / "environ").read_bytes().split(b"\0")
+    except OSError:  # gone, or somebody else's
+        return False
+
+
+def _read(words: int) -> list[dict[str, Any]]:
+    """What the ranks have said, in the order in which they said it."""
+    with os.fdopen(words, "rb") as file:
+        return [json.loads(line) for line in file.read().splitlines()]
+
+
+def _reasons(words: list[dict[str, Any]], failures: dict[int, ProcessFailure]) -> list[str]:
+    """A line for each reason that ranks have ended for: those that could not say it, then the others as they came."""
+    ranks: dict[str, list[int]] = {}
+    for rank in failures.keys() - {word["rank"] for word in words}:
+        code = _exit_code(failures[rank])
+        by_signal = f"was ended by {signal.Signals(code - 128).name}" if code - 128 in _SIGNALS else ""
+        ranks.setdefault(by_signal or f"ended with exit code {code}, without a word", []).append(rank)
+    for word in words:
+        text = word["text"].removeprefix(f"rank {word['rank']} ")
+        ranks.setdefault(text if word["kind"] in _SENTENCES else f"{word['kind']}: {text}", []).append(word["rank"])
+    lines = [f"  rank{'s' * (len(who) > 1)} {_list(sorted(who))}: {text}" for text, who in ranks.items()]
+    more = len(lines) - _MOST_REASONS
+    return lines if more <= 0 else [*lines[:_MOST_REASONS], f"  and {more} more reasons, above"]
+
+
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+
+
+def _remedy(args: Any) -> list[str]:
+    """Where the run has left what, and how it goes on."""
+    from trainer import cli
+    from trainer.run.checkpoint import latest_complete
+
+    try:
+        config = cli.training_config(cli.parse(args.training_script_args))
+    except UserError:  # the recipe has changed meanwhile
+        return []
+    folder = config.run.folder
+    newest = latest_complete(folder / "checkpoints")
+    if newest is None:
+        onward = "no checkpoint is complete: the same command starts from the beginning"
+    else:
+        anyway = "" if config.checkpoint.resume == "auto" else " with --resume auto"
+        onward = f"to go on from {newest}, give the same command again{anyway}"
+    return [onward, f"what the ranks have printed is above, the run's records are in {folder}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

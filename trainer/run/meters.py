@@ -1,0 +1,239 @@
+"""Seconds and memory of each phase of a step, and the phase's name for the watchdog: all from one `with`.
+
+How much memory this process holds, now and at its peak in each phase, measured without a sampling thread.
+
+A trace of some steps of rank 0: its calls of torch, its kernels, and the phases they are in.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from sharding.manager import Leader
+from sharding.ranks import all_reduce_max, all_reduce_sum, world_size
+from trainer.config.machine import host_gib
+from trainer.estimates.flops import Work
+from trainer.estimates.gpus import peak_flops
+from trainer.run.watchdog import Watchdog
+
+_GIB = 1024**3
+
+
+def rss_gib(pid: int | None = None) -> float:
+    """Resident memory of a process (None: this one) in GiB: what it allocated and shared memory it has touched.
+
+    Pages of libraries and other files are left out: they are everybody's and the kernel can drop them. Memory that
+    trainer and engine share counts on both sides.
+    """
+    return _allocated(_status(pid)) / _GIB
+
+
+def device_used_gib(device: torch.device) -> float:
+    """Memory in use on a CUDA device in GiB, by whichever process: torch's own counters do not see the engine's."""
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / _GIB
+
+
+def device_total_gib(cuda: bool) -> float:
+    """What a CUDA device has, or else this machine, in GiB."""
+    if cuda:
+        return torch.cuda.mem_get_info()[1] / _GIB
+    return host_gib()
+
+
+class MemoryMeter:
+    """Peak memory of this process in each phase: `with meter.phase("update"): ...`, then `meter.metrics()`.
+
+    On CUDA it is the peak of torch's reserved memory, on CPU the peak resident size, which the kernel keeps count of.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peaks: dict[str, float] = {}
+        self._allocator: dict[str, int] = {}
+        self._retries = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the block as phase `name`; of several blocks of that name the largest counts."""
+        self._reset()
+        try:
+            yield
+        finally:
+            self._peaks[name] = max(self._peaks.get(name, 0.0), self._peak_gib())
+
+    def metrics(self) -> dict[str, float]:
+        """memory/trainer_gib_<phase> of every phase since the last call.
+
+        On CUDA, of torch's allocator since then, between phases, too: memory/peak_allocated_bytes,
+        memory/peak_reserved_bytes, and memory/alloc_retries, how often it had to give all its free blocks back first.
+        """
+        metrics = {f"memory/trainer_gib_{name}": peak for name, peak in self._peaks.items()}
+        if self._device.type == "cuda":
+            self._note_allocator()
+            retries = torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
+            metrics |= {f"memory/{name}": float(value) for name, value in self._allocator.items()}
+            metrics["memory/alloc_retries"] = float(retries - self._retries)
+            self._retries = retries
+        self._peaks, self._allocator = {}, {}
+        return metrics
+
+    def _note_allocator(self) -> None:
+        """Before its peaks begin anew."""
+        statistics = torch.cuda.memory_stats(self._device)
+        for name in ("allocated", "reserved"):
+            key, peak = f"peak_{name}_bytes", statistics.get(f"{name}_bytes.all.peak", 0)
+            self._allocator[key] = max(self._allocator.get(key, 0), peak)
+
+    def _reset(self) -> None:
+        if self._device.type == "cuda":
+            self._note_allocator()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            _reset_peak_rss()
+
+    def _peak_gib(self) -> float:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self._device) / _GIB
+        status = _status(None)
+        # The kernel's peak counts file pages too, those of libraries; they hardly change within a phase.
+        return max(status["VmHWM"] - status["RssFile"], _allocated(status)) / _GIB
+
+
+def _reset_peak_rss() -> None:
+    """Have the kernel start VmHWM anew. Where it may not (some sandboxes), a peak is that of the process's life."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _status(pid: int | None) -> dict[str, int]:
+    """The sizes in /proc/PID/status, in bytes."""
+    lines = Path(f"/proc/{os.getpid() if pid is None else pid}/status").read_text().splitlines()
+    fields = (line.split() for line in lines if line.endswith(" kB"))
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in fields}
+
+
+def _allocated(status: dict[str, int]) -> int:
+    return status["RssAnon"] + status["RssShmem"]
+
+
+_ENGINE_STATES = ("awake", "asleep")
+
+
+class PhaseMeter:
+    """What each phase of a step costs. Phases have the deadline of a step: the watchdog says which one exceeded it."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        leader: Leader | None,
+        watchdog: Watchdog,
+        deadline: float,
+        works: Sequence[Work] = (),
+        dtype: str = "bfloat16",
+    ) -> None:
+        """`works` are those of the models whose operations are counted, computed in `dtype`."""
+        half = device.type == "cuda" and dtype == "bfloat16"
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(device)) if half else None
+        self._works, self._computed = works, np.zeros(2)
+        self._memory = MemoryMeter(device)
+        self._leader, self._watchdog, self._deadline = leader, watchdog, deadline
+        self._seconds: dict[str, float] = {}
+        self._engine: dict[str, float] = {}
+        self._offloaded = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The block is phase `name`; several blocks of one name add up."""
+        began, before = time.perf_counter(), self._work_done()
+        with self._watchdog.phase(name, self._deadline), self._memory.phase(name), record_function(name):
+            yield
+        self.add_seconds({name: time.perf_counter() - began})
+        if name == "update":
+            self._computed += self._work_done() - before
+
+    def add_seconds(self, seconds: dict[str, float]) -> None:
+        """Count time that was measured elsewhere."""
+        for name, value in seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + value
+
+    def note_engine_memory(self, state: str) -> None:
+        """Measure the workers' memory now, under the name of the engine's state ("awake" or "asleep")."""
+        if self._leader is not None:
+            used = self._leader.thread.run(self._leader.engine.memory_bytes(), 60, "measuring the engine's memory")
+            self._engine[state] = used / _GIB
+
+    def note_offloaded(self, nbytes: int) -> None:
+        """Count what the trainer put away for a generation shift; of several shifts the largest counts."""
+        self._offloaded = max(self._offloaded, nbytes / _GIB)
+
+    def take(self) -> dict[str, float]:
+        """time/<phase> in seconds and memory/… in GiB since the last call, of the rank with the most. Collective.
+
+        And what updates did in the time of the slowest rank: throughput/update_tokens_per_s_per_device, prompts
+        included; throughput/mfu, the share of the devices' peak (`trainer.estimates.flops`), where that is known.
+        """
+        metrics = {f"time/{name}": value for name, value in self._seconds.items()}
+        metrics |= {f"memory/engine_gib_{state}": self._engine.get(state, 0.0) for state in _ENGINE_STATES}
+        metrics |= self._memory.metrics() | {"memory/offloaded_gib": self._offloaded}
+        computed = all_reduce_sum(dict(zip(("tokens", "flops"), self._computed, strict=True)))
+        self._seconds, self._engine, self._offloaded, self._computed = {}, {}, 0.0, np.zeros(2)
+        metrics = all_reduce_max(metrics)
+        if seconds := world_size() * metrics.get("time/update", 0.0):
+            metrics["throughput/update_tokens_per_s_per_device"] = computed["tokens"] / seconds
+            if self._peak_flops is not None:
+                metrics["throughput/mfu"] = computed["flops"] / seconds / self._peak_flops
+        return metrics
+
+    def _work_done(self) -> npt.NDArray[np.float64]:
+        """Tokens learned from and operations on this rank so far, of all models."""
+        return np.sum([[0.0, 0.0], *([work.tokens, work.flops] for work in self._works)], axis=0)
+
+
+class StepProfiler:
+    """Records steps `first` to `last`, and writes them to `folder`/steps_FIRST_LAST.json.gz.
+
+    That opens in Perfetto (ui.perfetto.dev). Engines are other processes and not in it.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path, device: torch.device, enabled: bool) -> None:
+        """`steps`: first and last, both included; None, or not `enabled`: it does nothing."""
+        self._steps = steps if enabled else None
+        self._folder = folder
+        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        self._profile: profile | None = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """The block is step `number`. A run that begins between first and last records from there."""
+        if self._steps is None:
+            yield
+            return
+        first, last = self._steps
+        if self._profile is None and first <= number <= last:
+            self._profile = profile(activities=self._activities, record_shapes=True, profile_memory=True)
+            self._profile.start()
+            self._steps = number, last
+        with torch.profiler.record_function(f"step {number}"):
+            yield
+        if self._profile is not None and number == last:
+            self._write(*self._steps)
+
+    def _write(self, first: int, last: int) -> None:
+        assert self._profile is not None
+        self._profile.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"steps_{first}_{last}.json.gz"
+        unfinished = path.with_name(f"unfinished_{path.name}")  # what writes it goes by the end of the name
+        self._profile.export_chrome_trace(str(unfinished))
+        os.replace(unfinished, path)
+        self._profile = None

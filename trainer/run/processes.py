@@ -1,0 +1,311 @@
+"""Nothing outlives a run, however it ends.
+
+Three mechanisms, each for an ending the others cannot see:
+
+- two guardians above the rank (`guardian.py`), for a rank that is killed, and for each other: vLLM's engine core has no
+  death pipe and would live on;
+- a death signal from the kernel, for a torchrun launcher that is killed: its ranks would train on without it;
+- signal handlers with a deadline, for a rank that is asked to end while its main thread sits in a collective, where
+  Python runs no handler. SIGTERM may be given a grace period before that (`hold_sigterm`), in which the run can save.
+
+Called before anything heavy is imported, so this module uses the standard library only.
+"""
+
+import ctypes
+import faulthandler
+import os
+import secrets
+import select
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from trainer.run import guardian
+from trainer.run.last_words import leave_word
+
+GRACE_SECONDS = 8.0  # from the signal to the forced exit; an orderly shutdown of vLLM takes up to 5
+_BASE_LIMIT = 40  # characters; a Unix socket's path has at most 107: up to 24 are our folder's name, 37 are vLLM's
+_SAME_REQUEST_SECONDS = 1.0  # Slurm and torchrun both forward a request; only what comes later is somebody's impatience
+_HANDLED = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+_folder: Path | None = None
+_hold: "_Hold | None" = None
+
+
+@dataclass
+class _Hold:
+    """What SIGTERM is given before it interrupts: `seconds`, if `worthwhile()` says that they will be of use."""
+
+    seconds: float
+    worthwhile: Callable[[], bool]
+    over: bool = False
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM, raised in the main thread. `exit_code` is 128 + the signal's number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+def start_guardian(*kept: int) -> Path:
+    """Put two guardians above this process, and make its private folder. The first thing a rank does.
+
+    The process that was started becomes the outer guardian, and the caller goes on in a grandchild of it, in a session
+    of its own (see `guardian.py`). So call it before there are other threads, and before using CUDA. `kept` are
+    descriptors that the guardians hold open as long as they are there.
+
+    The folder (mode 0700) is for sockets, vLLM's too, and becomes the place for temporary files, here and in all
+    children: what they leave there goes with it. Those of dead runs are removed. Returns it.
+    """
+    global _folder
+    if _folder is not None:
+        raise RuntimeError("this process has a guardian already")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _die_with_launcher()
+    shared = tempfile.gettempdir()
+    parent = shared if len(shared) <= _BASE_LIMIT else "/tmp"
+    guardian.sweep(Path(parent))
+    _folder = Path(tempfile.mkdtemp(prefix=f"hotbunk-{_rank()}-", dir=parent))
+    _go_below_guardians(_folder, (guardian.lock_folder(_folder), *kept))
+    os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = tempfile.tempdir = str(_folder)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_{os.getuid()}")  # serves later runs
+    return _folder
+
+
+def _go_below_guardians(folder: Path, kept: tuple[int, ...]) -> None:
+    """Fork twice: this process becomes the outer guardian, its child the inner one; return in the child's child."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Blocked signals wait for the guardians, which are exec'd and hand them on.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, guardian.WAITED_FOR)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    outer = os.getpid()
+    if inner := os.fork():
+        _become_guardian(inner, 0, folder, f"the guardian of {_name()}", kept)
+    os.setsid()  # neither Ctrl-C nor a launcher that kills the outer guardian's process group reaches it
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, guardian.PARENT_GONE)
+    inner = os.getpid()
+    if own := os.fork():
+        _become_guardian(own, outer, folder, _name(), kept)
+    os.setsid()
+    _die_with(inner)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _become_guardian(child: int, parent: int, folder: Path, name: str, kept: tuple[int, ...]) -> NoReturn:
+    """Go on as `guardian.py`, with no descriptors but standard error and those that are kept."""
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1):
+            os.dup2(null, descriptor)
+        for descriptor in {int(entry) for entry in os.listdir("/proc/self/fd")} - {0, 1, 2}:
+            with suppress(OSError):  # that of the list itself
+                os.set_inheritable(descriptor, descriptor in kept)
+        script = str(Path(__file__).with_name("guardian.py"))
+        os.chdir("/")
+        os.execv(sys.executable, [sys.executable, "-I", "-S", script, str(child), str(parent), str(folder), name])
+    finally:
+        os._exit(1)
+
+
+def _die_with_launcher() -> None:
+    """Have the kernel kill this process when torchrun is gone. SIGKILL: whatever it does then, nobody waits for it."""
+    launcher = os.environ.get("HOTBUNK_LAUNCHER")  # by scripts/train.sh
+    _die_with(os.getppid())
+    if launcher is not None and int(launcher) not in _ancestors():  # it died while this process was being started
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent is gone."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above took effect
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ancestors() -> Iterator[int]:
+    """The processes above this one."""
+    pid = os.getppid()
+    while pid > 0:
+        yield pid
+        pid = guardian.parent_of(pid)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def private_folder() -> Path:
+    """The folder that `start_guardian` made: mode 0700, short enough for sockets, gone when this process is."""
+    if _folder is None:
+        raise RuntimeError("there is no private folder before start_guardian()")
+    return _folder
+
+
+def remove_at_end(path: Path) -> None:
+    """Have the guardian delete this file (of shared memory, say) when the process is gone, if it is still there."""
+    (private_folder() / f"remove-{secrets.token_hex(8)}").symlink_to(path.absolute())
+
+
+def install_signal_handlers(
+    phase: Callable[[], str] = lambda: "start-up", grace_seconds: float = GRACE_SECONDS
+) -> None:
+    """From now on SIGINT and SIGTERM raise `Interrupted` in the main thread, and end the process in any case.
+
+    If it is still there after `grace_seconds`, or gets a second signal, it exits with 128 + the signal's number.
+    `phase` tells what the rank is doing, for the message. Call it from the main thread.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    announce = _announcer(phase)
+    raised = threading.Event()
+
+    def handler(number: int, _frame: FrameType | None) -> None:
+        announce(number)
+        if number == signal.SIGTERM and _hold is not None and not _hold.over:
+            return  # `_enforce` sees to it
+        if not raised.is_set():  # a second exception would only cut the clean-up of the first one short
+            raised.set()
+            raise Interrupted(number)
+
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # written by the C-level handler, whatever Python does
+    for number in _HANDLED:
+        signal.signal(number, handler)
+    os.register_at_fork(after_in_child=_forget_handlers)
+    arguments = (reader, announce, phase, grace_seconds)
+    threading.Thread(target=_enforce, args=arguments, name="signals", daemon=True).start()
+
+
+def hold_sigterm(seconds: float, worthwhile: Callable[[], bool]) -> None:
+    """From now on SIGTERM interrupts only after `seconds`: time to reach the end of a step and save.
+
+    It interrupts at once if `worthwhile()`, called on another thread, is false: torchrun sends the same signal to the
+    ranks that are left when one has died, and without it they finish nothing. SIGINT, and a second SIGTERM, interrupt
+    at once, too.
+    """
+    global _hold
+    _hold = _Hold(seconds, worthwhile)
+
+
+def interrupt_now() -> None:
+    """End a hold from the main thread, with `Interrupted`: what it was for is done."""
+    if _hold is not None:
+        _hold.over = True
+    signal.raise_signal(signal.SIGTERM)
+
+
+def _announcer(phase: Callable[[], str]) -> Callable[[int], None]:
+    """What says, once, how and when this rank was interrupted: main thread or enforcer, whichever runs first."""
+    said = threading.Lock()
+
+    def announce(number: int) -> None:
+        if said.acquire(blocking=False):
+            text = f"interrupted by {signal.Signals(number).name} during phase {phase()}"
+            leave_word("Interrupted", text)
+            line = f"{_name()}: {text}\n"
+            os.write(2, line.encode())  # not sys.stderr: the signal may have come while that was being written to
+
+    return announce
+
+
+def _forget_handlers() -> None:
+    """In a forked child: its signals are its own, and must not be reported through the parent's pipe."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _enforce(reader: int, announce: Callable[[int], None], phase: Callable[[], str], grace_seconds: float) -> None:
+    number = _next_signal(reader, None)
+    assert number is not None
+    announce(number)
+    if number == signal.SIGTERM and _hold is not None:
+        number = _wait_out(reader, _hold)
+    first = time.monotonic()
+    while (left := first + grace_seconds - time.monotonic()) > 0:
+        again = _next_signal(reader, left)
+        if again is not None and time.monotonic() - first > _SAME_REQUEST_SECONDS:
+            os._exit(128 + again)
+    os.write(2, f"{_name()}: still in phase {phase()} {grace_seconds:.0f} s after the signal; leaving\n".encode())
+    faulthandler.dump_traceback(file=2, all_threads=True)
+    leave(128 + number)
+
+
+def _wait_out(reader: int, hold: _Hold) -> int:
+    """Return when the hold is over or somebody is impatient, the main thread interrupted by the signal returned."""
+    number, began = int(signal.SIGTERM), time.monotonic()
+    while hold.worthwhile() and (left := began + hold.seconds - time.monotonic()) > 0:
+        again = _next_signal(reader, left)
+        if again is not None and (again != signal.SIGTERM or time.monotonic() - began > _SAME_REQUEST_SECONDS):
+            number = again
+            break
+    hold.over = True
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+    _next_signal(reader, _SAME_REQUEST_SECONDS)  # that one has come through the pipe as well
+    return number
+
+
+def _next_signal(reader: int, timeout: float | None) -> int | None:
+    """The next of the handled signals that arrives within `timeout` seconds (None: for ever), or None."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not select.select([reader], [], [], left)[0]:
+            return None
+        number = os.read(reader, 1)[0]
+        if number in _HANDLED:
+            return number
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Call `main`, and end the process with the exit code it returns, or that its exception stands for.
+
+    A rank that merely raised would hang in the interpreter's shutdown, which joins child processes and threads.
+    """
+    try:
+        code = main()
+    except Interrupted as interrupted:
+        code = interrupted.exit_code
+    except KeyboardInterrupt:  # before install_signal_handlers
+        leave_word("Interrupted", "interrupted by SIGINT during start-up")
+        print(f"{_name()}: interrupted by SIGINT during start-up", file=sys.stderr)
+        code = 128 + signal.SIGINT
+    except SystemExit as wanted:
+        code = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
+    except BaseException as error:
+        leave_word(type(error).__name__, str(error))
+        traceback.print_exc()
+        code = 1
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, its output flushed, without the interpreter's own shutdown. The guardian does the rest."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # closed, or nobody reads it any more: there is no one left to tell
+            continue
+    os._exit(code)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _name() -> str:
+    return f"rank {_rank()}"

@@ -1,0 +1,265 @@
+"""The record of a run: metrics.jsonl, completions.jsonl, summary.json, and a copy of the metrics in Weights & Biases.
+
+One writer, one line and one W&B call a step. The files are the record: floats are written so that they read back
+bit-equal, and a resumed run first drops the lines behind its checkpoint, so that its file equals an uninterrupted
+one's. In W&B it goes on as the same run with every step once: what W&B lacks is sent from the file, and what it has is
+not sent again, since it cannot be overwritten. W&B lives on a thread of its own behind a bounded queue: it starts while
+the model loads, and whether it is missing, slow, broken or off the network, training does not notice.
+"""
+
+import json
+import math
+import netrc
+import os
+import queue
+import re
+import secrets
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlparse
+
+from sharding.ranks import is_main
+from trainer.errors import UserError
+from trainer.run.records import Rows, whole_rows, write_whole
+
+WandbMode = Literal["auto", "offline", "online", "disabled"]
+
+_FILES = ("metrics.jsonl", "completions.jsonl")
+_TEXT_LIMIT = 4000  # characters of one answer in completions.jsonl
+_QUEUE_LIMIT = 1000  # steps that W&B may lag behind
+_FINISH_SECONDS = 60.0  # for W&B to upload the rest
+
+
+class NullTracker:
+    """What every rank but 0 has: takes everything, writes nothing."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record a step's metrics; once a step, in rising order."""
+
+    def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Record some of a step's answers."""
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """Add to the figures of the whole run."""
+
+    def close(self) -> None:
+        """Finish. Safe to call twice."""
+
+
+class Tracker(NullTracker):
+    """Writes a run's folder, on rank 0."""
+
+    def __init__(self, folder: Path, last: int, completions_per_step: int, copies: list["WandbCopy"]) -> None:
+        """`last` is the last step that the files hold; `copies` one `WandbCopy`, or none where W&B is disabled."""
+        self._folder, self._completions_per_step, self._copies = folder, completions_per_step, copies
+        self._last = last
+        self._summary: dict[str, Any] = {}
+        # Half of a surrogate pair, which answers may hold, has no UTF-8: in JSON its escape means the same.
+        files = [(folder / name).open("a", encoding="utf-8", errors="backslashreplace") for name in _FILES]
+        self._metrics_file, self._completions_file = files
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if step <= self._last:
+            raise ValueError(f"step {step} is logged after step {self._last}; each step is logged once, in order")
+        self._check_folder()
+        self._last = step
+        row = {"train/step": step} | metrics
+        self._metrics_file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
+        for file in (self._metrics_file, self._completions_file):
+            file.flush()
+            os.fsync(file.fileno())  # before a checkpoint says that the step is done
+        for copy in self._copies:
+            copy.log(row)
+
+    def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
+        for row in rows[: self._completions_per_step]:
+            line = {"train/step": step} | {key: _shortened(value) for key, value in row.items()}
+            self._completions_file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+
+    def summary(self, values: dict[str, Any]) -> None:
+        self._check_folder()
+        self._summary |= {key: _finite(value) for key, value in values.items()}
+        write_whole(self._folder / "summary.json", json.dumps(self._summary, indent=2) + "\n")
+        for copy in self._copies:
+            copy.summary(values)
+
+    def _check_folder(self) -> None:
+        """Raise UserError when the folder was deleted, moved or replaced meanwhile: what is written would be lost."""
+        path = self._folder / "metrics.jsonl"
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(self._metrics_file.fileno())):
+                return
+        raise UserError(
+            f"{self._folder} was deleted, moved or replaced while the run was writing to it, with the record of "
+            f"{max(self._last, 0)} steps and its checkpoints: put it back, or start over by the same command, and "
+            "leave it alone until the run has ended"
+        )
+
+    def close(self) -> None:
+        self._metrics_file.close()
+        self._completions_file.close()
+        for copy in self._copies:
+            copy.close()
+
+
+class WandbCopy:
+    """The copy in Weights & Biases, on a thread of its own. The first failure ends it, with one warning."""
+
+    def __init__(self, settings: dict[str, Any], earlier: list[dict[str, float]]) -> None:
+        """Continue or begin a run.
+
+        Args:
+            settings: keyword arguments of `wandb.init`; none of its costly extras is on.
+            earlier: the steps that a resumed run has behind it, in order; W&B gets those that it lacks.
+        """
+        self._settings, self._earlier = settings, earlier
+        self._queue: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(_QUEUE_LIMIT)
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+
+    def log(self, row: dict[str, float]) -> None:
+        """Copy a step's metrics, train/step included."""
+        self._put("log", row)
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """Copy figures of the whole run."""
+        self._put("summary", values)
+
+    def close(self) -> None:
+        """Wait, but not for ever, until W&B has everything."""
+        self._put("finish", {})
+        self._thread.join(_FINISH_SECONDS)
+        if self._thread.is_alive():
+            _warn(f"not finished after {_FINISH_SECONDS:.0f} s")
+
+    def _put(self, what: str, values: dict[str, Any]) -> None:
+        if self._thread.is_alive():
+            try:
+                self._queue.put_nowait((what, values))
+            except queue.Full:  # a network that hangs; the files have it all
+                return
+
+    def _work(self) -> None:
+        try:
+            replaced = _offline_folders(self._settings)
+            run = _start(self._settings)
+            last = run.summary.get("train/step", -1) if run.resumed else -1
+            for row in self._earlier:
+                if row["train/step"] > last:
+                    run.log(row)
+            # An upload of one folder replaces what another of the same run has brought (wandb#5865), and this folder
+            # begins with all steps: `wandb sync` is to leave the others out.
+            for file in replaced:
+                file.with_suffix(".wandb.synced").touch()
+            while True:
+                what, values = self._queue.get()
+                if what == "log":
+                    if values["train/step"] > last:
+                        run.log(values)
+                elif what == "summary":
+                    run.summary.update(values)
+                else:
+                    run.finish()
+                    sys.modules["wandb"].teardown()  # ends its service process, too
+                    return
+        except BaseException as error:
+            _warn(f"{type(error).__name__}: {error}")
+
+
+def make_tracker(
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    name: str,
+    project: str = "hotbunk",
+    wandb: WandbMode = "auto",
+    completions_per_step: int = 8,
+    resumed_from: int | None = None,
+) -> NullTracker:
+    """This rank's tracker; only rank 0's writes.
+
+    `config` is the resolved configuration, for W&B. `resumed_from` is the step of the checkpoint that the run continues
+    from; without it, files of an earlier run in the folder are begun anew.
+    """
+    if not is_main():
+        return NullTracker()
+    folder.mkdir(parents=True, exist_ok=True)
+    last = -1 if resumed_from is None else resumed_from
+    earlier, _ = (_keep_until(folder / name, last) for name in _FILES)
+    mode = _resolve(wandb)
+    if mode == "disabled":
+        return Tracker(folder, last, completions_per_step, [])
+    resumed = {} if resumed_from is None else {"resumed_from": resumed_from}
+    settings = {"project": project, "name": name, "dir": str(folder), "mode": mode, "config": config | resumed}
+    settings |= {"id": _run_id(folder, new=resumed_from is None), "resume": "allow"}
+    return Tracker(folder, last, completions_per_step, [WandbCopy(settings, earlier)])
+
+
+def _resolve(wanted: WandbMode) -> str:
+    """auto: what WANDB_MODE says, else online where there is a login, else offline; never a question to the user."""
+    if wanted != "auto":
+        return wanted
+    if chosen := os.environ.get("WANDB_MODE"):
+        return {"dryrun": "offline", "run": "online"}.get(chosen, chosen)
+    return "online" if os.environ.get("WANDB_API_KEY") or _has_login() else "offline"
+
+
+def _has_login() -> bool:
+    """Whether `wandb login` has left a key in ~/.netrc. Asking W&B itself would import it."""
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _start(settings: dict[str, Any]) -> Any:
+    """Import W&B and begin a run of metrics only. The step is a metric like others: W&B's own counter drops rows."""
+    os.environ.setdefault("WANDB_SILENT", "true")  # the setting of this name comes too late for some of its lines
+    import wandb
+
+    lean = wandb.Settings(
+        console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True, x_disable_meta=True
+    )
+    run = wandb.init(**settings, settings=lean)
+    run.define_metric("train/step")
+    run.define_metric("*", step_metric="train/step")
+    return run
+
+
+def _warn(reason: str) -> None:
+    print(f"[hotbunk] no further copy in Weights & Biases ({reason}); metrics.jsonl has everything", file=sys.stderr)
+
+
+def _run_id(folder: Path, new: bool) -> str:
+    """The run's name in W&B's own records, kept beside its files; `new` for a run that starts over."""
+    file = folder / "wandb_id"
+    if new or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
+        write_whole(file, secrets.token_hex(4))
+    return file.read_text()
+
+
+def _offline_folders(settings: dict[str, Any]) -> list[Path]:
+    """W&B's files of the run's earlier sessions."""
+    return list(Path(settings["dir"]).glob(f"wandb/offline-run-*-{settings['id']}/*.wandb"))
+
+
+def _keep_until(path: Path, last: int) -> Rows:
+    """Leave the whole rows of steps up to `last` in the file, and nothing else; returns them."""
+    kept = [(line, row) for line, row in whole_rows(path) if row["train/step"] <= last]
+    if path.exists():
+        write_whole(path, b"".join(line + b"\n" for line, _ in kept))
+    return [row for _, row in kept]
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities have no spelling in JSON: null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _shortened(value: Any) -> Any:
+    too_long = isinstance(value, str) and len(value) > _TEXT_LIMIT
+    return f"{value[:_TEXT_LIMIT]} … ({len(value)} characters)" if too_long else value

@@ -1,0 +1,244 @@
+"""Every phase has a deadline; when one expires, the run ends and says where everybody was.
+
+One daemon thread a rank looks at the rank's own deadlines, and at the store the ranks share, on its own connection. The
+rank whose phase takes too long raises the alarm there; within a second every rank prints its phase and all its threads'
+stacks, and exits. It does not depend on collectives, which is what a hung rank hangs in.
+
+Each rank listens to the beat of the next one, so that one whose process or machine is gone is noticed though nobody
+gets an error: on several nodes each launcher sees its own ranks only, and a kernel that waits for a peer waits on.
+
+By the same way a rank that is asked to end lets all others know, and learns whether they are alive (`call_all`).
+
+A Python thread cannot run while C code keeps the interpreter's lock. For that, the same deadline plus a margin is set
+in `faulthandler`, whose timer runs without the interpreter.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+import torch.distributed as dist
+
+from trainer.run.last_words import leave_word
+
+EXIT_CODE = 124  # what timeout(1) exits with
+_POLL_SECONDS = 0.5
+_LAST_WORDS_SECONDS = 3.0  # how long the ranks wait for each other's stacks before they exit
+_STORE_GONE_SECONDS = 5.0  # how long the main thread has to end by itself when the store has gone
+_HELD_LOCK_MARGIN_SECONDS = 30.0
+_ALARM = "watchdog/alarm"
+_CALL = "watchdog/call"
+_BEAT_SECONDS = 5.0
+_SILENT_SECONDS = 120.0  # without a beat: longer than C code keeps the interpreter's lock, or a rank is stopped
+_CALL_SECONDS = 3.0  # in which every living rank answers: some polls
+_STDERR = 2  # the descriptor: sys.stderr may be replaced by something without one
+
+
+@dataclass(frozen=True)
+class _Phase:
+    name: str
+    since: float  # time.monotonic()
+    deadline: float  # seconds it may take
+
+    def __str__(self) -> str:
+        return f"phase {self.name} for {time.monotonic() - self.since:.1f} s (deadline {self.deadline:g} s)"
+
+
+class Watchdog:
+    """Watches this rank's phases, and through `store` everybody's. Close it on every rank before the process group.
+
+    Args:
+        store: any c10d store; the watchdog works on a clone of it.
+        exit_process: what to do last; a test passes its own.
+
+    Attributes:
+        called_at: when this rank has heard that one of them was asked to end (time.monotonic()), or None.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, exit_process: Callable[[int], object] = os._exit
+    ) -> None:
+        self._rank, self._world_size, self._exit = rank, world_size, exit_process
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # absent from torch's stubs
+        self._store.set_timeout(timedelta(seconds=10))
+        self._phases: tuple[_Phase, ...] = ()  # outermost first; replaced, never changed: the thread needs no lock
+        self._posted: tuple[_Phase, ...] | None = None
+        self.called_at: float | None = None
+        self._next = (rank + 1) % world_size
+        self._heard, self._missed = b"", 0  # the next rank's latest beat, and how many of our own there were since
+        self._beat_at = time.monotonic()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def phase(self, name: str, seconds: float) -> Iterator[None]:
+        """The block is phase `name` and may take `seconds`. Phases nest, each with its deadline. Main thread only."""
+        outer = self._phases
+        self._phases = (*outer, _Phase(name, time.monotonic(), seconds))
+        self._arm()
+        try:
+            yield
+        finally:
+            self._phases = outer
+            self._arm()
+
+    def current_phase(self) -> str:
+        """What this rank is doing, outermost first: "step > rollout"; "start-up" before the first phase."""
+        return _path(self._phases)
+
+    def call_all(self) -> bool:
+        """Tell all ranks that this one is asked to end. Returns whether all of them answer. For any thread."""
+        store: dist.Store = self._store.clone()  # type: ignore[attr-defined]
+        try:
+            store.set(_CALL, "")
+            store.wait([f"watchdog/here/{rank}" for rank in range(self._world_size)], timedelta(seconds=_CALL_SECONDS))
+        except RuntimeError:  # somebody is silent, or the store is gone
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close()
+        if kind is None:
+            with contextlib.suppress(RuntimeError):  # the store is gone, and so are the others
+                self._store.set(f"watchdog/beat/{self._rank}", "closed")
+
+    def _arm(self) -> None:
+        """Set the timer that needs no interpreter to the first deadline of the phases that are open."""
+        if not self._phases:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        left = min(phase.since + phase.deadline for phase in self._phases) - time.monotonic()
+        faulthandler.dump_traceback_later(max(left, 0.0) + _HELD_LOCK_MARGIN_SECONDS, exit=True, file=_STDERR)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_POLL_SECONDS):
+            if expired := self._expired():
+                self._raise_alarm(f"exceeded a deadline, {expired}")
+                return
+            try:
+                self._post()
+                self._answer()
+                if self._is_silent():
+                    self._raise_alarm(f"has heard nothing of rank {self._next} for {_SILENT_SECONDS:g} s")
+                    return
+                alarm = self._store.check([_ALARM])
+            except RuntimeError as gone:
+                self._end_without_store(gone)
+                return
+            if alarm:
+                self._last_words()
+                return
+
+    def _expired(self) -> _Phase | None:
+        now = time.monotonic()
+        return next((phase for phase in self._phases if now - phase.since > phase.deadline), None)
+
+    def _post(self) -> None:
+        """Tell the store what this rank is doing and since when (wall clock), if that has changed."""
+        phases = self._phases
+        if phases is not self._posted:
+            elapsed = time.monotonic() - phases[-1].since if phases else 0.0
+            self._store.set(f"watchdog/phase/{self._rank}", json.dumps([_path(phases), time.time() - elapsed]))
+            self._posted = phases
+
+    def _answer(self) -> None:
+        """Take note of a call, and say that this rank is alive."""
+        if self.called_at is None and self._store.check([_CALL]):
+            self.called_at = time.monotonic()
+            self._store.set(f"watchdog/here/{self._rank}", "")
+
+    def _is_silent(self) -> bool:
+        """Beat, and tell whether the next rank has not for too long, though it did before.
+
+        Counted in beats of our own: what stops a whole machine stops both.
+        """
+        if self._next == self._rank or time.monotonic() - self._beat_at < _BEAT_SECONDS:
+            return False
+        self._beat_at = time.monotonic()
+        self._store.set(f"watchdog/beat/{self._rank}", str(self._beat_at))
+        key = f"watchdog/beat/{self._next}"
+        beat = self._store.get(key) if self._store.check([key]) else b""
+        self._missed = self._missed + 1 if beat and beat == self._heard != b"closed" else 0
+        self._heard = beat
+        return self._missed * _BEAT_SECONDS >= _SILENT_SECONDS
+
+    def _raise_alarm(self, why: str) -> None:
+        """Something is wrong, as this rank finds: tell the others; the first rank to tell prints everybody's phases."""
+        leave_word("Deadline", why)
+        try:
+            self._post()
+            table = self._everybody() if self._store.add(_ALARM, 1) == 1 else ""
+        except RuntimeError as gone:
+            table = f"  unknown, the store is gone: {gone}\n"
+        if table:
+            _say(f"rank {self._rank} {why}; phases of all ranks:\n{table}")
+        self._last_words()
+
+    def _everybody(self) -> str:
+        lines = []
+        for rank in range(self._world_size):
+            key = f"watchdog/phase/{rank}"
+            if self._store.check([key]):
+                name, since = json.loads(self._store.get(key))
+                lines.append(f"  rank {rank}: {name} for {time.time() - since:.1f} s\n")
+            else:
+                lines.append(f"  rank {rank}: not heard of yet\n")
+        return "".join(lines)
+
+    def _last_words(self) -> None:
+        """Print this rank's phase and stacks, wait until the others have (a launcher kills them after us), exit."""
+        self._describe()
+        try:
+            self._store.set(f"watchdog/said/{self._rank}", "")
+            keys = [f"watchdog/said/{rank}" for rank in range(self._world_size)]
+            self._store.wait(keys, timedelta(seconds=_LAST_WORDS_SECONDS))
+        except RuntimeError as silent:
+            _say(f"rank {self._rank}: left without hearing from every rank: {str(silent).splitlines()[0]}\n")
+        self._exit(EXIT_CODE)
+
+    def _end_without_store(self, gone: Exception) -> None:
+        """The process that held the store has died, so no collective can end well; the main thread may know already."""
+        if self._closed.wait(_STORE_GONE_SECONDS):
+            return
+        leave_word("RemoteError", "lost the store that the ranks share, so its holder has ended")
+        _say(f"rank {self._rank}: lost the store that the ranks share, so its holder has ended: {gone}\n")
+        self._describe()
+        self._exit(EXIT_CODE)
+
+    def _describe(self) -> None:
+        phase = str(self._phases[-1]) if self._phases else "no phase"
+        with tempfile.TemporaryFile() as buffer:  # faulthandler writes to descriptors only
+            faulthandler.dump_traceback(buffer, all_threads=True)
+            buffer.seek(0)
+            stacks = buffer.read().decode(errors="replace")
+        _say(f"rank {self._rank}: {phase}\n" + "".join(f"rank {self._rank} | {line}\n" for line in stacks.splitlines()))
+
+
+def _path(phases: tuple[_Phase, ...]) -> str:
+    return " > ".join(phase.name for phase in phases) or "start-up"
+
+
+def _say(text: str) -> None:
+    """Write to standard error at once, so that the ranks' lines do not mix."""
+    sys.stderr.write(text)
+    sys.stderr.flush()

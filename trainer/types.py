@@ -1,0 +1,267 @@
+"""What the loop asks of a policy, whatever shards it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from sharding.ranks import exchange
+from sharding.send.source import partition
+from trainer.estimates.flops import Work
+
+
+@dataclass
+class Sample:
+    """One sequence to train on, prompt and response together; the four lists are equally long.
+
+    Attributes:
+        input_ids: prompt and response ids; at least one.
+        loss_mask: 1 where the policy sampled the token, 0 elsewhere, so 0 on the whole prompt. By position, never by
+            id.
+        engine_logprobs: nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0.
+        advantage: the same for every token of the sequence, where it is known beforehand.
+    """
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    engine_logprobs: list[float]
+    advantage: float = 0.0
+
+    @property
+    def trainable(self) -> int:
+        """Tokens that are learned. The first is not among them, whatever its mask: nothing comes before it."""
+        return sum(self.loss_mask[1:])
+
+    def __post_init__(self) -> None:
+        if not len(self.input_ids) == len(self.loss_mask) == len(self.engine_logprobs) > 0:
+            raise ValueError(
+                f"a sample needs equally many ids ({len(self.input_ids)}), mask entries ({len(self.loss_mask)}) and "
+                f"log-probabilities ({len(self.engine_logprobs)}), and at least one of each"
+            )
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Sequences laid end to end, each without its last token, which predicts nothing; N tokens of S sequences.
+
+    Attributes:
+        tokens: [N] int64, where they are in `MicroBatch.input_ids`, flattened.
+        positions: [N] int64, of each in its sequence, from 0.
+        starts: [S+1] int32, where each sequence begins, and N.
+        lengths: of the sequences, their tokens in the pack.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    starts: Tensor
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a micro-batch's K targets are: found on the host, so that a pass over it never waits for the device.
+
+    Attributes:
+        targets: [K] int64, where the loss mask is 1, in [B, T-1] flattened; ascending.
+        states: [K] int64, of the hidden states that predict them in what the model runs on, flattened.
+        pack: what the model runs on; None: on `input_ids[:, :-1]`.
+    """
+
+    targets: Tensor
+    states: Tensor
+    pack: Pack | None = None
+
+    @classmethod
+    def of(cls, loss_mask: Tensor, lengths: list[int], packed: bool = False) -> "Layout":
+        """The layout for a mask [B, T-1] that is on the host."""
+        width = loss_mask.shape[1]
+        targets = loss_mask.flatten().nonzero().squeeze(1)
+        if not packed:
+            return cls(targets, targets)
+        sizes = [max(1, length - 1) for length in lengths]
+        starts = torch.tensor([0, *sizes]).cumsum(0)
+        rows, columns = targets // width, targets % width
+        positions = torch.cat([torch.arange(size) for size in sizes])
+        tokens = positions + torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) * (width + 1)
+        return cls(targets, starts[rows] + columns, Pack(tokens, positions, starts.int(), sizes))
+
+
+@dataclass
+class MicroBatch:
+    """B right-padded sequences of T positions; what is about targets has T - 1 columns, aligned to `input_ids[:, 1:]`.
+
+    There is no attention mask: with padding on the right and causal attention no real token ever sees a padding token,
+    and what the padding positions compute is left out of the loss. Where the loss mask is 0, tensors may hold anything,
+    inf and NaN included: whoever reads one selects by the mask and does not multiply with it.
+
+    Attributes:
+        input_ids: [B, T] int64, T >= 2.
+        loss_mask: [B, T-1] float32.
+        engine_logprobs: [B, T-1] float32, nats.
+        advantages: [B, T-1] float32.
+        lengths: for each sequence its tokens without padding, 1 to T.
+        layout: where the targets are, and what the model runs on: the real tokens alone, laid end to end, or padding,
+            too. Nothing else depends on which it is.
+        rows: for each sequence its position in the list of samples; empty in a zero-weight micro-batch.
+        old_logprobs: [B, T-1] float32 of the policy the step began with, once computed.
+        ref_logprobs: [B, T-1] float32 of the reference policy, once computed.
+        decisive: [B, T-1] bool, the tokens that the policy loss counts; None: all.
+        old_values: [B, T-1] float32 of the critic the step began with, once computed.
+        returns: [B, T-1] float32, what the critic is to learn.
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    engine_logprobs: Tensor
+    advantages: Tensor
+    lengths: list[int]
+    layout: Layout
+    rows: list[int] = field(default_factory=list)
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    decisive: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+
+    def trained(self, values: Tensor) -> Tensor:
+        """Of `values` [B, T-1] those of the K targets."""
+        return values.flatten().index_select(0, self.layout.targets)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[B, T-1] with the K values at their targets, 0 elsewhere."""
+        zeros = values.new_zeros(self.loss_mask.numel())
+        return zeros.index_copy(0, self.layout.targets, values).view_as(self.loss_mask)
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same with its tensors on a device."""
+        return cast(MicroBatch, _moved(self, device))
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    """A dataclass with the tensors in it, and in the dataclasses in it, on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if not isinstance(value, Layout | Pack | MicroBatch):
+        return value
+    return replace(value, **{each.name: _moved(getattr(value, each.name), device) for each in fields(value)})
+
+
+@dataclass
+class Outputs:
+    """What a model says of a micro-batch's targets, each [B, T-1] float32 and 0 where the loss mask is 0.
+
+    Attributes:
+        logprobs: of the targets, nats, at the sampling temperature.
+        entropy: of the distribution that the target was drawn from, nats.
+        values: expected return of the state in which the target was sampled; where a value head shares the trunk.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None = None
+
+
+LossFn = Callable[[MicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
+"""The batch's summed loss, already divided by the whole step's count, and figures to be summed over micro-batches and
+ranks."""
+
+
+@dataclass
+class UpdateStats:
+    """What one optimizer step did; the same on all ranks.
+
+    Attributes:
+        loss: of the whole step, all ranks.
+        grad_norm: global L2 norm before clipping.
+        learning_rate: the one the step used, or would have used.
+        skipped: loss or gradient was not finite, so nothing was changed.
+        sums: what the loss function returned, summed over micro-batches and ranks.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    sums: dict[str, float] = field(default_factory=dict)
+
+
+class Scorer(Protocol):
+    """A model that says how likely tokens are: a policy, or its reference."""
+
+    @property
+    def work(self) -> Work:
+        """What it has computed so far on this rank; of one model with two names the same object."""
+
+    def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
+        """The outputs for each batch, without gradients. Collective."""
+
+
+class Policy(Scorer, Protocol):
+    """A language model, sharded over the ranks, that scores tokens and learns from them.
+
+    Every method but the attributes is collective: all ranks call it, with equally many micro-batches.
+    """
+
+    device: torch.device
+    model: PreTrainedModel
+
+    @property
+    def version(self) -> int:
+        """How many updates were applied; skipped ones do not count."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters under the names they have in the Transformers model, tied ones once; sharded, as they are."""
+
+    def score_tokens(self, token_ids: list[int]) -> list[float]:
+        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`."""
+
+    def update(
+        self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
+    ) -> UpdateStats:
+        """One optimizer step on the sum of all batches' losses over all ranks.
+
+        `place` is where the run is, for the learning rate: see `optimizer.learning_rate_factor`. None: as many
+        updates were asked for as were applied.
+        """
+
+    def release(self, weights: bool) -> int:
+        """Put away what policy.offload says: optimizer state, and the weights themselves if `weights`; returns bytes.
+
+        Not collective. Until `restore` there is nothing else to ask of it, but what `weights=False` leaves.
+        """
+
+    def restore(self) -> None:
+        """Everything in its place again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded tensors of model and optimizer, and counters, as torch.distributed.checkpoint wants them."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the model in Hugging Face format."""
+
+
+@torch.no_grad()
+def culprits(policy: Policy) -> str:
+    """Which parameter is the first, in the model's order, to hold a NaN or an infinity, as a clause. Collective."""
+
+    def held(parameter: Tensor) -> Tensor:
+        if hasattr(parameter, "ds_tensor"):
+            return partition(parameter)
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    parameters = dict(policy.named_parameters())
+    own = [name for name, parameter in parameters.items() if not torch.isfinite(held(parameter)).all()]
+    bad = set().union(*exchange(own))
+    if not bad:
+        return "all parameters of the policy are finite: look at the engine's dtype, kernels and logits processors"
+    first = next(name for name in parameters if name in bad)
+    count = f" (the first of {len(bad)})" if len(bad) > 1 else ""
+    return f"the policy's parameter {first}{count} holds values that are not finite"
