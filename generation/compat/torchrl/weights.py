@@ -76,7 +76,7 @@ class WeightUpdates:
             ValueError: naming the weights that are missing, unknown, or of another shape or dtype.
         """
         sent = {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (dtype, shape) in trainer.items()}
-        if complaints := _sharding("manifest:differences")(sent, self._manifest()):
+        if complaints := _sharding("wire.manifest:differences")(sent, self._manifest()):
             raise ValueError("the trainer's weights are not the engines': " + "; ".join(complaints))
 
     def _manifest(self) -> dict[str, list[Any]]:
@@ -109,7 +109,7 @@ class WeightUpdates:
         """
         self._require_launched("initializing weight update group")
         size = gpus_per_replica(self.settings)
-        world, offsets = _sharding("collective:engine_ranks")(len(self.actors), size)
+        world, offsets = _sharding("apart.broadcast:engine_ranks")(len(self.actors), size)
         return [
             replica.submit("join_weights_group", offset - 1, master_address, int(master_port), world, UPDATE_SECONDS)
             for replica, offset in zip(self.actors, offsets, strict=True)
@@ -156,7 +156,7 @@ class WeightUpdates:
         return report
 
     def _stream(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> Any:
-        return _sharding("source:StreamSource")(self._manifest(), weights)
+        return _sharding("send.source:StreamSource")(self._manifest(), weights)
 
     def _connected_sender(self, source: Any) -> Any:
         """The sender of the updates before, or a new one that all workers have joined."""
@@ -165,9 +165,9 @@ class WeightUpdates:
             return self._sender
         self._source = _CurrentSource(source)
         device = self._sending_device()
-        settings = _sharding("sending:SyncSettings")(timeout=UPDATE_SECONDS)
+        settings = _sharding("send.push:SyncSettings")(timeout=UPDATE_SECONDS)
         workers = len(self.actors) * gpus_per_replica(self.settings)
-        self._sender = _sharding("collective:CollectiveSender")(
+        self._sender = _sharding("apart.broadcast:CollectiveSender")(
             self._source, device, settings, workers, host=self.get_master_address()
         )
         calls = self.init_weight_update_group(self._sender.ip, self._sender.port)
