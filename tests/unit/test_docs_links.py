@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainer import TrainConfig
 from trainer.cli import parse
-from trainer.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
