@@ -12,11 +12,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from generation.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _UNSEEN = re.compile(r"[\s�]+")  # whitespace, and what stands for bytes that are no text
@@ -193,15 +196,39 @@ def _begins(ids: Sequence[int], start: Sequence[int]) -> bool:
     return list(ids[: len(start)]) == list(start)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Generation:
-    """One request's prompt, and what was sampled for it: ids and log-probabilities (nats), equally many."""
+    """One answer: the ids that were sampled for a prompt.
 
-    prompt_ids: list[int]
+    Attributes:
+        logprobs: the engine's log-probability (nats) of each sampled token.
+        finish_reason: vLLM's "stop", "length" or "abort"; "error" where there is no answer.
+        error: why there is no answer, where a failed request counts as one; otherwise empty.
+        weight_version: the policy version that answered.
+        text, prompt_text: answer and prompt, decoded, where prompts come as text.
+        request_id, index: of vLLM's output and of its completion.
+        place: prompt and sample index, which decided the seed.
+        position: of its prompt in the call that asked for it.
+        off_policy: how its sampling parameters differ from training's, as a sentence; empty: not at all.
+        parent: the answer that its prompt continues.
+        continued: whether another prompt continues it.
+    """
+
     token_ids: list[int]
     logprobs: list[float]
-    weight_version: int
-    finish_reason: str
+    finish_reason: str = "stop"
+    error: str = ""
+    prompt_ids: list[int] = field(default_factory=list)
+    weight_version: int = 0
+    text: str = ""
+    prompt_text: str = ""
+    request_id: str = field(default="", compare=False)
+    index: int = field(default=0, compare=False)
+    place: tuple[int, int] = (0, 0)
+    position: int = 0
+    off_policy: str = ""
+    parent: "Generation | None" = field(default=None, repr=False, compare=False)
+    continued: bool = False
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -209,8 +236,47 @@ class Generation:
 
     @property
     def ids(self) -> list[int]:
-        """Prompt and answer."""
+        """Prompt and answer: the beginning of every prompt that continues it."""
         return self.prompt_ids + self.token_ids
+
+    @property
+    def chain(self) -> list["Generation"]:
+        """All answers of its conversation up to this one, in order."""
+        chain = [self]
+        while chain[-1].parent is not None:
+            chain.append(chain[-1].parent)
+        return chain[::-1]
+
+
+def generations_of(output: "RequestOutput", weight_version: int = 0) -> list[Generation]:
+    """One `Generation` for each completion of an output. Raises ValueError if it lacks log-probabilities."""
+    return [
+        Generation(
+            list(completion.token_ids),
+            sampled_logprobs(completion),
+            completion.finish_reason or "abort",
+            prompt_ids=list(output.prompt_token_ids or []),
+            weight_version=weight_version,
+            text=completion.text,
+            prompt_text=output.prompt or "",
+            request_id=output.request_id,
+            index=completion.index,
+        )
+        for completion in output.outputs
+    ]
+
+
+def sampled_logprobs(completion: Any) -> list[float]:
+    """The log-probability (nats) of each sampled token of a `CompletionOutput`, flat or not, other tokens' beside it
+    or not.
+    """
+    token_ids, logprobs = list(completion.token_ids), completion.logprobs
+    if logprobs is None or len(logprobs) != len(token_ids):
+        found = "no" if logprobs is None else len(logprobs)
+        raise ValueError(f"an output has {found} log-probabilities for {len(token_ids)} tokens: ask for logprobs=0")
+    if token_ids and len(getattr(logprobs, "token_ids", ())) == len(token_ids):  # flat, sampled tokens only
+        return list(logprobs.logprobs)
+    return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=True)]
 
 
 class Capture:

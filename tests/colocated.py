@@ -7,10 +7,11 @@ from typing import Any, Self
 import torch
 from transformers import AutoModelForCausalLM
 
-from generation.engine.engine import Completion, VllmAsyncGenerationWorker
+from generation.engine.engine import VllmAsyncGenerationWorker
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
+from generation.exact_ids import Generation
 from sharding.manager import Leader, ShardingManager, SyncSettings
 from sharding.send.source import FsdpWeightSource
 from trainer.policy.hf_format import checkpoint_views, parameter_names
@@ -121,11 +122,11 @@ class Colocated:
         self.manager.close()
         self._folder.cleanup()
 
-    def complete(self, prompt: list[int], sampling: SamplingSettings, seed: int = 0) -> Completion:
+    def complete(self, prompt: list[int], sampling: SamplingSettings, seed: int = 0) -> Generation:
         coroutine = self.leader.engine.complete(prompt, sampling, seed=seed, policy_version=self.policy.version)
         return self.leader.thread.run(coroutine, 60, "a test completion")
 
-    def gap(self, prompt: list[int], completion: Completion, temperature: float) -> float:
+    def gap(self, prompt: list[int], completion: Generation, temperature: float) -> float:
         """Largest difference between the engine's log-probabilities and plain Transformers' own second pass."""
         own = self.policy.logprobs(prompt + completion.token_ids, temperature)[len(prompt) - 1 :]
         return max(abs(a - b) for a, b in zip(own, completion.logprobs, strict=True))

@@ -23,7 +23,7 @@ from generation.compat.nemo.batch import (
 )
 from generation.compat.nemo.config import VllmConfig, engine_settings, pad_token_id, sampling_settings
 from generation.engine.lifecycle import EngineLifecycle, EngineStateError
-from generation.engine.sampling import Completion, SamplingSettings, response_budget, sample_seed, vllm_sampling_params
+from generation.engine.sampling import SamplingSettings, response_budget, sample_seed, vllm_sampling_params
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import as_ready
 from generation.engine.vllm_compat import (
@@ -34,15 +34,13 @@ from generation.engine.vllm_compat import (
     unfinished_requests,
     worker_memory,
 )
-from generation.rollouts.history import sampled_logprobs
+from generation.exact_ids import Generation, generations_of, sampled_logprobs
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from generation.server import OpenAIServer
-
-__all__ = ["Completion", "VllmAsyncGenerationWorker"]
 
 T = TypeVar("T")
 
@@ -120,7 +118,7 @@ class VllmAsyncGenerationWorker:
 
     async def complete(
         self, prompt_ids: list[int], sampling: SamplingSettings, *, seed: int, policy_version: int
-    ) -> Completion:
+    ) -> Generation:
         """Sample one response to one prompt, token ids in and token ids out.
 
         Raises:
@@ -132,7 +130,7 @@ class VllmAsyncGenerationWorker:
             raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self.settings.max_model_len}")
         params = vllm_sampling_params(sampling, seed, budget)
         prompt = {"prompt_token_ids": prompt_ids}
-        return Completion.from_vllm((await self.request(prompt, params, policy_version=policy_version)).outputs[0])
+        return generations_of(await self.request(prompt, params, policy_version=policy_version), policy_version)[0]
 
     async def request(
         self, prompt: dict[str, Any], params: "SamplingParams", *, policy_version: int
@@ -164,7 +162,7 @@ class VllmAsyncGenerationWorker:
             raise RuntimeError("vLLM ended a request without an output")
         return final
 
-    async def answer(self, row: Row, greedy: bool, call: int) -> Completion:
+    async def answer(self, row: Row, greedy: bool, call: int) -> Generation:
         """One sample of a batch. Its seed is a function of (engine seed, `call`, its place), whichever engine it is.
 
         A request that fails is a completion with `error` set. An engine in the wrong state, or dead, raises.
@@ -174,10 +172,10 @@ class VllmAsyncGenerationWorker:
         try:
             completion = await self.complete(row.token_ids, sampling, seed=seed, policy_version=version)
         except request_errors() as error:
-            return Completion.failed(f"{type(error).__name__}: {error}")
+            return Generation([], [], "error", f"{type(error).__name__}: {error}")
         if completion.finish_reason in ("stop", "length"):
             return completion
-        return Completion.failed(f"vLLM ended the request with {completion.finish_reason!r}")
+        return Generation([], [], "error", f"vLLM ended the request with {completion.finish_reason!r}")
 
     async def answer_text(self, prompt: str, stop: list[str], place: int, greedy: bool, call: int) -> tuple[str, str]:
         """The response to a text, and what went wrong, of which one is empty; otherwise as `answer`."""

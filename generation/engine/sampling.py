@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.outputs import CompletionOutput
 
 
 class NotFiniteError(RuntimeError):
@@ -28,32 +27,6 @@ class SamplingSettings:
     min_p: float = 0.0
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What the engine sampled for one request: ids and their log-probabilities (nats), equally many.
-
-    `error` says what went wrong where a failed request is an answer, too; ids are then none, and the reason "error".
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    error: str = ""
-
-    @classmethod
-    def from_vllm(cls, output: "CompletionOutput") -> "Completion":
-        """Of one output; with one log-probability a position, flat lists line up."""
-        token_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
-        if len(token_ids) != len(logprobs):
-            raise RuntimeError(f"vLLM gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
-        return cls(token_ids, logprobs, output.finish_reason or "abort")
-
-    @classmethod
-    def failed(cls, error: str) -> "Completion":
-        """Of a request that failed."""
-        return cls([], [], "error", error)
 
 
 def sample_seed(seed: int, step: int, prompt: int, sample: int, call: int = 0) -> int:

@@ -14,8 +14,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from generation.engine.sampling import Completion, SamplingSettings, response_budget, sample_seed
+from generation.engine.sampling import SamplingSettings, response_budget, sample_seed
 from generation.engine.vllm_compat import request_errors
+from generation.exact_ids import Generation
 from generation.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Conversation:
     def _ends(self) -> set[int | None]:
         return {self.llm.tokenizer.eos_token_id, *self.llm.settings.sampling.stop_token_ids}
 
-    async def sample(self, sampling: SamplingSettings, *, continues: bool = False) -> "Completion | None":
+    async def sample(self, sampling: SamplingSettings, *, continues: bool = False) -> Generation | None:
         """The policy's next answer, already appended; None, and `finish_reason` "length", when there is no room for it.
 
         Args:
@@ -203,7 +204,7 @@ class PolicyLLM:
         """Tokens that prompt and response may have together."""
         return self.engine.settings.max_model_len
 
-    async def sample(self, prompt_ids: Sequence[int], sampling: SamplingSettings) -> "Completion":
+    async def sample(self, prompt_ids: Sequence[int], sampling: SamplingSettings) -> Generation:
         """One response to these ids; its seed depends on (seed, step, prompt, sample, number of the call) alone.
 
         Raises:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from generation.exact_ids import content_text
+from generation.exact_ids import content_text, sampled_logprobs
 from generation.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -122,21 +122,6 @@ def answers_of(output: "RequestOutput") -> list[Answer]:
         )
         for completion in output.outputs
     ]
-
-
-def sampled_logprobs(completion: Any) -> list[float]:
-    """The log-probability (nats) of each sampled token of a `CompletionOutput`, flat or not, with others beside it or
-    not.
-    """
-    token_ids, logprobs = list(completion.token_ids), completion.logprobs
-    if logprobs is None or len(logprobs) != len(token_ids):
-        found = "no" if logprobs is None else len(logprobs)
-        raise ValueError(f"an output has {found} log-probabilities for {len(token_ids)} tokens: ask for logprobs=0")
-    if token_ids and len(getattr(logprobs, "token_ids", ())) == len(
-        token_ids
-    ):  # flat, and nothing beside the sampled tokens
-        return list(logprobs.logprobs)
-    return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=True)]
 
 
 class History:

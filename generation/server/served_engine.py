@@ -189,7 +189,7 @@ class _Sampled:
         self.ids[choice.index], self.logprobs[choice.index] = ids, logprobs
         if choice.finish_reason is None:
             return None
-        return Generation(self.prompt_ids, ids, logprobs, self.version, choice.finish_reason)
+        return Generation(ids, logprobs, choice.finish_reason, prompt_ids=self.prompt_ids, weight_version=self.version)
 
 
 def _note(call: Call, sampled: _Sampled, generation: Generation | None, index: int) -> None:

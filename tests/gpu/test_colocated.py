@@ -9,8 +9,8 @@ import torch
 from colocated import Colocated
 from make_tiny import make_tiny_model
 
-from generation.engine.engine import Completion
 from generation.engine.sampling import SamplingSettings
+from generation.exact_ids import Generation
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ def both(model: Path) -> Iterator[Colocated]:
         yield both
 
 
-def assert_close(both: Colocated, sampled: Completion) -> None:
+def assert_close(both: Colocated, sampled: Generation) -> None:
     """All but a few of the engine's log-probabilities are the policy's, to what bfloat16 can tell."""
     own = both.policy.logprobs(PROMPT + sampled.token_ids)[len(PROMPT) - 1 :]
     gaps = sorted(abs(a - b) for a, b in zip(own, sampled.logprobs, strict=True))

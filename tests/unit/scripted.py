@@ -9,7 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from generation.engine.sampling import Completion, SamplingSettings
+from generation.engine.sampling import SamplingSettings
+from generation.exact_ids import Generation
 from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSettings
 from generation.rollouts.run import Episodes, rollout
 from generation.trajectory import Trajectory
@@ -69,7 +70,7 @@ class ScriptedEngine:
 
     async def complete(
         self, prompt_ids: list[int], sampling: SamplingSettings, *, seed: int, policy_version: int
-    ) -> Completion:
+    ) -> Generation:
         assert len(prompt_ids) < self.settings.max_model_len
         self.prompts.append(prompt_ids)
         self.sampling.append(sampling)
@@ -79,7 +80,7 @@ class ScriptedEngine:
         ids = given if isinstance(given, list) else await given
         cut = ids[: sampling.max_tokens]
         reason = "stop" if cut == ids else "length"
-        return Completion(cut, [-0.25 * (i + 1) for i in range(len(cut))], reason)
+        return Generation(cut, [-0.25 * (i + 1) for i in range(len(cut))], reason)
 
 
 def settings(group: int = 1, max_tokens: int = 1000) -> RolloutSettings:

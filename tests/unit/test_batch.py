@@ -27,8 +27,8 @@ from generation.compat.nemo.config import (
 from generation.compat.nemo.worker import collected
 from generation.engine.engine import VllmAsyncGenerationWorker
 from generation.engine.lifecycle import EngineStateError
-from generation.engine.sampling import Completion
 from generation.engine.thread import as_ready
+from generation.exact_ids import Generation
 
 
 def numbered(size: int) -> BatchedDataDict:
@@ -130,7 +130,7 @@ def test_n02_rows_of_a_batch_and_back() -> None:
     )
     rows = rows_of(data, 0)
     assert [(r.index, r.token_ids, r.stop) for r in rows] == [(0, [5, 6], ["!"]), (1, [7, 0, 8, 9], [])]
-    answers = [Completion([1, 2, 0], [-1.0, -2.0, -3.0], "length"), Completion([], [], "error", "why")]
+    answers = [Generation([1, 2, 0], [-1.0, -2.0, -3.0], "length"), Generation([], [], "error", "why")]
     output = padded_output(data, answers, 0)
     assert output["output_ids"].dtype == torch.int32
     assert output["output_ids"].tolist() == [[5, 6, 1, 2, 0, 0, 0], [7, 0, 8, 9, 0, 0, 0]]
@@ -270,7 +270,7 @@ class Smallest(GenerationInterface):
         return []
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
-        return padded_output(data, [Completion([], [], "stop")] * data.size, 0)
+        return padded_output(data, [Generation([], [], "stop")] * data.size, 0)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         return True

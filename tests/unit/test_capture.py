@@ -7,7 +7,7 @@ from generation.exact_ids import Capture, Generation
 
 
 def generation(prompt: list[int], answer: list[int], version: int = 3, reason: str = "stop") -> Generation:
-    return Generation(prompt, answer, [-float(token) for token in answer], version, reason)
+    return Generation(answer, [-float(token) for token in answer], reason, prompt_ids=prompt, weight_version=version)
 
 
 def captured(*generations: Generation) -> Capture:

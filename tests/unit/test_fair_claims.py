@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from generation.engine.sampling import Completion, SamplingSettings
+from generation.engine.sampling import SamplingSettings
 from generation.engine.thread import EngineThread
+from generation.exact_ids import Generation
 from generation.rollouts.episode import one_shot
 from generation.rollouts.run import RolloutSettings
 from sharding.manager import Leader
@@ -46,10 +47,10 @@ class Engine:
         self.state = SimpleNamespace(check_can_generate=lambda version: None)
         self._store, self._waits = store, waits
 
-    async def complete(self, prompt_ids: list[int], *_: Any, **__: Any) -> Completion:
+    async def complete(self, prompt_ids: list[int], *_: Any, **__: Any) -> Generation:
         if self._waits:
             assert await asyncio.to_thread(self._store.claimed.wait, 60)
-        return Completion([7], [-1.0], "stop")
+        return Generation([7], [-1.0], "stop")
 
 
 def claimed_by_engine(prompts: int, waiting: list[bool], late: bool = False) -> list[int]:

@@ -213,7 +213,7 @@ def test_p21_turn_k1_begins_with_turn_k_whatever_was_sampled(turns: list[tuple[l
     for sampled, ends, reply in turns:
         prompt = history.prompt_ids(messages)
         token_ids = [*sampled, *([tokenizer.eos_token_id] if ends else [])]
-        generation = Generation(prompt, token_ids, [-1.0] * len(token_ids), 0, "stop" if ends else "length")
+        generation = Generation(token_ids, [-1.0] * len(token_ids), "stop" if ends else "length", prompt_ids=prompt)
         answer = {"role": "assistant", "content": tokenizer.decode(token_ids, skip_special_tokens=True)}
         history.record(messages, answer, generation)
         messages = [*messages, answer, {"role": "tool", "content": reply}]
@@ -248,7 +248,7 @@ def test_p21_a_conversation_renders_twice_a_turn_however_long(tokenizer: PreTrai
         calls.append(Counting.calls - before)
         token_ids = [*tokenizer(f"a{turn}")["input_ids"], tokenizer.eos_token_id]
         answer = {"role": "assistant", "content": f"a{turn}"}
-        history.record(messages, answer, Generation(prompt, token_ids, [0.0] * len(token_ids), 0, "stop"))
+        history.record(messages, answer, Generation(token_ids, [0.0] * len(token_ids), prompt_ids=prompt))
         messages = [*messages, answer, *talk("q")]
     assert len(set(calls[1:])) == 1
 
@@ -256,7 +256,7 @@ def test_p21_a_conversation_renders_twice_a_turn_however_long(tokenizer: PreTrai
 def test_answers_are_recognised_however_a_client_writes_them(tokenizer: PreTrainedTokenizerFast) -> None:
     history, question = ChatHistory(tokenizer), talk("q0")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1, "y": 2}'}}
-    generation = Generation(history.prompt_ids(question), [20, 2], [0.0, 0.0], 0, "stop")
+    generation = Generation([20, 2], [0.0, 0.0], prompt_ids=history.prompt_ids(question))
     history.record(question, {"role": "assistant", "content": None, "tool_calls": [call]}, generation)
     again = call | {"function": {"name": "f", "arguments": '{"y":2,"x":1}'}}
     parts = [{"role": "user", "content": [{"type": "text", "text": "q0"}]}]
@@ -271,7 +271,7 @@ def test_where_ids_cannot_be_kept_the_templates_are_taken(tokenizer: PreTrainedT
     endless = make_tokenizer()
     endless.chat_template = NO_ENDS
     history = ChatHistory(endless)
-    generation = Generation(history.prompt_ids(talk("q")), [20, 2], [0.0, 0.0], 0, "stop")
+    generation = Generation([20, 2], [0.0, 0.0], prompt_ids=history.prompt_ids(talk("q")))
     history.record(talk("q"), {"role": "assistant", "content": "a"}, generation)
     assert history.prompt_ids(talk("q", "a", "r")) == rendered(endless, NO_ENDS, talk("q", "a", "r"), True)
     assert history.retemplated == 1

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from generation.engine.sampling import Completion, SamplingSettings, sample_seed
+from generation.engine.sampling import SamplingSettings, sample_seed
+from generation.exact_ids import Generation
 from sharding.ranks import agreed, exchange, is_main, world_size
 from sharding.worker.memory import resident_bytes
 from trainer.build import build_models, build_sharding, rank_device
@@ -116,7 +117,7 @@ class Trial:
         if self.leader is not None:
             engine, settings = self.leader.engine, SamplingSettings(TOKENS, temperature)
 
-            async def everything() -> list[Completion]:
+            async def everything() -> list[Generation]:
                 requests = [
                     engine.complete(ids, settings, seed=sample_seed(0, 0, n, 0), policy_version=self.policy.version)
                     for n, ids in enumerate(prompts)

@@ -36,8 +36,8 @@ from generation.engine.engine import VllmAsyncGenerationWorker
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
+from generation.exact_ids import sampled_logprobs
 from generation.rollouts.episode import RolloutSettings
-from generation.rollouts.history import sampled_logprobs
 from generation.rollouts.sampler_llm import PromptText, SamplerLLM
 from trainer.config.yaml_files import read_yaml
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, NotRequired, Self, TypedDict, TypeVar
 
 import torch
 
-from generation.engine.sampling import Completion
+from generation.exact_ids import Generation
 
 Spec = TypeVar("Spec")
 
@@ -381,7 +381,7 @@ def stop_strings_of(data: Mapping[str, Any], size: int) -> list[list[str]]:
 
 
 def padded_output(
-    data: BatchedDataDict[GenerationDatumSpec], completions: Sequence[Completion], pad_value: int
+    data: BatchedDataDict[GenerationDatumSpec], completions: Sequence[Generation], pad_value: int
 ) -> BatchedDataDict[GenerationOutputSpec]:
     """What was generated for the rows of `data`, in their order: as wide as the input and the longest response."""
     input_ids, input_lengths = data["input_ids"].cpu(), data["input_lengths"].cpu().long()
@@ -407,7 +407,7 @@ def padded_output(
 
 
 def sequence_output(
-    data: BatchedDataDict[GenerationDatumSpec], row: Row, completion: Completion, pad_value: int
+    data: BatchedDataDict[GenerationDatumSpec], row: Row, completion: Generation, pad_value: int
 ) -> BatchedDataDict[GenerationOutputSpec]:
     """The output of one row of `data` by itself, without padding: prompt and response side by side."""
     length = len(row.token_ids)

@@ -24,8 +24,8 @@ from generation.compat.nemo.batch import (
 from generation.compat.nemo.config import VllmConfig, check_config, colocated, pad_token_id, replicas
 from generation.compat.nemo.worker import VllmGenerationWorker, collected
 from generation.engine.devices import device_count
-from generation.engine.sampling import Completion
 from generation.engine.thread import as_ready
+from generation.exact_ids import Generation
 
 
 class VllmGeneration(GenerationInterface):
@@ -107,7 +107,7 @@ class VllmGeneration(GenerationInterface):
         """
         rows, call = rows_of(data, self._pad), next(self._calls)
         self._check_usable()
-        engines, futures = list[int](), list[Future[Completion]]()
+        engines, futures = list[int](), list[Future[Generation]]()
         for row in rows:
             engines.append(self._balancer.select_actor(row.token_ids))
             futures.append(self.workers[engines[-1]].answer(row, greedy, call))

@@ -19,8 +19,8 @@ from generation.compat.nemo.batch import (
 from generation.compat.nemo.config import VllmConfig
 from generation.engine.engine import VllmAsyncGenerationWorker
 from generation.engine.lifecycle import Memory
-from generation.engine.sampling import Completion
 from generation.engine.thread import EngineThread
+from generation.exact_ids import Generation
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class VllmGenerationWorker:
         future.add_done_callback(lambda _: self.load.finished())
         return future
 
-    def answer(self, row: Row, greedy: bool, call: int) -> Future[Completion]:
+    def answer(self, row: Row, greedy: bool, call: int) -> Future[Generation]:
         """Start to generate for one sample of a batch; see `VllmAsyncGenerationWorker.answer`."""
         return self.submit(self.engine.answer(row, greedy, call))
 
