@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
 from real_run import ROOT, Run, write_recipe
 
 from tests.conftest import TinyModel
 
 
-def test_v24_v31_episodes_of_several_turns_train_on_two_ranks(tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.covers("V24", "V31")
+def test_episodes_of_several_turns_train_on_two_ranks(tiny_model: TinyModel, tmp_path: Path) -> None:
     """The trainer's log-probabilities of what was sampled in every turn are the engines', at every step: same ids, same
     masks, same weights. The rollout is the example's, named by its file, with a setting of its own."""
     rollout = {"custom": f"{ROOT}/scripts/examples/second_look.py:second_look", "kwargs": {"looks": 2, "bonus": 0.5}}

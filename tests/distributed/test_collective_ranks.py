@@ -108,5 +108,6 @@ def check_ranks(model: str, folder: str) -> None:
 
 
 @pytest.mark.timeout(560)
-def test_n11_t33_sharded_ranks_serve_a_tensor_parallel_engine_apart(tiny_qwen2: Path, tmp_path: Path) -> None:
+@pytest.mark.covers("N11", "T33")
+def test_sharded_ranks_serve_a_tensor_parallel_engine_apart(tiny_qwen2: Path, tmp_path: Path) -> None:
     run_ranks(check_ranks, nproc=4, timeout=500, arguments=[str(tiny_qwen2), str(tmp_path / "weights")])

@@ -84,7 +84,8 @@ def exchanges(path: str) -> None:
     assert distributed.rank() == 0 and distributed.world_size() == 1
 
 
-def test_p18_an_error_on_some_ranks_is_raised_on_all_and_names_them() -> None:
+@pytest.mark.covers("P18")
+def test_an_error_on_some_ranks_is_raised_on_all_and_names_them() -> None:
     run_ranks(disagreement, RANKS)
 
 

@@ -25,7 +25,8 @@ def test_a_head_on_the_shared_trunk(one_rank: None, models: Path) -> None:
     critic_checks.check_head_on_shared_trunk(models)
 
 
-def test_p20_a_restored_critic_goes_on_bit_for_bit(one_rank: None, models: Path) -> None:
+@pytest.mark.covers("P20")
+def test_a_restored_critic_goes_on_bit_for_bit(one_rank: None, models: Path) -> None:
     critic_checks.check_state(models)
 
 

@@ -22,7 +22,8 @@ def found(one_rank: None, models: Path) -> dict[str, str]:
     return json.loads((models / "found.json").read_text())
 
 
-def test_p14_three_steps_like_one_process(found: dict[str, str]) -> None:
+@pytest.mark.covers("P14")
+def test_three_steps_like_one_process(found: dict[str, str]) -> None:
     assert found["steps"] == ""
 
 
@@ -30,19 +31,22 @@ def test_all_models_share_the_groups_of_one_mesh(found: dict[str, str]) -> None:
     assert found["groups"] == ""
 
 
-def test_p20_a_checkpoint_goes_to_two_by_two_ranks_and_back(found: dict[str, str], models: Path) -> None:
+@pytest.mark.covers("P20")
+def test_a_checkpoint_goes_to_two_by_two_ranks_and_back(found: dict[str, str], models: Path) -> None:
     assert found["handed over"] == ""
     policy = hsdp_checks.make_policy(models, shard_size=None)
     checkpoint.load(models / "handed" / "step_2", {"policy": policy})
     hsdp_checks.check_next_steps(policy, models, 3, 3)
 
 
-def test_p8_half_a_model_on_a_rank_is_sent_and_exported_whole(found: dict[str, str]) -> None:
+@pytest.mark.covers("P8")
+def test_half_a_model_on_a_rank_is_sent_and_exported_whole(found: dict[str, str]) -> None:
     assert found["shards"] == ""
 
 
 @pytest.mark.parametrize(("kind", "tied"), checks.KINDS)
-def test_p8_four_ranks_send_the_checkpoint(found: dict[str, str], kind: str, tied: bool) -> None:
+@pytest.mark.covers("P8")
+def test_four_ranks_send_the_checkpoint(found: dict[str, str], kind: str, tied: bool) -> None:
     """A quarter of the model on each."""
     assert found[f"sent {checks.model_folder(Path(), kind, tied).name}"] == ""
 

@@ -1,4 +1,4 @@
-"""P24: whatever ends a run, nothing of it is left 20 s later. Real torchrun, stand-ins for the ranks' children."""
+"""Whatever ends a run, nothing of it is left 20 s later. Real torchrun, stand-ins for the ranks' children."""
 
 import contextlib
 import os
@@ -140,7 +140,8 @@ def check_nothing_left(run: Run) -> str:
 
 @pytest.mark.parametrize("mode", ["early", "steady"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_p24_nothing_is_left_when_the_launcher_is_signalled(tmp_path: Path, number: signal.Signals, mode: str) -> None:
+@pytest.mark.covers("P24")
+def test_nothing_is_left_when_the_launcher_is_signalled(tmp_path: Path, number: signal.Signals, mode: str) -> None:
     run = Run(tmp_path, mode)
     if mode == "steady":
         # The launcher; of each rank itself, two guardians, two workers, three sleepers, a resource tracker, four paths.
@@ -154,7 +155,8 @@ def test_p24_nothing_is_left_when_the_launcher_is_signalled(tmp_path: Path, numb
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_p24_nothing_is_left_when_one_rank_is_signalled(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.covers("P24")
+def test_nothing_is_left_when_one_rank_is_signalled(tmp_path: Path, number: signal.Signals) -> None:
     run = Run(tmp_path, "steady")
     os.kill(run.pids[1], number)
     log = check_nothing_left(run)
@@ -165,7 +167,8 @@ def test_p24_nothing_is_left_when_one_rank_is_signalled(tmp_path: Path, number: 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("which", ["inner", "outer"])
-def test_p24_nothing_is_left_when_a_guardian_is_signalled(tmp_path: Path, which: str, number: signal.Signals) -> None:
+@pytest.mark.covers("P24")
+def test_nothing_is_left_when_a_guardian_is_signalled(tmp_path: Path, which: str, number: signal.Signals) -> None:
     run = Run(tmp_path, "steady")
     run.guardians(1)[["inner", "outer"].index(which)].send_signal(number)
     log = check_nothing_left(run)
@@ -173,20 +176,23 @@ def test_p24_nothing_is_left_when_a_guardian_is_signalled(tmp_path: Path, which:
     assert f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
 
 
-def test_p24_nothing_is_left_when_one_rank_raises(tmp_path: Path) -> None:
+@pytest.mark.covers("P24")
+def test_nothing_is_left_when_one_rank_raises(tmp_path: Path) -> None:
     run = Run(tmp_path, "fail")
     log = check_nothing_left(run)
     assert run.launcher.returncode != 0
     assert "ValueError: rank 1 is broken" in log
 
 
-def test_p24_nothing_is_left_after_a_clean_end(tmp_path: Path) -> None:
+@pytest.mark.covers("P24")
+def test_nothing_is_left_after_a_clean_end(tmp_path: Path) -> None:
     run = Run(tmp_path, "clean")
     log = check_nothing_left(run)
     assert run.launcher.returncode == 0, log
 
 
-def test_p24_a_rank_that_ignores_the_interruption_is_ended_with_its_stacks(tmp_path: Path) -> None:
+@pytest.mark.covers("P24")
+def test_a_rank_that_ignores_the_interruption_is_ended_with_its_stacks(tmp_path: Path) -> None:
     run = Run(tmp_path, "stuck", ranks=1, torchrun=False)
     run.launcher.send_signal(signal.SIGTERM)
     log = check_nothing_left(run)
@@ -196,7 +202,8 @@ def test_p24_a_rank_that_ignores_the_interruption_is_ended_with_its_stacks(tmp_p
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_p24_the_exit_code_names_the_signal(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.covers("P24")
+def test_the_exit_code_names_the_signal(tmp_path: Path, number: signal.Signals) -> None:
     run = Run(tmp_path, "steady", ranks=1, torchrun=False)
     run.launcher.send_signal(number)
     check_nothing_left(run)
@@ -268,7 +275,8 @@ def test_a_held_sigterm_leaves_time_and_no_more(tmp_path: Path, case: str, signa
     assert "still in phase" not in output  # the main thread left by itself
 
 
-def test_p24_a_run_leaves_its_neighbour_alone(tmp_path: Path) -> None:
+@pytest.mark.covers("P24")
+def test_a_run_leaves_its_neighbour_alone(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     first, second = Run(tmp_path / "a", "steady", ranks=1), Run(tmp_path / "b", "steady", ranks=1)

@@ -47,7 +47,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in CASES.items() for case in cases])
-def test_p8_what_ranks_send_is_what_vllm_loads(
-    found: dict[int, dict[str, str]], ranks: int, case: str, name: str
-) -> None:
+@pytest.mark.covers("P8")
+def test_what_ranks_send_is_what_vllm_loads(found: dict[int, dict[str, str]], ranks: int, case: str, name: str) -> None:
     assert found[ranks][f"{name} {case}"] == ""

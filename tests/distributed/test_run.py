@@ -40,7 +40,8 @@ def whole(recipe: Path) -> Run:
     return run
 
 
-def test_p23_a_run_leaves_the_record_it_promises(whole: Run) -> None:
+@pytest.mark.covers("P23")
+def test_a_run_leaves_the_record_it_promises(whole: Run) -> None:
     rows = whole.rows()
     assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
     assert max(row["gap/max"] for row in rows[1:]) <= 1e-4
@@ -67,7 +68,8 @@ def test_a_run_listens_on_loopback_alone(whole: Run) -> None:
     assert "is open to the network" not in whole.output()
 
 
-def test_p19_p20_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
+@pytest.mark.covers("P19", "P20")
+def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
     """What is asked to end hangs in a rollout, with the policy's memory given back: the step is given up.
 
     What it saved is damaged afterwards, so that the next start goes on from the checkpoint before.
@@ -155,7 +157,8 @@ def test_the_exported_model_answers_alike_in_plain_transformers_and_plain_vllm(w
     assert json.loads(answers[0].removeprefix("ANSWERS ")) == expected
 
 
-def test_p17_two_tensor_parallel_ranks_sample_what_one_engine_would(
+@pytest.mark.covers("P17")
+def test_two_tensor_parallel_ranks_sample_what_one_engine_would(
     tiny_model: TinyModel, tmp_path: Path, whole: Run
 ) -> None:
     """One scheduler serves the group, so ranks cannot drift apart; nor do answers depend on how a model is cut."""
@@ -174,7 +177,8 @@ def answers(run: Run) -> list[str]:
     return [row["text"] for row in rows if row["train/step"] == 1]
 
 
-def test_p24_two_runs_side_by_side_both_finish_and_evaluation_changes_nothing(
+@pytest.mark.covers("P24")
+def test_two_runs_side_by_side_both_finish_and_evaluation_changes_nothing(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path, tiny_model(), run={"steps": 2})
@@ -188,7 +192,8 @@ def test_p24_two_runs_side_by_side_both_finish_and_evaluation_changes_nothing(
     assert [line for line in found if " eval/" not in line and " sync/verified:" not in line] == []
 
 
-def test_p24_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
+@pytest.mark.covers("P24")
+def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
     """A reward worker, an engine and a guardian are killed, a rank is stopped for a while, a start is interrupted.
 
     Bit for bit, with the engine's packed weights: unpacked ones go through MKL, whose last bit depends on how many

@@ -45,14 +45,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_p14_two_ranks_train_like_one(trained: Path) -> None:
+@pytest.mark.covers("P14")
+def test_two_ranks_train_like_one(trained: Path) -> None:
     one, two = losses(trained, "on_1"), losses(trained, "on_2")
     assert len(one) == STEPS
     assert two[:20] == pytest.approx(one[:20], abs=1e-3)
     assert sum(one[-10:]) < 0.7 * sum(one[:10])
 
 
-def test_p20_the_result_opens_in_plain_transformers(trained: Path) -> None:
+@pytest.mark.covers("P20")
+def test_the_result_opens_in_plain_transformers(trained: Path) -> None:
     folder = trained / "runs" / "on_2" / "model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()

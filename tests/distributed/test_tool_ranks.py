@@ -50,7 +50,8 @@ def said() -> str:
 
 
 @pytest.mark.timeout(900)
-def test_v20_p17_a_random_tool_for_fifty_turns_leaves_two_ranks_with_the_same_ids(
+@pytest.mark.covers("V20", "P17")
+def test_a_random_tool_for_fifty_turns_leaves_two_ranks_with_the_same_ids(
     tiny_model: "TinyModel", tmp_path: Path
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
@@ -96,7 +97,8 @@ def rollout_on_two_ranks(recipe: str) -> None:
     destroy_process_group()
 
 
-def test_v21_v22_an_object_reaches_all_ranks_of_a_group_whatever_it_is() -> None:
+@pytest.mark.covers("V21", "V22")
+def test_an_object_reaches_all_ranks_of_a_group_whatever_it_is() -> None:
     run_ranks(broadcasts, 4)
 
 

@@ -73,7 +73,8 @@ def gap(policy: HfPolicy, output: Any) -> float:
     return max(abs(a - b) for a, b in zip(own, told, strict=True))
 
 
-def test_t10_d09_forms_of_input_and_of_output(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T10", "D09")
+def test_forms_of_input_and_of_output(service: AsyncVLLM) -> None:
     one = service.generate([5, 6, 7], GREEDY)
     assert list(one.prompt_token_ids) == [5, 6, 7]
     assert one.finished
@@ -91,7 +92,8 @@ def test_t10_d09_forms_of_input_and_of_output(service: AsyncVLLM) -> None:
     assert len(service.generate("1+1=").outputs[0].token_ids) <= 16  # vLLM's own default
 
 
-def test_t10_d26_order_and_parameters_of_each_prompt(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T10", "D26")
+def test_order_and_parameters_of_each_prompt(service: AsyncVLLM) -> None:
     """Lengths that end in another order than they began in, and one prompt with several answers."""
     lengths = [40, 1, 23, 2, 60, 5, 9, 3]
     params = [SamplingParams(max_tokens=n, ignore_eos=True, n=2 if n == 5 else 1) for n in lengths]
@@ -104,7 +106,8 @@ def test_t10_d26_order_and_parameters_of_each_prompt(service: AsyncVLLM) -> None
         service.generate(["a", "b", "c"], [GREEDY, GREEDY])
 
 
-def test_t13_t26_d25_a_deadline_is_one_prompts_and_ends_in_the_engine(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T13", "T26", "D25")
+def test_a_deadline_is_one_prompts_and_ends_in_the_engine(service: AsyncVLLM) -> None:
     params = [SamplingParams(max_tokens=1), ENDLESS, SamplingParams(max_tokens=2, ignore_eos=True)]
     for replica in range(2):
         with pytest.raises(PromptErrors) as caught:
@@ -118,7 +121,8 @@ def test_t13_t26_d25_a_deadline_is_one_prompts_and_ends_in_the_engine(service: A
     assert nothing_unfinished(service)
 
 
-def test_t26_d25_prompts_that_vllm_refuses_lose_nobody(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T26", "D25")
+def test_prompts_that_vllm_refuses_lose_nobody(service: AsyncVLLM) -> None:
     prompts: list[Any] = ["fine", [5] * 300, "fine, too", [10**6]]
     results = service.generate(prompts, GREEDY, return_exceptions=True)
     assert [isinstance(result, Exception) for result in results] == [False, True, False, True]
@@ -138,7 +142,8 @@ def test_a_cancelled_future_drops_its_request(service: AsyncVLLM) -> None:
     assert nothing_unfinished(service)
 
 
-def test_t25_t37_an_engine_by_its_index(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T25", "T37")
+def test_an_engine_by_its_index(service: AsyncVLLM) -> None:
     assert service.generate("a", GREEDY, actor_index=1).finished
     for call in (
         lambda i: service.generate("a", GREEDY, actor_index=i),
@@ -152,18 +157,20 @@ def test_t25_t37_an_engine_by_its_index(service: AsyncVLLM) -> None:
     assert service.get_num_unfinished_requests(1) == 0
 
 
-def test_t25_several_engines_need_a_load_balancer(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T25")
+def test_several_engines_need_a_load_balancer(service: AsyncVLLM) -> None:
     kept, service._load_balancer = service._load_balancer, None
     try:
         with pytest.raises(RuntimeError, match="LoadBalancer is not created. Create a LoadBalancer using"):
             service.generate("a", GREEDY)
     finally:
         service._load_balancer = kept
-    assert service.create_load_balancer("round-robin") is service._load_balancer  # T38
+    assert service.create_load_balancer("round-robin") is service._load_balancer
     service._load_balancer = kept
 
 
-def test_t16_t17_d01_d05_d06_loads_are_counted_here_and_real(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T16", "T17", "D01", "D05", "D06")
+def test_loads_are_counted_here_and_real(service: AsyncVLLM) -> None:
     """A burst is spread before any engine has answered, and the KV cache's use is what vLLM's scheduler says."""
     futures = [service.submit([7, 8, 9], ENDLESS, timeout_seconds=60) for _ in range(24)]
     burst = service.get_num_unfinished_requests()
@@ -179,7 +186,8 @@ def test_t16_t17_d01_d05_d06_loads_are_counted_here_and_real(service: AsyncVLLM)
     assert [(s["pending_requests"], s["cache_usage"]) for s in stats["actor_stats"]] == [(0, 0.0), (0, 0.0)]
 
 
-def test_t15_t28_workers_answer_in_order(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T15", "T28")
+def test_workers_answer_in_order(service: AsyncVLLM) -> None:
     assert service.collective_rpc("report_device_id", timeout=60) == [["cpu:0"], ["cpu:0"]]
     memory = service.collective_rpc("hotbunk_memory_bytes")
     assert all(one > 1 << 20 for engine in memory for one in engine)
@@ -187,7 +195,8 @@ def test_t15_t28_workers_answer_in_order(service: AsyncVLLM) -> None:
         service.collective_rpc("no_such_method", args=(1,), kwargs={"a": 2})
 
 
-def test_t51_eight_threads_at_once(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T51")
+def test_eight_threads_at_once(service: AsyncVLLM) -> None:
     def work(thread: int) -> list[list[int]]:
         outputs = [service.generate([20 + thread, i], SamplingParams(max_tokens=2)) for i in range(25)]
         return [list(output.prompt_token_ids) for output in outputs]
@@ -198,7 +207,8 @@ def test_t51_eight_threads_at_once(service: AsyncVLLM) -> None:
     assert nothing_unfinished(service)
 
 
-def test_t20_a_second_start_starts_nothing(service: AsyncVLLM, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("T20")
+def test_a_second_start_starts_nothing(service: AsyncVLLM, caplog: pytest.LogCaptureFixture) -> None:
     before = {p.pid for p in engine_processes()}
     service.start()
     assert "is launched already" in caplog.text
@@ -206,7 +216,8 @@ def test_t20_a_second_start_starts_nothing(service: AsyncVLLM, caplog: pytest.Lo
     assert len(before) == 2
 
 
-def test_t08_d19_d23_vllms_own_arguments(model: Path) -> None:
+@pytest.mark.covers("T08", "D19", "D23")
+def test_vllms_own_arguments(model: Path) -> None:
     args = AsyncEngineArgs(model=str(model), max_num_seqs=3, enable_prefix_caching=False, block_size=16)
     before, environment = repr(args), dict(os.environ)
     settings = as_settings(args)
@@ -217,7 +228,8 @@ def test_t08_d19_d23_vllms_own_arguments(model: Path) -> None:
     assert dict(os.environ) == environment
 
 
-def test_t05_t31_t34_d13_d14_d17_weights_by_broadcast(service: AsyncVLLM, model: Path) -> None:
+@pytest.mark.covers("T05", "T31", "T34", "D13", "D14", "D17")
+def test_weights_by_broadcast(service: AsyncVLLM, model: Path) -> None:
     """Engines compute with what was sent, old prefixes are forgotten, and what does not fit is named."""
     policy = HfPolicy(model)
     metadata = service.get_model_metadata()
@@ -238,9 +250,9 @@ def test_t05_t31_t34_d13_d14_d17_weights_by_broadcast(service: AsyncVLLM, model:
         assert (report.version, service.weight_version) == (version, version)
         assert report.nbytes >= sum(p.nbytes for p in policy.model.parameters())
         outputs = [service.generate(prompt, params, actor_index=i) for i in range(2)]
-        assert [o.weight_version for o in outputs] == [version] * 2  # D18
+        assert [o.weight_version for o in outputs] == [version] * 2
         assert max(gap(policy, output) for output in outputs) < 1e-4
-    assert service.get_master_address() == "127.0.0.1"  # T32
+    assert service.get_master_address() == "127.0.0.1"
     assert service.get_master_port() == service._sender.port
 
 
@@ -254,7 +266,8 @@ def test_t05_t31_t34_d13_d14_d17_weights_by_broadcast(service: AsyncVLLM, model:
         (lambda w: [], "ended without"),
     ],
 )
-def test_t34_weights_that_do_not_fit_are_fatal_until_some_do(
+@pytest.mark.covers("T34")
+def test_weights_that_do_not_fit_are_fatal_until_some_do(
     service: AsyncVLLM, model: Path, change: Any, message: str
 ) -> None:
     policy = HfPolicy(model)
@@ -268,7 +281,8 @@ def test_t34_weights_that_do_not_fit_are_fatal_until_some_do(
     assert service.generate("a", GREEDY).finished
 
 
-def test_t33_d12_a_trainers_own_sender(service: AsyncVLLM, model: Path) -> None:
+@pytest.mark.covers("T33", "D12")
+def test_a_trainers_own_sender(service: AsyncVLLM, model: Path) -> None:
     """A trainer that keeps its own group: futures of the engines tell success and failure."""
     policy = HfPolicy(model)
     policy.randomise(5)
@@ -276,7 +290,7 @@ def test_t33_d12_a_trainers_own_sender(service: AsyncVLLM, model: Path) -> None:
     service.close_weights_group()
     with CollectiveSender(source, torch.device("cpu"), SyncSettings(timeout=60), workers=2) as sender:
         sender.connect(service.init_weight_update_group(sender.ip, str(sender.port)))
-        assert service.collective_rpc("check_collective_ready") == [[True], [True]]  # T06
+        assert service.collective_rpc("check_collective_ready") == [[True], [True]]
         calls = service.receive_weights()
         sender.send(40, calls)
         assert [call.result(60) for call in calls] == [40, 40]
@@ -289,7 +303,8 @@ def test_t33_d12_a_trainers_own_sender(service: AsyncVLLM, model: Path) -> None:
     service.update_weights(policy.model.named_parameters(), version=41)
 
 
-def test_d18_answers_are_of_one_version_each(service: AsyncVLLM, model: Path) -> None:
+@pytest.mark.covers("D18")
+def test_answers_are_of_one_version_each(service: AsyncVLLM, model: Path) -> None:
     """Requests before, during and after an update: each is answered, with the weights that it says."""
     policy = HfPolicy(model)
     service.update_weights(policy.model.named_parameters())
@@ -314,7 +329,8 @@ def test_d18_answers_are_of_one_version_each(service: AsyncVLLM, model: Path) ->
     assert service.generate("a", GREEDY).weight_version == old + 1
 
 
-def test_t07_weights_from_a_folder(service: AsyncVLLM, model: Path, tmp_path: Path) -> None:
+@pytest.mark.covers("T07")
+def test_weights_from_a_folder(service: AsyncVLLM, model: Path, tmp_path: Path) -> None:
     policy = HfPolicy(model)
     policy.randomise(11)
     source = FsdpWeightSource(list(policy.model.named_parameters()), torch.float32)
@@ -337,7 +353,8 @@ def test_a_dead_engine_is_an_error_and_no_wait(service: AsyncVLLM) -> None:
         service.collective_rpc("report_device_id", timeout=60)
 
 
-def test_t29_d24_the_end_lets_requests_end_and_leaves_nothing(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T29", "D24")
+def test_the_end_lets_requests_end_and_leaves_nothing(service: AsyncVLLM) -> None:
     futures = [service._submit({"prompt_token_ids": [i]}, ENDLESS, 1, None, {}) for i in range(4)]
     service.shutdown()
     assert [len(future.result(0).outputs[0].token_ids) for future in futures] == [200] * 4
@@ -348,7 +365,8 @@ def test_t29_d24_the_end_lets_requests_end_and_leaves_nothing(service: AsyncVLLM
         service.generate("a")
 
 
-def test_t20_d22_a_start_that_fails_leaves_nothing(service: AsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("T20", "D22")
+def test_a_start_that_fails_leaves_nothing(service: AsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "0.01")
     with pytest.raises(TimeoutError, match="no answer from engine 0, 1 within 0 s"):
         service.start()

@@ -28,7 +28,7 @@ PROMPTS = [[14, 50, 77], [20, 21, 22, 23, 24], [99, 98]]
 
 @pytest.fixture(scope="module")
 def model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose generation_config.json asks for what nobody who trains on it has asked for (P13)."""
+    """A model whose generation_config.json asks for what nobody who trains on it has asked for."""
     folder = tmp_path_factory.mktemp("hostile") / "model"
     shutil.copytree(tiny_model(), folder)
     hostile = {
@@ -69,7 +69,8 @@ def run(
     return sorted(finished, key=lambda t: (t.prompt_index, t.sample_index))
 
 
-def test_p12_p13_p22_logprobs_are_the_trainers_whatever_the_models_own_settings(leader: Leader, model: Path) -> None:
+@pytest.mark.covers("P12", "P13", "P22")
+def test_logprobs_are_the_trainers_whatever_the_models_own_settings(leader: Leader, model: Path) -> None:
     """Temperature 1 and no truncation, with ids the tokenizer does not know, and with PAD among what was sampled."""
     policy = HfPolicy(model)
     trajectories = run(leader, group=24)
@@ -150,7 +151,7 @@ def test_vllms_arguments_are_known_without_its_import() -> None:
 
 
 def test_the_callers_environment_is_as_it_was(leader: Leader) -> None:
-    """Engines start with variables of their own; ours must not change (VLLM.md 1.2)."""
+    """Engines start with variables of their own; ours must not change."""
     assert os.environ["TORCH_COMPILE_DISABLE"] == "1"  # the test session's
     assert "HOTBUNK_PLAIN_CPU_WEIGHTS" not in os.environ
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ

@@ -1,4 +1,4 @@
-"""`VllmGeneration` on real engines: seed 002's example, the contract of its batches, and its engines' states.
+"""`VllmGeneration` on real engines: NeMo RL's example, the contract of its batches, and its engines' states.
 
 Expected log-probabilities and greedy tokens come from plain Transformers.
 """
@@ -91,7 +91,8 @@ def generation(model: Path) -> Iterator[VllmGeneration]:
         yield generation
 
 
-def test_n06_the_example_of_seed_002_runs_as_printed(model: Path) -> None:
+@pytest.mark.covers("N6")
+def test_the_example_of_nemo_rl_runs_as_printed(model: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     # Configure VLLM generation
     vllm_config = VllmConfig(
@@ -157,7 +158,8 @@ generation:
 """
 
 
-def test_n12_an_asynchronous_worker_by_itself_on_the_yaml_of_seed_002(model: Path) -> None:
+@pytest.mark.covers("N12")
+def test_an_asynchronous_worker_by_itself_on_the_yaml_of_nemo_rl(model: Path) -> None:
     thread = EngineThread()
     yaml_config = yaml.safe_load(SEED_002_YAML)["generation"] | {"model_name": str(model)}
     worker = VllmAsyncGenerationWorker.from_config(yaml_config)
@@ -186,7 +188,8 @@ def test_n12_an_asynchronous_worker_by_itself_on_the_yaml_of_seed_002(model: Pat
         thread.close()
 
 
-def test_n02_shapes_types_and_logprobs(generation: VllmGeneration, model: Path) -> None:
+@pytest.mark.covers("N2")
+def test_shapes_types_and_logprobs(generation: VllmGeneration, model: Path) -> None:
     """Log-probabilities are those of the distribution drawn from: temperature, top-k and top-p applied."""
     data = padded(PROMPTS * 4)
     data["input_ids"] = data["input_ids"].int()
@@ -222,7 +225,8 @@ def truncated_logprobs(network: torch.nn.Module, ids: list[int]) -> torch.Tensor
     return torch.stack(kept).float()
 
 
-def test_n02_greedy_is_what_transformers_would_say(generation: VllmGeneration, model: Path) -> None:
+@pytest.mark.covers("N2")
+def test_greedy_is_what_transformers_would_say(generation: VllmGeneration, model: Path) -> None:
     output = generation.generate(padded(PROMPTS), greedy=True)
     policy = HfPolicy(model)
     for row, (prompt, response) in enumerate(zip(PROMPTS, responses(output), strict=True)):
@@ -233,7 +237,8 @@ def test_n02_greedy_is_what_transformers_would_say(generation: VllmGeneration, m
     assert responses(generation.generate(padded(PROMPTS), greedy=True)) == responses(output)
 
 
-def test_n02_an_empty_batch_gives_an_empty_batch(generation: VllmGeneration) -> None:
+@pytest.mark.covers("N2")
+def test_an_empty_batch_gives_an_empty_batch(generation: VllmGeneration) -> None:
     output = generation.generate(padded([]))
     assert set(output) == KEYS
     assert output["output_ids"].shape == output["logprobs"].shape == (0, 0)
@@ -246,7 +251,8 @@ async def collect(results: Any) -> list[tuple[int, BatchedDataDict]]:
     return [result async for result in results]
 
 
-def test_n07_stop_strings_hold_for_their_own_sample(generation: VllmGeneration, model: Path) -> None:
+@pytest.mark.covers("N7")
+def test_stop_strings_hold_for_their_own_sample(generation: VllmGeneration, model: Path) -> None:
     """Merged over the batch, either sample's string would end the other's answer, too."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     plain = responses(generation.generate(padded([PROMPTS[0]] * 3), greedy=True))[0]
@@ -259,7 +265,8 @@ def test_n07_stop_strings_hold_for_their_own_sample(generation: VllmGeneration, 
     assert output["truncated"].tolist() == [False, *([plain[-1] != 2] * 2)]
 
 
-def test_n12_one_samples_failure_is_nobody_elses(generation: VllmGeneration) -> None:
+@pytest.mark.covers("N12")
+def test_one_samples_failure_is_nobody_elses(generation: VllmGeneration) -> None:
     prompts = [PROMPTS[0], [5] * 70, [10**6, 1], [], [7] * 64, PROMPTS[2]]
     output = generation.generate(padded(prompts), greedy=True)
     assert [bool(error) for error in output["errors"]] == [False, True, True, True, True, False]
@@ -272,14 +279,16 @@ def test_n12_one_samples_failure_is_nobody_elses(generation: VllmGeneration) -> 
     assert [responses(output)[0], responses(output)[5]] == alone
 
 
-def test_n02_truncated_says_why_an_answer_ended(generation: VllmGeneration) -> None:
+@pytest.mark.covers("N2")
+def test_truncated_says_why_an_answer_ended(generation: VllmGeneration) -> None:
     output = generation.generate(padded([*PROMPTS, [7] * 60]))
     for response, cut in zip(responses(output), output["truncated"].tolist(), strict=True):
         assert cut == (response[-1] != 2)
     assert len(responses(output)[4]) <= 4  # the context ends
 
 
-def test_n12_results_come_as_they_are_ready_and_say_which_they_are(generation: VllmGeneration) -> None:
+@pytest.mark.covers("N12")
+def test_results_come_as_they_are_ready_and_say_which_they_are(generation: VllmGeneration) -> None:
     prompts = [PROMPTS[0], PROMPTS[1], [7] * 63]  # the last has room for a single token
     worker = generation.workers[0]
     results = worker.thread.run(collect(worker.engine.generate_async(padded(prompts), greedy=True)), 60, "a test")
@@ -294,7 +303,8 @@ def test_n12_results_come_as_they_are_ready_and_say_which_they_are(generation: V
     assert {output["gen_leader_worker_idx"][0] for _, output in results} == {0, 1}
 
 
-def test_n12_who_stops_listening_leaves_no_request_behind(generation: VllmGeneration) -> None:
+@pytest.mark.covers("N12")
+def test_who_stops_listening_leaves_no_request_behind(generation: VllmGeneration) -> None:
     """Until then, weights are not updated under the running ones."""
     worker = generation.workers[0]
 
@@ -310,7 +320,8 @@ def test_n12_who_stops_listening_leaves_no_request_behind(generation: VllmGenera
     assert generation.invalidate_kv_cache() is True  # no block is in use, either
 
 
-def test_n07_texts(generation: VllmGeneration, model: Path) -> None:
+@pytest.mark.covers("N7")
+def test_texts(generation: VllmGeneration, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = ["1+1=", "what", "x" * 500]
     data = BatchedDataDict({"prompts": texts, "stop_strings": [None, ["zz"], None]})
@@ -324,7 +335,8 @@ def test_n07_texts(generation: VllmGeneration, model: Path) -> None:
         generation.generate_text(padded(PROMPTS))
 
 
-def test_n12_the_workers_own_methods(generation: VllmGeneration) -> None:
+@pytest.mark.covers("N12")
+def test_the_workers_own_methods(generation: VllmGeneration) -> None:
     """The blocking worker and the asynchronous one answer as `VllmGeneration` does."""
     worker = generation.workers[0]
     data, texts = padded(PROMPTS), BatchedDataDict({"prompts": ["1+1="]})
@@ -340,7 +352,8 @@ def test_n12_the_workers_own_methods(generation: VllmGeneration) -> None:
     assert worker.get_num_unfinished_requests() == 0
 
 
-def test_n06_which_engine_answers_changes_nothing(generation: VllmGeneration) -> None:
+@pytest.mark.covers("N6")
+def test_which_engine_answers_changes_nothing(generation: VllmGeneration) -> None:
     """Seeds are made of the call and the place; both engines are used."""
     first, second = generation.workers
     numbers = next(generation._calls), next(generation._calls)
@@ -361,7 +374,8 @@ def _noting(numbers: Iterator[int], served: list[int], engine: int) -> Iterator[
         yield number
 
 
-def test_n06_what_an_engines_state_forbids_raises(generation: VllmGeneration) -> None:
+@pytest.mark.covers("N6")
+def test_what_an_engines_state_forbids_raises(generation: VllmGeneration) -> None:
     """Level 1 keeps the weights; after level 2 there are none until an update, which comes last in this file."""
     before = responses(generation.generate(padded(PROMPTS), greedy=True))
     assert generation.prepare_for_generation() is True  # awake already
@@ -383,7 +397,8 @@ def test_n06_what_an_engines_state_forbids_raises(generation: VllmGeneration) ->
         generation.finish_generation(level=3)
 
 
-def test_n12_the_openai_server_of_each_engine(generation: VllmGeneration) -> None:
+@pytest.mark.covers("N12")
+def test_the_openai_server_of_each_engine(generation: VllmGeneration) -> None:
     urls = generation.dp_openai_server_base_urls
     assert len(set(urls)) == 2
     for worker, url in zip(generation.workers, urls, strict=True):
@@ -393,7 +408,8 @@ def test_n12_the_openai_server_of_each_engine(generation: VllmGeneration) -> Non
         assert httpx.get(f"{url}/models", timeout=60).json()["data"][0]["max_model_len"] == 64
 
 
-def test_n06_weights_by_broadcast_between_sleep_and_generation(generation: VllmGeneration, model: Path) -> None:
+@pytest.mark.covers("N6")
+def test_weights_by_broadcast_between_sleep_and_generation(generation: VllmGeneration, model: Path) -> None:
     """One trainer process, two engines: asleep without weights, weights mapped, weights sent, KV cache mapped."""
     policy = HfPolicy(model)
     policy.randomise(seed=5)
@@ -414,7 +430,8 @@ def test_n06_weights_by_broadcast_between_sleep_and_generation(generation: VllmG
     generation.prepare_refit_info({})
 
 
-def test_n12_weights_from_the_rank_on_the_same_device(generation: VllmGeneration, model: Path, tmp_path: Path) -> None:
+@pytest.mark.covers("N12")
+def test_weights_from_the_rank_on_the_same_device(generation: VllmGeneration, model: Path, tmp_path: Path) -> None:
     """An update that breaks off raises, and the engine generates nothing until a complete one."""
     policy, worker = HfPolicy(model), generation.workers[0]
     policy.randomise(seed=6)

@@ -102,7 +102,8 @@ def check_shifts(shifts: ShardingManager, leader: Leader, policy: FsdpPolicy, ba
         assert largest(sampled.logprobs, adapted[len(PROMPT) - 1 :]) < 1e-4
 
 
-def test_p7_p9_an_adapter_alone_is_what_peft_says(
+@pytest.mark.covers("P7", "P9")
+def test_an_adapter_alone_is_what_peft_says(
     leaders: tuple[Leader, Leader], policy: FsdpPolicy, tiny_qwen2: Path, tmp_path: Path
 ) -> None:
     leader, _ = leaders
@@ -130,7 +131,8 @@ def check_prefix_mismatch(leader: Leader, policy: FsdpPolicy) -> None:
         leader.engine.state.usable_version()
 
 
-def test_p9_merged_copies_are_what_peft_says(
+@pytest.mark.covers("P9")
+def test_merged_copies_are_what_peft_says(
     leaders: tuple[Leader, Leader], policy: FsdpPolicy, tiny_qwen2: Path, tmp_path: Path
 ) -> None:
     _, leader = leaders

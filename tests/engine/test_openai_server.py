@@ -82,9 +82,8 @@ def free(leader: Leader) -> Iterator[OpenAIServer]:
     yield from serving(leader, api_key="secret", keep_exact_ids=False)
 
 
-def test_n14_what_is_served_and_where(
-    leader: Leader, server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path
-) -> None:
+@pytest.mark.covers("N14")
+def test_what_is_served_and_where(leader: Leader, server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
     assert logging.getLogger("generation").isEnabledFor(logging.WARNING)  # vLLM's server would silence this process
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
     with httpx.Client(base_url=root(server)) as http:
@@ -92,7 +91,7 @@ def test_n14_what_is_served_and_where(
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["policy"]
         tokens = http.post("/tokenize", json={"messages": QUESTION}).json()["tokens"]
         rendered = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
-        assert tokens == tokenizer(rendered)["input_ids"]  # V33: as plain Transformers does
+        assert tokens == tokenizer(rendered)["input_ids"]  # as plain Transformers does
         assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == rendered
         assert set(http.get("/openapi.json").json()["paths"]) >= {"/v1/chat/completions", "/v1/completions"}
         hidden = http.get("/metrics")
@@ -112,7 +111,8 @@ def test_n14_what_is_served_and_where(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("echo", ["messages as they came", "role and content only"])
-def test_n13_n14_an_unmodified_client_is_captured_exactly(
+@pytest.mark.covers("N13", "N14")
+def test_an_unmodified_client_is_captured_exactly(
     server: OpenAIServer, leader: Leader, tiny_qwen2: Path, stream: bool, echo: str
 ) -> None:
     """Four turns of the official client under a key: every prompt begins with all ids before it, whatever was sampled,
@@ -147,7 +147,8 @@ def test_n13_n14_an_unmodified_client_is_captured_exactly(
     assert max(b - a for a, b in pairs) < 0.06
 
 
-def test_n13_tools_that_change_begin_another_trajectory(server: OpenAIServer, leader: Leader) -> None:
+@pytest.mark.covers("N13")
+def test_tools_that_change_begin_another_trajectory(server: OpenAIServer, leader: Leader) -> None:
     """The ids so far do not know the tools, so going on from them would hide these from the policy."""
     key = opened(server, leader)
     said = client(server, key).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
@@ -161,7 +162,8 @@ def test_n13_tools_that_change_begin_another_trajectory(server: OpenAIServer, le
     assert (first.turns, second.turns, first.metrics["server/retemplated"]) == (1, 1, 1.0)
 
 
-def test_n14_conversations_at_once_do_not_mix(server: OpenAIServer, leader: Leader) -> None:
+@pytest.mark.covers("N14")
+def test_conversations_at_once_do_not_mix(server: OpenAIServer, leader: Leader) -> None:
     """Twelve conversations of two turns each; the same seeds give the same answers again."""
 
     async def talk(key: str, word: str) -> None:
@@ -188,7 +190,8 @@ def test_n14_conversations_at_once_do_not_mix(server: OpenAIServer, leader: Lead
     assert taken(server, leader, "a key of one's own")[0].turns == 2
 
 
-def test_n14_streams_and_completions_carry_what_was_sampled(server: OpenAIServer, leader: Leader) -> None:
+@pytest.mark.covers("N14")
+def test_streams_and_completions_carry_what_was_sampled(server: OpenAIServer, leader: Leader) -> None:
     chunks = list(client(server).chat.completions.create(model="policy", messages=QUESTION, stream=True, seed=3))
     prompt, generated, logprobs = carried(next(c for c in chunks if c.choices[0].finish_reason).choices[0].delta)
     whole = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=3).choices[0].message
@@ -199,7 +202,8 @@ def test_n14_streams_and_completions_carry_what_was_sampled(server: OpenAIServer
     assert all(len(carried(choice)[1]) == len(carried(choice)[2]) <= 5 for choice in answer.choices)
 
 
-def test_n14_tool_calls_are_captured_and_recognised(free: OpenAIServer, leader: Leader) -> None:
+@pytest.mark.covers("N14")
+def test_tool_calls_are_captured_and_recognised(free: OpenAIServer, leader: Leader) -> None:
     """Forced calls, streamed and not; the template writes a call in another way than it was sampled."""
     choice = {"type": "function", "function": {"name": "add"}}
     for stream in (False, True):
@@ -224,7 +228,8 @@ def test_n14_tool_calls_are_captured_and_recognised(free: OpenAIServer, leader: 
         assert sum(t.turns for t in trajectories) == 2
 
 
-def test_n13_required_prefix_over_http(server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
+@pytest.mark.covers("N13")
+def test_required_prefix_over_http(server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
     first = tokenizer(tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True))["input_ids"]
     prefix = [*first, *tokenizer("it's")["input_ids"], tokenizer.bos_token_id, 2]  # an id that text never becomes
@@ -256,7 +261,8 @@ def test_n13_required_prefix_over_http(server: OpenAIServer, free: OpenAIServer,
     ("changes", "status", "sentence"),
     REFUSED,
 )
-def test_n14_what_is_not_trained_is_refused(
+@pytest.mark.covers("N14")
+def test_what_is_not_trained_is_refused(
     server: OpenAIServer, changes: dict[str, Any], status: int, sentence: str
 ) -> None:
     for stream in (False, True):
@@ -268,7 +274,8 @@ def test_n14_what_is_not_trained_is_refused(
         assert sentence in str(caught.value)
 
 
-def test_n14_keys(free: OpenAIServer, leader: Leader) -> None:
+@pytest.mark.covers("N14")
+def test_keys(free: OpenAIServer, leader: Leader) -> None:
     own = opened(free, leader)
     for key, served in (("secret", True), ("wrong", False), (own, True)):
         if served:
@@ -284,7 +291,8 @@ def test_n14_keys(free: OpenAIServer, leader: Leader) -> None:
         taken(free, leader, own)
 
 
-def test_n14_an_engine_that_sleeps_or_is_being_updated_is_503(server: OpenAIServer, leader: Leader) -> None:
+@pytest.mark.covers("N14")
+def test_an_engine_that_sleeps_or_is_being_updated_is_503(server: OpenAIServer, leader: Leader) -> None:
     engine, thread = leader.engine, leader.thread
 
     def refusal(**changes: Any) -> str:
@@ -308,7 +316,8 @@ def test_n14_an_engine_that_sleeps_or_is_being_updated_is_503(server: OpenAIServ
     assert client(server).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
 
 
-def test_n14_an_answer_that_sleep_cuts_off_is_an_error_and_not_captured(free: OpenAIServer, leader: Leader) -> None:
+@pytest.mark.covers("N14")
+def test_an_answer_that_sleep_cuts_off_is_an_error_and_not_captured(free: OpenAIServer, leader: Leader) -> None:
     key = opened(free, leader)
     endless = {"ignore_eos": True, "min_tokens": 400}
     chunks = client(free, key).chat.completions.create(
@@ -322,7 +331,8 @@ def test_n14_an_answer_that_sleep_cuts_off_is_an_error_and_not_captured(free: Op
     assert taken(free, leader, key) == []
 
 
-def test_n14_a_stopped_server_leaves_no_socket(leader: Leader) -> None:
+@pytest.mark.covers("N14")
+def test_a_stopped_server_leaves_no_socket(leader: Leader) -> None:
     servers = serving(leader)
     server = next(servers)
     with httpx.Client(base_url=root(server)) as http:  # a connection that is kept alive does not keep it from ending
@@ -353,7 +363,8 @@ def test_level_6_a_clients_failure_is_its_own(leader: Leader, tiny_qwen2: Path) 
 
 
 @pytest.mark.parametrize("environment", [FakeEnvironment(), ScoredEnvironment()])
-def test_v29_an_environment_of_another_library(leader: Leader, tiny_qwen2: Path, environment: Any) -> None:
+@pytest.mark.covers("V29")
+def test_an_environment_of_another_library(leader: Leader, tiny_qwen2: Path, environment: Any) -> None:
     """Rewards come from the state, or from the rubric."""
     (t,) = episode(leader, tiny_qwen2, verifiers_client(environment))
     assert (t.turns, t.reward) == (1, 0.25)
@@ -530,7 +541,8 @@ def test_hostile_requests_are_answered_with_a_sentence(
     print(dict(tally))
 
 
-def test_n14_malformed_requests_are_4xx_and_the_engine_lives(server: OpenAIServer, free: OpenAIServer) -> None:
+@pytest.mark.covers("N14")
+def test_malformed_requests_are_4xx_and_the_engine_lives(server: OpenAIServer, free: OpenAIServer) -> None:
     """From the schema to one server, by hand to both: one forgives nothing, the other hands everything on to vLLM."""
     before = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
     schema = httpx.get(f"{root(server)}/openapi.json").json()

@@ -64,13 +64,15 @@ def engine_processes() -> list[psutil.Process]:
     ]
 
 
-def test_t02_t20_there_must_be_a_cluster(model: Path) -> None:
+@pytest.mark.covers("T02", "T20")
+def test_there_must_be_a_cluster(model: Path) -> None:
     """Runs first: it needs one not to be there."""
     with pytest.raises(RuntimeError, match=r"there is no Ray cluster: call ray\.init\(\) first"):
         AsyncVLLM.from_pretrained(str(model), verbose=False, backend="ray", **SMALL)
 
 
-def test_t10_t26_answers_in_order_and_errors_of_their_own(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T10", "T26")
+def test_answers_in_order_and_errors_of_their_own(service: AsyncVLLM) -> None:
     lengths = [30, 2, 17, 1]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
     outputs = service.generate([[10 + i] for i in range(4)], params)
@@ -82,11 +84,12 @@ def test_t10_t26_answers_in_order_and_errors_of_their_own(service: AsyncVLLM) ->
     assert "128" in str(caught.value.exceptions[0])
 
 
-def test_t13_d25_deadlines_and_cancelling_end_in_the_engine(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T13", "D25")
+def test_deadlines_and_cancelling_end_in_the_engine(service: AsyncVLLM) -> None:
     with pytest.raises(TimeoutError, match=r"vLLM generation timed out after 0\.05 seconds"):
         service.generate("a", ENDLESS, timeout_seconds=0.05)
     futures = [service.submit([i], ENDLESS) for i in range(6)]
-    assert sum(service.get_num_unfinished_requests()) == 6  # D05, D06: before any actor has answered
+    assert sum(service.get_num_unfinished_requests()) == 6  # before any actor has answered
     for future in futures:
         future.cancel()
     deadline = time.monotonic() + 60
@@ -96,7 +99,8 @@ def test_t13_d25_deadlines_and_cancelling_end_in_the_engine(service: AsyncVLLM) 
         assert time.monotonic() < deadline
 
 
-def test_t17_d01_kv_cache_use_comes_from_the_actors(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T17", "D01")
+def test_kv_cache_use_comes_from_the_actors(service: AsyncVLLM) -> None:
     deadline = time.monotonic() + 60
     while None in service.get_cache_usage():
         assert time.monotonic() < deadline
@@ -111,18 +115,20 @@ def test_t17_d01_kv_cache_use_comes_from_the_actors(service: AsyncVLLM) -> None:
     assert 0.0 < max(seen) <= 1.0
 
 
-def test_t15_t28_workers_and_own_methods(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T15", "T28")
+def test_workers_and_own_methods(service: AsyncVLLM) -> None:
     assert service.collective_rpc("report_device_id") == [["cpu:0"], ["cpu:0"]]
     assert [replica.submit("greet", "you").result(60) for replica in service.actors] == ["hello you"] * 2
     name = f"async-vllm-replica-{service.service_id}-1"
     assert ray.get_actor(name, namespace="hotbunk") is not None
 
 
-def test_t05_t34_weights_reach_actors(service: AsyncVLLM, model: Path) -> None:
+@pytest.mark.covers("T05", "T34")
+def test_weights_reach_actors(service: AsyncVLLM, model: Path) -> None:
     policy = HfPolicy(model)
     policy.randomise(3)
     service.update_weights(policy.model.named_parameters())
-    assert service.get_master_address() == "127.0.0.1"  # T32: a cluster of one node; nothing listens beyond it
+    assert service.get_master_address() == "127.0.0.1"  # a cluster of one node; nothing listens beyond it
     for index in range(2):
         output: Any = service.generate([4, 5, 6], SamplingParams(max_tokens=4, logprobs=0), actor_index=index)
         sampled = list(output.outputs[0].token_ids)
@@ -132,7 +138,8 @@ def test_t05_t34_weights_reach_actors(service: AsyncVLLM, model: Path) -> None:
         assert output.weight_version == 1
 
 
-def test_t29_a_dead_actor_is_an_error_and_the_end_leaves_nothing(service: AsyncVLLM) -> None:
+@pytest.mark.covers("T29")
+def test_a_dead_actor_is_an_error_and_the_end_leaves_nothing(service: AsyncVLLM) -> None:
     """Last: it ends the service."""
     futures = [service._submit({"prompt_token_ids": [i]}, ENDLESS, 0, None, {}) for i in range(4)]
     ray.kill(ray.get_actor(f"async-vllm-replica-{service.service_id}-0", namespace="hotbunk"))

@@ -104,7 +104,8 @@ def assert_on_policy(model: Path, trajectories: list[Trajectory], temperature: f
         assert all(b == 0 for b, mask in zip(t.logprobs, t.loss_mask, strict=True) if not mask)
 
 
-def test_v01_v03_one_shot_samples_what_the_default_samples(leader: Leader, tokenizer: Any) -> None:
+@pytest.mark.covers("V01", "V03")
+def test_one_shot_samples_what_the_default_samples(leader: Leader, tokenizer: Any) -> None:
     how = settings(group=3)
     waiting = [0, 1]
 
@@ -136,9 +137,8 @@ class ThreeCalls:
         return r1
 
 
-def test_v04_v15_all_answers_of_a_sampler_with_three_calls_are_trained_on(
-    leader: Leader, tokenizer: Any, model: Path
-) -> None:
+@pytest.mark.covers("V04", "V15")
+def test_all_answers_of_a_sampler_with_three_calls_are_trained_on(leader: Leader, tokenizer: Any, model: Path) -> None:
     found = sample(leader, tokenizer, ThreeCalls(), chats(tokenizer, ["hi", "and you?", "hi"]))
     assert_on_policy(model, found)
     for t in found:
@@ -157,7 +157,8 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_v04_v14_functions_are_called_between_chats(leader: Leader, tokenizer: Any) -> None:
+@pytest.mark.covers("V04", "V14")
+def test_functions_are_called_between_chats(leader: Leader, tokenizer: Any) -> None:
     """Each conversation is made to call a function in every turn: well, unknown, and not readable."""
     texts = [
         '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>',
@@ -198,7 +199,8 @@ class TrlEnvironment:
         return [o.outputs[0].token_ids for o in outputs]
 
 
-def test_v28_an_environment_that_returns_ids(leader: Leader, tokenizer: Any) -> None:
+@pytest.mark.covers("V28")
+def test_an_environment_that_returns_ids(leader: Leader, tokenizer: Any) -> None:
     expected = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=2))
     found = sample(leader, tokenizer, make_sampler(TrlEnvironment), how=settings(group=2))
     assert [t.response_ids for t in found] == [t.response_ids for t in expected]
@@ -213,7 +215,8 @@ class Texts:
         return await llm.generate_async(second, sampling_params)
 
 
-def test_v02_v09_a_coroutine_that_deals_in_texts(leader: Leader, tokenizer: Any, model: Path) -> None:
+@pytest.mark.covers("V02", "V09")
+def test_a_coroutine_that_deals_in_texts(leader: Leader, tokenizer: Any, model: Path) -> None:
     """The tiny model samples bytes that are no text: decoded and encoded again they would be others."""
     found = sample(leader, tokenizer, Texts(), how=settings(group=4))
     assert_on_policy(model, found)
@@ -224,7 +227,8 @@ def test_v02_v09_a_coroutine_that_deals_in_texts(leader: Leader, tokenizer: Any,
     ]
 
 
-def test_v06_a_processor_works_on_the_requests_that_ask_for_it(leader: Leader, tokenizer: Any) -> None:
+@pytest.mark.covers("V06")
+def test_a_processor_works_on_the_requests_that_ask_for_it(leader: Leader, tokenizer: Any) -> None:
     llm = facade(leader, tokenizer)
     scripts = [[40, 41, 42, 43], None, [50, 51]]
     params = [llm.sampling_params.clone() for _ in scripts]
@@ -244,7 +248,8 @@ class OldProcessors:
         return llm.generate(prompts, SamplingParams(logits_processors=[lambda ids, scores: scores], max_tokens=200))
 
 
-def test_v06_processors_given_with_a_request_name_the_new_way(leader: Leader, tokenizer: Any) -> None:
+@pytest.mark.covers("V06")
+def test_processors_given_with_a_request_name_the_new_way(leader: Leader, tokenizer: Any) -> None:
     for sampler in (
         OldProcessors(),
         lambda llm, prompts, params: llm.generate(prompts, {"logits_processors": [print]}),
@@ -255,7 +260,8 @@ def test_v06_processors_given_with_a_request_name_the_new_way(leader: Leader, to
         assert "name a class or factory in the recipe, engine.logits_processors" in errors.pop()
 
 
-def test_v32_parameters_are_changed_for_a_block_and_put_back(leader: Leader, tokenizer: Any) -> None:
+@pytest.mark.covers("V32")
+def test_parameters_are_changed_for_a_block_and_put_back(leader: Leader, tokenizer: Any) -> None:
     llm = facade(leader, tokenizer)
     before = llm.sampling_params
     with pytest.raises(ZeroDivisionError), llm.update_sampling_params(max_tokens=3, temperature=0.0):
@@ -286,7 +292,8 @@ class Endless:
             ids = [[*o.prompt_token_ids, *o.outputs[0].token_ids, *[30] * 40] for o in outputs]
 
 
-def test_p22_the_context_ends_the_episode_and_not_the_run(leader: Leader, tokenizer: Any) -> None:
+@pytest.mark.covers("P22")
+def test_the_context_ends_the_episode_and_not_the_run(leader: Leader, tokenizer: Any) -> None:
     for t in sample(leader, tokenizer, Endless()):
         assert (t.finish_reason, t.error) == ("length", "")
         assert t.loss_mask[-1] == 1
@@ -366,7 +373,8 @@ MODULE = {
 }
 
 
-def test_c04_c10_c11_the_example_of_the_page_runs(leader: Leader, tokenizer: Any) -> None:
+@pytest.mark.covers("C04", "C10", "C11")
+def test_the_example_of_the_page_runs(leader: Leader, tokenizer: Any) -> None:
     module = VLLMPolicyInference(MODULE, facade(leader, tokenizer))
     module.setup()
     rows = module.build_dataset(["one", "three"])
@@ -375,7 +383,7 @@ def test_c04_c10_c11_the_example_of_the_page_runs(leader: Leader, tokenizer: Any
         (r["prompt"], r["input_ids"]) for r in rows for _ in (0, 1)
     ]
     for _, _, completion in answers:
-        assert len(completion.token_ids) == len(completion.logprobs) == 10  # C21: whatever EOS was sampled
+        assert len(completion.token_ids) == len(completion.logprobs) == 10  # whatever EOS was sampled
         assert completion.index == 0
         assert isinstance(completion.logprobs[0][completion.token_ids[0]].logprob, float)
     assert answers[0][2].token_ids != answers[1][2].token_ids
@@ -387,7 +395,8 @@ def test_c04_c10_c11_the_example_of_the_page_runs(leader: Leader, tokenizer: Any
     assert len(outputs[0].prompt_logprobs) == len(rows[0]["input_ids"])
 
 
-def test_c29_prompt_logprobs_are_whole_though_the_prefix_is_cached(leader: Leader, tokenizer: Any) -> None:
+@pytest.mark.covers("C29")
+def test_prompt_logprobs_are_whole_though_the_prefix_is_cached(leader: Leader, tokenizer: Any) -> None:
     module = VLLMPolicyInference(MODULE | {"n": 1, "seq_length": 256}, facade(leader, tokenizer))
     row = module.build_dataset(["a prompt that is longer than a block of the cache, so that it can be cached " * 2])[0]
     first, second = (module.execute_step(row)[0] for _ in range(2))
@@ -396,12 +405,14 @@ def test_c29_prompt_logprobs_are_whole_though_the_prefix_is_cached(leader: Leade
     assert max(abs(a[token].logprob - b[token].logprob) for a, b, token in pairs) < 1e-4
 
 
-def test_c24_engine_and_trainer_agree_at_another_temperature(leader: Leader, tokenizer: Any, model: Path) -> None:
+@pytest.mark.covers("C24")
+def test_engine_and_trainer_agree_at_another_temperature(leader: Leader, tokenizer: Any, model: Path) -> None:
     how = settings(group=4, temperature=0.7)
     assert_on_policy(model, sample(leader, tokenizer, OneShotRolloutSampler(), how=how), temperature=0.7)
 
 
-def test_c02_a_module_samples_for_training_as_any_sampler(leader: Leader, tokenizer: Any) -> None:
+@pytest.mark.covers("C02")
+def test_a_module_samples_for_training_as_any_sampler(leader: Leader, tokenizer: Any) -> None:
     module = make_sampler(VLLMPolicyInference, {"model_args": {"seq_length": 64, "max_new_tokens": 12}})
     expected = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=2))
     for _ in range(2):
@@ -409,7 +420,8 @@ def test_c02_a_module_samples_for_training_as_any_sampler(leader: Leader, tokeni
         assert [t.response_ids for t in found] == [t.response_ids for t in expected]
 
 
-def test_c20_c30_c32_c33_a_module_starts_and_stops_an_engine_of_its_own(model: Path) -> None:
+@pytest.mark.covers("C20", "C30", "C32", "C33")
+def test_a_module_starts_and_stops_an_engine_of_its_own(model: Path) -> None:
     args = {"model": str(model), "seq_length": 96, "max_new_tokens": 8, "n": 3, "block_size": 32,
             "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 32 << 20, "generation_batch_size": 8,
             "stop_token_list": "<|im_end|>;zz"}  # fmt: skip

@@ -19,7 +19,8 @@ from trainer.cli import main
 ROOT = Path(__file__).parents[2]
 
 
-def test_v33_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
+@pytest.mark.covers("V33")
+def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(tiny_qwen2), AutoModelForCausalLM.from_pretrained(tiny_qwen2)
     messages = [{"role": "user", "content": "what is 2+2?"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

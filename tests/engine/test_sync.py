@@ -35,7 +35,8 @@ PROMPT = [14, 50, 77, 120, 9]
 
 @pytest.mark.parametrize("plain", [True, False], ids=["in-place", "layerwise"])
 @pytest.mark.parametrize(("architecture", "tied"), MODELS, ids=[f"{a}-{'tied' if t else 'untied'}" for a, t in MODELS])
-def test_p8_p12_sync_of_random_weights_equals_a_fresh_engine(
+@pytest.mark.covers("P8", "P12")
+def test_sync_of_random_weights_equals_a_fresh_engine(
     architecture: str, tied: bool, plain: bool, tmp_path: Path
 ) -> None:
     folder = make_tiny_model(tmp_path / "start", architecture=architecture, tied=tied, layers=2)
@@ -64,7 +65,8 @@ def test_p8_p12_sync_of_random_weights_equals_a_fresh_engine(
     assert greedy.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-def test_p8_of_a_mixture_the_experts_are_probed_and_all_else_is_compared(tmp_path: Path) -> None:
+@pytest.mark.covers("P8")
+def test_of_a_mixture_the_experts_are_probed_and_all_else_is_compared(tmp_path: Path) -> None:
     """A wrong byte is found either way, and named where the module keeps what it was sent."""
     folder = make_tiny_model(tmp_path / "start", architecture="qwen3_moe", tied=False, layers=2)
     with Colocated(folder) as both:

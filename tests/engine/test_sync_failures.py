@@ -76,7 +76,8 @@ def rename(both: Colocated, monkeypatch: pytest.MonkeyPatch, old: str, new: str 
         ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.qq_proj.bias"),
     ],
 )
-def test_p8_a_renamed_or_missing_weight_is_fatal_and_named(
+@pytest.mark.covers("P8")
+def test_a_renamed_or_missing_weight_is_fatal_and_named(
     both: Colocated, monkeypatch: pytest.MonkeyPatch, name: str, new: str | None
 ) -> None:
     with monkeypatch.context() as patch:
@@ -87,7 +88,8 @@ def test_p8_a_renamed_or_missing_weight_is_fatal_and_named(
     assert_repaired(both)
 
 
-def test_p8_a_weight_of_the_wrong_shape_is_fatal_and_named(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("P8")
+def test_a_weight_of_the_wrong_shape_is_fatal_and_named(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.layers.1.post_attention_layernorm.weight"
     parameters = [
         replace(p, pieces=(replace(p.pieces[0], shape=(2, 64)),)) if p.name == name else p
@@ -123,7 +125,8 @@ def test_a_wrong_byte_in_what_was_sent_is_found(both: Colocated, monkeypatch: py
     assert_repaired(both)
 
 
-def test_p5_generating_asleep_or_stale_raises_and_names_both_versions(both: Colocated) -> None:
+@pytest.mark.covers("P5")
+def test_generating_asleep_or_stale_raises_and_names_both_versions(both: Colocated) -> None:
     if both.leader.engine.state.memory.value != "asleep":
         both.manager.sleep()
     with pytest.raises(EngineStateError, match="asleep"):
@@ -136,7 +139,8 @@ def test_p5_generating_asleep_or_stale_raises_and_names_both_versions(both: Colo
         both.complete(PROMPT, SAMPLING)
 
 
-def test_p7_cached_prefixes_of_old_weights_are_forgotten(both: Colocated) -> None:
+@pytest.mark.covers("P7")
+def test_cached_prefixes_of_old_weights_are_forgotten(both: Colocated) -> None:
     """The engine stays awake between two syncs, so nothing but the reset stands between old blocks and new weights."""
     prompt = [20 + i for i in range(64)]  # several blocks of the prefix cache
     if both.leader.engine.state.memory.value == "asleep":
@@ -148,7 +152,8 @@ def test_p7_cached_prefixes_of_old_weights_are_forgotten(both: Colocated) -> Non
     assert both.gap(prompt, sampled, 1.0) < 1e-4
 
 
-def test_p7_a_refused_reset_of_the_prefix_cache_is_an_error(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("P7")
+def test_a_refused_reset_of_the_prefix_cache_is_an_error(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse() -> bool:
         return False
 
@@ -171,7 +176,8 @@ def kinds_of_messages(both: Colocated) -> list[str]:
     return list(dict.fromkeys(kinds))
 
 
-def test_p5_an_update_interrupted_at_any_message_leaves_no_version_and_the_next_repairs_it(both: Colocated) -> None:
+@pytest.mark.covers("P5")
+def test_an_update_interrupted_at_any_message_leaves_no_version_and_the_next_repairs_it(both: Colocated) -> None:
     """Ctrl-C in the trainer, with the worker wherever it is then."""
     kinds = kinds_of_messages(both)
     assert kinds[0] == "begin" and kinds[-1] == "end" and {"bucket", "finish"} < set(kinds)
@@ -189,7 +195,8 @@ def test_p5_an_update_interrupted_at_any_message_leaves_no_version_and_the_next_
         assert_repaired(both)
 
 
-def test_p5_a_message_garbled_on_its_way_is_refused_by_the_worker_and_the_next_update_repairs_it(
+@pytest.mark.covers("P5")
+def test_a_message_garbled_on_its_way_is_refused_by_the_worker_and_the_next_update_repairs_it(
     both: Colocated,
 ) -> None:
     kinds, channel = kinds_of_messages(both), both.manager._channel
@@ -226,7 +233,8 @@ def staging_in_use() -> list[tuple[int, int]]:
     return sorted(filter(any, counts))
 
 
-def test_p4_p6_two_hundred_syncs_open_the_staging_memory_once_and_leave_nothing_behind(both: Colocated) -> None:
+@pytest.mark.covers("P4", "P6")
+def test_two_hundred_syncs_open_the_staging_memory_once_and_leave_nothing_behind(both: Colocated) -> None:
     """Halves are compared: a leak of 50 KiB a sync would make 5 MiB between them."""
     assert_repaired(both)
     opened, closed = both.manager.staging_opened, both.manager.staging_closed
@@ -246,7 +254,8 @@ def test_p4_p6_two_hundred_syncs_open_the_staging_memory_once_and_leave_nothing_
         assert mean(side[110:]) - mean(side[20:110]) < 4 << 20
 
 
-def test_p4_staging_memory_that_is_given_back_after_each_sync_is_closed_as_often_as_it_was_opened(
+@pytest.mark.covers("P4")
+def test_staging_memory_that_is_given_back_after_each_sync_is_closed_as_often_as_it_was_opened(
     both: Colocated,
 ) -> None:
     """As on a GPU, where the KV cache needs the place; by the trainer alone, which the worker notices."""
@@ -261,12 +270,14 @@ def test_p4_staging_memory_that_is_given_back_after_each_sync_is_closed_as_often
     assert (both.manager.staging_opened, both.manager.staging_closed) == (opened + 5, closed + 5)
 
 
-def test_p1_staging_is_bounded_by_two_buckets(both: Colocated) -> None:
+@pytest.mark.covers("P1")
+def test_staging_is_bounded_by_two_buckets(both: Colocated) -> None:
     largest = max(parameter.nbytes for parameter in both.manager._parameters)
     assert both.manager.report.staging_bytes <= 2 * max(1 << 18, largest + 512)
 
 
-def test_p1_p8_weights_larger_than_a_bucket_reach_the_engine_in_parts(
+@pytest.mark.covers("P1", "P8")
+def test_weights_larger_than_a_bucket_reach_the_engine_in_parts(
     both: Colocated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But whole where they are packed for oneDNN."""
@@ -300,7 +311,8 @@ def test_verifying_samples_compares_other_weights_each_time_and_all_in_the_end(
         assert both.manager.report.verified == ("sample" if both.manager._plain else "probe")
 
 
-def test_p24_a_worker_killed_in_the_middle_ends_the_update_with_its_name(tiny_model: TinyModel) -> None:
+@pytest.mark.covers("P24")
+def test_a_worker_killed_in_the_middle_ends_the_update_with_its_name(tiny_model: TinyModel) -> None:
     """An engine of its own, since nothing repairs it."""
     in_use, others = staging_in_use(), set(psutil.Process().children())
     with Colocated(tiny_model()) as both:

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.gpu
 PROMPT = [14, 50, 77, 120, 9]
 
 
-def test_n11_weights_reach_an_engine_on_another_gpu(tmp_path: Path) -> None:
+@pytest.mark.covers("N11")
+def test_weights_reach_an_engine_on_another_gpu(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL joins no two processes on one GPU: needs two")
     folder = make_tiny_model(tmp_path / "model", hidden_size=512, heads=8, kv_heads=4, layers=8)

@@ -46,7 +46,8 @@ def assert_close(both: Colocated, sampled: Generation) -> None:
     assert gaps[int(0.95 * len(gaps))] < 0.15
 
 
-def test_p5_p12_logprobs_after_sleep_wake_and_sync_are_the_trainers(both: Colocated) -> None:
+@pytest.mark.covers("P5", "P12")
+def test_logprobs_after_sleep_wake_and_sync_are_the_trainers(both: Colocated) -> None:
     for seed in (1, 2):
         both.policy.randomise(seed)
         with both.manager.generation_shift(both.policy):
@@ -55,7 +56,8 @@ def test_p5_p12_logprobs_after_sleep_wake_and_sync_are_the_trainers(both: Coloca
         assert_close(both, sampled)
 
 
-def test_p2_p4_twenty_cycles_leave_device_memory_flat(both: Colocated) -> None:
+@pytest.mark.covers("P2", "P4")
+def test_twenty_cycles_leave_device_memory_flat(both: Colocated) -> None:
     asleep = []
     opened, closed = both.manager.staging_opened, both.manager.staging_closed
     for _ in range(20):
@@ -67,7 +69,8 @@ def test_p2_p4_twenty_cycles_leave_device_memory_flat(both: Colocated) -> None:
     assert abs(asleep[-1] - asleep[2]) < 64 << 20
 
 
-def test_p1_sleep_gives_weights_and_kv_cache_back(both: Colocated) -> None:
+@pytest.mark.covers("P1")
+def test_sleep_gives_weights_and_kv_cache_back(both: Colocated) -> None:
     before, _total = torch.cuda.mem_get_info()
     both.manager.wake(both.policy)
     awake, _total = torch.cuda.mem_get_info()
@@ -77,7 +80,8 @@ def test_p1_sleep_gives_weights_and_kv_cache_back(both: Colocated) -> None:
     assert abs(after - before) < 64 << 20
 
 
-def test_p1_p2_weights_in_one_memory_under_cuda_graphs_beside_a_kv_cache_that_sleeps(model: Path) -> None:
+@pytest.mark.covers("P1", "P2")
+def test_weights_in_one_memory_under_cuda_graphs_beside_a_kv_cache_that_sleeps(model: Path) -> None:
     free = []
     with asleep(model, shared=True, enforce_eager=False) as both:
         for seed in range(20):

@@ -27,7 +27,8 @@ def test_group_relative_against_statistics() -> None:
             assert row == pytest.approx([(r - statistics.fmean(group)) / scale for r in group], abs=1e-5)
 
 
-def test_p15_groups_without_a_signal_give_exactly_zero() -> None:
+@pytest.mark.covers("P15")
+def test_groups_without_a_signal_give_exactly_zero() -> None:
     """0.1 is not representable: the mean of eight differs from it, which a tiny deviation must not blow up."""
     rewards = torch.tensor([[0.1] * 8, [1e8] * 8, [0.0] * 8])
     for normalize in (True, False):
@@ -298,7 +299,8 @@ def test_weights_against_a_loop() -> None:
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_p14_weights_add_up_over_any_split(name: str) -> None:
+@pytest.mark.covers("P14")
+def test_weights_add_up_over_any_split(name: str) -> None:
     numbers = torch.randn(4, 4)
     denominator = count(MASK, name)
     whole = (numbers * aggregation.weights(MASK, name, denominator, 16)).sum()

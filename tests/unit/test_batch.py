@@ -1,5 +1,5 @@
-"""Batches as dictionaries: joined, cut and reordered without losing or mixing samples (N5); rows and outputs (N2),
-configurations (N1), and what a backend is (N4).
+"""Batches as dictionaries: joined, cut and reordered without losing or mixing samples; rows and outputs,
+configurations, and what a backend is.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ def samples(batch: BatchedDataDict) -> list[int]:
     return batch["names"]
 
 
-def test_n05_from_batches_pads_on_the_right_with_each_keys_own_value() -> None:
+@pytest.mark.covers("N5")
+def test_from_batches_pads_on_the_right_with_each_keys_own_value() -> None:
     a = BatchedDataDict(
         {"ids": torch.tensor([[1, 2]]), "mask": torch.ones(1, 2), "names": ["a"], "n": torch.tensor([5])}
     )
@@ -59,7 +60,8 @@ def test_n05_from_batches_pads_on_the_right_with_each_keys_own_value() -> None:
     assert cube["x"].tolist() == [[[1, 1], [1, 1]], [[1, 1], [7, 7]]]
 
 
-def test_n05_from_batches_of_nothing_and_with_a_key_missing() -> None:
+@pytest.mark.covers("N5")
+def test_from_batches_of_nothing_and_with_a_key_missing() -> None:
     assert BatchedDataDict.from_batches([]) == {}
     assert samples(BatchedDataDict.from_batches([BatchedDataDict(), numbered(2)])) == [0, 1]
     with pytest.raises(KeyError, match=r"key 'b' is missing from non-empty batches \[0\]"):
@@ -67,14 +69,16 @@ def test_n05_from_batches_of_nothing_and_with_a_key_missing() -> None:
 
 
 @given(st.integers(0, 12), st.integers(1, 5))
-def test_n05_uneven_shards_are_the_batch_cut_up(size: int, shards: int) -> None:
+@pytest.mark.covers("N5")
+def test_uneven_shards_are_the_batch_cut_up(size: int, shards: int) -> None:
     parts = [samples(part) for part in numbered(size).shard_by_batch_size(shards, allow_uneven_shards=True)]
     assert len(parts) == shards
     assert [sample for part in parts for sample in part] == list(range(size))
     assert all(len(part) <= -(-size // shards) for part in parts)
 
 
-def test_n05_shards_by_batch_size() -> None:
+@pytest.mark.covers("N5")
+def test_shards_by_batch_size() -> None:
     assert [len(p["names"]) for p in numbered(5).shard_by_batch_size(4, allow_uneven_shards=True)] == [2, 2, 1, 0]
     parts = numbered(8).shard_by_batch_size(2, batch_size=4)
     assert [samples(part) for part in parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -86,13 +90,15 @@ def test_n05_shards_by_batch_size() -> None:
 
 
 @given(st.permutations(range(6)))
-def test_n05_reorder_undoes_a_selection(order: list[int]) -> None:
+@pytest.mark.covers("N5")
+def test_reorder_undoes_a_selection(order: list[int]) -> None:
     chosen = numbered(6).select_indices(order)
     assert samples(chosen) == order
     assert samples(chosen.reorder_data(order)) == list(range(6))
 
 
-def test_n05_parts_of_a_batch() -> None:
+@pytest.mark.covers("N5")
+def test_parts_of_a_batch() -> None:
     batch = numbered(6)
     assert samples(batch.slice(1, 3)) == [1, 2]
     assert samples(batch.chunk(2, 3)) == [4, 5]
@@ -114,13 +120,15 @@ def test_n05_parts_of_a_batch() -> None:
             wrong()
 
 
-def test_n05_repeated_samples_are_copies() -> None:
+@pytest.mark.covers("N5")
+def test_repeated_samples_are_copies() -> None:
     batch = BatchedDataDict({"log": [[]]}).repeat_interleave(2)
     batch["log"][0].append("said")
     assert batch["log"] == [["said"], []]
 
 
-def test_n02_rows_of_a_batch_and_back() -> None:
+@pytest.mark.covers("N2")
+def test_rows_of_a_batch_and_back() -> None:
     data = BatchedDataDict(
         {
             "input_ids": torch.tensor([[5, 6, 0, 0], [7, 0, 8, 9]], dtype=torch.int32),
@@ -151,7 +159,8 @@ def test_n02_rows_of_a_batch_and_back() -> None:
         ({"stop_strings": ["a", "b"]}, "list of strings, or None, for each of the 2 samples"),
     ],
 )
-def test_n02_batches_that_cannot_be_generated_from(change: dict, message: str) -> None:
+@pytest.mark.covers("N2")
+def test_batches_that_cannot_be_generated_from(change: dict, message: str) -> None:
     data = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]), "input_lengths": torch.tensor([2, 3])} | change
     with pytest.raises(ValueError, match=message):
         rows_of(BatchedDataDict({k: v for k, v in data.items() if v is not None}), 0)
@@ -174,7 +183,8 @@ CONFIG = VllmConfig(
 )
 
 
-def test_n01_a_configuration_becomes_settings() -> None:
+@pytest.mark.covers("N1")
+def test_a_configuration_becomes_settings() -> None:
     config: VllmConfig = {
         **CONFIG,
         "stop_strings": ["x"],
@@ -208,12 +218,14 @@ def test_n01_a_configuration_becomes_settings() -> None:
         ({"vllm_cfg": {"max_model_len": 8, "gpu_memory_utilization": 9}}, "gpu_memory_utilization"),
     ],
 )
-def test_n01_a_configuration_that_cannot_be_is_one_sentence(change: dict, message: str) -> None:
+@pytest.mark.covers("N1")
+def test_a_configuration_that_cannot_be_is_one_sentence(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_config({**CONFIG, **change})
 
 
-def test_n01_the_tokenizer_decides_what_was_left_open() -> None:
+@pytest.mark.covers("N1")
+def test_the_tokenizer_decides_what_was_left_open() -> None:
     tokenizer = SimpleNamespace(pad_token_id=3, eos_token_id=2)
     plain = VllmConfig({**CONFIG, "vllm_cfg": {"max_model_len": 32}})
     trained, evaluated = (configure_generation_config(plain, tokenizer, is_eval) for is_eval in (False, True))
@@ -226,12 +238,14 @@ def test_n01_the_tokenizer_decides_what_was_left_open() -> None:
     assert plain["vllm_cfg"] == {"max_model_len": 32}
 
 
-def test_n01_required_keys_are_named() -> None:
+@pytest.mark.covers("N1")
+def test_required_keys_are_named() -> None:
     with pytest.raises(ValueError, match="generation lacks max_new_tokens, model_name"):
         check_config({"backend": "vllm", "temperature": 1.0, "vllm_cfg": {"max_model_len": 8}})
 
 
-def test_n06_on_cpu_the_cache_holds_the_longest_sequences_and_no_more(tiny_qwen2: Path) -> None:
+@pytest.mark.covers("N6")
+def test_on_cpu_the_cache_holds_the_longest_sequences_and_no_more(tiny_qwen2: Path) -> None:
     model = AutoConfig.from_pretrained(tiny_qwen2)
     engine = {"max_model_len": 100, "max_num_seqs": 3}
     size = engine_settings({**CONFIG, "model_name": str(tiny_qwen2), "vllm_cfg": engine}).kv_cache_bytes
@@ -242,7 +256,8 @@ def test_n06_on_cpu_the_cache_holds_the_longest_sequences_and_no_more(tiny_qwen2
         engine_settings({**CONFIG, "vllm_cfg": engine})
 
 
-def test_n07_a_samples_stop_strings_stand_beside_the_configurations() -> None:
+@pytest.mark.covers("N7")
+def test_a_samples_stop_strings_stand_beside_the_configurations() -> None:
     engine = CONFIG["vllm_cfg"] | {"skip_tokenizer_init": False}
     config = VllmConfig({**CONFIG, "stop_strings": ["a"], "vllm_cfg": engine})
     worker = VllmAsyncGenerationWorker.from_config(config)
@@ -250,7 +265,8 @@ def test_n07_a_samples_stop_strings_stand_beside_the_configurations() -> None:
     assert worker._sampling([], greedy=True) == replace(sampling_settings(config), temperature=0.0)
 
 
-def test_n12_without_a_checkpoint_there_is_nothing_to_generate_with(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("N12")
+def test_without_a_checkpoint_there_is_nothing_to_generate_with(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = VllmAsyncGenerationWorker.from_config(CONFIG)
 
     async def devices() -> list[str]:
@@ -264,7 +280,7 @@ def test_n12_without_a_checkpoint_there_is_nothing_to_generate_with(monkeypatch:
 
 
 class Smallest(GenerationInterface):
-    """A backend with the four methods that seed 002 asks for."""
+    """A backend with the four methods that NeMo RL asks for."""
 
     def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> list[Future[None]]:
         return []
@@ -279,7 +295,8 @@ class Smallest(GenerationInterface):
         return True
 
 
-def test_n04_four_methods_make_a_backend_and_the_others_say_what_it_cannot() -> None:
+@pytest.mark.covers("N4")
+def test_four_methods_make_a_backend_and_the_others_say_what_it_cannot() -> None:
     backend = Smallest()
     assert backend.shutdown() is True
     for call in (
@@ -302,14 +319,16 @@ async def listened(seconds: list[float], timeout: float | None = None) -> list[t
     return [found async for found in as_ready(map(late, seconds), timeout)]
 
 
-def test_n06_results_in_order_of_readiness_and_never_after_the_deadline() -> None:
+@pytest.mark.covers("N6")
+def test_results_in_order_of_readiness_and_never_after_the_deadline() -> None:
     assert asyncio.run(listened([0.2, 0.0])) == [(1, 0.0), (0, 0.2)]
     assert asyncio.run(listened([])) == []
     with pytest.raises(TimeoutError, match="1 of 2 requests did not finish within 0 s"):
         asyncio.run(listened([0.0, 60.0], timeout=0.3))
 
 
-def test_n06_the_first_failure_or_the_deadline_ends_the_others() -> None:
+@pytest.mark.covers("N6")
+def test_the_first_failure_or_the_deadline_ends_the_others() -> None:
     done, failed, waiting = Future[int](), Future[int](), Future[int]()
     done.set_result(1)
     assert collected([done, done], 1) == [1, 1]

@@ -43,7 +43,8 @@ def test_pack_padded_keeps_every_sequence_once_within_the_budget(lengths: list[i
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8))
-def test_p16_assignment_is_balanced_and_complete(lengths: list[int], ranks: int) -> None:
+@pytest.mark.covers("P16")
+def test_assignment_is_balanced_and_complete(lengths: list[int], ranks: int) -> None:
     assigned = assign_to_ranks(lengths, ranks)
     assert len(assigned) == ranks
     assert sorted(i for rank in assigned for i in rank) == list(range(len(lengths)))
@@ -82,9 +83,8 @@ def test_tensors_hold_what_the_samples_say(lengths: list[int], budget: int, extr
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 100), st.integers(0, 3))
 @example([8, 8, 9, 47, 48], 63, 0)  # the first pack is not the fullest
-def test_p16_packed_micro_batches_are_level_where_the_budget_allows(
-    lengths: list[int], budget: int, extra: int
-) -> None:
+@pytest.mark.covers("P16")
+def test_packed_micro_batches_are_level_where_the_budget_allows(lengths: list[int], budget: int, extra: int) -> None:
     """A rank that has to run more micro-batches than it needs has smaller ones; never more than the budget."""
     samples = [sample(length) for length in lengths]
     count = max(1, len(pack(lengths, budget)) + extra)
@@ -98,7 +98,8 @@ def test_p16_packed_micro_batches_are_level_where_the_budget_allows(
         assert all(batch.rows for batch in batches), "no fillers where there is work for all"
 
 
-def test_p22_a_sampled_pad_token_stays_in_the_loss() -> None:
+@pytest.mark.covers("P22")
+def test_a_sampled_pad_token_stays_in_the_loss() -> None:
     """The mask is by position: a token the policy sampled counts, whatever its id."""
     pad = 0
     batches = micro_batches(

@@ -12,7 +12,7 @@ from generation.compat.chatlearn.module import PromptPipeline, VLLMModule, check
 from generation.compat.chatlearn.settings import KNOWN, read_settings
 
 SIZES = {"seq_length": 64, "max_new_tokens": 16}
-PAGE = [  # every hyper-parameter of seed 003's tables
+PAGE = [  # every hyper-parameter of ChatLearn's tables
     "n", "ignore_eos", "top_p", "top_k", "temperature", "use_beam_search", "eval_temperature", "eval_top_k",
     "eval_top_p", "stop_token_list", "new_token_limit", "prompt_logprobs", "max_num_batched_tokens", "max_paddings",
     "block_size", "gpu_memory_utilization", "swap_space", "sliding_window", "tokenizer", "includes",
@@ -46,44 +46,46 @@ def module(llm: FakeLLM | None = None, **args: Any) -> VLLMModule:
     return VLLMModule(SIZES | args, llm or FakeLLM())
 
 
-def test_c20_to_c40_every_hyper_parameter_of_the_page_is_known() -> None:
+@pytest.mark.covers(*(f"C{row}" for row in range(20, 41)))
+def test_every_hyper_parameter_of_the_page_is_known() -> None:
     assert set(PAGE) <= KNOWN
 
 
 @pytest.mark.parametrize(
     ("args", "where", "expected"),
     [
-        ({"n": 4}, "n", 4),  # C20
-        ({"ignore_eos": True}, "sampling.ignore_eos", True),  # C21
-        ({"top_p": 0.9}, "sampling.top_p", 0.9),  # C22
-        ({"top_k": -1}, "sampling.top_k", -1),  # C23
+        ({"n": 4}, "n", 4),
+        ({"ignore_eos": True}, "sampling.ignore_eos", True),
+        ({"top_p": 0.9}, "sampling.top_p", 0.9),
+        ({"top_k": -1}, "sampling.top_k", -1),
         ({"top_k": 0}, "sampling.top_k", 0),
-        ({"temperature": 0}, "sampling.temperature", 0),  # C24
-        ({"use_beam_search": False}, "n", 1),  # C25
-        ({"eval_temperature": 0.5, "temperature": 1.0}, "eval_sampling.temperature", 0.5),  # C26
+        ({"temperature": 0}, "sampling.temperature", 0),
+        ({"use_beam_search": False}, "n", 1),
+        ({"eval_temperature": 0.5, "temperature": 1.0}, "eval_sampling.temperature", 0.5),
         ({"eval_temperature": 0.5, "temperature": 1.0}, "sampling.temperature", 1.0),
         ({"top_k": 5}, "eval_sampling.top_k", 5),
         ({"eval_min_p": 0.1}, "eval_sampling.min_p", 0.1),
-        ({"stop_token_list": "<EOS>;</s>"}, "stop", ["<EOS>", "</s>"]),  # C27
-        ({"new_token_limit": True}, "max_prompt_length", 48),  # C28
+        ({"stop_token_list": "<EOS>;</s>"}, "stop", ["<EOS>", "</s>"]),
+        ({"new_token_limit": True}, "max_prompt_length", 48),
         ({"new_token_limit": False}, "max_prompt_length", 63),
-        ({"prompt_logprobs": 1}, "sampling.prompt_logprobs", 1),  # C29
+        ({"prompt_logprobs": 1}, "sampling.prompt_logprobs", 1),
         ({"prompt_logprobs": None}, "sampling", {"ignore_eos": False}),
-        ({"max_num_batched_tokens": 4096}, "vllm.max_num_batched_tokens", 4096),  # C30
-        ({"max_paddings": None}, "n", 1),  # C31
-        ({"block_size": 16}, "vllm.block_size", 16),  # C32
-        ({"gpu_memory_utilization": 0.5}, "engine.gpu_memory_utilization", 0.5),  # C33
+        ({"max_num_batched_tokens": 4096}, "vllm.max_num_batched_tokens", 4096),
+        ({"max_paddings": None}, "n", 1),
+        ({"block_size": 16}, "vllm.block_size", 16),
+        ({"gpu_memory_utilization": 0.5}, "engine.gpu_memory_utilization", 0.5),
         ({"kv_cache_memory_bytes": 1 << 26}, "engine.kv_cache_bytes", 1 << 26),
-        ({"kv_offloading_size": 4}, "vllm.kv_offloading_size", 4),  # C34
-        ({"sliding_window": None}, "n", 1),  # C35
-        ({"tokenizer": "some/where"}, "engine.tokenizer", "some/where"),  # C36
-        ({"vllm_input_ids_key": "ids", "vllm_prompt_key": "text"}, "input_ids_key", "ids"),  # C38
-        ({"micro_batch_size": 8}, "engine.max_num_seqs", 8),  # C39
+        ({"kv_offloading_size": 4}, "vllm.kv_offloading_size", 4),
+        ({"sliding_window": None}, "n", 1),
+        ({"tokenizer": "some/where"}, "engine.tokenizer", "some/where"),
+        ({"vllm_input_ids_key": "ids", "vllm_prompt_key": "text"}, "input_ids_key", "ids"),
+        ({"micro_batch_size": 8}, "engine.max_num_seqs", 8),
         ({"max_concurrent_requests": 9}, "engine.max_num_seqs", 9),
-        ({"enforce_eager": False, "disable_custom_all_reduce": True}, "engine.enforce_eager", False),  # C40
+        ({"enforce_eager": False, "disable_custom_all_reduce": True}, "engine.enforce_eager", False),
     ],
 )
-def test_c20_to_c40_hyper_parameters_mean_what_they_mean_today(args: dict[str, Any], where: str, expected: Any) -> None:
+@pytest.mark.covers(*(f"C{row}" for row in range(20, 41)))
+def test_hyper_parameters_mean_what_they_mean_today(args: dict[str, Any], where: str, expected: Any) -> None:
     found: Any = read_settings(SIZES | args)
     for part in where.split("."):
         found = found[part] if isinstance(found, dict) else getattr(found, part)
@@ -107,24 +109,25 @@ def test_c20_to_c40_hyper_parameters_mean_what_they_mean_today(args: dict[str, A
         ({"sliding_window": 128}, r"sliding_window is gone: .*config\.json.*disable_sliding_window"),
         ({"temperatur": 1}, "temperatur is no hyper-parameter; did you mean temperature"),
         ({"seq_length": None}, "seq_length is missing"),
-        ({"max_new_tokens": 64}, "must be an integer greater than 0: seq_length - max_new_tokens = 64 - 64"),  # C06
+        ({"max_new_tokens": 64}, "must be an integer greater than 0: seq_length - max_new_tokens = 64 - 64"),
     ],
 )
-def test_c20_to_c40_what_has_no_meaning_is_refused_with_a_remedy(args: dict[str, Any], sentence: str) -> None:
+@pytest.mark.covers(*(f"C{row}" for row in range(20, 41)))
+def test_what_has_no_meaning_is_refused_with_a_remedy(args: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         read_settings(SIZES | args)
 
 
-def test_c27_c30_suspicious_values_are_warned_of() -> None:
+@pytest.mark.covers("C27", "C30")
+def test_suspicious_values_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="empty entry"):
         assert read_settings(SIZES | {"stop_token_list": "a;;b"}).stop == ["a", "b"]
     with pytest.warns(UserWarning, match="fewer than 32 answers"):
         read_settings(SIZES | {"max_num_batched_tokens": 16, "max_num_seqs": 32})
 
 
-def test_c13_c37_hyper_parameters_come_from_files_that_include_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.covers("C13", "C37")
+def test_hyper_parameters_come_from_files_that_include_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.yaml").write_text("seq_length: ${HOTBUNK_TEST_LENGTH:32}\ntemperature: 0.5\n")
     (tmp_path / "vllm.yaml").write_text("includes: [model.yaml]\nmax_new_tokens: 8\ntemperature: 0.9\n")
     monkeypatch.setenv("HOTBUNK_TEST_LENGTH", "48")
@@ -132,7 +135,8 @@ def test_c13_c37_hyper_parameters_come_from_files_that_include_others(
     assert made.model_args == {"seq_length": 48, "temperature": 0.9, "max_new_tokens": 8}
 
 
-def test_c05_c06_a_dataset_has_ids_and_text_and_no_empty_prompt() -> None:
+@pytest.mark.covers("C05", "C06")
+def test_a_dataset_has_ids_and_text_and_no_empty_prompt() -> None:
     rows = module().build_dataset(["ab", "c"])
     tokenizer = small_tokenizer()
     assert [rows[i] for i in range(len(rows))] == [
@@ -155,7 +159,8 @@ class WordTokenizer:
         return "".join(tokens)
 
 
-def test_c07_prompts_are_measured_in_tokens_and_never_cut_at_their_end() -> None:
+@pytest.mark.covers("C07")
+def test_prompts_are_measured_in_tokens_and_never_cut_at_their_end() -> None:
     """The page cut characters: a prompt of 100 characters and 20 tokens lost 70 of them at a limit of 30 tokens."""
     tokenizer: Any = WordTokenizer()
     kept = PromptPipeline(["x" * 100], 30, tokenizer)
@@ -169,7 +174,8 @@ def test_c07_prompts_are_measured_in_tokens_and_never_cut_at_their_end() -> None
     assert tokenizer.decode(cut[0]["input_ids"]) == cut[0]["prompt"]
 
 
-def test_c28_answers_are_limited_or_fill_the_context() -> None:
+@pytest.mark.covers("C28")
+def test_answers_are_limited_or_fill_the_context() -> None:
     generator = random.Random(1)
     for limited in (True, False):
         made = module(new_token_limit=limited)
@@ -181,26 +187,27 @@ def test_c28_answers_are_limited_or_fill_the_context() -> None:
             made._sampling_params([5] * 64, is_eval=False)
 
 
-def test_c08_c20_c26_a_batch_is_asked_in_either_mode_prompt_after_prompt() -> None:
+@pytest.mark.covers("C08", "C20", "C26")
+def test_a_batch_is_asked_in_either_mode_prompt_after_prompt() -> None:
     llm = FakeLLM()
     made = module(llm, n=2, temperature=1.0, eval_temperature=0.25, stop_token_list="</s>;ab")
     rows = made.build_dataset(["first", "second!"])
     trained = made.generate([rows[0], rows[1]])
     assert [len(p["prompt_token_ids"]) for p in llm.calls[0][0]] == [5, 5, 7, 7]
-    assert trained["no_padded_query_ids"] == [rows[0]["input_ids"]] * 2 + [rows[1]["input_ids"]] * 2  # C09
+    assert trained["no_padded_query_ids"] == [rows[0]["input_ids"]] * 2 + [rows[1]["input_ids"]] * 2
     assert trained["str_prompts"] == ["first", "first", "second!", "second!"]
-    assert trained["all_tokens"][2] == [*rows[1]["input_ids"], 7, 2]  # C12: nothing padded
+    assert trained["all_tokens"][2] == [*rows[1]["input_ids"], 7, 2]  # nothing padded
     assert trained["loss_mask"][2] == [0] * 7 + [1, 1]
     assert trained["logprobs"][2] == [-1.0, -1.0]
     made.generate([rows[0]], is_eval=True)
     made.generate([rows[0]])
     assert [params.temperature for _, asked in llm.calls for params in asked[:1]] == [1.0, 0.25, 1.0]
     first = llm.calls[0][1][0]
-    assert (first.stop_token_ids, first.stop) == ([2], ["ab"])  # C27: an id where one token says it
+    assert (first.stop_token_ids, first.stop) == ([2], ["ab"])  # an id where one token says it
 
 
 class Old(VLLMModule):
-    """Bodies as seed 003 prints them."""
+    """Bodies as ChatLearn's page prints them."""
 
     def _add_request(self, data: Any) -> Any:  # type: ignore[override]  # the page's skeleton has no is_eval
         return self._add_request_internal(data["prompt"], data["input_ids"])
@@ -214,7 +221,8 @@ class Old(VLLMModule):
         )
 
 
-def test_c04_what_the_scheduler_handed_out_is_refused_with_a_remedy() -> None:
+@pytest.mark.covers("C04")
+def test_what_the_scheduler_handed_out_is_refused_with_a_remedy() -> None:
     remedy = r"return self\.execute_step\(data\) from forward_step"
     made = Old(SIZES, FakeLLM())
     row = made.build_dataset(["hello"])[0]
@@ -230,7 +238,8 @@ def test_c04_what_the_scheduler_handed_out_is_refused_with_a_remedy() -> None:
         _ = made.else_where
 
 
-def test_c08_iterations_and_modes_are_checked() -> None:
+@pytest.mark.covers("C08")
+def test_iterations_and_modes_are_checked() -> None:
     made = module()
     for iteration, mode in ((-1, False), (0.5, False), (True, False), (0, 1)):
         with pytest.raises(ValueError, match="iteration is|eval_mode is"):
@@ -239,7 +248,8 @@ def test_c08_iterations_and_modes_are_checked() -> None:
         VLLMModule(SIZES).generate([])
 
 
-def test_c36_another_tokenizer_than_the_policys_is_refused() -> None:
+@pytest.mark.covers("C36")
+def test_another_tokenizer_than_the_policys_is_refused() -> None:
     check_tokenizer(small_tokenizer(), small_tokenizer(None))
     other = small_tokenizer()
     other.add_tokens(["more"])

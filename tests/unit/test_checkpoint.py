@@ -1,4 +1,4 @@
-"""P20 on one process: a checkpoint is complete or invisible, at whatever write the process dies."""
+"""One process: a checkpoint is complete or invisible, at whatever write the process dies."""
 
 import builtins
 import io
@@ -67,7 +67,8 @@ def constant(value: float) -> WeightsOnly:
     return policy
 
 
-def test_p20_what_is_loaded_is_what_was_saved_random_states_included(tmp_path: Path) -> None:
+@pytest.mark.covers("P20")
+def test_what_is_loaded_is_what_was_saved_random_states_included(tmp_path: Path) -> None:
     policy = TinyPolicy()
     saved = {key: value.clone() for key, value in policy.model.state_dict().items()}
     path = checkpoint.save(tmp_path, 3, {"policy": policy}, {"fingerprint": "abc", "counters": {"skipped": 2}})
@@ -158,9 +159,8 @@ def save_and_die(folder: Path, last: int) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def test_p20_killed_at_every_write_the_newest_complete_one_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.covers("P20")
+def test_killed_at_every_write_the_newest_complete_one_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         os, "fsync", lambda _: None
     )  # counted all the same; a killed process loses no page of the cache
@@ -187,7 +187,8 @@ def test_p20_killed_at_every_write_the_newest_complete_one_loads(
     assert seen == sorted(seen) and set(seen) == {2, 3}  # one moment at which it becomes visible, and never a step back
 
 
-def test_p20_unfinished_checkpoints_are_invisible_and_refused(tmp_path: Path) -> None:
+@pytest.mark.covers("P20")
+def test_unfinished_checkpoints_are_invisible_and_refused(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 9, {"policy": constant(9.0)}, {})
     checkpoint.save(tmp_path, 10, {"policy": constant(10.0)}, {})
     (tmp_path / "step_10" / "COMPLETE").unlink()
@@ -205,9 +206,8 @@ def test_p20_unfinished_checkpoints_are_invisible_and_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(0, [10]), (1, [10]), (2, [9, 10]), (3, [2, 9, 10]), (9, [1, 2, 9, 10])])
-def test_p20_prune_counts_complete_ones_by_number_and_spares_the_newest(
-    tmp_path: Path, keep: int, kept: list[int]
-) -> None:
+@pytest.mark.covers("P20")
+def test_prune_counts_complete_ones_by_number_and_spares_the_newest(tmp_path: Path, keep: int, kept: list[int]) -> None:
     for step in (1, 2, 9, 10, 11):
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / "COMPLETE").touch()
@@ -238,7 +238,8 @@ def save_scores(folder: Path, scores: dict[int, float | None]) -> None:
         (3, 0, "score", [7, 8, 9]),
     ],
 )
-def test_p20_neither_the_newest_nor_the_best_are_deleted(
+@pytest.mark.covers("P20")
+def test_neither_the_newest_nor_the_best_are_deleted(
     tmp_path: Path, keep: int, best: int, metric: str, kept: list[int]
 ) -> None:
     save_scores(tmp_path, {1: 0.5, 2: 0.9, 3: 0.5, 4: -1.0, 5: 2.0, 6: 2.0, 7: None, 8: math.nan, 9: 0.1})
@@ -248,14 +249,16 @@ def test_p20_neither_the_newest_nor_the_best_are_deleted(
     assert {path.name for path in tmp_path.iterdir()} == {f"step_{step}" for step in kept}
 
 
-def test_p20_a_run_that_starts_over_leaves_its_former_checkpoints_behind(tmp_path: Path) -> None:
+@pytest.mark.covers("P20")
+def test_a_run_that_starts_over_leaves_its_former_checkpoints_behind(tmp_path: Path) -> None:
     save_scores(tmp_path, {1: 0.0, 2: 0.0, 10: 0.0})
     (tmp_path / "step_11.tmp").mkdir()
     checkpoint.drop_later(tmp_path, 2)
     assert {path.name for path in tmp_path.iterdir()} == {"step_1", "step_2", "step_11.tmp"}
 
 
-def test_p20_a_snapshot_on_the_host_is_not_changed_by_training(tmp_path: Path) -> None:
+@pytest.mark.covers("P20")
+def test_a_snapshot_on_the_host_is_not_changed_by_training(tmp_path: Path) -> None:
     policy = TinyPolicy()
     wanted = {key: value.clone() for key, value in policy.model.state_dict().items()}
     snapshot = checkpoint.Snapshot.take(1, {"policy": policy}, {}).on_host()
@@ -270,7 +273,8 @@ def test_p20_a_snapshot_on_the_host_is_not_changed_by_training(tmp_path: Path) -
     assert int(other.optimizer.state_dict()["state"][0]["step"]) == 1
 
 
-def test_p20_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+@pytest.mark.covers("P20")
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, {"policy": constant(1.0)}, {"attempt": 1})
     path = checkpoint.save(tmp_path, 1, {"policy": constant(5.0)}, {"attempt": 2})
     policy = WeightsOnly()
@@ -279,7 +283,8 @@ def test_p20_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
 
 
-def test_p20_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.covers("P20")
+def test_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 1, {"policy": TinyPolicy()}, {})
     with pytest.raises(UserError, match="does not fit this model: policy.model.weight is .*size") as caught:
         checkpoint.load(path, {"policy": TinyPolicy(vocabulary=256)})

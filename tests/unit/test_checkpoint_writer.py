@@ -62,7 +62,8 @@ def writer(folder: Path, timeout: float = 20, **settings: Any) -> CheckpointWrit
     return CheckpointWriter(folder, CheckpointConfig(**settings), timeout)
 
 
-def test_p20_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path: Path, disk: Disk) -> None:
+@pytest.mark.covers("P20")
+def test_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path: Path, disk: Disk) -> None:
     counter, saving = Counter(), writer(tmp_path)
     saving.save(1, {"counter": counter}, {}, {})
     counter.value += 1  # returned before anything is written
@@ -73,13 +74,15 @@ def test_p20_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path: 
     assert disk.written == [(1, 0.0), (2, 1.0)]
 
 
-def test_p20_without_background_it_is_written_when_save_returns(tmp_path: Path, disk: Disk) -> None:
+@pytest.mark.covers("P20")
+def test_without_background_it_is_written_when_save_returns(tmp_path: Path, disk: Disk) -> None:
     disk.may_write.set()
     writer(tmp_path, background=False).save(1, {"counter": Counter()}, {}, {})
     assert disk.written == [(1, 0.0)]
 
 
-def test_p20_at_most_one_is_under_way(tmp_path: Path, disk: Disk) -> None:
+@pytest.mark.covers("P20")
+def test_at_most_one_is_under_way(tmp_path: Path, disk: Disk) -> None:
     counter, saving = Counter(), writer(tmp_path)
     saving.save(1, {"counter": counter}, {}, {})
     threading.Timer(0.2, disk.may_write.set).start()
@@ -89,7 +92,8 @@ def test_p20_at_most_one_is_under_way(tmp_path: Path, disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("told_by", ["wait", "save"])
-def test_p20_what_went_wrong_is_told_once_by_whatever_comes_next(tmp_path: Path, disk: Disk, told_by: str) -> None:
+@pytest.mark.covers("P20")
+def test_what_went_wrong_is_told_once_by_whatever_comes_next(tmp_path: Path, disk: Disk, told_by: str) -> None:
     disk.error = OSError(28, "No space left on device")
     saving = writer(tmp_path)
     saving.save(1, {"counter": Counter()}, {}, {})
@@ -102,7 +106,8 @@ def test_p20_what_went_wrong_is_told_once_by_whatever_comes_next(tmp_path: Path,
     saving.wait()
 
 
-def test_p20_a_disk_that_hangs_has_a_deadline(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.covers("P20")
+def test_a_disk_that_hangs_has_a_deadline(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     saving = writer(tmp_path, timeout=0.1)
     for waits in (saving.wait, lambda: saving.save(2, {}, {}, {})):
         saving.save(1, {"counter": Counter()}, {}, {})

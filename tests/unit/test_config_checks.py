@@ -122,13 +122,15 @@ def test_what_is_wrong_is_named(config: dict, changes: dict, world: int, sentenc
 
 
 @pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 20), ("top_k", 1), ("min_p", 0.05)])
-def test_p13_truncated_sampling_is_refused_in_training(config: dict, key: str, value: float) -> None:
+@pytest.mark.covers("P13")
+def test_truncated_sampling_is_refused_in_training(config: dict, key: str, value: float) -> None:
     (sentence,) = problems(config, {"sampling": {key: value}})
     assert sentence.startswith(f"sampling.{key} is {value}, but when sampling is truncated the engine's probabilities")
     assert problems(config, {"eval": {"top_p": 0.9}}) == []
 
 
-def test_p13_both_spellings_of_no_top_k_are_fine(config: dict) -> None:
+@pytest.mark.covers("P13")
+def test_both_spellings_of_no_top_k_are_fine(config: dict) -> None:
     assert problems(config, {"sampling": {"top_k": 0}}) == []
 
 
@@ -148,7 +150,8 @@ def test_p13_both_spellings_of_no_top_k_are_fine(config: dict) -> None:
         ("", None),
     ],
 )
-def test_p3_expandable_segments_are_refused_on_cuda(
+@pytest.mark.covers("P3")
+def test_expandable_segments_are_refused_on_cuda(
     config: dict, variable: str, setting: str, kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.config.checks.cuda_problem", lambda: None)
@@ -167,7 +170,8 @@ def test_p3_expandable_segments_are_refused_on_cuda(
         ({"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}}, "hf_overrides.quantization_config"),
     ],
 )
-def test_p10_quantised_engines_and_models_are_refused_in_training(
+@pytest.mark.covers("P10")
+def test_quantised_engines_and_models_are_refused_in_training(
     config: dict, tmp_path: Path, extra: dict, key: str
 ) -> None:
     (found,) = problems(config, {"engine": {"extra": extra}})

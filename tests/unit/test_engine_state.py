@@ -1,4 +1,4 @@
-"""P1, P5: what an engine may do in which state, without an engine."""
+"""What an engine may do in which state, without an engine."""
 
 import itertools
 
@@ -24,7 +24,8 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize(("memory", "action"), list(itertools.product(Memory, ACTIONS)))
-def test_p1_every_order_but_the_right_one_raises(memory: Memory, action: str) -> None:
+@pytest.mark.covers("P1")
+def test_every_order_but_the_right_one_raises(memory: Memory, action: str) -> None:
     state = EngineLifecycle()
     state.memory = memory
     if (memory, action) in ALLOWED:
@@ -36,7 +37,8 @@ def test_p1_every_order_but_the_right_one_raises(memory: Memory, action: str) ->
         assert state.memory is memory
 
 
-def test_p5_a_version_is_gained_by_a_complete_sync_only_and_lost_by_everything_else() -> None:
+@pytest.mark.covers("P5")
+def test_a_version_is_gained_by_a_complete_sync_only_and_lost_by_everything_else() -> None:
     state = EngineLifecycle()
     with pytest.raises(EngineStateError, match="no version"):
         state.check_can_generate(0)  # loaded from disk, never synced
@@ -63,7 +65,8 @@ def test_p5_a_version_is_gained_by_a_complete_sync_only_and_lost_by_everything_e
         state.begin_sync()
 
 
-def test_p5_the_usable_version_is_that_of_whole_weights_in_an_engine_that_is_awake() -> None:
+@pytest.mark.covers("P5")
+def test_the_usable_version_is_that_of_whole_weights_in_an_engine_that_is_awake() -> None:
     state = EngineLifecycle()
     with pytest.raises(EngineStateError, match="weights of no version"):
         state.usable_version()

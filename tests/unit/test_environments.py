@@ -92,7 +92,8 @@ def test_an_environments_public_methods_are_tools() -> None:
     assert list(tools["buy"].schema["function"]["parameters"]["properties"]) == ["item"]
 
 
-def test_v31_environments_have_state_rewards_and_an_end_of_their_own() -> None:
+@pytest.mark.covers("V31")
+def test_environments_have_state_rewards_and_an_end_of_their_own() -> None:
     """Two trajectories in turn with each other; rewards for turns and at the end, sync and async; and a function."""
     Shop.made.clear()
     queues = {5: [buy("pear", "fig"), say("ok")], 6: [buy("nut"), buy("egg"), say("thanks")]}
@@ -169,7 +170,8 @@ class StoppingEngine(ScriptedEngine):
         return spoken
 
 
-def test_v16_the_threads_two_prompts_give_906_and_305() -> None:
+@pytest.mark.covers("V16")
+def test_the_threads_two_prompts_give_906_and_305() -> None:
     calls = {5: "<function> multiply(3, 302) </function>", 6: "<function> add(3, 302) </function>"}
     after = ". Can I assist with anything else?"
     engine = StoppingEngine({prompt: say(text, end=False) + say(after) for prompt, text in calls.items()})
@@ -183,7 +185,8 @@ def test_v16_the_threads_two_prompts_give_906_and_305() -> None:
         assert (done.turns, done.answer_start, done.finish_reason) == (2, 0, "stop")
 
 
-def test_v17_a_tag_is_found_however_it_tokenises() -> None:
+@pytest.mark.covers("V17")
+def test_a_tag_is_found_however_it_tokenises() -> None:
     """A thousand contexts in canonical and in torn tokens: comparing ids of the tag alone would miss most."""
     rng = random.Random(0)
     tag, missed_by_ids = InlineTags().end, 0
@@ -202,7 +205,8 @@ def test_v17_a_tag_is_found_however_it_tokenises() -> None:
     assert pending_call("2</function>", InlineTags()) == "" and pending_call("<function>2", InlineTags()) is None
 
 
-def test_v18_interleaved_trajectories_never_see_each_others_calls() -> None:
+@pytest.mark.covers("V18")
+def test_interleaved_trajectories_never_see_each_others_calls() -> None:
     """A hundred at once with calls of their own; a shared buffer would mix them up (the thread's second report)."""
     texts = {p: [f"<function>multiply({p}, {k})</function>" for k in (2, 3, 4)] for p in range(5, 105)}
     engine = StoppingEngine({p: [*say("".join(calls), end=False), END] for p, calls in texts.items()})

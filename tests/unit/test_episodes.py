@@ -63,7 +63,8 @@ def plan(**rollout: Any) -> EpisodePlan:
     return EpisodePlan(config(**rollout), TOKENIZER)
 
 
-def test_v01_v05_levels_are_chosen_by_import_string(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("V01", "V05")
+def test_levels_are_chosen_by_import_string(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(code.parent)
     assert plan().function is one_shot and plan().messages([Prompt(0, (1,), {"prompt": "x"})]) is None
     for spec in (f"{code}:own", "mine:own"):
@@ -101,7 +102,8 @@ def test_v01_v05_levels_are_chosen_by_import_string(code: Path, monkeypatch: pyt
         ({"client": "FILE:number"}, "rollout.client: a client is a function"),
     ],
 )
-def test_v05_what_cannot_be_used_is_named(code: Path, rollout: dict[str, Any], reason: str) -> None:
+@pytest.mark.covers("V05")
+def test_what_cannot_be_used_is_named(code: Path, rollout: dict[str, Any], reason: str) -> None:
     named = {k: [s.replace("FILE", str(code)) for s in v] if k == "tools" else v.replace("FILE", str(code))
              for k, v in rollout.items()}  # fmt: skip
     with pytest.raises(UserError, match=reason) as caught:
@@ -130,7 +132,8 @@ def test_ones_own_rollout_needs_no_reward_function() -> None:
     assert "reward.functions is empty" in next(_check_rewards(config(functions=[])))
 
 
-def test_v34_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_answer() -> None:
+@pytest.mark.covers("V34")
+def test_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_answer() -> None:
     tokenizer = small_tokenizer()
     ids = tokenizer("callTOOLfinal", add_special_tokens=False)["input_ids"]
     done = Trajectory(0, 0, [4], ids, [1] * 4 + [0] * 4 + [1] * 5, [-1.0] * 13, answer_start=8, reward=0.5)
@@ -202,7 +205,8 @@ def test_too_many_failed_episodes_end_the_run_with_the_first_error() -> None:
         check_failures(as_answers(failed), 0.19)
 
 
-def test_v14_v15_figures_count_what_the_policy_sampled_and_what_tools_did() -> None:
+@pytest.mark.covers("V14", "V15")
+def test_figures_count_what_the_policy_sampled_and_what_tools_did() -> None:
     def done(sample: int, **metrics: float) -> Trajectory:
         return Trajectory(0, sample, [1], [7, 8, 9], [1, 0, 1], [-1.0, 0.0, -1.0], turns=2, metrics=dict(metrics))
 
@@ -214,7 +218,8 @@ def test_v14_v15_figures_count_what_the_policy_sampled_and_what_tools_did() -> N
     assert "tools/calls" not in rollout_metrics(as_answers([done(0)]))
 
 
-def test_v15_tool_tokens_have_no_part_in_loss_kl_or_gradient() -> None:
+@pytest.mark.covers("V15")
+def test_tool_tokens_have_no_part_in_loss_kl_or_gradient() -> None:
     """Whatever the trainer thinks of them: other log-probabilities there change nothing."""
     import torch
 

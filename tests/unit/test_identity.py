@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint of its own data, model and algorithm, or says in one sentence what differs (P19)."""
+"""A run goes on from a checkpoint of its own data, model and algorithm, or says in one sentence what differs."""
 
 import json
 import shutil
@@ -38,7 +38,8 @@ def refusal(model: Path, allowed: list[str], fingerprint: str = "rows", **sectio
     return ""
 
 
-def test_p19_the_same_run_goes_on_whatever_machine_and_length_it_has(model: Path) -> None:
+@pytest.mark.covers("P19")
+def test_the_same_run_goes_on_whatever_machine_and_length_it_has(model: Path) -> None:
     assert refusal(model, []) == ""
     batch = {"tokens_per_micro_batch": 77}
     policy = {"lr": 1.0, "backend": "deepspeed"}
@@ -71,7 +72,8 @@ def test_another_algorithm_is_refused_unless_permitted(model: Path, sections: di
     assert refusal(model, ["data", "model"], **sections) == sentence
 
 
-def test_p19_other_data_are_refused_unless_permitted(model: Path) -> None:
+@pytest.mark.covers("P19")
+def test_other_data_are_refused_unless_permitted(model: Path) -> None:
     assert 'was trained with data = "rows" (now "others"): restore' in refusal(model, [], fingerprint="others")
     assert refusal(model, ["data"], fingerprint="others") == ""
 

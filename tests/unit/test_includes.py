@@ -17,7 +17,8 @@ def write(folder: Path, **files: str) -> Path:
     return folder / f"{next(iter(files))}.yaml"
 
 
-def test_c13_c37_what_is_nearer_wins(tmp_path: Path) -> None:
+@pytest.mark.covers("C13", "C37")
+def test_what_is_nearer_wins(tmp_path: Path) -> None:
     recipe = write(
         tmp_path,
         recipe="includes: [base.yaml, more.yaml]\nrun: {steps: 3}\nsampling: {stop: [c]}\n",
@@ -33,7 +34,8 @@ def test_c13_c37_what_is_nearer_wins(tmp_path: Path) -> None:
     assert load_config(recipe, []).run.seed == 2
 
 
-def test_c13_a_section_includes_a_file_of_its_own_relative_to_it(tmp_path: Path) -> None:
+@pytest.mark.covers("C13")
+def test_a_section_includes_a_file_of_its_own_relative_to_it(tmp_path: Path) -> None:
     write(tmp_path / "sizes", engine="includes: smaller.yaml\nmax_num_seqs: 7\n", smaller="max_model_len: 99\n")
     recipe = write(
         tmp_path, recipe="model: {path: m}\ndata: {path: d}\nengine: {includes: [sizes/engine.yaml], sleep: false}\n"
@@ -42,13 +44,15 @@ def test_c13_a_section_includes_a_file_of_its_own_relative_to_it(tmp_path: Path)
     assert (engine.max_num_seqs, engine.max_model_len, engine.sleep) == (7, 99, False)
 
 
-def test_c13_a_cycle_is_named_from_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.covers("C13")
+def test_a_cycle_is_named_from_end_to_end(tmp_path: Path) -> None:
     recipe = write(tmp_path, a="includes: [b.yaml]\n", b="includes: [c.yaml]\n", c="includes: [./a.yaml]\n")
     with pytest.raises(UserError, match=r"a\.yaml includes b\.yaml includes c\.yaml includes a\.yaml"):
         load_config(recipe, [])
 
 
-def test_c13_the_same_file_twice_is_no_cycle(tmp_path: Path) -> None:
+@pytest.mark.covers("C13")
+def test_the_same_file_twice_is_no_cycle(tmp_path: Path) -> None:
     recipe = write(
         tmp_path,
         recipe="includes: [left.yaml, right.yaml]\n",
@@ -69,16 +73,16 @@ def test_c13_the_same_file_twice_is_no_cycle(tmp_path: Path) -> None:
         ("includes: [base.yaml]\nrun: {steps: '${HOTBUNK_TEST_X:[1}'}", "cannot be read|no valid YAML"),
     ],
 )
-def test_c13_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+@pytest.mark.covers("C13")
+def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     recipe = write(tmp_path, recipe=text, base="model: {path: m}\ndata: {path: d}\n", list="- a\n")
     with pytest.raises(UserError, match=sentence) as caught:
         load_config(recipe, [])
     assert "\n" not in str(caught.value)
 
 
-def test_c13_defaults_stand_until_the_environment_says_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.covers("C13")
+def test_defaults_stand_until_the_environment_says_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = write(
         tmp_path,
         recipe="includes: ['${HOTBUNK_TEST_BASE:base}.yaml']\nrun: {steps: '${HOTBUNK_TEST_STEPS:5}', seed: 0}\n"
@@ -98,7 +102,8 @@ def test_c13_defaults_stand_until_the_environment_says_otherwise(
     assert changed.run.output_dir == Path("elsewhere")
 
 
-def test_c13_values_from_the_environment_are_typed_as_in_a_file() -> None:
+@pytest.mark.covers("C13")
+def test_values_from_the_environment_are_typed_as_in_a_file() -> None:
     values = {
         "a": "${N:1}",
         "b": "x${N:1}y",

@@ -1,4 +1,4 @@
-"""When a run saves, and when it leaves (P20, P24): one rank, with a writer that only takes notes."""
+"""When a run saves, and when it leaves: one rank, with a writer that only takes notes."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +50,8 @@ class Run:
         return self.notes.calls
 
 
-def test_p20_every_so_many_steps_and_at_the_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("P20")
+def test_every_so_many_steps_and_at_the_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     assert run.steps(5) == [(2, {"loss": 2.0}), (4, {"loss": 4.0})]
     run.keeper.finish()
@@ -59,7 +60,8 @@ def test_p20_every_so_many_steps_and_at_the_end_once(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("resume", "saved"), [("auto", []), ("runs/other/step_4", [(4, {})])])
-def test_p20_a_finished_run_that_is_started_again_keeps_what_it_has(
+@pytest.mark.covers("P20")
+def test_a_finished_run_that_is_started_again_keeps_what_it_has(
     monkeypatch: pytest.MonkeyPatch, resume: str, saved: list[Any]
 ) -> None:
     run = Run(monkeypatch, step=4, resume=resume)
@@ -68,14 +70,16 @@ def test_p20_a_finished_run_that_is_started_again_keeps_what_it_has(
 
 
 @pytest.mark.parametrize("every", [0, 2])
-def test_p24_asked_to_end_it_saves_after_the_step_and_leaves(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+@pytest.mark.covers("P24")
+def test_asked_to_end_it_saves_after_the_step_and_leaves(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     run = Run(monkeypatch, every=every)
     run.steps(2)
     run.watchdog.called_at = 0.0  # by any rank's watchdog
     assert run.steps(1) == [(3, {"loss": 3.0}), "wait", "left"]
 
 
-def test_p24_a_step_given_up_is_saved_as_the_step_before_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("P24")
+def test_a_step_given_up_is_saved_as_the_step_before_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     run.steps(3)
     run.notes.calls.clear()
@@ -83,7 +87,8 @@ def test_p24_a_step_given_up_is_saved_as_the_step_before_left_it(monkeypatch: py
     assert run.notes.calls == [(3, {"loss": 3.0}), "wait", "left"]
 
 
-def test_p20_a_checkpoint_that_could_not_be_written_ends_the_step_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("P20")
+def test_a_checkpoint_that_could_not_be_written_ends_the_step_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     run.steps(2)
     monkeypatch.setattr(module, "all_reduce_max", lambda values: values | {"failed": 1.0})  # another rank's

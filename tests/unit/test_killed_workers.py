@@ -5,6 +5,8 @@ import sys
 import uuid
 from pathlib import Path
 
+import pytest
+
 from generation.engine.engine import VllmAsyncGenerationWorker
 from generation.engine.settings import EngineSettings
 from generation.engine.vllm_compat import worker_memory
@@ -18,7 +20,8 @@ time.sleep(1000)
 """
 
 
-def test_p24_what_killed_workers_shared_is_removed_with_their_engine() -> None:
+@pytest.mark.covers("P24")
+def test_what_killed_workers_shared_is_removed_with_their_engine() -> None:
     own, foreign = (Path(f"/dev/shm/vllm_dist_{uuid.uuid4().hex}-tp:0-[0-1]-cpushm_0") for _ in range(2))
     worker = VllmAsyncGenerationWorker(EngineSettings("no model", 64))
     try:

@@ -53,7 +53,8 @@ class RecordingPolicy:
         return UpdateStats(loss, 1.0, 1e-3, False, totals)
 
 
-def test_p22_a_sampled_pad_token_stays_in_the_loss() -> None:
+@pytest.mark.covers("P22")
+def test_a_sampled_pad_token_stays_in_the_loss() -> None:
     sample = to_sample(trajectory(0, 0, 1.0, [PAD, 9, PAD]))
     assert sample.input_ids == [5, 6, PAD, 9, PAD]
     assert sample.loss_mask == [0, 0, 1, 1, 1]
@@ -72,7 +73,8 @@ def test_failed_samples_are_left_out_before_the_groups_mean_is_taken() -> None:
     assert sorted(policy.advantages) == [-0.5, 0.5]
 
 
-def test_p15_a_step_without_signal_updates_nothing() -> None:
+@pytest.mark.covers("P15")
+def test_a_step_without_signal_updates_nothing() -> None:
     policy = RecordingPolicy()
     learner = Learner(config(), policy, None, pad_id=PAD)  # type: ignore[arg-type]
     metrics = learner.learn(as_answers([trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)]), step=1)
@@ -236,7 +238,8 @@ class RecordingCritic:
         return UpdateStats(self.losses[-1], 1.0, 1e-3, False, sums)
 
 
-def test_p15_a_critic_learns_from_a_step_without_a_signal_for_the_policy() -> None:
+@pytest.mark.covers("P15")
+def test_a_critic_learns_from_a_step_without_a_signal_for_the_policy() -> None:
     """Whitened advantages are all 0 when all answers are the same; the returns are 1 all the same, the values 0.5."""
     policy, critic = RecordingPolicy(), RecordingCritic()
     settings = config(algorithm={"preset": "ppo", "trace": 1.0, "num_iterations": 2})

@@ -1,4 +1,4 @@
-"""However a step is cut into micro-batches and dealt out to ranks, the learner learns the same: invariant 5, P14.
+"""However a step is cut into micro-batches and dealt out to ranks, the learner learns the same.
 
 The whole learner on threads in place of ranks, with a policy whose gradient shows in its weights: every loss with every
 aggregation, and with each way of assigning credit, correcting and shaping.
@@ -83,9 +83,8 @@ def learned(
 @pytest.mark.parametrize("choice", CHOICES)
 @settings(max_examples=1, deadline=None, database=None, phases=[Phase.generate])
 @given(seed=st.integers(0, 10**6), updates=st.integers(1, 3), budget=st.integers(10, 60))
-def test_p14_the_learner_learns_the_same_however_a_step_is_split(
-    choice: str, seed: int, updates: int, budget: int
-) -> None:
+@pytest.mark.covers("P14")
+def test_the_learner_learns_the_same_however_a_step_is_split(choice: str, seed: int, updates: int, budget: int) -> None:
     for loss, aggregation in combinations(choice):
         algorithm = {**CHOICES[choice], **LOSSES[loss], "aggregation": aggregation}
         table, metrics = learned(choice, algorithm, updates, seed, ranks=1, budget=10**6)

@@ -1,4 +1,4 @@
-"""Where requests go: the vectors of CHECKLIST T39-T48, and the seed's defects that are not ours."""
+"""Where requests go: expected choices, and defects of TorchRL's that are not ours."""
 
 import os
 import subprocess
@@ -75,20 +75,23 @@ def at(balancer: LoadBalancer, index: int) -> str:
         ((engines(0), None, 8, 0.0), "overload_threshold above 0"),
     ],
 )
-def test_t40_what_makes_no_sense_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+@pytest.mark.covers("T40")
+def test_what_makes_no_sense_is_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         LoadBalancer(*arguments)
     assert message in str(caught.value)
 
 
-def test_t40_defaults_and_a_single_strategy() -> None:
+@pytest.mark.covers("T40")
+def test_defaults_and_a_single_strategy() -> None:
     balancer = LoadBalancer(Service(0, 0))
     assert balancer.strategies == ["prefix-aware", "requests"]
     assert balancer.strategy == "prefix-aware"
     assert LoadBalancer(engines(0), "kv-cache").strategies == ["kv-cache"]
 
 
-def test_t41_strategies_are_tried_in_order(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("T41")
+def test_strategies_are_tried_in_order(caplog: pytest.LogCaptureFixture) -> None:
     listed = [Broken(), Broken(), Broken()]
     balancer = LoadBalancer(listed, ["requests", "kv-cache", "round-robin"])
     assert [balancer.select_actor() for _ in range(4)] == [0, 1, 2, 0]
@@ -98,7 +101,8 @@ def test_t41_strategies_are_tried_in_order(caplog: pytest.LogCaptureFixture) -> 
         balancer.select_actor()
 
 
-def test_t41_the_last_resort_is_random_and_repeatable(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("T41")
+def test_the_last_resort_is_random_and_repeatable(caplog: pytest.LogCaptureFixture) -> None:
     def draws(seed: int) -> list[int]:
         balancer = LoadBalancer([Broken()] * 4, ["prefix-aware", "requests"], seed=seed)
         return [balancer.select_actor() for _ in range(30)]
@@ -108,12 +112,14 @@ def test_t41_the_last_resort_is_random_and_repeatable(caplog: pytest.LogCaptureF
     assert "All strategies ['prefix-aware', 'requests'] failed. Falling back to random selection." in caplog.text
 
 
-def test_t41_prefix_aware_needs_a_prompt() -> None:
+@pytest.mark.covers("T41")
+def test_prefix_aware_needs_a_prompt() -> None:
     assert chosen(LoadBalancer(engines(3, 0, 3))) == {1}
 
 
 @pytest.mark.parametrize(("pending", "expected"), [((3, 1, 2), {1}), ((5, 2, 2), {1, 2}), ((0, 0, 0), {0, 1, 2})])
-def test_t42_fewest_requests(pending: tuple[int, ...], expected: set[int]) -> None:
+@pytest.mark.covers("T42")
+def test_fewest_requests(pending: tuple[int, ...], expected: set[int]) -> None:
     assert chosen(LoadBalancer(engines(*pending), "requests")) == expected
     assert chosen(LoadBalancer(Service(*pending), "requests")) == expected
 
@@ -122,22 +128,26 @@ def test_t42_fewest_requests(pending: tuple[int, ...], expected: set[int]) -> No
     ("usages", "expected"),
     [((0.1, 0.1 + 5e-7), {0, 1}), ((0.1, 0.1 + 2e-6), {0}), ((0.9, 0.2, 0.5), {1}), ((0.0, 0.0), {0, 1})],
 )
-def test_t43_least_kv_cache(usages: tuple[float, ...], expected: set[int]) -> None:
+@pytest.mark.covers("T43")
+def test_least_kv_cache(usages: tuple[float, ...], expected: set[int]) -> None:
     assert chosen(LoadBalancer([Engine(0, usage) for usage in usages], "kv-cache")) == expected
 
 
-def test_t43_equal_kv_cache_is_decided_by_requests() -> None:
+@pytest.mark.covers("T43")
+def test_equal_kv_cache_is_decided_by_requests() -> None:
     assert chosen(LoadBalancer([Engine(4, 0.5), Engine(1, 0.5), Engine(0, 0.9)], "kv-cache")) == {1}
 
 
-def test_d01_unknown_kv_cache_use_is_no_number(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("D01")
+def test_unknown_kv_cache_use_is_no_number(caplog: pytest.LogCaptureFixture) -> None:
     """The seed made one up; here the next strategy decides."""
     balancer = LoadBalancer([Engine(2, 0.1), Engine(0, None)], ["kv-cache", "requests"])
     assert chosen(balancer) == {1}
     assert "engine 1 has not reported its KV-cache use" in caplog.text
 
 
-def test_t44_the_prefix_decides_and_what_follows_does_not() -> None:
+@pytest.mark.covers("T44")
+def test_the_prefix_decides_and_what_follows_does_not() -> None:
     balancer = LoadBalancer(engines(*[0] * 16), prefix_length=3)
     assert balancer.select_actor([5, 6, 7, 8]) == balancer.select_actor([5, 6, 7, 9, 10])
     assert balancer.select_actor("solve this now: 2+2") == balancer.select_actor("solve  this\nnow: 3+3")
@@ -146,7 +156,8 @@ def test_t44_the_prefix_decides_and_what_follows_does_not() -> None:
     assert max(spread.values()) < 160  # 100 each, give or take
 
 
-def test_t44_t45_d02_the_same_engine_in_every_process() -> None:
+@pytest.mark.covers("T44", "T45", "D02")
+def test_the_same_engine_in_every_process() -> None:
     program = (
         "from generation.compat.load_balancer import LoadBalancer\n"
         "class E:\n"
@@ -170,13 +181,15 @@ def test_t44_t45_d02_the_same_engine_in_every_process() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n", [], {}, {"prompt_embeds": 1}, 3.5, [1, "a"], {"prompt": " "}])
-def test_t44_nothing_to_go_by_leaves_it_to_the_next_strategy(prompt: Any) -> None:
+@pytest.mark.covers("T44")
+def test_nothing_to_go_by_leaves_it_to_the_next_strategy(prompt: Any) -> None:
     assert chosen(LoadBalancer(engines(1, 1, 0)), prompt) == {2}
     with pytest.raises(ValueError):
         routing_key(prompt, 8)
 
 
-def test_t39_d08_all_forms_of_one_prompt_go_the_same_way() -> None:
+@pytest.mark.covers("T39", "D08")
+def test_all_forms_of_one_prompt_go_the_same_way() -> None:
     ids = [17, 4, 99, 3]
     forms: list[Any] = [
         ids,
@@ -201,7 +214,8 @@ def test_sessions_stay_together() -> None:
         balancer.select_actor("x", {"user": "me"})
 
 
-def test_t46_round_robin_survives_an_engine_that_leaves() -> None:
+@pytest.mark.covers("T46")
+def test_round_robin_survives_an_engine_that_leaves() -> None:
     listed = engines(9, 0, 0)
     balancer = LoadBalancer(listed, "round-robin")
     assert [balancer.select_actor() for _ in range(5)] == [0, 1, 2, 0, 1]
@@ -214,25 +228,29 @@ def test_t46_round_robin_survives_an_engine_that_leaves() -> None:
     ("pending", "overloaded"),
     [((3, 1), False), ((4, 1), True), ((15, 5, 10), False), ((16, 5, 10), True), ((6, 0, 0), True)],
 )
-def test_t47_an_overloaded_engine_loses_its_prefix(pending: tuple[int, ...], overloaded: bool) -> None:
+@pytest.mark.covers("T47")
+def test_an_overloaded_engine_loses_its_prefix(pending: tuple[int, ...], overloaded: bool) -> None:
     balancer = LoadBalancer(engines(*pending))
     assert (0 not in chosen(balancer, at(balancer, 0))) == overloaded
 
 
 @pytest.mark.parametrize("pending", [(1, 0), (3, 0), (2, 0, 0, 0)])
-def test_t47_d07_a_few_requests_are_no_overload(pending: tuple[int, ...]) -> None:
+@pytest.mark.covers("T47", "D07")
+def test_a_few_requests_are_no_overload(pending: tuple[int, ...]) -> None:
     balancer = LoadBalancer(engines(*pending))
     assert chosen(balancer, at(balancer, 0)) == {0}
     strict = LoadBalancer(engines(*pending), overload_floor=0)
     assert 0 not in chosen(strict, at(strict, 0))
 
 
-def test_t47_unreadable_counts_are_no_overload() -> None:
+@pytest.mark.covers("T47")
+def test_unreadable_counts_are_no_overload() -> None:
     balancer = LoadBalancer([Broken(), Broken()])
     assert chosen(balancer, at(balancer, 1)) == {1}
 
 
-def test_t48_statistics() -> None:
+@pytest.mark.covers("T48")
+def test_statistics() -> None:
     keys = {
         "strategies",
         "primary_strategy",
@@ -255,7 +273,8 @@ def test_t48_statistics() -> None:
     assert LoadBalancer(Service(1, 2)).get_stats()["actor_stats"][1]["pending_requests"] == 2
 
 
-def test_d05_an_engine_is_asked_once_a_choice() -> None:
+@pytest.mark.covers("D05")
+def test_an_engine_is_asked_once_a_choice() -> None:
     """And never over a wire: the answers are attributes of objects in this process."""
     listed = engines(9, 0, 0, 0)
     balancer = LoadBalancer(listed)
@@ -264,7 +283,8 @@ def test_d05_an_engine_is_asked_once_a_choice() -> None:
 
 
 @pytest.mark.parametrize("strategy", [None, "requests"])
-def test_d06_a_burst_is_routed_on_what_was_just_submitted(strategy: str | None) -> None:
+@pytest.mark.covers("D06")
+def test_a_burst_is_routed_on_what_was_just_submitted(strategy: str | None) -> None:
     """64 requests with one prompt before any of them finishes: no engine gets more than its overload allows."""
     loads = [EngineLoad() for _ in range(4)]
     balancer = LoadBalancer(loads, strategy)
@@ -275,7 +295,8 @@ def test_d06_a_burst_is_routed_on_what_was_just_submitted(strategy: str | None) 
     assert max(counts) <= (25 if strategy is None else 16)
 
 
-def test_t51_eight_threads_lose_no_count() -> None:
+@pytest.mark.covers("T51")
+def test_eight_threads_lose_no_count() -> None:
     loads = [EngineLoad() for _ in range(5)]
     balancer = LoadBalancer(loads, ["round-robin"])
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
@@ -52,7 +53,8 @@ def expected(output_ids: list[int], asked: bool, calls: int = 1) -> torch.Tensor
     return row * 2
 
 
-def test_v06_v18_the_first_interface_keeps_a_state_for_each_request() -> None:
+@pytest.mark.covers("V06", "V18")
+def test_the_first_interface_keeps_a_state_for_each_request() -> None:
     processor = First(CONFIG, torch.device("cpu"), False)
     outputs: list[list[int]] = [[1, 2], [3], [4]]
     added = [
@@ -68,7 +70,8 @@ def test_v06_v18_the_first_interface_keeps_a_state_for_each_request() -> None:
     assert not processor.is_argmax_invariant()
 
 
-def test_v06_v18_the_second_interface_keeps_a_state_for_each_slot() -> None:
+@pytest.mark.covers("V06", "V18")
+def test_the_second_interface_keeps_a_state_for_each_slot() -> None:
     tokens = torch.zeros(4, 16, dtype=torch.int64)
     tokens[3, :4] = torch.tensor([9, 9, 1, 2])  # a prompt of two, then what was generated
     tokens[1, :3] = torch.tensor([9, 9, 3])

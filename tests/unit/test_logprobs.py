@@ -80,7 +80,7 @@ def test_bf16_inputs_give_fp32_results_and_bf16_gradients() -> None:
 
 
 def test_no_tokens_give_zero_gradients_rather_than_none() -> None:
-    """A rank without work still has to take part in the reduction of every gradient (P16)."""
+    """A rank without work still has to take part in the reduction of every gradient."""
     hidden, weight, _, targets = inputs(0, torch.float32)
     logprobs, entropy = target_logprobs(hidden, weight, None, targets)
     assert logprobs.shape == entropy.shape == (0,)

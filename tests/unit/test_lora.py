@@ -59,7 +59,8 @@ def merging_source(model: PreTrainedModel) -> MergingWeightSource:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3_moe"])
-def test_p9_names_lead_to_the_checkpoint_and_to_peft_files(tiny_model, architecture: str) -> None:
+@pytest.mark.covers("P9")
+def test_names_lead_to_the_checkpoint_and_to_peft_files(tiny_model, architecture: str) -> None:
     folder = tiny_model(architecture=architecture)
     model, plain = with_adapters(folder, seed=1), load(folder)
     assert sent(merging_source(model)).keys() == {
@@ -69,7 +70,8 @@ def test_p9_names_lead_to_the_checkpoint_and_to_peft_files(tiny_model, architect
     assert lora.low_rank(model).keys() <= parameter_names(model).keys()
 
 
-def test_p9_what_is_sent_is_what_peft_merges(tiny_qwen2: Path) -> None:
+@pytest.mark.covers("P9")
+def test_what_is_sent_is_what_peft_merges(tiny_qwen2: Path) -> None:
     model = with_adapters(tiny_qwen2, seed=1)
     merged = dict(peft_twin(tiny_qwen2, model).merge_and_unload().named_parameters())
     plain = dict(load(tiny_qwen2).named_parameters())
@@ -82,7 +84,8 @@ def test_p9_what_is_sent_is_what_peft_merges(tiny_qwen2: Path) -> None:
     assert changed == len(lora.low_rank(model)) == 2 * 7
 
 
-def test_p9_the_base_is_bit_equal_after_fifty_rounds(tiny_qwen2: Path) -> None:
+@pytest.mark.covers("P9")
+def test_the_base_is_bit_equal_after_fifty_rounds(tiny_qwen2: Path) -> None:
     model = with_adapters(tiny_qwen2)
     source, base = merging_source(model), {n: p.detach().clone() for n, p in parameter_names(model).items()}
     name, added = next(iter(lora.low_rank(model).items()))

@@ -109,7 +109,8 @@ def total_loss(module: PolicyModule, batches: list[MicroBatch]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_p14_values_and_gradients_are_those_of_sequences_alone(kind: str) -> None:
+@pytest.mark.covers("P14")
+def test_values_and_gradients_are_those_of_sequences_alone(kind: str) -> None:
     model, samples = make_model(kind), make_samples(LENGTHS)
     alone = [plain(model, sample) for sample in samples]
     expected = gradients(model, sum(loss_of(*pair, s.advantage) for pair, s in zip(alone, samples, strict=True)))
@@ -138,7 +139,8 @@ def windowed() -> PreTrainedModel:
     st.integers(0, 2),
     st.booleans(),
 )
-def test_p14_any_split_packed_or_padded_is_the_same_loss_and_gradient(
+@pytest.mark.covers("P14")
+def test_any_split_packed_or_padded_is_the_same_loss_and_gradient(
     windowed: PreTrainedModel, lengths: list[int], budget: int, fillers: int, packing: bool
 ) -> None:
     samples, module = make_samples(lengths), make_module(windowed)
@@ -165,7 +167,8 @@ def test_a_sequence_does_not_see_its_neighbours(kind: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)), changed
 
 
-def test_p22_masked_and_missing_targets() -> None:
+@pytest.mark.covers("P22")
+def test_masked_and_missing_targets() -> None:
     """Rows without any target, one of them a filler's single token, among rows that have some."""
     model = make_model()
     module, samples = make_module(model), make_samples([6, 1, 5])

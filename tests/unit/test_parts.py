@@ -32,7 +32,8 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=3), st.integers(1, 4), st.sampled_from([512, 2048, 5120]))
-def test_p1_parts_hold_every_element_once_where_the_gather_puts_it(sizes: list[int], shards: int, bound: int) -> None:
+@pytest.mark.covers("P1")
+def test_parts_hold_every_element_once_where_the_gather_puts_it(sizes: list[int], shards: int, bound: int) -> None:
     """A parameter of several tensors, whose elements are their own numbers; cut, padded and gathered by hand."""
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
     pieces = tuple(Piece(str(n), "float32", (size,), 4 * ends[n]) for n, size in enumerate(sizes))
@@ -67,7 +68,8 @@ def test_what_has_to_be_whole_is_not_cut() -> None:
         assert BucketPlan([SourceParameter("ab", 6000, pieces, 2)], 1024, whole).capacity == capacity
 
 
-def test_p1_the_largest_weights_of_7b_in_bfloat16_go_through_a_gibibyte() -> None:
+@pytest.mark.covers("P1")
+def test_the_largest_weights_of_7b_in_bfloat16_go_through_a_gibibyte() -> None:
     embedding = 152064 * 3584 * 2
     for ranks in (1, 2, 4, 8, 64):
         parameters = [SourceParameter(name, embedding, (), ranks) for name in ("embedding", "head")]
@@ -80,7 +82,8 @@ VIEWS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, ma
 
 @settings(max_examples=500, deadline=None)
 @given(VIEWS, st.integers(0, 9), st.integers(0, 60), st.integers(1, 60))
-def test_p8_a_copy_is_cut_to_what_counting_elements_says(
+@pytest.mark.covers("P8")
+def test_a_copy_is_cut_to_what_counting_elements_says(
     dimensions: list[tuple[int, int]], offset: int, first: int, count: int
 ) -> None:
     """Any strides, also such that rows overlap; against all elements of the view, one by one."""
@@ -118,7 +121,8 @@ def assert_holds(model: SmallModel, weights: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
-def test_p1_p8_after_the_first_update_staging_is_bounded_and_workers_find_their_slices(
+@pytest.mark.covers("P1", "P8")
+def test_after_the_first_update_staging_is_bounded_and_workers_find_their_slices(
     tmp_path: Path, rank: int, ranks: int
 ) -> None:
     both, weights = started(tmp_path, rank, ranks)
@@ -135,7 +139,8 @@ def test_p1_p8_after_the_first_update_staging_is_bounded_and_workers_find_their_
     manager.close()
 
 
-def test_p1_what_only_a_loader_understands_comes_whole(tmp_path: Path) -> None:
+@pytest.mark.covers("P1")
+def test_what_only_a_loader_understands_comes_whole(tmp_path: Path) -> None:
     both, weights = started(tmp_path, times=60, bucket_bytes=512)
     both.sync(2)
     assert both.manager.report.staging_bytes == 2 * 1024, "the 720 bytes of `scaled`, everything else in parts"
@@ -143,7 +148,8 @@ def test_p1_what_only_a_loader_understands_comes_whole(tmp_path: Path) -> None:
     both.manager.close()
 
 
-def test_p1_staging_is_as_large_as_before_where_nothing_is_recorded(tmp_path: Path) -> None:
+@pytest.mark.covers("P1")
+def test_staging_is_as_large_as_before_where_nothing_is_recorded(tmp_path: Path) -> None:
     both, weights = started(tmp_path, replay=False)
     kept = both.manager.staging_opened, both.manager.staging_closed
     both.sync(2)
@@ -174,7 +180,8 @@ CHANGES: dict[str, Callable[[list[Stretch]], list[Stretch]]] = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_p8_a_part_that_is_missing_doubled_or_beside_its_place_is_named(tmp_path: Path, message: str) -> None:
+@pytest.mark.covers("P8")
+def test_a_part_that_is_missing_doubled_or_beside_its_place_is_named(tmp_path: Path, message: str) -> None:
     both, weights = started(tmp_path, verify="off")
     with altered(CHANGES[message]), pytest.raises(RemoteError, match=message):  # type: ignore[attr-defined]
         both.sync(2)
@@ -183,7 +190,8 @@ def test_p8_a_part_that_is_missing_doubled_or_beside_its_place_is_named(tmp_path
     both.manager.close()
 
 
-def test_p1_weights_come_whole_again_to_a_worker_that_has_forgotten_its_record(tmp_path: Path) -> None:
+@pytest.mark.covers("P1")
+def test_weights_come_whole_again_to_a_worker_that_has_forgotten_its_record(tmp_path: Path) -> None:
     both, weights = started(tmp_path)
     both.sync(2)
     both.worker.hotbunk_recording = None
@@ -214,7 +222,8 @@ def test_a_wrong_byte_in_a_part_is_found_and_named(tmp_path: Path, name: str, st
     both.manager.close()
 
 
-def test_p1_weights_sent_again_for_comparison_fit_into_staging(tmp_path: Path) -> None:
+@pytest.mark.covers("P1")
+def test_weights_sent_again_for_comparison_fit_into_staging(tmp_path: Path) -> None:
     """Some of them share a bucket that have none in common with all others between them."""
     weights = {name: torch.randn(count) for name, count in {"a": 384, "b": 512, "c": 256, "d": 512}.items()}
     model = Flat(weights)

@@ -56,7 +56,7 @@ def spliced(tokenizer: Any, template: str, ids: list[int], messages: list[dict[s
 
 
 class Words:
-    """The tokenizer of seed 000's example: 1001, and 220 with 17, are the same text."""
+    """The tokenizer of NeMo RL's example: 1001, and 220 with 17, are the same text."""
 
     eos_token_id = 2
     chat_template = None
@@ -76,7 +76,8 @@ class Words:
         return "".join(self.said.get(i, f"<{i}>") for i in ids if not (skip_special_tokens and i == 2))
 
 
-def test_n13_the_examples_of_the_seed() -> None:
+@pytest.mark.covers("N13")
+def test_the_examples_of_the_seed() -> None:
     model, until = [11, 12, 13, 40, 41, 220, 17, 2], [11, 12, 13, 40, 41, 1001, 2]
     whole = [*until, 21, 22, 40, 41]
     assert replace_prefix_tokens(Words(), model, until, whole) == [*model, 21, 22, 40, 41]
@@ -92,7 +93,8 @@ def test_n13_the_examples_of_the_seed() -> None:
         replace_prefix_tokens(Words(), [11, 12, 2], [11, 12, 2], [11])
 
 
-def test_n13_without_an_end_there_is_no_splice(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.covers("N13")
+def test_without_an_end_there_is_no_splice(tokenizer: PreTrainedTokenizerFast) -> None:
     class Endless(Words):
         eos_token_id = None  # type: ignore[assignment]
 
@@ -111,7 +113,8 @@ def test_n13_without_an_end_there_is_no_splice(tokenizer: PreTrainedTokenizerFas
     assert history.retemplated == 1
 
 
-def test_n13_text_after_the_end_is_the_templates(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.covers("N13")
+def test_text_after_the_end_is_the_templates(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt = rendered(tokenizer, SIGNED, talk("q0"), True)
     ids = [*prompt, *tokenizer("so")["input_ids"], tokenizer.eos_token_id]
     result = spliced(tokenizer, SIGNED, ids, talk("q0", "so", "q1"))
@@ -121,7 +124,8 @@ def test_n13_text_after_the_end_is_the_templates(tokenizer: PreTrainedTokenizerF
 
 
 @pytest.mark.parametrize("template", [CHAT + OPENING, FORGETFUL, INSTRUCT, SHORT])
-def test_n13_thoughts_and_turns_that_a_template_drops_stay(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+@pytest.mark.covers("N13")
+def test_thoughts_and_turns_that_a_template_drops_stay(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
     """Four turns; each prompt begins with the whole of the turn before, and ends with all that followed its answer."""
     messages, ids = talk("q0"), rendered(tokenizer, template, talk("q0"), True)
     for turn in range(1, 4):
@@ -138,7 +142,8 @@ def test_n13_thoughts_and_turns_that_a_template_drops_stay(tokenizer: PreTrained
     assert [tokenizer.decode(ids).count(f"q{turn}") for turn in range(4)] == [1, 1, 1, 1]
 
 
-def test_n13_counting_ends_would_lose_a_users_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.covers("N13")
+def test_counting_ends_would_lose_a_users_turn(tokenizer: PreTrainedTokenizerFast) -> None:
     """A tool's reply and a question follow the answer, and the template has dropped two turns before it."""
     template = CHAT.replace("in messages", "in messages[-4:]") + OPENING
     messages = [*talk("q0", "a0", "q1", "a1"), {"role": "tool", "content": "42"}, *talk("q2")]
@@ -162,7 +167,8 @@ def test_n13_counting_ends_would_lose_a_users_turn(tokenizer: PreTrainedTokenize
         ("q0", "one two", "q1", "an answer more", "next"),
     ],
 )
-def test_n13_messages_of_another_conversation_are_refused(
+@pytest.mark.covers("N13")
+def test_messages_of_another_conversation_are_refused(
     tokenizer: PreTrainedTokenizerFast, template: str, said: tuple[str, ...]
 ) -> None:
     prompt = rendered(tokenizer, template, talk("q0"), True)
@@ -172,7 +178,8 @@ def test_n13_messages_of_another_conversation_are_refused(
     assert spliced(tokenizer, template, ids, talk("q0", "one  two", "next"))[: len(ids)] == ids
 
 
-def test_n13_several_ends(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.covers("N13")
+def test_several_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     """The policy ended with another EOS than the template writes; what was sampled stays."""
     prompt, pad = rendered(tokenizer, CHAT + OPENING, talk("q0"), True), tokenizer.pad_token_id
     ids = [*prompt, *tokenizer("so")["input_ids"], pad]
@@ -183,7 +190,8 @@ def test_n13_several_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.decode(result[len(ids) :]) == "\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_n13_a_tool_call_written_otherwise(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.covers("N13")
+def test_a_tool_call_written_otherwise(tokenizer: PreTrainedTokenizerFast) -> None:
     """Whitespace, key order and escapes of a call's JSON are the template's when it is rendered; the ids are kept."""
     call = {"function": {"name": "add", "arguments": {"a": 1, "b": "é"}}, "type": "function", "id": "x"}
     messages: list[dict[str, Any]] = [*talk("q0"), {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -205,7 +213,8 @@ SAMPLED = st.lists(st.integers(3, 290), max_size=12)  # bytes that are no text, 
 
 @settings(max_examples=30, deadline=None)
 @given(turns=st.lists(st.tuples(SAMPLED, st.booleans(), st.text(max_size=8)), min_size=1, max_size=5))
-def test_p21_turn_k1_begins_with_turn_k_whatever_was_sampled(turns: list[tuple[list[int], bool, str]]) -> None:
+@pytest.mark.covers("P21")
+def test_turn_k1_begins_with_turn_k_whatever_was_sampled(turns: list[tuple[list[int], bool, str]]) -> None:
     """ChatHistory with random ids, some answers cut short, random texts of tools."""
     tokenizer = TOKENIZER
     history = ChatHistory(tokenizer)
@@ -225,7 +234,8 @@ def test_p21_turn_k1_begins_with_turn_k_whatever_was_sampled(turns: list[tuple[l
     assert history.retemplated == 0
 
 
-def test_p21_a_conversation_renders_twice_a_turn_however_long(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.covers("P21")
+def test_a_conversation_renders_twice_a_turn_however_long(tokenizer: PreTrainedTokenizerFast) -> None:
     class Counting:
         calls = 0
         eos_token_id, chat_template = tokenizer.eos_token_id, tokenizer.chat_template

@@ -70,7 +70,8 @@ def record(model: nn.Module, sent: list[tuple[str, Tensor]], whole: bool = False
     return recording
 
 
-def test_p8_a_replay_leaves_what_the_loaders_would() -> None:
+@pytest.mark.covers("P8")
+def test_a_replay_leaves_what_the_loaders_would() -> None:
     """New weights elsewhere in memory, parameters forgotten: as after a sleep."""
     model, twin = Fused(), Fused()
     recording = record(model, weights(0))
@@ -122,7 +123,7 @@ def test_a_recording_fits_only_the_memory_and_the_weights_it_is_of() -> None:
 
 
 def test_a_recording_keeps_no_staging_memory_alive() -> None:
-    """P4: what was mapped for an update can be given back after it."""
+    """What was mapped for an update can be given back after it."""
     model, sent = Fused(), weights(0)
     key = storage_key(sent[0][1])
     recording = record(model, sent)

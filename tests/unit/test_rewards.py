@@ -1,4 +1,4 @@
-"""Rewards: what the built-in ones say, what is refused at start, and that a bad one costs only its own answer (P18)."""
+"""Rewards: what the built-in ones say, what is refused at start, and that a bad one costs only its own answer."""
 
 import asyncio
 import os
@@ -123,7 +123,8 @@ def test_good_rewards_are_weighted_and_summed(pool: RewardPool) -> None:
     assert (wrong.reward, wrong.parts) == (1.0, {"rogue": 0.5, "exact_match": 0.0})
 
 
-def test_p18_a_bad_reward_costs_only_its_own_answer(pool: RewardPool) -> None:
+@pytest.mark.covers("P18")
+def test_a_bad_reward_costs_only_its_own_answer(pool: RewardPool) -> None:
     pool.take_counts()
     before = len(children())
     all_bad = BAD | UNUSABLE
@@ -146,12 +147,14 @@ def test_p18_a_bad_reward_costs_only_its_own_answer(pool: RewardPool) -> None:
     assert not grandchildren(), "what a reward function started outlives it"
 
 
-def test_p18_ten_megabytes_of_output_disturb_nobody(pool: RewardPool, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.covers("P18")
+def test_ten_megabytes_of_output_disturb_nobody(pool: RewardPool, capfd: pytest.CaptureFixture[str]) -> None:
     assert score(pool, "print")[0].error == ""
     assert capfd.readouterr() == ("", "")
 
 
-def test_p18_a_worker_that_dies_between_answers_is_replaced(rogue: str) -> None:
+@pytest.mark.covers("P18")
+def test_a_worker_that_dies_between_answers_is_replaced(rogue: str) -> None:
     with RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], timeout_s=5, workers=1)) as lonely:
         (dying,) = score(lonely, "pid")
         score(lonely, "die later")
@@ -194,13 +197,15 @@ def test_a_sum_that_is_too_large_cannot_be_a_reward(rogue: str) -> None:
         assert result.error == f"{sentence}, which is not a finite float32"
 
 
-def test_p18_a_row_that_cannot_be_sent_is_counted(pool: RewardPool) -> None:
+@pytest.mark.covers("P18")
+def test_a_row_that_cannot_be_sent_is_counted(pool: RewardPool) -> None:
     (result,) = score(pool, "good", row={"answer": lambda: 0})
     assert result.reward == -1.0
     assert "cannot be given this row" in result.error
 
 
-def test_p18_functions_that_load_only_in_the_trainer_are_named(tmp_path: Path) -> None:
+@pytest.mark.covers("P18")
+def test_functions_that_load_only_in_the_trainer_are_named(tmp_path: Path) -> None:
     path = tmp_path / "shy.py"
     path.write_text(
         "import multiprocessing\nassert multiprocessing.parent_process() is None\ndef shy(completion): return 1.0\n"
@@ -211,7 +216,8 @@ def test_p18_functions_that_load_only_in_the_trainer_are_named(tmp_path: Path) -
     assert all("AssertionError" in result.error for result in results), results
 
 
-def test_p18_the_run_ends_only_past_the_error_rate(rogue: str) -> None:
+@pytest.mark.covers("P18")
+def test_the_run_ends_only_past_the_error_rate(rogue: str) -> None:
     pool = RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], max_error_rate=0.1, timeout_s=5, workers=1))
     counts = {"reward/calls": 100.0, "reward/errors/rogue": 10.0}
     pool.check_error_rate(counts)
@@ -230,7 +236,8 @@ def test_workers_do_not_load_torch_and_stay(pool: RewardPool) -> None:
     assert {result.parts["rogue"] for result in pids} <= {float(child.pid) for child in children()}
 
 
-def test_p18_workers_ignore_ctrl_c(pool: RewardPool) -> None:
+@pytest.mark.covers("P18")
+def test_workers_ignore_ctrl_c(pool: RewardPool) -> None:
     before = {child.pid for child in children()}
     for pid in before:
         os.kill(pid, signal.SIGINT)
@@ -238,7 +245,8 @@ def test_p18_workers_ignore_ctrl_c(pool: RewardPool) -> None:
     assert {child.pid for child in children()} == before
 
 
-def test_p18_workers_die_with_their_parent(rogue: str, tmp_path: Path) -> None:
+@pytest.mark.covers("P18")
+def test_workers_die_with_their_parent(rogue: str, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent("""
@@ -363,7 +371,8 @@ def test_signatures_that_fit(signatures: Path, name: str, kwargs: dict, keywords
     assert reward("text", offered) == 1.0
 
 
-def test_v34_rewards_may_be_async_and_see_the_trajectory(signatures: Path) -> None:
+@pytest.mark.covers("V34")
+def test_rewards_may_be_async_and_see_the_trajectory(signatures: Path) -> None:
     """In the pool's own process, where the trajectory goes only because a function asks for it."""
     functions = [RewardFunction(name=f"{signatures}:{name}") for name in ("later", "tools_used")]
     seen = Trajectory(0, 0, [1], metrics={"tools/calls": 3.0})

@@ -36,7 +36,8 @@ def settings(**changes: Any) -> EngineSettings:
     return EngineSettings(**({"model": "m", "max_model_len": 64} | changes))
 
 
-def test_t01_without_vllm_everything_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("T01")
+def test_without_vllm_everything_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_settings, "find_spec", lambda name: None)
     calls: list[Callable[[], Any]] = [
         lambda: AsyncVLLM(settings()),
@@ -49,7 +50,8 @@ def test_t01_without_vllm_everything_says_so(monkeypatch: pytest.MonkeyPatch) ->
             call()
 
 
-def test_t01_t02_importing_needs_neither_vllm_nor_ray() -> None:
+@pytest.mark.covers("T01", "T02")
+def test_importing_needs_neither_vllm_nor_ray() -> None:
     program = (
         "import sys\n"
         "sys.modules['vllm'] = sys.modules['ray'] = None\n"  # importing either raises ImportError
@@ -65,9 +67,8 @@ def test_t01_t02_importing_needs_neither_vllm_nor_ray() -> None:
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("600", 600.0), ("0.5", 0.5), (None, 300.0)])
-def test_t03_d04_the_time_to_start_is_a_number(
-    text: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.covers("T03", "D04")
+def test_the_time_to_start_is_a_number(text: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     if text is None:
         monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS", raising=False)
     else:
@@ -76,7 +77,8 @@ def test_t03_d04_the_time_to_start_is_a_number(
 
 
 @pytest.mark.parametrize("text", ["ten minutes", "", "-1", "0", "nan", "inf"])
-def test_d04_a_time_that_is_none_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("D04")
+def test_a_time_that_is_none_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", text)
     with pytest.raises(ValueError, match="TORCHRL_VLLM_TIMEOUT_SECONDS must be a positive number of seconds"):
         start_timeout()
@@ -90,7 +92,7 @@ def test_d04_a_time_that_is_none_is_an_error(text: str, monkeypatch: pytest.Monk
         (("a", "b"), None, [{"prompt": "a"}, {"prompt": "b"}], False),
         (["a"], None, [{"prompt": "a"}], False),
         ([], None, [], False),
-        ([1, 2, 3], None, [IDS], True),  # D09: one prompt, as for LLM.generate
+        ([1, 2, 3], None, [IDS], True),  # one prompt, as for LLM.generate
         ((1, 2, 3), None, [IDS], True),
         ([[1, 2, 3], [4]], None, [IDS, {"prompt_token_ids": [4]}], False),
         (IDS, None, [IDS], True),
@@ -99,9 +101,8 @@ def test_d04_a_time_that_is_none_is_an_error(text: str, monkeypatch: pytest.Monk
         (None, [[1, 2, 3]], [IDS], False),
     ],
 )  # fmt: skip
-def test_t10_t23_t24_d09_all_forms_of_input(
-    prompts: Any, ids: Any, expected: list[dict[str, Any]], single: bool
-) -> None:
+@pytest.mark.covers("T10", "T23", "T24", "D09")
+def test_all_forms_of_input(prompts: Any, ids: Any, expected: list[dict[str, Any]], single: bool) -> None:
     assert prompt_dictionaries(prompts, ids) == (expected, single)
 
 
@@ -109,7 +110,7 @@ def test_t10_t23_t24_d09_all_forms_of_input(
     ("prompts", "ids", "message"),
     [
         ("a", [1], "Cannot specify both prompts and prompt_token_ids"),
-        (["a", "b"], [[1], [2]], "Cannot specify both prompts and prompt_token_ids"),  # D10
+        (["a", "b"], [[1], [2]], "Cannot specify both prompts and prompt_token_ids"),
         (None, [], "prompt_token_ids cannot be empty"),
         (None, None, "Must specify either prompts or prompt_token_ids"),
         (None, ["a"], "prompt_token_ids holds token ids or lists of them, not a str"),
@@ -120,20 +121,23 @@ def test_t10_t23_t24_d09_all_forms_of_input(
         ([{"text": "a"}], None, "prompt 0 is a dictionary without any of prompt_token_ids, prompt,"),
     ],
 )
-def test_t11_what_is_no_prompt_is_named(prompts: Any, ids: Any, message: str) -> None:
+@pytest.mark.covers("T11")
+def test_what_is_no_prompt_is_named(prompts: Any, ids: Any, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         prompt_dictionaries(prompts, ids)
     assert message in str(caught.value)
 
 
-def test_d23_the_callers_prompt_is_not_changed() -> None:
+@pytest.mark.covers("D23")
+def test_the_callers_prompt_is_not_changed() -> None:
     ids = [1, 2]
     made = prompt_dictionaries(ids)[0][0]
     made["prompt_token_ids"].append(3)
     assert ids == [1, 2]
 
 
-def test_t18_devices_of_a_replica() -> None:
+@pytest.mark.covers("T18")
+def test_devices_of_a_replica() -> None:
     assert (
         gpus_per_replica(SimpleNamespace(tensor_parallel_size=2, data_parallel_size=3, pipeline_parallel_size=4)) == 24
     )
@@ -141,14 +145,15 @@ def test_t18_devices_of_a_replica() -> None:
     assert gpus_per_replica(settings(tensor_parallel_size=2, extra={"pipeline_parallel_size": 2})) == 4
 
 
-def test_t19_a_new_service_is_not_launched() -> None:
+@pytest.mark.covers("T19")
+def test_a_new_service_is_not_launched() -> None:
     service = AsyncVLLM(settings(tensor_parallel_size=2), num_replicas=3)
     assert len(service.service_id) == 8
     assert int(service.service_id, 16) >= 0
     assert not service.launched
     assert service.actors == []
-    assert service.get_tp_size() == 2  # T30
-    assert {service.get_random_actor_index() for _ in range(50)} == {0, 1, 2}  # T27
+    assert service.get_tp_size() == 2
+    assert {service.get_random_actor_index() for _ in range(50)} == {0, 1, 2}
     draws = [[AsyncVLLM(settings(), 5).get_random_actor_index() for _ in range(1)] for _ in range(2)]
     assert draws[0] == draws[1]
 
@@ -166,12 +171,14 @@ def test_t19_a_new_service_is_not_launched() -> None:
         (lambda s: s.collective_rpc("x"), "before calling workers"),
     ],
 )
-def test_t33_t34_t37_t38_nothing_works_before_the_launch(call: Callable[[AsyncVLLM], Any], message: str) -> None:
+@pytest.mark.covers("T33", "T34", "T37", "T38")
+def test_nothing_works_before_the_launch(call: Callable[[AsyncVLLM], Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=f"AsyncVLLM service must be launched {message}"):
         call(AsyncVLLM(settings()))
 
 
-def test_t29_shutdown_before_the_launch_does_nothing() -> None:
+@pytest.mark.covers("T29")
+def test_shutdown_before_the_launch_does_nothing() -> None:
     service = AsyncVLLM(settings())
     service.shutdown()
     service.shutdown()
@@ -187,7 +194,8 @@ def test_constructor_arguments_are_checked() -> None:
         AsyncVLLM(settings(extra={"data_parallel_size": 2}))
 
 
-def test_t08_d19_d23_engine_arguments_are_kept_and_the_callers_stay_as_they_are() -> None:
+@pytest.mark.covers("T08", "D19", "D23")
+def test_engine_arguments_are_kept_and_the_callers_stay_as_they_are() -> None:
     given = settings(extra={"block_size": 16})
     service = AsyncVLLM(given, enable_prefix_caching=False)
     assert given.extra == {"block_size": 16}
@@ -195,13 +203,15 @@ def test_t08_d19_d23_engine_arguments_are_kept_and_the_callers_stay_as_they_are(
     assert engine_arguments(service.settings)["enable_prefix_caching"] is False
 
 
-def test_t50_prefix_caching_is_on_unless_switched_off() -> None:
+@pytest.mark.covers("T50")
+def test_prefix_caching_is_on_unless_switched_off() -> None:
     assert engine_arguments(from_arguments({"model": "m", "max_model_len": 64}))["enable_prefix_caching"] is True
     off = from_arguments({"model": "m", "max_model_len": 64, "enable_prefix_caching": False})
     assert engine_arguments(off)["enable_prefix_caching"] is False
 
 
-def test_t22_t49_what_make_async_vllm_engine_starts() -> None:
+@pytest.mark.covers("T22", "T49")
+def test_what_make_async_vllm_engine_starts() -> None:
     made = resolve("m", 2, True, True, max_model_len=64, kv_cache_memory_bytes=7, block_size=16, dtype="bfloat16")
     assert (made.model, made.tensor_parallel_size, made.enforce_eager, made.fp32_head) == ("m", 2, False, True)
     assert (made.kv_cache_bytes, made.dtype, made.extra) == (7, "bfloat16", {"block_size": 16})
@@ -216,7 +226,8 @@ def test_t22_t49_what_make_async_vllm_engine_starts() -> None:
         resolve("m", max_model_len=64, worker_extension_cls="x.Y")
 
 
-def test_t49_d20_compile_is_no_unknown_compilation_config() -> None:
+@pytest.mark.covers("T49", "D20")
+def test_compile_is_no_unknown_compilation_config() -> None:
     assert resolve("m", compile=False, max_model_len=64).enforce_eager
     assert "compilation_config" not in resolve("m", compile=True, max_model_len=64).extra
     own = resolve("m", compile=True, max_model_len=64, compilation_config={"level": 0}, enforce_eager=True)
@@ -237,7 +248,8 @@ def test_a_float32_head_is_vllms_head_dtype() -> None:
     assert plain.extra == {"hf_overrides": {"rope_theta": 1.0}}
 
 
-def test_t20_devices_are_dealt_out() -> None:
+@pytest.mark.covers("T20")
+def test_devices_are_dealt_out() -> None:
     pair = settings(tensor_parallel_size=2)
     assert [s.device_indices for s in of_replicas(pair, 2, 4, shared=True)] == [(0, 1), (2, 3)]
     assert [s.device_indices for s in of_replicas(pair, 2, 6, shared=True)] == [(2, 3), (4, 5)]
@@ -265,7 +277,8 @@ def test_weights_are_sent_from_a_gpu_without_an_engine(monkeypatch: pytest.Monke
         service._sending_device()
 
 
-def test_t33_ranks_of_the_workers() -> None:
+@pytest.mark.covers("T33")
+def test_ranks_of_the_workers() -> None:
     """Two engines of two workers: a world of five, their first workers at ranks 1 and 3 (the trainer's is 0)."""
 
     class Recorder:
@@ -287,7 +300,8 @@ def test_t33_ranks_of_the_workers() -> None:
     ]
 
 
-def test_t12_arguments_that_vllm_has_no_more_are_refused() -> None:
+@pytest.mark.covers("T12")
+def test_arguments_that_vllm_has_no_more_are_refused() -> None:
     service = AsyncVLLM(settings())
     with pytest.raises(ValueError, match="guided_options_request: set SamplingParams"):
         service.generate("a", guided_options_request=object())
@@ -297,7 +311,8 @@ def test_t12_arguments_that_vllm_has_no_more_are_refused() -> None:
         service.generate("a", max_tokens=3)
 
 
-def test_d18_an_update_runs_alone_and_nobody_is_lost() -> None:
+@pytest.mark.covers("D18")
+def test_an_update_runs_alone_and_nobody_is_lost() -> None:
     async def scene() -> list[str]:
         gate, events = UpdateGate(), []
 
@@ -329,7 +344,8 @@ def test_d18_an_update_runs_alone_and_nobody_is_lost() -> None:
     assert len(events) == 10
 
 
-def test_d18_an_update_that_cannot_begin_leaves_the_gate_open() -> None:
+@pytest.mark.covers("D18")
+def test_an_update_that_cannot_begin_leaves_the_gate_open() -> None:
     async def scene() -> None:
         gate = UpdateGate()
         async with gate.request():
@@ -355,7 +371,8 @@ def ended(result: Any) -> "Future[Any]":
     return future
 
 
-def test_t26_d25_one_failing_prompt_does_not_lose_the_others() -> None:
+@pytest.mark.covers("T26", "D25")
+def test_one_failing_prompt_does_not_lose_the_others() -> None:
     futures = [ended("a"), ended(TimeoutError("late")), ended("c"), ended(ValueError("bad"))]
     results = [answer_or_error(future, place) for place, future in enumerate(futures)]
     with pytest.raises(PromptErrors, match="2 of 4 prompts failed") as caught:
@@ -378,7 +395,8 @@ def test_a_cancelled_prompt_says_why() -> None:
     assert "the service was shut down before" in str(answer_or_error(future, 0))
 
 
-def test_t20_d25_waits_for_engines_end() -> None:
+@pytest.mark.covers("T20", "D25")
+def test_waits_for_engines_end() -> None:
     never: Future[Any] = Future()
     assert results_of([ended([1]), ended([2])], 1, "x") == [[1], [2]]
     with pytest.raises(TimeoutError, match="reading: no answer from engine 1 within 0 s"):

@@ -154,20 +154,23 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("kind", MISTAKES)
-def test_v14_mistakes_become_text_and_are_counted(kind: str) -> None:
+@pytest.mark.covers("V14")
+def test_mistakes_become_text_and_are_counted(kind: str) -> None:
     call, text = MISTAKES[kind]
     texts, counted = replies([call, ToolCall("later", {"x": 1})], explode, later, endless, timeout_s=0.3)
     assert texts[0].startswith(f"Error: {text}") and texts[1] == "2"
     assert counted == {"tools/calls": 2.0, "tools/errors": 1.0, f"tools/errors/{kind}": 1.0, "tools/truncated": 0.0}
 
 
-def test_v14_an_oversized_reply_is_cut_by_tokens_and_counted() -> None:
+@pytest.mark.covers("V14")
+def test_an_oversized_reply_is_cut_by_tokens_and_counted() -> None:
     texts, counted = replies([ToolCall("long"), ToolCall("later", {"x": 1})], long, later, max_tokens=3)
     assert texts == ["hellohellohello [cut after 3 tokens]", "2"]
     assert counted == {"tools/calls": 2.0, "tools/truncated": 1.0}
 
 
-def test_v14_other_ways_to_fail_and_another_way_to_say_so() -> None:
+@pytest.mark.covers("V14")
+def test_other_ways_to_fail_and_another_way_to_say_so() -> None:
     calls = [ToolCall(name) for name in ("silent", "quits", "quits_later", "endless_later")]
     calls += [ToolCall("later", {"x": 1, "y": 2}), ToolCall("later"), ToolCall("later", positional=(1, 2))]
     texts, counted = replies(
@@ -191,7 +194,8 @@ def test_characters_are_not_torn_and_texts_that_fit_stay_as_they_are() -> None:
     assert cut == 2
 
 
-def test_v10_v13_calls_run_together_within_the_bound_and_none_waits_for_a_slow_one() -> None:
+@pytest.mark.covers("V10", "V13")
+def test_calls_run_together_within_the_bound_and_none_waits_for_a_slow_one() -> None:
     active, most, lock = [0], [0], threading.Lock()
     together = threading.Barrier(4)
 
@@ -226,7 +230,8 @@ def test_calls_as_hermes_writes_them() -> None:
     assert "no object" in named_call("add", "[1]").malformed
 
 
-def test_v30_five_lines_are_a_tool_using_rollout() -> None:
+@pytest.mark.covers("V30")
+def test_five_lines_are_a_tool_using_rollout() -> None:
     """A function, a list with it in, and the policy's calls reach it: nothing else is needed."""
     script = iter([say('<tool_call>{"name": "add", "arguments": {"x": 3, "y": 302}}</tool_call>'), say("305")])
     engine = ScriptedEngine(lambda ids, seed: next(script))
@@ -244,7 +249,8 @@ def test_max_turns_ends_an_episode_with_its_last_call_unanswered() -> None:
     assert sum(done.loss_mask) == 3 * len(call) and done.response_ids[-len(call) :] == call
 
 
-def test_v20_a_tool_runs_once_for_each_call() -> None:
+@pytest.mark.covers("V20")
+def test_a_tool_runs_once_for_each_call() -> None:
     seen: list[str] = []
 
     def fresh() -> str:

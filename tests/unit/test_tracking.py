@@ -1,4 +1,4 @@
-"""The record of a run on disk, and its copy in Weights & Biases (P23)."""
+"""The record of a run on disk, and its copy in Weights & Biases."""
 
 import json
 import math
@@ -69,7 +69,8 @@ def read(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().split("\n")[:-1]]
 
 
-def test_p23_one_call_a_step_and_the_step_is_a_metric(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
+@pytest.mark.covers("P23")
+def test_one_call_a_step_and_the_step_is_a_metric(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
     run(tmp_path, range(5))
     run(tmp_path, range(3, 7), resumed_from=2)
     assert [call[0] for call in calls] == [
@@ -91,7 +92,8 @@ def test_p23_one_call_a_step_and_the_step_is_a_metric(tmp_path: Path, calls: lis
 
 
 @pytest.mark.parametrize(("last", "sent"), [(0, [1, 2, 3, 4, 5, 6]), (2, [3, 4, 5, 6]), (4, [5, 6]), (9, [])])
-def test_p23_a_resumed_run_sends_each_step_that_the_server_lacks_once(
+@pytest.mark.covers("P23")
+def test_a_resumed_run_sends_each_step_that_the_server_lacks_once(
     tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, last: int, sent: list[int]
 ) -> None:
     """Whether the run was killed before W&B had its last steps, or long after its last checkpoint."""
@@ -102,7 +104,8 @@ def test_p23_a_resumed_run_sends_each_step_that_the_server_lacks_once(
     assert [call[1]["train/step"] for call in calls if call[0] == "log"] == sent
 
 
-def test_p23_a_step_is_logged_once_and_in_order(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
+@pytest.mark.covers("P23")
+def test_a_step_is_logged_once_and_in_order(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
     tracker = make_tracker(tmp_path, {}, name="demo", wandb="disabled", resumed_from=4)
     for step in (4, 3):
         with pytest.raises(ValueError, match=f"step {step} is logged after step 4"):
@@ -116,7 +119,8 @@ def test_p23_a_step_is_logged_once_and_in_order(tmp_path: Path, calls: list[tupl
 
 
 @pytest.mark.parametrize("stopped_after", [3, 4, 5])
-def test_p23_a_resumed_file_equals_an_uninterrupted_one(
+@pytest.mark.covers("P23")
+def test_a_resumed_file_equals_an_uninterrupted_one(
     tmp_path: Path, calls: list[tuple[Any, ...]], stopped_after: int
 ) -> None:
     run(tmp_path / "straight", range(8))
@@ -140,7 +144,8 @@ def test_floats_read_back_bit_equal_and_what_is_not_finite_is_null(tmp_path: Pat
     assert second == {"train/step": 2, "loss": None, "grad_norm": None}
 
 
-def test_p6_completions_are_bounded_in_number_and_length(tmp_path: Path) -> None:
+@pytest.mark.covers("P6")
+def test_completions_are_bounded_in_number_and_length(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path, {}, name="demo", wandb="disabled", completions_per_step=2)
     tracker.completions(1, [{"text": "é" * 10_000, "reward": 1.0}] * 5)
     tracker.close()
@@ -160,7 +165,8 @@ def test_summary_grows_and_is_always_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["import", "init", "log", "summary", "finish"])
-def test_p23_a_wandb_that_is_missing_or_raises_does_not_stop_training(
+@pytest.mark.covers("P23")
+def test_a_wandb_that_is_missing_or_raises_does_not_stop_training(
     tmp_path: Path,
     calls: list[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
@@ -184,7 +190,8 @@ def test_p23_a_wandb_that_is_missing_or_raises_does_not_stop_training(
     assert capsys.readouterr().err.count("no further copy in Weights & Biases") == 1
 
 
-def test_p23_a_wandb_that_hangs_does_not_stop_training(
+@pytest.mark.covers("P23")
+def test_a_wandb_that_hangs_does_not_stop_training(
     tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hang = threading.Event()
@@ -256,7 +263,8 @@ def test_real_wandb_writes_an_offline_run_that_holds_every_step(
     assert not list((tmp_path / "wandb").glob("*/files/output.log"))  # the console is not captured
 
 
-def test_p23_real_wandb_continues_an_offline_run_in_a_folder_that_holds_all_of_it(
+@pytest.mark.covers("P23")
+def test_real_wandb_continues_an_offline_run_in_a_folder_that_holds_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`wandb sync` uploads that folder alone; uploads of several would replace each other."""

@@ -29,7 +29,8 @@ def parameter(number: int, nbytes: int) -> SourceParameter:
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(1, 5000), max_size=30), st.integers(ALIGNMENT, 8000))
-def test_p1_buckets_hold_every_parameter_once_in_order_within_their_bound(sizes: list[int], bound: int) -> None:
+@pytest.mark.covers("P1")
+def test_buckets_hold_every_parameter_once_in_order_within_their_bound(sizes: list[int], bound: int) -> None:
     plan = BucketPlan([parameter(i, size) for i, size in enumerate(sizes)], bound)
     assert plan.names() == [f"p{i}" for i in range(len(sizes))]
     for bucket in plan.buckets:
@@ -50,7 +51,8 @@ def test_a_bucket_smaller_than_its_alignment_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_p11_what_is_sent_equals_the_master_cast_once(dtype: torch.dtype) -> None:
+@pytest.mark.covers("P11")
+def test_what_is_sent_equals_the_master_cast_once(dtype: torch.dtype) -> None:
     tensors = {"a": torch.randn(7, 3), "b": torch.randn(5), "c": torch.randn(2, 2, 2)}
     source = FsdpWeightSource(list(tensors.items()), dtype)
     described = {p.name: p for p in source.parameters()}
@@ -85,7 +87,8 @@ buffers[0][0] = 77
 """
 
 
-def test_p4_another_process_sees_the_staging_memory_and_nothing_is_left_of_it() -> None:
+@pytest.mark.covers("P4")
+def test_another_process_sees_the_staging_memory_and_nothing_is_left_of_it() -> None:
     before = shared_memory.files()
     staging = make_staging(1000, torch.device("cpu"))
     for number, buffer in enumerate(staging.buffers):
@@ -126,7 +129,8 @@ def test_a_stranger_without_the_secret_is_refused_and_named(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_p4_a_worker_on_another_device_is_refused_and_both_are_named(tmp_path: Path) -> None:
+@pytest.mark.covers("P4")
+def test_a_worker_on_another_device_is_refused_and_both_are_named(tmp_path: Path) -> None:
     listener = Listener(tmp_path, "socket")
     worker = connect(listener.endpoint, listener.secret, "GPU-b", pid=1)
     with pytest.raises(SyncError, match="GPU-b connected to the rank on GPU-a"):
@@ -148,7 +152,8 @@ def test_waiting_for_a_worker_has_a_deadline_and_notices_its_death(tmp_path: Pat
     listener.close()
 
 
-def test_p24_telling_a_worker_that_has_gone_is_an_error_not_a_wait(tmp_path: Path) -> None:
+@pytest.mark.covers("P24")
+def test_telling_a_worker_that_has_gone_is_an_error_not_a_wait(tmp_path: Path) -> None:
     listener = Listener(tmp_path, "weights-0")
     worker = subprocess.Popen(
         [sys.executable, "-c", HELLO, listener.endpoint, listener.secret], cwd=Path(__file__).resolve().parents[2]
