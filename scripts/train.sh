@@ -65,4 +65,4 @@ WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check || ex
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # The ranks end with their launcher, which has the number of this process.
 export HOTBUNK_LAUNCHER=$$
-exec "$python" -m trainer.run.launcher "${rendezvous[@]}" --nproc-per-node "$ranks" -m trainer "$command" "$@"
+exec "$python" -m trainer.launcher "${rendezvous[@]}" --nproc-per-node "$ranks" -m trainer "$command" "$@"

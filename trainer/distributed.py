@@ -25,10 +25,7 @@ from torch.distributed import distributed_c10d
 
 from generation.engine.devices import cuda_problem
 from sharding.apart.group import own_address
-from sharding.ranks import (
-    introduce,
-    is_main,
-)
+from sharding.ranks import introduce, is_main
 from trainer.errors import UserError
 
 _CLASSES = {
@@ -107,7 +104,7 @@ def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
         print(
             f"[hotbunk] port {os.environ['MASTER_PORT']}, where the ranks meet, is open to the network, and whoever "
             "reaches it can do as he likes with this run: start it by bash scripts/train.sh, which listens on loopback "
-            "only (or by python -m trainer.run.launcher in the place of torchrun)",
+            "only (or by python -m trainer.launcher in the place of torchrun)",
             file=sys.stderr,
         )
 

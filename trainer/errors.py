@@ -1,5 +1,7 @@
 """The one error that is the user's to fix, and what its sentences are made of."""
 
+import signal
+
 _LONGEST_SENTENCE = 290
 _LONGEST_VALUE = 80
 _GAP = " […] "
@@ -35,3 +37,11 @@ def shortened(text: str, limit: int) -> str:
         return text
     head = (limit - len(_GAP)) * 2 // 3
     return text[:head] + _GAP + text[head + len(_GAP) - limit :]
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM, raised in the main thread. `exit_code` is 128 + the signal's number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.exit_code = 128 + number

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.errors import UserError, shown
-from trainer.run.processes import Interrupted
+from trainer.errors import Interrupted, UserError, shown
 
 
 def load_object(spec: str) -> Any:

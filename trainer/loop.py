@@ -141,7 +141,9 @@ class RLTrainer:
             deadline = config.run.step_deadline_s
         with self.watchdog.phase("finish", config.run.first_step_deadline_s):
             self.keeper.finish()
-            export_and_report(self)
+            export_and_report(
+                config, self.policy, self.tokenizer, self.prompts, state, self.tracker, self.screen, self.last_answers
+            )
 
     def train_step(self, step: int) -> None:
         """Prompts, rollouts, rewards, advantages, update; then one row of figures."""

@@ -28,11 +28,10 @@ from sharding.manager import Leader
 from sharding.ranks import agreed, all_to_all_bytes, exchange, world_size
 from trainer.config.schema import DataConfig, RolloutConfig, TrainConfig
 from trainer.data import Prompt, prompt_messages
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 from trainer.importing import load_object
 from trainer.learning.answers import Answer, gather_answers
 from trainer.rewards.pool import RewardPool
-from trainer.run.processes import Interrupted
 
 if TYPE_CHECKING:
     pass

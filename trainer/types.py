@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from sharding.ranks import exchange
 from sharding.send.source import partition
-from trainer.estimates.flops import Work
+from trainer.flops import Work
 
 
 @dataclass
@@ -265,3 +265,11 @@ def culprits(policy: Policy) -> str:
     first = next(name for name in parameters if name in bad)
     count = f" (the first of {len(bad)})" if len(bad) > 1 else ""
     return f"the policy's parameter {first}{count} holds values that are not finite"
+
+
+def scored_batch(token_ids: list[int], device: torch.device) -> MicroBatch:
+    """One sequence of which every token but the first is scored, and nothing learned."""
+    ids, lengths = torch.tensor([token_ids]), [len(token_ids)]
+    ones = torch.ones(1, len(token_ids) - 1)
+    nothing = torch.zeros_like(ones)
+    return MicroBatch(ids, ones, nothing, nothing, lengths, Layout.of(ones, lengths)).to(device)

@@ -33,7 +33,7 @@ ALLOWED = 50.0  # KiB a step
 POOL = min(32, (os.cpu_count() or 1) + 4)
 """Threads of asyncio's executor: the OpenAI client asks for its platform there, and it grows only when all are busy."""
 CALL = '<tool_call>{"name": "two", "arguments": {}}</tool_call>'
-ROLES = {"guardian": "guardian.py", "engine core": "VLLM::", "launcher": "trainer.run.launcher"}
+ROLES = {"guardian": "guardian.py", "engine core": "VLLM::", "launcher": "trainer.launcher"}
 ROLES |= {"resource tracker": "resource_tracker", "reward worker": "multiprocessing", "rank": "trainer"}
 
 

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from trainer.config.schema import LoraConfig
-from trainer.estimates.flops import Work, attended, model_flops
 from trainer.estimates.gpus import peak_flops
+from trainer.flops import Work, attended, model_flops
 from trainer.learning.batching import micro_batches
 from trainer.policy.lora import add_adapters
 from trainer.policy.module import PolicyModule, outputs

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from generation.yaml_files import fill_defaults, read_yaml
 from trainer.config.recipe import load_config
-from trainer.config.yaml_files import fill_defaults, read_yaml
 from trainer.errors import UserError
 
 

@@ -11,9 +11,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.distributed.real_run import ROOT, listening
+from trainer import launcher
 from trainer.errors import UserError
-from trainer.run import launcher
-from trainer.run.launcher import BoundRendezvous
+from trainer.launcher import BoundRendezvous
 
 
 def free_port(address: str) -> int:
@@ -74,6 +74,6 @@ def test_a_ctrl_c_that_an_import_would_swallow_ends_the_launcher(tmp_path: Path)
         "sys.exit(7)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "trainer.run.launcher"]
+    command = [sys.executable, "-m", "trainer.launcher"]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (130, "[hotbunk] the run was interrupted by SIGINT, exit code 130\n")

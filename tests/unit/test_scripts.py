@@ -211,7 +211,7 @@ def launched(clone: Path) -> Callable[..., list[str]]:
 
 def test_train_starts_torchrun_on_one_node(launched: Callable[..., list[str]]) -> None:
     words = launched("my recipe.yaml", "--run.name", "a b", NPROC_PER_NODE="2")
-    assert words[:4] == ["-m", "trainer.run.launcher", "--nproc-per-node", "2"]
+    assert words[:4] == ["-m", "trainer.launcher", "--nproc-per-node", "2"]
     assert words[4:-2] == ["-m", "trainer", "train", "my recipe.yaml", "--run.name", "a b"]
     assert words[-2] == f"OMP={max(1, len(os.sched_getaffinity(0)) // 2)}"
     assert launched("r.yaml")[3] == "1"

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from generation.yaml_files import fill_defaults, first_line, read_yaml
 from trainer.config.algorithm import PRESET_KEYS
 from trainer.config.schema import TrainConfig
-from trainer.config.yaml_files import fill_defaults, first_line, read_yaml
 from trainer.errors import UserError, shown
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer.config.schema import LoraConfig, PolicyConfig, TrainConfig
-from trainer.estimates.flops import ModelFlops, model_flops
+from trainer.flops import ModelFlops, model_flops
 from trainer.policy.hf_format import build_meta_model, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from trainer.config.schema import PolicyConfig, TrainConfig
-from trainer.estimates.flops import attended
 from trainer.estimates.gpus import Gpu
 from trainer.estimates.memory import engine_dtype, kv_token_bytes, layer_bytes, recomputed_layers
 from trainer.estimates.model_sizes import ModelSizes, compute_width, shard, shards_of
+from trainer.flops import attended
 
 MATMUL = 0.68
 """Of the peak, in large bfloat16 products; assumed. Whole steps of Llama 3 come to 0.38 to 0.43 on H100s (Grattafiori

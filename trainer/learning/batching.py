@@ -114,14 +114,6 @@ def _level(groups: list[list[int]], lengths: list[int], token_budget: int, count
     return sorted(even, key=lambda group: -sum(lengths[i] for i in group))
 
 
-def scored_batch(token_ids: list[int], device: torch.device) -> MicroBatch:
-    """One sequence of which every token but the first is scored, and nothing learned."""
-    ids, lengths = torch.tensor([token_ids]), [len(token_ids)]
-    ones = torch.ones(1, len(token_ids) - 1)
-    nothing = torch.zeros_like(ones)
-    return MicroBatch(ids, ones, nothing, nothing, lengths, Layout.of(ones, lengths)).to(device)
-
-
 def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.device | str, packed: bool) -> MicroBatch:
     """Right-pad to the longest, and to two positions, so that there is a target column in any case."""
     lengths = [len(sample.input_ids) for sample in samples]

@@ -20,8 +20,7 @@ from transformers.initialization import no_init_weights
 
 from sharding.ranks import world_size
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
-from trainer.estimates.flops import Work
-from trainer.learning.batching import scored_batch
+from trainer.flops import Work
 from trainer.policy import hf_format
 from trainer.policy.fsdp import MOMENTS
 from trainer.policy.hf_format import checkpoint_views, parameter_names
@@ -29,7 +28,7 @@ from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import InShifts, ShiftMemory
 from trainer.policy.optimizer import Figures, Updates, decay_groups
-from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats
+from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats, scored_batch
 
 
 class DeepSpeedPolicy(InShifts):

@@ -18,15 +18,14 @@ from transformers import PreTrainedModel
 
 from sharding.ranks import world_size
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
-from trainer.estimates.flops import Work
-from trainer.learning.batching import scored_batch
+from trainer.flops import Work
 from trainer.policy import hf_format
 from trainer.policy.hf_format import parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import InShifts, Offload, ShiftMemory
 from trainer.policy.optimizer import Figures, Updates, make_adamw
-from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats
+from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats, scored_batch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Result = TypeVar("Result")

@@ -26,7 +26,7 @@ from sharding.send.push import AdapterFormat
 from sharding.send.source import LowRank, gathered
 from trainer.config.schema import LoraConfig
 from trainer.errors import UserError
-from trainer.estimates.flops import Work
+from trainer.flops import Work
 from trainer.types import MicroBatch, Outputs, Policy
 
 NO_ADAPTERS = LoraConfig()

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer.estimates.flops import Work, model_flops
+from trainer.flops import Work, model_flops
 from trainer.policy.attention import require_packing
 from trainer.policy.logprobs import target_logprobs
 from trainer.types import MicroBatch, Outputs

@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.errors import UserError, shown
+from trainer.errors import Interrupted, UserError, shown
 from trainer.importing import load_object
 from trainer.rewards.functions import BUILTINS, EXTRACTORS
-from trainer.run.processes import Interrupted
 
 OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory")
 """What every reward function may ask for by keyword, besides the completion and its own settings."""

@@ -1,4 +1,4 @@
-"""Why a rank ends, told to the launcher (`trainer.run.launcher`), which says it last. The standard library only."""
+"""Why a rank ends, told to the launcher (`trainer.launcher`), which says it last. The standard library only."""
 
 import json
 import os

@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from sharding.manager import Leader
 from sharding.ranks import all_reduce_max, all_reduce_sum, world_size
 from trainer.config.machine import host_gib
-from trainer.estimates.flops import Work
 from trainer.estimates.gpus import peak_flops
+from trainer.flops import Work
 from trainer.run.watchdog import Watchdog
 
 _GIB = 1024**3
@@ -180,7 +180,7 @@ class PhaseMeter:
         """time/<phase> in seconds and memory/… in GiB since the last call, of the rank with the most. Collective.
 
         And what updates did in the time of the slowest rank: throughput/update_tokens_per_s_per_device, prompts
-        included; throughput/mfu, the share of the devices' peak (`trainer.estimates.flops`), where that is known.
+        included; throughput/mfu, the share of the devices' peak (`trainer.flops`), where that is known.
         """
         metrics = {f"time/{name}": value for name, value in self._seconds.items()}
         metrics |= {f"memory/engine_gib_{state}": self._engine.get(state, 0.0) for state in _ENGINE_STATES}

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from trainer.errors import Interrupted
 from trainer.run import guardian
 from trainer.run.last_words import leave_word
 
@@ -49,14 +50,6 @@ class _Hold:
     seconds: float
     worthwhile: Callable[[], bool]
     over: bool = False
-
-
-class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM, raised in the main thread. `exit_code` is 128 + the signal's number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
 
 
 def start_guardian(*kept: int) -> Path:

@@ -39,7 +39,7 @@ from generation.engine.thread import EngineThread
 from generation.exact_ids import sampled_logprobs
 from generation.rollouts.episode import RolloutSettings
 from generation.rollouts.sampler_llm import PromptText, SamplerLLM
-from trainer.config.yaml_files import read_yaml
+from generation.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

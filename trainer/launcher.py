@@ -1,6 +1,6 @@
 """Starts a run's ranks with torchrun, on a store that listens on one interface, and has the last word on a failed run.
 
-    python -m trainer.run.launcher --nproc-per-node 2 -m trainer train RECIPE …
+    python -m trainer.launcher --nproc-per-node 2 -m trainer train RECIPE …
 
 It is what scripts/train.sh starts, once on each node, and takes torchrun's options. It differs from plain torchrun in:
 
