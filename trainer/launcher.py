@@ -127,7 +127,7 @@ def _stay_private(args: Any) -> None:
 
     rendezvous_handler_registry.register(_BACKEND, rendezvous)
     args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, _BACKEND, f"{host}:{port}"
-    args.node_rank = 0  # torchrun would warn that only its own static rendezvous heeds it
+    args.node_rank = 0  # else a warning that only its own static rendezvous heeds it (torch/distributed/run.py)
     args.log_dir = args.log_dir or os.devnull
 
 

@@ -180,7 +180,7 @@ class VllmAsyncGenerationWorker:
     async def answer_text(self, prompt: str, stop: list[str], place: int, greedy: bool, call: int) -> tuple[str, str]:
         """The response to a text, and what went wrong, of which one is empty; otherwise as `answer`."""
         tokenizer = self.engine.get_tokenizer()
-        # vLLM's own texts lack the end of an answer that stops in the middle of a character.
+        # vLLM's own texts lack a character that is incomplete at an answer's end (vllm/v1/engine/detokenizer.py).
         completion = await self.answer(Row(place, tokenizer.encode(prompt), stop), greedy, call)
         return tokenizer.decode(completion.token_ids, skip_special_tokens=True), completion.error
 
@@ -254,8 +254,8 @@ class VllmAsyncGenerationWorker:
         return await self._unless_dead(self.engine.collective_rpc(method, timeout=timeout, args=args))
 
     async def _unless_dead(self, call: Awaitable[T]) -> T:
-        """The call's result. vLLM leaves calls unanswered for ever when the engine core is killed; requests it does
-        fail.
+        """The call's result. vLLM never answers a call that waits when the engine core is killed
+        (vllm/v1/engine/core_client.py, _call_utility_async); requests do fail.
         """
         task = asyncio.ensure_future(call)
         while not (await asyncio.wait({task}, timeout=ALIVE_SECONDS))[0]:
@@ -269,7 +269,9 @@ class VllmAsyncGenerationWorker:
         return await self.call_workers("report_device_id")
 
     async def reset_prefix_cache_async(self) -> None:
-        """Forget every cached prefix. vLLM answers False where it could not; that is an error here."""
+        """Forget every cached prefix, which vLLM does not do by itself after an update
+        (https://github.com/vllm-project/vllm/pull/46125). It answers False where it could not; that is an error here.
+        """
         if not await self._unless_dead(self.engine.reset_prefix_cache()):
             raise RuntimeError(
                 "vLLM refused to reset its prefix cache: blocks are still in use, old weights live on in them"
@@ -383,7 +385,7 @@ class VllmAsyncGenerationWorker:
         if engine is not None:
             stop_async_llm(engine)
             del engine
-            gc.collect()  # vLLM's __del__ would otherwise complain at interpreter exit
+            gc.collect()  # AsyncLLM.__del__ (vllm/v1/engine/async_llm.py) would otherwise complain at interpreter exit
         for memory in self._worker_memory:
             memory.unlink(missing_ok=True)  # its workers may have been killed
 

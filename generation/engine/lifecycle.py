@@ -79,7 +79,9 @@ class EngineLifecycle:
         self.memory = Memory.WEIGHTS
 
     def wake_kv_cache(self) -> None:
-        """Map the KV cache; only after the weights, else vLLM writes into unmapped memory."""
+        """Map the KV cache; only after the weights, as an engine that is half awake must not run
+        (https://github.com/vllm-project/vllm/issues/44395).
+        """
         self._require("wake the KV cache", Memory.WEIGHTS)
         self.memory = Memory.AWAKE
 

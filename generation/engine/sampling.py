@@ -1,7 +1,7 @@
 """Sampling settings with nothing left to a default somewhere else, and seeds that depend on nothing but their place.
 
-vLLM fills unset fields from the model's `generation_config.json`; here every field that changes the
-distribution is written out for every request.
+vLLM fills unset fields from the model's `generation_config.json` (vllm/config/model.py); here every field that
+changes the distribution is written out for every request.
 """
 
 import hashlib

@@ -34,7 +34,8 @@ class EngineThread:
         while not self._closing:
             try:
                 self.loop.run_forever()
-            except (SystemExit, KeyboardInterrupt) as error:  # asyncio has a task's end the loop; other tasks need it
+            # asyncio lets these leave a task and end the loop (Lib/asyncio/tasks.py, Task.__step); other tasks need it.
+            except (SystemExit, KeyboardInterrupt) as error:
                 message = f"{type(error).__name__} in a task or callback of thread {threading.current_thread().name!r}"
                 self.loop.call_exception_handler({"message": message, "exception": error})
 

@@ -4,6 +4,8 @@ Python sources. `scripts/try_vllm.sh VERSION` says what another release breaks.
 Everything an engine's processes read from the environment is set around its start only, and taken back afterwards: the
 trainer's own process must not notice (it would otherwise lose torch.compile, or its NCCL settings). Of what importing
 vLLM changes in this process only its patches of Inductor remain (`vllm.env_override`).
+
+docs/vllm-notes.md lists what is relied on here, with upstream's issues and files.
 """
 
 import dataclasses
@@ -36,7 +38,8 @@ FORK_VARIABLE = "HOTBUNK_FORK_ENGINE"
 without tensor parallelism, and from a process that has no process group: a child that inherits one may take it for its
 own, or wait at its end for threads that only the parent has."""
 
-# A vLLM process that inherits these joins the trainer's process group, or hangs in its store.
+# A vLLM process that inherits these joins the trainer's process group, or waits for a store that nobody serves
+# (https://github.com/pytorch/pytorch/pull/192113).
 _TORCHRUN = (
     "RANK",
     "WORLD_SIZE",
@@ -69,9 +72,11 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     # hundreds of steps (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
     env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     if settings.tensor_parallel_size == 1:
-        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # lets the CPU platform run its worker inside the engine process
+        # Lets the CPU platform run its worker inside the engine process (vllm/platforms/cpu.py).
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if settings.enforce_eager:
-        env["TORCH_COMPILE_DISABLE"] = "1"  # one logprobs helper would otherwise be compiled at the first request
+        # Else the first request compiles `batched_count_greater_than` (vllm/v1/sample/ops/logprobs.py).
+        env["TORCH_COMPILE_DISABLE"] = "1"
     return env
 
 
@@ -79,7 +84,8 @@ _CUDA_ENVIRONMENT = {
     # vLLM forks unless this process has initialised CUDA itself; a child of a process that has so much as counted
     # devices cannot use CUDA any more (https://github.com/pytorch/pytorch/issues/40403).
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # Only for requests without a seed and without log-probabilities, of which there are none; it compiles with nvcc.
+    # Only for requests without a seed and without log-probabilities, of which there are none; it compiles with nvcc
+    # (vllm/v1/sample/ops/topk_topp_sampler.py).
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # Under WSL 2 alone: the model runner has buffers in page-locked memory and does not start without them
     # (https://docs.vllm.ai/en/latest/configuration/env_vars/).
@@ -90,8 +96,9 @@ _CUDA_ENVIRONMENT = {
 def _apart_from_other_ranks() -> dict[str, str]:
     """What keeps engines that start in the same second out of each other's way.
 
-    vLLM looks for a free port and binds it later; started from a range of this process's own, below the system's, no
-    two look at the same one. Some files of its compilation cache it writes in place (vllm/compilation/backends.py).
+    vLLM looks for a free port and binds it later (https://github.com/vllm-project/vllm/issues/39015); started from a
+    range of this process's own, below the system's, no two look at the same one. Some files of its compilation cache it
+    writes in place (vllm/compilation/backends.py).
     """
     apart = {"VLLM_PORT": str(10_000 + os.getpid() % 1_400 * 16)}
     if local_rank := int(os.environ.get("LOCAL_RANK", "0")):
@@ -119,7 +126,7 @@ def started_with(settings: EngineSettings) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)  # vLLM's CUDA platform switches it off
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)  # vllm/platforms/cuda.py switches it off
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
@@ -144,7 +151,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": settings.worker_extension,
         "enable_sleep_mode": settings.sleep
-        and not settings.on_cpu,  # the CPU build refuses it; the extension sleeps there
+        and not settings.on_cpu,  # refused there (vllm/platforms/interface.py); the worker extension sleeps instead
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "disable_log_stats": True,
         "enable_prefix_caching": True,
@@ -152,11 +159,13 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
     if settings.on_cpu:
         # A prompt that is cut in two asks its seeded generator for an offset, which CPU generators do not have, and the
-        # engine dies (0.32, gpu_model_runner); so prompts are never cut, and a step can hold the longest one.
+        # engine dies (https://github.com/vllm-project/vllm/pull/10097, and in 0.32 `_bookkeeping_sync` of
+        # vllm/v1/worker/gpu_model_runner.py); so prompts are never cut, and a step can hold the longest one.
         tokens = max(2048, settings.max_model_len, settings.max_num_seqs)
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
     else:
-        # vLLM's own choice for an AsyncLLM is 2048, of which every sequence that is being decoded takes one.
+        # vLLM's own choice for an AsyncLLM is 2048 (vllm/engine/arg_utils.py, get_batch_defaults), of which every
+        # sequence that is being decoded takes one.
         arguments["max_num_batched_tokens"] = max(8192, settings.max_num_seqs)
     if settings.shared_weights and not settings.on_cpu:
         arguments["worker_cls"] = "sharding.worker.memory.SharingWorker"
@@ -192,7 +201,7 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
             raise ValueError(f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if _may_fork(settings):
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # create_engine_config has just forced "spawn"
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vllm/platforms/cpu.py has just forced "spawn"
             # Imported anew in the child, it goes by the child's environment.
             sys.modules.pop(settings.worker_extension.rpartition(".")[0], None)
         with inheritance_untouched():
@@ -222,7 +231,9 @@ def inheritance_untouched() -> Iterator[None]:
 
 
 def stop_async_llm(engine: "AsyncLLM") -> None:
-    """Stop an engine's processes; first its output task, which would report the stop as the engine's death."""
+    """Stop an engine's processes; first its output task (vllm/v1/engine/async_llm.py, _run_output_handler), which
+    would report the stop as the engine's death.
+    """
     if (handler := engine.output_handler) is not None:
         handler.get_loop().call_soon_threadsafe(handler.cancel)
     engine.shutdown()
@@ -231,7 +242,8 @@ def stop_async_llm(engine: "AsyncLLM") -> None:
 def worker_memory() -> set[Path]:
     """Shared memory through which the CPU workers of this process's engines exchange tensors.
 
-    vLLM's workers remove theirs at an orderly end. When they are killed nobody does: no resource tracker knows of it.
+    vLLM's workers remove theirs at an orderly end (vllm/distributed/device_communicators/cpu_communicator.py). When
+    they are killed it stays: no resource tracker knows of it.
     """
     found: set[Path] = set()
     for process in psutil.Process().children(recursive=True):
@@ -243,8 +255,8 @@ def worker_memory() -> set[Path]:
 
 def adapter_request(number: int | None) -> "LoRARequest | None":
     """What makes a request be answered with the adapter of this number, which the workers hold already; None: no
-    adapter. vLLM would look for one that they do not hold at the path, and says so where there is nothing. It keys its
-    prefix cache by name.
+    adapter. vLLM would look for one that they do not hold at the path, and says so where there is nothing. Its prefix
+    cache is keyed by name and path (vllm/v1/core/kv_cache_utils.py, _gen_lora_extra_hash_keys).
     """
     if number is None:
         return None
@@ -299,7 +311,9 @@ def cache_usage_logger(report: Callable[[float], None]) -> type:
 
 @contextmanager
 def _root_logging_kept() -> Iterator[None]:
-    """Part of vLLM's server sets the root logger to ERROR, for the whole process; here it stays what it was."""
+    """The root logger's levels stay what they were: importing part of vLLM's server changes them for the whole process,
+    and only handlers are restored there (vllm/entrypoints/serve/sagemaker/api_router.py).
+    """
     root = logging.getLogger()
     level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
     try:

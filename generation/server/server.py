@@ -158,7 +158,7 @@ def _uvicorn(gate: Gate) -> "uvicorn.Server":
         def install_signal_handlers(self) -> None:
             """Signals are the process's own business."""
 
-    # Without the lifespan: vLLM's would freeze this process's garbage.
+    # Without the lifespan: it would freeze this process's garbage (vllm/entrypoints/launchers/utils/server_utils.py).
     options: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False, "timeout_keep_alive": 120}
     return Server(uvicorn.Config(gate, **options))
 

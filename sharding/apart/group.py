@@ -243,7 +243,7 @@ class BroadcastGroup:
         """Leave. A broadcast that still runs keeps its memory until it fails, which nobody waits for."""
         held, self._backend = [self._backend], None
 
-        def let_go() -> None:  # gloo's destructor waits for what is under way
+        def let_go() -> None:  # gloo's destructor waits for what is under way (torch's ProcessGroupGloo.cpp)
             held[0].abort()
             held.clear()
 

@@ -1,8 +1,9 @@
 """Handing a LoRA adapter to a running vLLM engine, in memory, so that all of it takes effect or the culprit is named.
 
-vLLM itself loads adapters from folders, passes over modules that it does not find, and takes two adapters of one number
-for the same. Here the factors come as weights do; every update is an adapter of its own, under a number that was never
-used before, and the old one goes. Which factor reached a module is seen by watching vLLM's own copies.
+vLLM itself loads adapters from folders, passes over modules that it does not find
+(https://github.com/vllm-project/vllm/issues/34186), and takes two adapters of one number for the same. Here the factors
+come as weights do; every update is an adapter of its own, under a number that was never used before, and the old one
+goes. Which factor reached a module is seen by watching vLLM's own copies.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """What Hotbunk adds to a vLLM worker. vLLM appends the class to its worker's bases, in the worker's own process.
 
-Methods are called through `collective_rpc` and return plain types only: anything else would kill the engine core's
-output thread, and every later call would hang. Nothing of the trainer is imported here.
+Methods are called through `collective_rpc` and return plain types only: anything else would end the engine core's
+output thread (vllm/v1/engine/core.py, process_output_sockets), and every later call would hang. Nothing of the trainer
+is imported here.
 """
 
 import os
@@ -23,7 +24,7 @@ from sharding.worker.sharing import SharedWeights
 from sharding.worker.storage import StorageCarrier
 
 # vLLM imports this module before it builds the model: without oneDNN, linear layers keep their weights as they are
-# loaded.
+# loaded (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm).
 _PLAIN_ON_CPU = os.environ.get("HOTBUNK_PLAIN_CPU_WEIGHTS") == "1"
 if _PLAIN_ON_CPU:
     _custom_ops._supports_onednn = False
@@ -33,7 +34,8 @@ Outcome = dict[str, Any]
 
 
 class VllmInternalWorkerExtension:
-    """Methods that a vLLM worker gains. Their names must not exist on vLLM's worker already; it asserts that.
+    """Methods that a vLLM worker gains. Their names must not exist on vLLM's worker already, which is asserted there
+    (vllm/v1/worker/worker_base.py, init_worker).
 
     Those that return an `Outcome` never raise: its "error" is None, or says on which worker what went wrong.
     """
@@ -176,7 +178,9 @@ class VllmInternalWorkerExtension:
             membership.leave(reason)
 
     def _hotbunk_try(self, action: Callable[[], None]) -> Outcome:
-        """vLLM's executor loses count of the answers when one of several workers raises, so that nothing here does."""
+        """Never raises: when one of several workers does, vLLM's executor takes the others' answers for those of the
+        next call (vllm/v1/executor/multiproc_executor.py, collective_rpc).
+        """
         try:
             action()
         except Exception as error:

@@ -51,7 +51,7 @@ def _keeps_something_else(module: Module) -> bool:
     method = getattr(module, "quant_method", None)
     if method is not None and type(method).__name__ not in _PLAIN_METHODS:
         return True
-    return hasattr(module, "W_UK_T") or hasattr(module, "W_UV")  # MLA keeps products of its weights
+    return hasattr(module, "W_UK_T") or hasattr(module, "W_UV")  # products of MLA's weights
 
 
 class Reload:
@@ -69,7 +69,9 @@ class Reload:
             for module in self._all():
                 method = getattr(module, "quant_method", None)
                 if hasattr(method, "moe_kernel"):
-                    method.moe_kernel = None  # type: ignore[union-attr]  # else no prepack from the second load on
+                    # Else it is not packed from the second load on (`_setup_kernel` in
+                    # vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py).
+                    method.moe_kernel = None  # type: ignore[union-attr]
         with set_current_vllm_config(self._config):
             for module in self._modules:
                 initialize_layerwise_reload(module)
@@ -112,7 +114,9 @@ class Reload:
 
 
 def _repack_tied(modules: list[Any]) -> None:
-    """Pack again for all but the first of the modules that share a weight: on CPU a tied head keeps a packed copy."""
+    """Pack again for all but the first of the modules that share a weight: on CPU a tied head keeps a packed copy
+    (vllm/model_executor/layers/vocab_parallel_embedding.py, process_weights_after_loading).
+    """
     owners: dict[int, Module] = {}
     for module in modules:
         weight = module._parameters.get("weight")

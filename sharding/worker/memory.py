@@ -1,6 +1,7 @@
 """Sleep on CPU: give the pages of KV cache and weights back to the system, and show that they are gone.
 
-vLLM's CPU build has no sleep mode. Addresses stay what they are; the pages behind them return as zeros when touched.
+vLLM's CPU build has no sleep mode (vllm/platforms/interface.py, is_sleep_mode_available). Addresses stay what they are;
+the pages behind them return as zeros when touched.
 
 A vLLM worker on CUDA whose weights lie in memory that other processes can open.
 """
@@ -70,7 +71,8 @@ if not hasattr(Worker, "_maybe_get_memory_pool_context"):
 
 
 class SharingWorker(Worker):
-    """Weights come from torch's own allocator: what vLLM's sleeping pool maps has no CUDA IPC handle.
+    """Weights come from torch's own allocator: what vLLM's sleeping pool maps has no CUDA IPC handle
+    (https://github.com/vllm-project/vllm/pull/45611).
 
     The pool still holds the KV cache, and so that is all that sleep frees.
     """

@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 """What models also pass on to their attention, and which says nothing that is not said otherwise."""
 
-# Since torch 2.12 grouped queries have to be asked for; before, the kernel simply took them.
+# Since torch 2.12 grouped queries have to be asked for (torch/nn/attention/varlen.py); before, the kernel took them.
 _GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 

@@ -50,13 +50,14 @@ class DeepSpeedPolicy(InShifts):
         """Build, load and shard the model; arguments as `FsdpPolicy`'s."""
         if device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported; it would look for other devices
-        os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed reads, and only torchrun sets
+        os.environ.setdefault("LOCAL_RANK", "0")  # read in deepspeed/comm/comm.py, and set by torchrun alone
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param
 
         if device.type == "cpu":
             # Else it compiles an all-reduce for inference over shared memory, which takes a minute, and waits without
-            # end for the lock of one who was killed while compiling. Training does not use it.
+            # end for the lock of a process that was killed while compiling. Training does not use it
+            # (https://github.com/deepspeedai/DeepSpeed/pull/5391).
             deepspeed.ops.__compatible_ops__ = {}
         self._deepspeed = deepspeed
         self.device, self.config, self.lora = device, policy, lora
@@ -69,7 +70,8 @@ class DeepSpeedPolicy(InShifts):
         hf_format.checkpoint_activations(self.model, policy.activation_checkpointing)
         module = PolicyModule(self.model, policy.fp32_head)
         groups = decay_groups(list(self.trained().values()), policy.weight_decay)
-        # At rate 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state.
+        # At rate 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state
+        # (deepspeed/runtime/zero/stage3.py, initialize_optimizer_states).
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=policy.betas, eps=policy.eps, fused=True)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=self._settings())
         self._make_optimizer_state()
@@ -116,7 +118,8 @@ class DeepSpeedPolicy(InShifts):
 
     def _build(self, model: ModelConfig) -> PreTrainedModel:
         """The model with its weights: whole on the device or, under ZeRO-3, cut as it is built; not on the host."""
-        # Without data, which also imports the model's classes: ZeRO would patch them wrongly while they are being made.
+        # Without data, which also imports the model's classes: ZeRO would patch them wrongly while they are being made
+        # (https://github.com/deepspeedai/DeepSpeed/issues/2812).
         built = hf_format.build_meta_model(
             self.source, self.compute_dtype, model.attn_implementation, model.trust_remote_code, self.device
         )
@@ -136,7 +139,7 @@ class DeepSpeedPolicy(InShifts):
             no_init_weights(),
             self._deepspeed.zero.Init(
                 config_dict_or_path=self._settings(), mem_efficient_linear=False
-            ),  # that linear would replace torch's own in the whole process
+            ),  # it would replace torch's linear in the whole process (deepspeed/runtime/zero/partition_parameters.py)
         ):
             built = AutoModelForCausalLM.from_config(
                 empty.config,

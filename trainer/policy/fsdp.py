@@ -105,7 +105,8 @@ class ShardedModel(InShifts):
         fully_shard(self.module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
         for unit in self._units():
             # The loss is divided by the whole step's count already, so gradients are summed over ranks, not
-            # averaged. A divide factor alone would ask for a scaled reduction that gloo does not have.
+            # averaged. A divide factor alone would ask for a scaled reduction that gloo does not have
+            # (https://github.com/pytorch/pytorch/pull/155915).
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         self._replicas = world_size() // mesh.size(-1)

@@ -62,7 +62,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, d
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """The last part of every linear layer's name, the output head left out.
 
-    PEFT's own "all-linear" would take a mixture's experts along, which are fused and no layers.
+    PEFT's own "all-linear" (peft/tuners/tuners_utils.py) would also take a mixture's experts, which are fused and not
+    layers.
     """
     head = model.get_output_embeddings()
     layers = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
@@ -70,7 +71,9 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
-    """PEFT passes over names that fit nothing if another fits, and adapts a head that the policy never calls."""
+    """PEFT passes over names that fit nothing if another fits (https://github.com/huggingface/peft/issues/1959), and
+    adapts a head that the policy never calls.
+    """
     layers = _adapted(model)
     for name in targets:
         if not any(f".{path}".endswith(f".{name}") for path in layers):

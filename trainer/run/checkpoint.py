@@ -271,7 +271,7 @@ def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Ten
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):  # from_local would bring the copy back to the mesh's device
+    if isinstance(tensor, DTensor):  # from_local (torch/distributed/tensor/_api.py) would move it to the mesh's device
         return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)
     return tensor.detach().to("cpu", copy=True)
 
@@ -280,7 +280,7 @@ def _write_shards(folder: Path, state: dict[str, Tensor], group: dist.ProcessGro
     try:
         writer = dcp.FileSystemWriter(folder, sync_files=True)
         dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
-    except CheckpointException as failed:  # a BaseException, which no handler of ordinary errors would see
+    except CheckpointException as failed:  # a BaseException (torch/distributed/checkpoint/api.py): few handlers see it
         who, (error, _) = next(iter(failed.failures.items()))
         raise RuntimeError(f"rank {who}: {type(error).__name__}: {error}") from failed
 

@@ -1,7 +1,8 @@
 """Custom logits processors, named in the recipe (`engine.logits_processors`), for the vLLM at hand.
 
-vLLM takes no processor objects with a request any more: classes are named when the engine starts, for all requests.
-There are two interfaces, one for each of its model runners: the LogitsProcessor of `vllm.v1.sample.logits_processor`
+vLLM takes no processor objects with a request any more: classes are named when the engine starts, for all requests
+(https://github.com/vllm-project/vllm/issues/17799). There are two interfaces, one for each of its model runners
+(https://github.com/vllm-project/vllm/pull/56497): the LogitsProcessor of `vllm.v1.sample.logits_processor`
 and that of `vllm.v1.worker.gpu.sample.logits_processor`. What a recipe names is a class written for the one that this
 engine runs, or a *factory*, which suits both:
 
