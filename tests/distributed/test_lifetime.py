@@ -22,7 +22,7 @@ RANK = """
     import mmap, multiprocessing, os, socket, subprocess, sys, time
     from multiprocessing import shared_memory
     from pathlib import Path
-    from trainer import lifetime
+    from trainer.run import processes
 
     def worker(unmarked):
         subprocess.Popen(["sleep", "1000"])
@@ -37,8 +37,8 @@ RANK = """
         time.sleep(1000)
 
     def main():
-        folder = lifetime.start_guardian()
-        lifetime.install_signal_handlers(lambda: "rollout", grace_seconds=3.0)
+        folder = processes.start_guardian()
+        processes.install_signal_handlers(lambda: "rollout", grace_seconds=3.0)
         if "early" in sys.argv:
             report(folder, "")
             time.sleep(1000)
@@ -50,7 +50,7 @@ RANK = """
         memory = shared_memory.SharedMemory(create=True, size=4096)
         told = Path("/dev/shm") / f"told-{os.getpid()}"
         told.write_text("x")
-        lifetime.remove_at_end(told)
+        processes.remove_at_end(told)
         workers = Path("/dev/shm") / f"vllm_dist_{os.getpid()}-tp:0-[0-1]-cpushm_0"  # what vLLM's workers do on CPU
         workers.write_text("x")
         with workers.open("r+b") as file:
@@ -80,7 +80,7 @@ RANK = """
         ready.with_suffix(".tmp").rename(ready)
 
     if __name__ == "__main__":
-        lifetime.run(main)
+        processes.run(main)
 """
 
 
@@ -217,29 +217,29 @@ def test_a_rank_whose_launcher_has_died_before_it_could_tell_ends_at_once(tmp_pa
         environment = os.environ | {
             "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x", "HOTBUNK_LAUNCHER": str(launcher),
         }  # fmt: skip
-        code = "from trainer import lifetime; lifetime.start_guardian(); print('lives')"
+        code = "from trainer.run import processes; processes.start_guardian(); print('lives')"
         rank = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
         assert (rank.stdout, rank.returncode) == (expected, 0 if expected else -signal.SIGKILL), rank.stderr
 
 
 HELD = """
     import sys, threading, time
-    from trainer import lifetime
+    from trainer.run import processes
 
     asked, worth = threading.Event(), sys.argv[1] != "pointless"
 
     def main():
-        lifetime.install_signal_handlers(lambda: "rollout")
-        lifetime.hold_sigterm(2.0 if sys.argv[1] == "late" else 60.0, lambda: asked.set() or worth)
+        processes.install_signal_handlers(lambda: "rollout")
+        processes.hold_sigterm(2.0 if sys.argv[1] == "late" else 60.0, lambda: asked.set() or worth)
         print("ready", flush=True)
         asked.wait()
         if sys.argv[1] == "in time":
             print("finished and saved", flush=True)
-            lifetime.interrupt_now()
+            processes.interrupt_now()
         time.sleep(1000)
 
     if __name__ == "__main__":
-        lifetime.run(main)
+        processes.run(main)
 """
 
 

@@ -27,13 +27,13 @@ ROOT = Path(__file__).parents[2]
 RANK = """
     import os, subprocess, sys, time
     from pathlib import Path
-    from trainer import lifetime
+    from trainer.run import processes
     from trainer.errors import UserError
     from trainer.run.lock import RunLock
 
     folder, name, patience, count = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
     lock = RunLock(folder)
-    lifetime.start_guardian(lock.descriptor)
+    processes.start_guardian(lock.descriptor)
 
     def main():
         try:
@@ -46,7 +46,7 @@ RANK = """
         print(f"has it, {os.getpid()}", flush=True)
         time.sleep(1000)
 
-    lifetime.run(main)
+    processes.run(main)
 """
 
 

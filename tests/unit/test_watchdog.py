@@ -107,7 +107,7 @@ def test_other_ranks_alarm_ends_this_one(codes: list[int], capsys: pytest.Captur
 def test_a_hang_that_holds_the_interpreters_lock_ends_too() -> None:
     program = """
 import re, torch.distributed as dist
-from trainer import watchdog
+from trainer.run import watchdog
 watchdog._HELD_LOCK_MARGIN_SECONDS = 0.5
 with watchdog.Watchdog(dist.HashStore(), 0, 1).phase("reward", 0.2):
     re.match(r"(a*)*$", "a" * 100 + "b")   # C code that runs for years and never lets another thread in
