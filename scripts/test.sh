@@ -9,6 +9,7 @@ bash scripts/setup.sh || exit
 status=0
 .venv/bin/python -m ruff check . || status=1
 .venv/bin/python -m ruff format --check . || status=1
+.venv/bin/lint-imports --no-cache || status=1
 .venv/bin/python -m mypy || status=1
 .venv/bin/python -m pytest -n 2 "$@" || status=$?
 exit "$status"
