@@ -39,9 +39,27 @@ STARTING_ENGINES = (
 )
 """Tests in tests/distributed of which some start engines, on a CPU."""
 
+LONGEST = (
+    "test_run.py",
+    "test_doctor_trials.py",
+    "test_lifetime.py",
+    "test_reach.py",
+    "test_deepspeed.py",
+    "test_tool_ranks.py",
+    "test_agent_run.py",
+    "test_sync.py",
+    "test_benchmarks.py",
+    "test_not_finite.py",
+    "test_collective_ranks.py",
+    "test_ray_service.py",
+)
+"""Files that take longest, the first first. They come before all others, or one process would end with them alone."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is none, and those that start engines on CPU where vLLM cannot."""
+    """The longest first; tests marked gpu are skipped where there is none, those of engines on CPU where vLLM cannot."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         from generation.engine.devices import device_count
@@ -65,17 +83,13 @@ def has_cpu_build() -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How processes (`-n 2`) share the tests: by file, but all that start ranks one after another in one of them.
-
-    Engines come first, as always (pyproject.toml). pytest-xdist's own groups (`--dist loadgroup`) do nothing under
-    pytest 9.2.
-    """
+    """How processes (`-n 3`) share the tests: by file, in order, but all that need a GPU in one of them."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = Path(nodeid.partition("::")[0])
-            return file.parent.name if file.parent.name in ("distributed", "gpu") else str(file)
+            return "gpu" if file.parent.name == "gpu" else str(file)
 
     config.option.loadscopereorder = False  # else files with many tests go first
     return Scheduler(config, log)
