@@ -1,7 +1,6 @@
-"""What all tests share: the scripts folder on the path, tiny models made once, GPU tests skipped elsewhere."""
+"""What all tests share: tiny models made once, GPU tests skipped elsewhere."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
 # Before anything imports torch: several processes share few cores, and nothing asks the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -57,7 +54,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first; tests marked gpu are skipped where there is none, those of engines on CPU where vLLM cannot."""
+    """The longest first; GPU tests are skipped without a GPU, and those that start engines on CPU where vLLM cannot."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -22,9 +22,9 @@ import psutil
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from real_run import Run, differences, write_recipe  # noqa: E402
+from tests.distributed.real_run import Run, differences, write_recipe  # noqa: E402
 
 MOMENTS = ("start", "engine start", "sync", "rollout", "update", "checkpoint", "export")
 STARTS = MOMENTS[:2]

@@ -25,9 +25,9 @@ from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from real_run import Run, write_recipe  # noqa: E402
+from tests.distributed.real_run import Run, write_recipe  # noqa: E402
 
 ALLOWED = 50.0  # KiB a step
 POOL = min(32, (os.cpu_count() or 1) + 4)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import shared_memory
 import yaml
+
+from tests import shared_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300.0

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from real_run import ROOT, Run, write_recipe
 
 from tests.conftest import TinyModel
+from tests.distributed.real_run import ROOT, Run, write_recipe
 
 
 @pytest.mark.covers("V24", "V31")

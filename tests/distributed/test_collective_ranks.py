@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from launch import ROOT, run_ranks
+
+from tests.distributed.launch import run_ranks
 
 PROMPT = [20 + i for i in range(20)]
 
 
 def check_ranks(model: str, folder: str) -> None:
-    import sys
-
-    sys.path.insert(0, str(ROOT / "tests"))
-    from colocated import HfPolicy, stop
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -29,6 +26,7 @@ def check_ranks(model: str, folder: str) -> None:
     from sharding.ranks import RemoteError, rank
     from sharding.send.push import SyncSettings
     from sharding.send.source import FsdpWeightSource
+    from tests.colocated import HfPolicy, stop
     from trainer.distributed import destroy_process_group, init_process_group
     from trainer.policy.hf_format import checkpoint_views, parameter_names
 

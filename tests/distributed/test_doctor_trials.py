@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from launch import run_ranks
 
+from tests.distributed.launch import run_ranks
 from trainer.commands import doctor_trials
 from trainer.run import processes
 

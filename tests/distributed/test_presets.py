@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from conftest import TinyModel
-from real_run import write_recipe
 
+from tests.conftest import TinyModel
 from tests.distributed import preset_checks as checks
 from tests.distributed.launch import run_ranks
+from tests.distributed.real_run import write_recipe
 from trainer.config.algorithm import PRESETS
 
 

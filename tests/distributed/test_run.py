@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from killed_run import REWARD, disturbed, draw, unequal
-from real_run import Run, differences, summary, write_recipe
 
 from tests.conftest import TinyModel
+from tests.distributed.killed_run import REWARD, disturbed, draw, unequal
+from tests.distributed.real_run import Run, differences, summary, write_recipe
 from trainer.run import checkpoint
 
 

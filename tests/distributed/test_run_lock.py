@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from real_run import write_recipe
 
+from tests.distributed.real_run import write_recipe
 from trainer.errors import UserError
 from trainer.run import guardian
 from trainer.run.lock import RunLock

@@ -15,7 +15,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from launch import ROOT, leave, run_ranks
+
+from tests.distributed.launch import ROOT, leave, run_ranks
 
 WORKER = """
 import os, sys

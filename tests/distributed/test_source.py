@@ -1,7 +1,8 @@
 """Gathering shards into place, on real ranks: uneven rows, rows fewer than ranks, both dtypes, fused layouts."""
 
 import torch
-from launch import run_ranks
+
+from tests.distributed.launch import run_ranks
 
 
 def check_gather() -> None:

@@ -25,7 +25,7 @@ from trainer.rewards.pool import RewardPool
 from trainer.rollouts import EpisodePlan, Rollouts
 
 if TYPE_CHECKING:
-    from conftest import TinyModel
+    from tests.conftest import TinyModel
 
 TURNS = 50
 CALLS = {"tool": 0}

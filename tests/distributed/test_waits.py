@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sharding import ranks
 from tests.distributed import policy_checks as checks
+from tests.distributed.launch import run_ranks
 from tests.waits import Waits
 from trainer.config.schema import AlgorithmConfig, LoraConfig, ModelConfig, PolicyConfig
 from trainer.learning.batching import micro_batches

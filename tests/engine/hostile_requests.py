@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from http.client import HTTPResponse
 from typing import Any
 
-from bad_requests import CHAT, COMPLETIONS, GOOD, USER, alternatives
 from hypothesis import strategies as st
+
+from tests.engine.bad_requests import CHAT, COMPLETIONS, GOOD, USER, alternatives
 
 ANSWER_SECONDS = 60.0
 """A request that is answered later hangs."""

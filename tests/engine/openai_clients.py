@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import openai
-from bad_requests import Request
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from transformers import AutoTokenizer
 
@@ -18,6 +17,7 @@ from generation.rollouts.episode import PolicyLLM, RolloutSettings
 from generation.server import OpenAIServer, ServerSettings
 from generation.trajectory import Trajectory
 from sharding.manager import Leader
+from tests.engine.bad_requests import Request
 
 SAMPLING = SamplingSettings(max_tokens=16, temperature=0.8, top_p=0.95, stop_token_ids=[2])
 QUESTION = [{"role": "user", "content": "2+2?"}]

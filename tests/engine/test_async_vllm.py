@@ -12,8 +12,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from colocated import HfPolicy
-from conftest import TinyModel
 from vllm import AsyncEngineArgs, SamplingParams
 
 from generation.compat.torchrl.results import PromptErrors
@@ -25,6 +23,8 @@ from sharding.apart.broadcast import CollectiveSender
 from sharding.apart.storage import StorageWriter
 from sharding.send.push import SyncSettings
 from sharding.send.source import FsdpWeightSource
+from tests.colocated import HfPolicy
+from tests.conftest import TinyModel
 from trainer.learning.batching import micro_batches
 from trainer.policy.module import PolicyModule, outputs
 from trainer.types import Sample

@@ -9,8 +9,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from colocated import HfPolicy, start_engine, stop
-from conftest import TinyModel
 from transformers import AutoConfig
 
 from generation.engine.engine import VllmAsyncGenerationWorker
@@ -22,6 +20,8 @@ from sharding.send.plan import BucketPlan
 from sharding.send.push import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from sharding.wire.manifest import checkpoint_manifest, differences
+from tests.colocated import HfPolicy, start_engine, stop
+from tests.conftest import TinyModel
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 PROMPT = [20 + i for i in range(40)]  # several blocks of the prefix cache

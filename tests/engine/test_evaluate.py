@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from test_generate import processes_with
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.engine.test_generate import processes_with
 from trainer.cli import main
 from trainer.commands.evaluate import evaluation_config
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from colocated import HfPolicy, start_engine, stop
-from conftest import TinyModel
 
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.engine.settings import OWN_ARGUMENTS, EngineSettings, engine_argument_names
@@ -17,6 +15,8 @@ from generation.engine.vllm_compat import engine_arguments
 from generation.rollouts.run import RolloutSettings, rollout
 from generation.trajectory import Trajectory
 from sharding.manager import Leader
+from tests.colocated import HfPolicy, start_engine, stop
+from tests.conftest import TinyModel
 from trainer import engines
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError

@@ -14,8 +14,6 @@ import psutil
 import pytest
 import torch
 import yaml
-from colocated import HfPolicy
-from conftest import TinyModel
 from transformers import AutoTokenizer
 
 from generation.compat.nemo.batch import BatchedDataDict, rows_of, verify_right_padding
@@ -31,6 +29,8 @@ from sharding.send.push import Link, SyncSettings, announce, push
 from sharding.send.source import FsdpWeightSource
 from sharding.wire.channel import Listener
 from sharding.wire.staging import make_staging
+from tests.colocated import HfPolicy
+from tests.conftest import TinyModel
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 PROMPTS = [[14, 50, 77], [20, 21, 22, 0, 24], [99, 98], [14, 15, 16, 17]]

@@ -8,7 +8,6 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from colocated import start_engine, stop
 from transformers import AutoModelForCausalLM
 
 from generation.engine.lifecycle import EngineStateError
@@ -16,6 +15,7 @@ from generation.engine.sampling import SamplingSettings
 from sharding.manager import Leader, ShardingManager, SyncSettings
 from sharding.ranks import RemoteError
 from sharding.send.source import FsdpWeightSource, WeightSource, one_piece
+from tests.colocated import start_engine, stop
 from trainer.build import adapter_source, weight_source
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.policy import FsdpPolicy

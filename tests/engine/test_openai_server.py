@@ -15,13 +15,19 @@ import httpx
 import openai
 import psutil
 import pytest
-from bad_requests import GOOD, by_hand, from_schema
-from colocated import HfPolicy, start_engine, stop
-from hostile_requests import Hostile, complaint, known_cases, outside, send
-from hostile_requests import from_schema as from_schema_hostile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai_clients import (
+from transformers import AutoTokenizer
+
+from generation.rollouts.client import LostKey, verifiers_client
+from generation.rollouts.user_code import UserCodeError
+from generation.server import OpenAIServer, ServerSettings, TooManyConversations
+from sharding.manager import Leader
+from tests.colocated import HfPolicy, start_engine, stop
+from tests.engine.bad_requests import GOOD, by_hand, from_schema
+from tests.engine.hostile_requests import Hostile, complaint, known_cases, outside, send
+from tests.engine.hostile_requests import from_schema as from_schema_hostile
+from tests.engine.openai_clients import (
     ADD,
     QUESTION,
     REFUSED,
@@ -47,12 +53,6 @@ from openai_clients import (
     streamed,
     taken,
 )
-from transformers import AutoTokenizer
-
-from generation.rollouts.client import LostKey, verifiers_client
-from generation.rollouts.user_code import UserCodeError
-from generation.server import OpenAIServer, ServerSettings, TooManyConversations
-from sharding.manager import Leader
 
 
 @pytest.fixture(scope="module")

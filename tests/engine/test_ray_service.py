@@ -8,14 +8,14 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from colocated import HfPolicy
-from conftest import TinyModel
 from vllm import SamplingParams
 
 from generation.compat.torchrl.replicas import ServiceEngine
 from generation.compat.torchrl.results import PromptErrors
 from generation.compat.torchrl.service import AsyncVLLM
 from generation.compat.torchrl.settings import resolve
+from tests.colocated import HfPolicy
+from tests.conftest import TinyModel
 
 pytestmark = pytest.mark.timeout(600)  # a cluster on a busy machine takes its time to start
 

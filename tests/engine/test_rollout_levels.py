@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from colocated import HfPolicy, start_engine, stop
-from conftest import TinyModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from generation.engine.sampling import SamplingSettings, sample_seed, vllm_sampling_params
@@ -28,6 +26,8 @@ from generation.rollouts.tools import (
 )
 from generation.trajectory import Trajectory
 from sharding.manager import Leader
+from tests.colocated import HfPolicy, start_engine, stop
+from tests.conftest import TinyModel
 
 POC = {  # the thread's two prompts, and what a model that has understood them says
     "Hello world. please say <function> multiply(3, 302) </function> \nthis is a test": (

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from colocated import HfPolicy, start_engine, stop
-from conftest import TinyModel
 
 from generation.compat.chatlearn.module import VLLMModule, get_model, print_rank_0
 from generation.engine.logits.factories import engine_arguments
@@ -18,6 +16,8 @@ from generation.rollouts.sampler import FnCallRolloutSampler, OneShotRolloutSamp
 from generation.rollouts.sampler_llm import PromptText, SamplerLLM, prompt_batch
 from generation.trajectory import Trajectory
 from sharding.manager import Leader
+from tests.colocated import HfPolicy, start_engine, stop
+from tests.conftest import TinyModel
 
 PROMPTS = [[14, 50, 77], [20, 21, 22, 23, 24]]
 SECONDS = 120.0

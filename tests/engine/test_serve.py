@@ -11,9 +11,9 @@ import openai
 import psutil
 import pytest
 import torch
-from test_generate import processes_with
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.engine.test_generate import processes_with
 from trainer.cli import main
 
 ROOT = Path(__file__).parents[2]

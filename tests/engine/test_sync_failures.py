@@ -10,8 +10,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from colocated import Colocated
-from conftest import TinyModel
 
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings
@@ -20,6 +18,8 @@ from sharding.send.plan import BucketPlan
 from sharding.send.push import Link
 from sharding.send.verify import parameters_to_verify
 from sharding.worker.memory import resident_bytes
+from tests.colocated import Colocated
+from tests.conftest import TinyModel
 
 PROMPT = [14, 50, 77, 120, 9]
 SAMPLING = SamplingSettings(max_tokens=24)

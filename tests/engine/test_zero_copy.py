@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from colocated import Colocated
-from conftest import TinyModel
 from make_tiny import make_tiny_model
 
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings
 from sharding.ranks import RemoteError
 from sharding.send.push import Link
+from tests.colocated import Colocated
+from tests.conftest import TinyModel
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.learning.batching import micro_batches
 from trainer.policy import InPlacePolicy

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from colocated import HfPolicy, start_engine, stop
 from make_tiny import make_tiny_model
 
 from generation.engine.sampling import SamplingSettings
 from sharding.apart.broadcast import CollectiveSender
 from sharding.send.push import SyncSettings
 from sharding.send.source import FsdpWeightSource
+from tests.colocated import HfPolicy, start_engine, stop
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 pytestmark = pytest.mark.gpu

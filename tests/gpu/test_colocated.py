@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from colocated import Colocated
 from make_tiny import make_tiny_model
 
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import Generation
+from tests.colocated import Colocated
 
 pytestmark = pytest.mark.gpu
 

@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from learning_steps import as_answers, on_ranks, random_step
 
 from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError, rank
+from tests.unit.learning_steps import as_answers, on_ranks, random_step
 from trainer.config.schema import AlgorithmConfig
 from trainer.learning import rollout_metrics
 from trainer.learning.answers import gather_answers, hand_over

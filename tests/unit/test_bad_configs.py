@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bad_configs import Case, Folder, Outcome, search
 
 from generation.importing import importable, load
 from sharding.ranks import agreed
+from tests.bad_configs import Case, Folder, Outcome, search
 from trainer.cli import main
 from trainer.config.machine import device_gib, unwritable
 from trainer.errors import UserError, shown

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import datasets
 import pytest
-from small_tokenizer import small_tokenizer
 
+from tests.unit.small_tokenizer import small_tokenizer
 from trainer.cli import main
 
 ROOT = Path(__file__).parents[2]

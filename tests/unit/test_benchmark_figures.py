@@ -1,15 +1,11 @@
 """What the benchmarks make of what they measure."""
 
-import sys
 from pathlib import Path
 
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-
 import common
+import pytest
 import shift
+import torch
 
 
 def cycles(memory: list[int]) -> list[shift.Cycle]:

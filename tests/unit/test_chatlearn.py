@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_tokenizer import small_tokenizer
 
 from generation.compat.chatlearn.module import PromptPipeline, VLLMModule, check_tokenizer, get_model
 from generation.compat.chatlearn.settings import KNOWN, read_settings
+from tests.unit.small_tokenizer import small_tokenizer
 
 SIZES = {"seq_length": 64, "max_new_tokens": 16}
 PAGE = [  # every hyper-parameter of ChatLearn's tables

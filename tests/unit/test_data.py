@@ -9,8 +9,8 @@ import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_tokenizer import small_tokenizer
 
+from tests.unit.small_tokenizer import small_tokenizer
 from trainer.config.schema import DataConfig, TrainConfig
 from trainer.data import Prompt, PromptDataset, epoch_order, load_held_out, load_prompts
 from trainer.errors import UserError

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
-from scripted import END, ScriptedEngine, merging_tokenizer, run, spelled
 
 from generation.rollouts.agent import (
     Agent,
@@ -28,6 +27,7 @@ from generation.rollouts.tools import (
     tools_by_name,
 )
 from generation.trajectory import Trajectory
+from tests.unit.scripted import END, ScriptedEngine, merging_tokenizer, run, spelled
 
 TOKENIZER = merging_tokenizer()
 say = functools.partial(spelled, TOKENIZER)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted import merging_tokenizer
-from small_tokenizer import small_tokenizer
 
 from generation.rollouts.episode import one_shot
 from generation.trajectory import Trajectory
 from tests.unit.learning_steps import as_answers
+from tests.unit.scripted import merging_tokenizer
+from tests.unit.small_tokenizer import small_tokenizer
 from trainer.config.checks import _check_rewards, _check_rollout
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt

@@ -12,11 +12,11 @@ import numpy
 import pytest
 import torch
 from pydantic import ValidationError
-from small_tokenizer import small_tokenizer
 
 from generation.engine.sampling import NotFiniteError, SamplingSettings
 from generation.trajectory import Trajectory
 from tests.unit.learning_steps import as_answers
+from tests.unit.small_tokenizer import small_tokenizer
 from trainer.commands import evaluate
 from trainer.commands.evaluate import Evaluation, table
 from trainer.config.checks import _check_evaluation, _check_lengths

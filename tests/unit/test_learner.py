@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from learning_steps import as_answers, on_ranks
 
 from generation.trajectory import Trajectory
+from tests.unit.learning_steps import as_answers, on_ranks
 from trainer.config.schema import TrainConfig
 from trainer.learning import Learner, rollout_metrics
 from trainer.learning.groups import make_groups, prepare, split, to_sample

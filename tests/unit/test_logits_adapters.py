@@ -38,9 +38,7 @@ def doubling(params: SamplingParams) -> Any:
     return lambda output_ids, logits: logits.mul_(2)
 
 
-CONFIG: Any = SimpleNamespace(
-    additional_config={FACTORIES: ["test_logits_adapters:counting", "test_logits_adapters:doubling"]}
-)
+CONFIG: Any = SimpleNamespace(additional_config={FACTORIES: [f"{__name__}:counting", f"{__name__}:doubling"]})
 ASKING = SamplingParams(extra_args={"count": True})
 PLAIN = SamplingParams()
 
@@ -91,7 +89,7 @@ def test_the_second_interface_keeps_a_state_for_each_slot() -> None:
 
 
 def test_requests_without_processors_cost_nothing_on_the_device() -> None:
-    config: Any = SimpleNamespace(additional_config={FACTORIES: ["test_logits_adapters:counting"]})
+    config: Any = SimpleNamespace(additional_config={FACTORIES: [f"{__name__}:counting"]})
     processor = Second(config, SimpleNamespace())  # type: ignore[arg-type]
     assert not processor.add_request(0, PLAIN)
     logits = torch.ones(1, WIDTH)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process import InProcess, SmallModel, small_weights
 from torch import Tensor, nn
 
 from sharding.ranks import RemoteError
@@ -19,6 +18,7 @@ from sharding.send.source import FsdpWeightSource
 from sharding.wire.manifest import Piece, SourceParameter, Stretch
 from sharding.worker import extension
 from sharding.worker.recording import Copy
+from tests.in_process import InProcess, SmallModel, small_weights
 
 BUCKET = 1024
 TIMES = 20

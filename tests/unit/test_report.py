@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -14,9 +15,10 @@ from rich.console import Console
 
 from trainer.cli import main
 from trainer.commands.report import read_record, render
-from trainer.run.finish import _report, _summary
+from trainer.run.finish import export_and_report
 from trainer.run.keeper import RunState
 from trainer.run.records import read_rows
+from trainer.run.screen import Report
 
 ROWS = [
     {"train/step": 0, "eval/accuracy": 0.25, "eval/maths/pass@4": 0.5, "time/eval": 2.0},
@@ -86,13 +88,20 @@ def test_a_gap_that_was_not_measured_is_not_0_anywhere(run: Path) -> None:
 
 @pytest.mark.parametrize(("gap", "shown"), [(None, "not measured between"), (2e-5, "at most 2.0e-05 nats between")])
 def test_the_last_screen_and_the_summary_tell_a_gap_of_0_from_none(gap: float | None, shown: str, run: Path) -> None:
-    state = RunState(step=3, seconds=70.0, largest_gap=gap)
-    prompts = type("Prompts", (list,), {"dropped": 0})()
-    trainer: Any = SimpleNamespace(state=state, last_answers=[], policy=SimpleNamespace(version=0), prompts=prompts)
-    assert _summary(trainer)["max_logprob_gap"] == gap
+    summary, report = finished(run, RunState(step=3, seconds=70.0, largest_gap=gap))
+    assert summary["max_logprob_gap"] == gap
     console = Console(width=120, file=(screen := io.StringIO()))
-    console.print(_report(trainer, run, None, run / "curves.png").render())
+    console.print(report.render())
     assert shown in screen.getvalue()
+
+
+def finished(run: Path, state: RunState) -> tuple[dict[str, Any], Report]:
+    """The summary and the last screen of a run that exports no model."""
+    config: Any = SimpleNamespace(run=SimpleNamespace(folder=run), checkpoint=SimpleNamespace(export_hf=False))
+    prompts, policy = type("Prompts", (list,), {"dropped": 0})(), SimpleNamespace(version=0)
+    tracker, screen = mock.Mock(), mock.Mock()
+    export_and_report(config, policy, mock.Mock(), prompts, state, tracker, screen, [])  # type: ignore[arg-type]
+    return tracker.summary.call_args.args[0], screen.report.call_args.args[0]
 
 
 def test_best_and_worst_answers_are_shown_once(run: Path) -> None:
@@ -117,8 +126,7 @@ def test_a_killed_run_is_told_of_as_far_as_it_came(run: Path, capsys: pytest.Cap
 
 
 def test_the_last_screen_of_a_run_shows_accuracy_where_it_says_so(run: Path) -> None:
-    trainer = SimpleNamespace(state=SimpleNamespace(step=3, seconds=70.0, largest_gap=3e-5), last_answers=[])
-    report = _report(trainer, run, None, run / "curves.png")  # type: ignore[arg-type]
+    _, report = finished(run, RunState(step=3, seconds=70.0, largest_gap=3e-5))
     assert (report.before, report.after) == (0.25, 0.125)  # and not the mean of a weighted sum of rewards
     assert report.rewards == [0.5, 0.75, 0.25]
 

@@ -4,7 +4,6 @@ import random
 from typing import Any
 
 import pytest
-from small_tokenizer import small_tokenizer
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -16,6 +15,7 @@ from generation.rollouts.episode import RolloutSettings
 from generation.rollouts.history import Answer, History, answers_of, convert, echoes
 from generation.rollouts.sampler import make_sampler, trajectories
 from generation.rollouts.sampler_llm import Prompts, PromptText, off_policy, prompt_batch
+from tests.unit.small_tokenizer import small_tokenizer
 from trainer.errors import UserError
 from trainer.importing import load_object
 

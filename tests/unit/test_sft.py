@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_tokenizer import small_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from tests.unit.small_tokenizer import small_tokenizer
 from trainer.commands.sft import cross_entropy, load_transcripts
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError

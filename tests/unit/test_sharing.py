@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from in_process import SmallModel, small_weights
 from torch import Tensor
 
 from generation.engine.settings import EngineSettings
@@ -13,7 +12,7 @@ from sharding.wire.channel import SyncError
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.worker.loader import WeightLoader
 from sharding.worker.sharing import SharedWeights, contiguous_runs, open_shared
-from tests.in_process import Worker
+from tests.in_process import SmallModel, Worker, small_weights
 
 CPU = torch.device("cpu")
 

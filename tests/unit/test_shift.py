@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from learning_steps import on_ranks
 
 from generation.engine.sampling import NotFiniteError
 from sharding.manager import Leader, ShardingManager, SyncSettings
 from sharding.ranks import rank
 from sharding.send.source import FsdpWeightSource
+from tests.unit.learning_steps import on_ranks
 from trainer.types import culprits
 
 Events = list[str]

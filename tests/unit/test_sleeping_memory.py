@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import SmallModel, Thread, Worker, small_weights
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,6 +27,7 @@ from sharding.send.push import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from sharding.worker import extension
 from sharding.worker.recording import Recording
+from tests.in_process import SmallModel, Thread, Worker, small_weights
 
 
 class Allocator(TorchDispatchMode):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from scripted import ScriptedEngine, merging_tokenizer, run, spelled
 
 from generation.rollouts.agent import Agent, tool_rollout
 from generation.rollouts.tools import (
@@ -23,6 +22,7 @@ from generation.rollouts.tools import (
     parse_hermes,
     tools_by_name,
 )
+from tests.unit.scripted import ScriptedEngine, merging_tokenizer, run, spelled
 
 TOKENIZER = merging_tokenizer()
 say = functools.partial(spelled, TOKENIZER)

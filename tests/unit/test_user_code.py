@@ -7,8 +7,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from scripted import ScriptedEngine, merging_tokenizer, run, spelled
-from test_environments import Shop, agent
 
 from generation.engine.sampling import SamplingSettings
 from generation.engine.thread import EngineThread
@@ -22,6 +20,8 @@ from generation.rollouts.sampler_llm import prompt_batch
 from generation.rollouts.user_code import UserCodeError, call_user, contained, described
 from generation.trajectory import Trajectory
 from tests.unit.learning_steps import as_answers
+from tests.unit.scripted import ScriptedEngine, merging_tokenizer, run, spelled
+from tests.unit.test_environments import Shop, agent
 from trainer.rollouts import RolloutError, check_failures
 
 TOKENIZER = merging_tokenizer()

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from gathering import assert_ranks_hold
-from in_process import InProcess, SmallModel, small_weights
 
 from sharding.ranks import RemoteError
 from sharding.send.source import FsdpWeightSource
@@ -15,6 +13,8 @@ from sharding.send.verify import parameters_to_verify
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.worker import extension, receiver
 from sharding.worker.recording import Recording
+from tests.gathering import assert_ranks_hold
+from tests.in_process import InProcess, SmallModel, small_weights
 
 
 @pytest.fixture(autouse=True)

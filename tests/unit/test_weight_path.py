@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shared_memory
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +20,7 @@ from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS, SharedMemoryStaging, make_staging, open_staging, stamp, stamped
 from sharding.worker.memory import release_pages
 from sharding.worker.recording import LoadWatcher, storage_key
+from tests import shared_memory
 
 
 def parameter(number: int, nbytes: int) -> SourceParameter:
