@@ -98,3 +98,8 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
     named = set(re.findall(r"`(test_\w+)`", page.read_text()))
     tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     assert not sorted(named - set(re.findall(r"def (test_\w+)\(", tests)))
+
+
+def test_the_readme_is_two_screens() -> None:
+    """What does not fit has a page of its own."""
+    assert len((ROOT / "README.md").read_text().split()) <= 1200
