@@ -1,11 +1,8 @@
-"""Exact ids under a chat template: what the policy sampled stays as it was sampled, whatever rendering makes of it.
+"""Exact ids: what the policy sampled stays as it was sampled, and a prompt begins with all ids it continues.
 
-A chat request brings messages, not ids. Rendered again, an earlier answer may come out as other ids for the same text,
-without its `<think>` block, or not at all; training on that would be training on what was never sampled.
-
-A conversation in messages whose earlier answers keep the ids they were sampled with.
-
-What an engine sampled for one conversation, put together into trajectories by ids alone.
+This is the one place that decides which answer continues which conversation. Prompts come as ids, as text or as chat
+messages. Text that is encoded again, and messages that are rendered again, may give other ids for an earlier answer,
+leave out its `<think>` block, or drop it; training on those would be training on tokens that were never sampled.
 """
 
 import json
@@ -21,179 +18,13 @@ from generation.trajectory import Trajectory
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
+Message = Mapping[str, Any]
+
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
-_UNSEEN = re.compile(r"[\s�]+")  # whitespace, and what stands for bytes that are no text
+_UNSEEN = re.compile(r"[\s�]+")  # whitespace, and the stand-in for bytes that are not text
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")  # JSON's, in the arguments of tool calls
-
-
-def replace_prefix_tokens(
-    tokenizer: Any,
-    model_prefix_token_ids: Sequence[int],
-    template_prefix_token_ids: Sequence[int],
-    template_token_ids: Sequence[int],
-    eos_token_ids: Collection[int] | None = None,
-) -> list[int]:
-    """The prompt of the next turn: the exact ids so far, then what the template puts behind the last answer.
-
-    The answer's end is taken once: the one that was sampled, or the template's where the answer was cut short. What the
-    template writes after an end, and every message after the answer, comes from the template.
-
-    Args:
-        model_prefix_token_ids: a prompt and the ids sampled for it. Empty: the template's ids come back as they are.
-        template_prefix_token_ids: the messages up to and with the last answer as the template renders them, without a
-            generation prompt.
-        template_token_ids: all messages, with the generation prompt.
-        eos_token_ids: ids that end an answer; by default the tokenizer's.
-
-    Raises:
-        ValueError: the messages are not those of the ids, or it cannot be told where the last answer ends.
-    """
-    if not model_prefix_token_ids:
-        return list(template_token_ids)
-    view = _View(tokenizer, _ends(tokenizer, eos_token_ids), _template_words(tokenizer))
-    turns = _Turns(view, template_prefix_token_ids, template_token_ids)
-    turns.check_history_of(model_prefix_token_ids)
-    return turns.join(model_prefix_token_ids, turns.answer_end())
-
-
-def _ends(tokenizer: Any, eos_token_ids: Collection[int] | None) -> frozenset[int]:
-    ids = eos_token_ids or tokenizer.eos_token_id
-    if ids is None:
-        raise ValueError("the tokenizer has no EOS token, so nothing tells where an answer ends; name its ids")
-    return frozenset([ids] if isinstance(ids, int) else ids)
-
-
-def _template_words(tokenizer: Any) -> frozenset[str]:
-    template = getattr(tokenizer, "chat_template", None)
-    return frozenset(re.findall(r"\w+", template if isinstance(template, str) else ""))
-
-
-@dataclass(frozen=True)
-class _View:
-    """What can be read from ids: segments, each up to an end, and their text."""
-
-    tokenizer: Any
-    ends: frozenset[int]
-    template_words: frozenset[str]
-
-    def segments(self, ids: Sequence[int]) -> list[list[int]]:
-        """The ids between ends, in order; what follows the last end is the last of them, and may be empty."""
-        parts: list[list[int]] = [[]]
-        for token in ids:
-            if token in self.ends:
-                parts.append([])
-            else:
-                parts[-1].append(token)
-        return parts
-
-    def text(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def blank(self, ids: Sequence[int]) -> bool:
-        return not _UNSEEN.sub("", str(self.tokenizer.decode(list(ids), skip_special_tokens=False)))
-
-    def same(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
-        """Whether one is the other's text, retokenised, and perhaps without thoughts."""
-        if list(rendered) == list(original):
-            return True
-        text, before = _squashed(self.text(rendered)), self.text(original)
-        return text in (_squashed(before), _squashed(_THOUGHT.sub("", before)))
-
-    def remains(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
-        """Whether one is made of the other's words, in any order, and of words that the template adds."""
-        added = _words(self.text(rendered)) - _words(self.text(original))
-        return not set(added) - self.template_words
-
-
-def _squashed(text: str) -> str:
-    return _UNSEEN.sub("", text)
-
-
-def _words(text: str) -> Counter[str]:
-    plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else " ", text)
-    return Counter(re.findall(r"\w+", plain))
-
-
-class _Turns:
-    """The same conversation rendered up to its last answer, and to its end."""
-
-    def __init__(self, view: _View, until_answer: Sequence[int], whole: Sequence[int]) -> None:
-        self._view, self._whole = view, list(whole)
-        *self._told, after = view.segments(until_answer)
-        if not self._told:
-            raise ValueError(
-                "the chat template writes no EOS token behind answers, so the exact ids cannot be kept; its rendering "
-                f"ends with {view.text(after)[-80:]!r}"
-            )
-        # Both begin with the header of an assistant's turn (and in templates without one, with that of any turn).
-        pairs = zip(self._told[-1], view.segments(whole)[-1], strict=False)
-        shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-        self._header = [] if view.blank(shared) else shared
-
-    def answer_end(self) -> int:
-        """Where in the whole rendering the end of the last answer stands."""
-        places = [i for i, token in enumerate(self._whole) if token in self._view.ends]
-        told = self._view.segments(self._whole)[:-1]
-        if told[: len(self._told)] == self._told:
-            return places[len(self._told) - 1]
-        # The template has left something out of earlier turns; counting ends would step over a user's turn.
-        return places[self._last_answer(told)]
-
-    def _last_answer(self, told: list[list[int]]) -> int:
-        answer = self._told[-1]
-        if self._header:
-            found = [i for i, segment in enumerate(told) if _begins(segment, self._header)][-1:]
-            fits = bool(found) and (
-                self._view.same(told[found[0]], answer) or self._view.remains(told[found[0]], answer)
-            )
-        else:
-            found = [i for i, segment in enumerate(told) if self._view.same(segment, answer)]
-            fits = len(found) == 1
-        if not fits:
-            raise ValueError(
-                "the chat template renders the last answer otherwise when messages follow it, and it cannot be told "
-                f"where it ends: {self._view.text(answer)[-80:]!r}"
-            )
-        return found[0]
-
-    def check_history_of(self, ids: Sequence[int]) -> None:
-        """Raise ValueError unless every rendered turn is one of those in `ids`, in their order, the last ones equal.
-
-        Turns that only `ids` has are ones that the template has dropped.
-        """
-        spoken = self._view.segments(ids)
-        if self._view.blank(spoken[-1]):
-            spoken.pop()
-        pairs = iter(spoken[:-1])
-        for turn in self._told[:-1]:
-            if not any(self._matches(turn, segment) for segment in pairs):
-                raise self._foreign(turn, "nothing of the kind")
-        if not spoken or not self._matches(self._told[-1], spoken[-1]):
-            raise self._foreign(self._told[-1], repr(self._view.text(spoken[-1])[-80:]) if spoken else "nothing")
-
-    def _foreign(self, turn: list[int], instead: str) -> ValueError:
-        return ValueError(
-            f"the messages do not belong to the prefix ids: they say {self._view.text(turn)[-80:]!r} where the ids "
-            f"have {instead}; send the ids of this conversation, or none"
-        )
-
-    def _matches(self, turn: list[int], segment: list[int]) -> bool:
-        answers = bool(self._header) and _begins(turn, self._header) and _begins(segment, self._header)
-        return self._view.same(turn, segment) or (answers and self._view.remains(turn, segment))
-
-    def join(self, ids: Sequence[int], end: int) -> list[int]:
-        """`ids`, closed once, and then the whole rendering from `end` on."""
-        after = self._view.segments(ids)[-1]
-        if not self._view.blank(after):
-            return [*ids, *self._whole[end:]]
-        rest = self._whole[end + 1 :]
-        if not _begins(rest, after):
-            raise ValueError("the prefix ids go on after their last EOS in another way than the chat template does")
-        return [*ids, *rest[len(after) :]]
-
-
-def _begins(ids: Sequence[int], start: Sequence[int]) -> bool:
-    return list(ids[: len(start)]) == list(start)
+_ANSWER = "<the answer>"  # stands for an answer where only the template's text after it is wanted
+_BEFORE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
 
 
 @dataclass
@@ -279,117 +110,188 @@ def sampled_logprobs(completion: Any) -> list[float]:
     return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=True)]
 
 
-class Capture:
-    """The generations of one conversation, in the order they finished."""
+def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Trajectory:
+    """One trajectory of answers each of which continues the one before.
+
+    Mask and log-probability are 0 on the ids between answers, and on answers whose `id()` is in `masked`.
+
+    Raises:
+        ValueError: a prompt does not begin with all ids before it.
+    """
+    done = Trajectory(
+        *chain[0].place,
+        prompt_ids=list(chain[0].prompt_ids),
+        weight_version=min(generation.weight_version for generation in chain),
+        finish_reason=chain[-1].finish_reason,
+        turns=len(chain),
+    )
+    for generation in chain:
+        prompt, so_far = generation.prompt_ids, done.prompt_ids + done.response_ids
+        if prompt[: len(so_far)] != so_far:
+            raise ValueError(f"a prompt of {len(prompt)} ids does not begin with the {len(so_far)} ids before it")
+        done.extend(prompt[len(so_far) :])
+        done.answer_start = len(done.response_ids)
+        done.extend(generation.token_ids, None if id(generation) in masked else generation.logprobs)
+    return done
+
+
+class History:
+    """The answers so far, each to be found by a prompt that continues it."""
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
+        self._by_prompt: dict[str | tuple[int, ...], list[Generation]] = {}  # text and ids, prompt and answer
+        self._lengths: set[int] = set()  # of those
+        self._by_chat: dict[str, list[tuple[Generation, Any]]] = {}
+        self._by_position: dict[int, list[Generation]] = {}
 
-    def add(self, generation: Generation) -> None:
-        """Note one more."""
+    def add(self, generation: Generation, messages: Sequence[Message] | None = None) -> None:
+        """Keep an answer; `messages` are those its prompt was rendered from."""
         self.generations.append(generation)
+        if generation.token_ids:
+            self._by_position.setdefault(generation.position, []).append(generation)
+            for key in (generation.prompt_text + generation.text, tuple(generation.ids)):
+                self._by_prompt.setdefault(key, []).append(generation)
+                self._lengths.add(len(key))
+        if messages is not None:
+            self._by_chat.setdefault(_chat_key(messages), []).append((generation, None))
+
+    def capture(self, generation: Generation) -> None:
+        """Keep an answer that continues the longest one whose prompt and answer its own prompt begins with."""
+        if (parent := self.before(generation.prompt_ids)) is not None:
+            generation.parent, parent.continued = parent, True
+        self.add(generation)
+
+    def record(self, messages: Sequence[Message], assistant_message: Message, generation: Generation) -> None:
+        """Note the message that a client was given as the answer to `messages`."""
+        self._by_chat.setdefault(_chat_key(messages), []).append((generation, _said(assistant_message)))
+
+    def before(self, prompt: str | Sequence[int], position: int | None = None) -> Generation | None:
+        """The answer that a prompt continues: the longest one whose prompt and answer it begins with, or None.
+
+        An answer can have no text, as when it is EOS alone; then text must follow, or the prompt is the same one again.
+
+        Args:
+            position: of the prompt in its call. It most often continues the latest answer at the same position, which
+                is tried first.
+        """
+        key = prompt if isinstance(prompt, str) else tuple(prompt)
+
+        def fits(generation: Generation) -> bool:
+            if isinstance(key, tuple):
+                return key[: len(generation.ids)] == tuple(generation.ids)
+            so_far = generation.prompt_text + generation.text
+            return key.startswith(so_far) and (bool(generation.text) or len(key) > len(so_far))
+
+        for generation in reversed(self._by_position.get(position, []) if position is not None else []):
+            if not generation.continued and fits(generation):
+                return generation
+        for length in sorted((n for n in list(self._lengths) if n <= len(key)), reverse=True):
+            if same := [generation for generation in self._by_prompt.get(key[:length], []) if fits(generation)]:
+                return _nearest(same, position)
+        return None
+
+    def known_prefix(self, messages: Sequence[Message], position: int | None = None) -> "KnownPrefix | None":
+        """The longest part of `messages` that ends with a known answer, or None; `position` as in `before`."""
+        for count in range(len(messages), 0, -1):
+            if (message := messages[count - 1]).get("role") == "assistant":
+                answers = self._by_chat.get(_chat_key(messages[: count - 1]), [])
+                said = _said(message)
+                if same := [g for g, told in answers if (echoes(message, g.text) if told is None else told == said)]:
+                    answer = _nearest(same, position)
+                    return KnownPrefix(answer.ids, count, answer)
+        return None
 
     def trajectories(self) -> list[Trajectory]:
-        """One trajectory for each generation that no other continues, in the order of their ends.
+        """One trajectory for each answer that no other continues, in the order of their ends.
 
-        A generation continues the longest one whose prompt and answer its own prompt begins with. The loss mask is 1 on
-        sampled tokens. Where conversations part after common answers, these are in every trajectory, but masked in all
-        except the first, so that the masks sum to the number of sampled tokens.
+        Where conversations part after common answers, these are in every trajectory, but masked in all except the
+        first, so that the masks sum to the number of sampled tokens.
         """
-        before = [self._continued(i) for i in range(len(self.generations))]
-        leaves = [i for i in range(len(before)) if i not in before]
-        trained: set[int] = set()
-        found = []
-        for leaf in leaves:
-            chain = [leaf]
-            while (earlier := before[chain[0]]) is not None:
-                chain.insert(0, earlier)
-            found.append(_joined([(self.generations[i], i not in trained) for i in chain]))
-            trained.update(chain)
+        found, learned = [], set[int]()
+        for last in self.generations:
+            if not last.continued:
+                found.append(joined(last.chain, learned))
+                learned.update(map(id, last.chain))
         return found
 
-    def _continued(self, index: int) -> int | None:
-        """The generation that this one continues. No longer than its prompt, it finished before this one began."""
-        prompt = self.generations[index].prompt_ids
-        lengths = {
-            i: len(g.ids)
-            for i, g in enumerate(self.generations[:index])
-            if g.token_ids and prompt[: len(g.ids)] == g.ids
-        }
-        return max(lengths, key=lambda i: (lengths[i], i)) if lengths else None
+
+def _nearest(answers: list[Generation], position: int | None) -> Generation:
+    """The samples of one prompt can be equal: each is continued once, and first at the same position of its call.
+
+    Positions change where a sampler leaves out conversations that are done, so they alone would not tell samples apart.
+    """
+    waiting = [answer for answer in answers if not answer.continued]
+    same_position = [answer for answer in waiting or answers if answer.position == position]
+    return (same_position or waiting or answers[-1:])[0]
 
 
-def _joined(chain: Sequence[tuple[Generation, bool]]) -> Trajectory:
-    """One trajectory of generations each of which continues the one before; False leaves its tokens out of the loss."""
-    ids, mask, logprobs = list[int](), list[int](), list[float]()
-    start = len(chain[0][0].prompt_ids)
-    for generation, counts in chain:
-        between = generation.prompt_ids[start + len(ids) :]
-        ids += between + generation.token_ids
-        mask += [0] * len(between) + [int(counts)] * len(generation.token_ids)
-        sampled = generation.logprobs if counts else [0.0] * len(generation.token_ids)
-        logprobs += [0.0] * len(between) + sampled
-    return Trajectory(
-        prompt_index=0,
-        sample_index=0,
-        prompt_ids=chain[0][0].prompt_ids,
-        response_ids=ids,
-        loss_mask=mask,
-        logprobs=logprobs,
-        weight_version=min(generation.weight_version for generation, _ in chain),
-        finish_reason=chain[-1][0].finish_reason,
-        turns=len(chain),
-        answer_start=len(ids) - len(chain[-1][0].token_ids),
-    )
+def _said(message: Message) -> Any:
+    """Role, text and calls of a message. Names of calls, thoughts and extras are left out: clients differ in them."""
+    calls = [call.get("function") or call for call in message.get("tool_calls") or []]
+    told = [[call.get("name"), parsed_arguments(call.get("arguments"))] for call in calls]
+    return [message.get("role"), content_text(message.get("content")), told]
 
 
-Message = Mapping[str, Any]
+def _chat_key(messages: Sequence[Message]) -> str:
+    return json.dumps([_said(message) for message in messages], sort_keys=True, default=str)
+
+
+def echoes(message: Message, text: str) -> bool:
+    """Whether an assistant's message was made of a sampled text: it is the text, its end, or the tool calls in it."""
+    content = content_text(message.get("content")).strip()
+    if calls := message.get("tool_calls"):
+        return content in text and all(_is_called(call.get("function", call), text) for call in calls)
+    return text.strip().endswith(content) if content else not text.strip()
+
+
+def _is_called(function: Message, text: str) -> bool:
+    """Whether a text holds the name and all arguments of a call; they tell one sample's call from another's."""
+    arguments = parsed_arguments(function.get("arguments") or {})
+    values = arguments.values() if isinstance(arguments, Mapping) else [arguments]
+    spelled = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    return all(part in text for part in [str(function.get("name")), *spelled])
 
 
 @dataclass(frozen=True)
 class KnownPrefix:
-    """Exact ids of the first `messages` messages, the last of which is an answer that was recorded."""
+    """Exact ids of the first `messages` messages, the last of which is an answer; `answer` is it, where it is known."""
 
     ids: list[int]
     messages: int
+    answer: Generation | None = field(default=None, compare=False)
 
 
-class ChatHistory:
-    """Answers are recognised by the messages before them and by what they say, not by who sends them back, or how.
+class ChatHistory(History):
+    """Conversations in messages. An answer is recognised by the messages before it and by its content, not by who sends
+    it back or in which form.
 
-    `retemplated` counts the prompts whose exact ids could not be kept, because the template does not say where an
-    answer ends, or because tools have changed; they are what the template makes of the messages, and so begin a
-    trajectory of their own.
+    `retemplated` counts the prompts whose exact ids could not be kept, because the template does not show where an
+    answer ends, or because tools have changed. They get the template's ids, and so begin a trajectory of their own.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> None:
+        super().__init__()
         self._tokenizer, self._ends = tokenizer, tuple(eos_token_ids)
-        self._answers: dict[str, Generation] = {}
         self.retemplated = 0
-
-    def record(self, messages: Sequence[Message], assistant_message: Message, generation: Generation) -> None:
-        """Note the answer that was given to `messages`."""
-        self._answers[_key([*messages, assistant_message])] = generation
-
-    def known_prefix(self, messages: Sequence[Message]) -> KnownPrefix | None:
-        """The longest part of `messages` that ends with a recorded answer."""
-        for count in range(len(messages), 0, -1):
-            if messages[count - 1].get("role") == "assistant":
-                generation = self._answers.get(_key(messages[:count]))
-                if generation is not None:
-                    return KnownPrefix(generation.ids, count)
-        return None
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **template_kwargs: Any
     ) -> list[int]:
         """Token ids of a prompt for the next answer: those of the recorded answers, and the template's for the rest."""
-        whole = self._render(messages, tools, add_generation_prompt=True, **template_kwargs)
+
+        def render(part: Sequence[Message], **kwargs: Any) -> list[int]:
+            plain = [template_message(message) for message in part]
+            text = self._tokenizer.apply_chat_template(plain, tools=tools or None, tokenize=False, **kwargs)
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        whole = render(messages, add_generation_prompt=True, **template_kwargs)
         known = self.known_prefix(messages)
         if known is None:
             return whole
-        until = self._render(messages[: known.messages], tools, add_generation_prompt=False, **template_kwargs)
-        return self.continued(known, until, whole)
+        return self.continued(
+            known, render(messages[: known.messages], add_generation_prompt=False, **template_kwargs), whole
+        )
 
     def continued(self, known: KnownPrefix, until_answer: Sequence[int], whole: Sequence[int]) -> list[int]:
         """The prompt, from the template's ids of the known messages and of all."""
@@ -399,18 +301,16 @@ class ChatHistory:
             self.retemplated += 1
             return list(whole)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, **kwargs: Any) -> list[int]:
-        plain = [template_message(message) for message in messages]
-        text = self._tokenizer.apply_chat_template(plain, tools=tools or None, tokenize=False, **kwargs)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
 
 def template_message(message: Message) -> dict[str, Any]:
     """A message as chat templates want it: content as text, arguments of tool calls as objects, None left out."""
     plain = {name: value for name, value in message.items() if value is not None}
     plain["content"] = content_text(message.get("content"))
-    if calls := plain.pop("tool_calls", None):
-        plain["tool_calls"] = [_template_call(call) for call in calls]
+    calls = plain.pop("tool_calls", None) or []
+    for call in calls:
+        function = dict(call.get("function") or call)
+        parsed = function | {"arguments": parsed_arguments(function.get("arguments"))}
+        plain.setdefault("tool_calls", []).append(dict(call) | {"function": parsed} if "function" in call else parsed)
     return plain
 
 
@@ -421,14 +321,8 @@ def content_text(content: Any) -> str:
     return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
 
 
-def _template_call(call: Message) -> dict[str, Any]:
-    function = dict(call.get("function") or call)
-    parsed = function | {"arguments": _arguments(function.get("arguments"))}
-    return dict(call) | {"function": parsed} if "function" in call else parsed
-
-
-def _arguments(arguments: Any) -> Any:
-    """An object where JSON says one; text that is no JSON stays what it is."""
+def parsed_arguments(arguments: Any) -> Any:
+    """A call's arguments as an object; text that is not JSON stays as it is."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -437,11 +331,165 @@ def _arguments(arguments: Any) -> Any:
         return arguments
 
 
-def _key(messages: Sequence[Message]) -> str:
-    """What is said and called, message by message. Names of calls, thoughts and extras are left out: clients differ."""
-    said = []
-    for message in messages:
-        calls = [call.get("function") or call for call in message.get("tool_calls") or []]
-        told = [(call.get("name"), _arguments(call.get("arguments"))) for call in calls]
-        said.append((message.get("role"), content_text(message.get("content")), told))
-    return json.dumps(said, sort_keys=True, default=str)
+def encode_following(tokenizer: Any, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> list[int]:
+    """The ids that a chat template writes after any answer: its end, the messages, the opening of the next answer.
+
+    They do not depend on the conversation before, so a stand-in of two messages is rendered instead.
+    """
+    rendered = tokenizer.apply_chat_template(
+        [*_BEFORE, *messages], tokenize=False, **({"add_generation_prompt": True} | dict(template_kwargs))
+    )
+    _, found, following = str(rendered).partition(_ANSWER)
+    if not found:
+        raise ValueError("the chat template does not show an assistant's answer as it is: no turn can follow one")
+    ids: list[int] = tokenizer(following, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def without_second_end(last_id: int, added: list[int], ends: Collection[int | None]) -> list[int]:
+    """`added` as it goes behind `last_id`: without the template's end where the answer has one of its own."""
+    return added[1:] if added and added[0] in ends and last_id in ends else added
+
+
+def replace_prefix_tokens(
+    tokenizer: Any,
+    model_prefix_token_ids: Sequence[int],
+    template_prefix_token_ids: Sequence[int],
+    template_token_ids: Sequence[int],
+    eos_token_ids: Collection[int] | None = None,
+) -> list[int]:
+    """The prompt of the next turn: the exact ids so far, then the template's ids behind the last answer.
+
+    The answer's end is taken once: the sampled one, or the template's where the answer was cut short. Whatever the
+    template writes after an end, and every message after the answer, comes from the template.
+
+    Args:
+        model_prefix_token_ids: a prompt and the ids sampled for it. Empty: the template's ids come back as they are.
+        template_prefix_token_ids: the messages up to and with the last answer as the template renders them, without a
+            generation prompt.
+        template_token_ids: all messages, with the generation prompt.
+        eos_token_ids: ids that end an answer; by default the tokenizer's.
+
+    Raises:
+        ValueError: the messages are not those of the ids, or it cannot be told where the last answer ends.
+    """
+    if not model_prefix_token_ids:
+        return list(template_token_ids)
+    ends = eos_token_ids or tokenizer.eos_token_id
+    if ends is None:
+        raise ValueError("the tokenizer has no EOS token, so nothing tells where an answer ends; name its ids")
+    ends = frozenset([ends] if isinstance(ends, int) else ends)
+    turns = _Turns(tokenizer, ends, template_prefix_token_ids, template_token_ids)
+    turns.check_history_of(model_prefix_token_ids)
+    return turns.join(model_prefix_token_ids)
+
+
+class _Turns:
+    """The same conversation rendered up to its last answer, and to its end.
+
+    Segments are the ids between two ends; the last one follows the last end, and may be empty.
+    """
+
+    def __init__(self, tokenizer: Any, ends: frozenset[int], until_answer: Sequence[int], whole: Sequence[int]) -> None:
+        self._tokenizer, self._ends, self._whole = tokenizer, ends, list(whole)
+        template = getattr(tokenizer, "chat_template", None)
+        self._template_words = set(re.findall(r"\w+", template if isinstance(template, str) else ""))
+        *self._told, after = self._segments(until_answer)
+        if not self._told:
+            raise ValueError(
+                "the chat template writes no EOS token behind answers, so the exact ids cannot be kept; its rendering "
+                f"ends with {self._text(after)[-80:]!r}"
+            )
+        # Both begin with the header of an assistant's turn (and in templates without one, with that of any turn).
+        pairs = zip(self._told[-1], self._segments(whole)[-1], strict=False)
+        shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        self._header = [] if self._blank(shared) else shared
+
+    def check_history_of(self, ids: Sequence[int]) -> None:
+        """Raise ValueError unless every rendered turn is one of those in `ids`, in their order, the last ones equal.
+
+        Turns that only `ids` has are ones that the template has dropped.
+        """
+        spoken = self._segments(ids)
+        if self._blank(spoken[-1]):
+            spoken.pop()
+        pairs = iter(spoken[:-1])
+        for turn in self._told[:-1]:
+            if not any(self._matches(turn, segment) for segment in pairs):
+                raise self._foreign(turn, "nothing of the kind")
+        if not spoken or not self._matches(self._told[-1], spoken[-1]):
+            raise self._foreign(self._told[-1], repr(self._text(spoken[-1])[-80:]) if spoken else "nothing")
+
+    def join(self, ids: Sequence[int]) -> list[int]:
+        """`ids`, closed once, and then the whole rendering behind the last answer."""
+        end, after = self._answer_end(), self._segments(ids)[-1]
+        if not self._blank(after):
+            return [*ids, *self._whole[end:]]
+        rest = self._whole[end + 1 :]
+        if not _begins(rest, after):
+            raise ValueError("the prefix ids go on after their last EOS in another way than the chat template does")
+        return [*ids, *rest[len(after) :]]
+
+    def _answer_end(self) -> int:
+        """Where in the whole rendering the end of the last answer stands."""
+        places = [i for i, token in enumerate(self._whole) if token in self._ends]
+        told, answer = self._segments(self._whole)[:-1], self._told[-1]
+        if told[: len(self._told)] == self._told:
+            return places[len(self._told) - 1]
+        # The template has left something out of earlier turns; counting ends would step over a user's turn.
+        if self._header:
+            found = [i for i, segment in enumerate(told) if _begins(segment, self._header)][-1:]
+            found = [i for i in found if self._same(told[i], answer) or self._remains(told[i], answer)]
+        else:
+            found = [i for i, segment in enumerate(told) if self._same(segment, answer)]
+        if len(found) != 1:
+            raise ValueError(
+                "the chat template renders the last answer otherwise when messages follow it, and it cannot be told "
+                f"where it ends: {self._text(answer)[-80:]!r}"
+            )
+        return places[found[0]]
+
+    def _segments(self, ids: Sequence[int]) -> list[list[int]]:
+        parts: list[list[int]] = [[]]
+        for token in ids:
+            if token in self._ends:
+                parts.append([])
+            else:
+                parts[-1].append(token)
+        return parts
+
+    def _text(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def _blank(self, ids: Sequence[int]) -> bool:
+        return not _UNSEEN.sub("", self._text(ids, skip_special_tokens=False))
+
+    def _same(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
+        """Whether one is the other's text, retokenised, and perhaps without thoughts."""
+        if list(rendered) == list(original):
+            return True
+        text, before = _UNSEEN.sub("", self._text(rendered)), self._text(original)
+        return text in (_UNSEEN.sub("", before), _UNSEEN.sub("", _THOUGHT.sub("", before)))
+
+    def _remains(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
+        """Whether one is made of the other's words, in any order, and of words that the template adds."""
+        return not set(_words(self._text(rendered)) - _words(self._text(original))) - self._template_words
+
+    def _matches(self, turn: list[int], segment: list[int]) -> bool:
+        answers = bool(self._header) and _begins(turn, self._header) and _begins(segment, self._header)
+        return self._same(turn, segment) or (answers and self._remains(turn, segment))
+
+    def _foreign(self, turn: list[int], instead: str) -> ValueError:
+        return ValueError(
+            f"the messages do not belong to the prefix ids: they say {self._text(turn)[-80:]!r} where the ids have "
+            f"{instead}; send the ids of this conversation, or none"
+        )
+
+
+def _words(text: str) -> Counter[str]:
+    plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else " ", text)
+    return Counter(re.findall(r"\w+", plain))
+
+
+def _begins(ids: Sequence[int], start: Sequence[int]) -> bool:
+    return list(ids[: len(start)]) == list(start)

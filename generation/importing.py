@@ -1,14 +1,64 @@
-"""User code named by `pkg.mod:Name` or `path/file.py:Name`, where vLLM's own processes must find it, too."""
+"""Objects named by import strings, `pkg.mod:Name` or `path/file.py:Name`: the only loader of user code."""
 
+import difflib
+import hashlib
 import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
+def load(spec: str) -> Any:
+    """The object that `spec` names; a file is imported once, whatever asks for it.
+
+    Raises:
+        ValueError: the form is wrong, the module or file is not there or fails to import, or it lacks the name.
+    """
+    home, colon, name = spec.rpartition(":")
+    if not colon or not home or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{spec!r:.80} names nothing that can be imported: write pkg.mod:Name or path/file.py:Name")
+    try:
+        found: Any = _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
+    except FileNotFoundError as error:
+        raise ValueError(f"{spec!r} cannot be loaded: {error}") from error
+    except BaseException as error:  # whatever the user's module does while it is imported
+        if isinstance(error, KeyboardInterrupt) and type(error) is not KeyboardInterrupt:
+            raise  # a signal's, by the caller's own handler
+        raise ValueError(f"{spec!r} cannot be loaded: importing it raised {type(error).__name__}: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, [known for known in vars(found) if not known.startswith("_")], n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{spec!r} cannot be loaded: {home} has no {name!r}{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Import a file under a name of its own, registered so that its definitions can be pickled."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"there is no file {path}")
+    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=4).hexdigest()
+    name = f"{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # as it has for every .py
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
 def importable(spec: str) -> str:
-    """`module:Name` for `path/file.py:Name`, whose folder joins the end of the search path, which children inherit.
+    """`module:Name` for `path/file.py:Name`, whose folder joins the end of the search path, which children inherit:
+    vLLM's own processes find it, too.
 
     Raises:
         ValueError: there is no such file.
@@ -22,19 +72,3 @@ def importable(spec: str) -> str:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     return f"{path.stem}{colon}{name}"
-
-
-def load(spec: str) -> Any:
-    """What `module:Name` names. Raises ValueError where it cannot be imported."""
-    home, colon, name = spec.partition(":")
-    if not colon or not home or not name:
-        raise ValueError(f"{spec!r} must be pkg.mod:Name or path/file.py:Name")
-    try:
-        found: Any = importlib.import_module(home)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except BaseException as error:  # whatever the user's module does while it is imported
-        if isinstance(error, KeyboardInterrupt) and type(error) is not KeyboardInterrupt:
-            raise  # a signal's, by the caller's own handler
-        raise ValueError(f"{spec!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    return found

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -57,6 +57,12 @@ class Trajectory:
                 f"prompt {self.prompt_index} sample {self.sample_index}: {len(self.response_ids)} response ids, "
                 f"{len(self.loss_mask)} mask entries and {len(self.logprobs)} log-probabilities must be equally many"
             )
+
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Append sampled tokens to the response, or, without log-probabilities, tokens that came from elsewhere."""
+        self.response_ids += token_ids
+        self.loss_mask += [int(logprobs is not None)] * len(token_ids)
+        self.logprobs += [0.0] * len(token_ids) if logprobs is None else logprobs
 
 
 def checked_reward(value: Any, said: str) -> float:

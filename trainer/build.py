@@ -2,10 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.rollouts.client import CapturingServer
 from sharding.manager import Leader, ShardingManager, SyncSettings
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
 from trainer.config.machine import resolve_device
@@ -19,6 +22,13 @@ from trainer.policy.critic import Critic, make_critic
 from trainer.policy.hf_format import build_meta_model, checkpoint_views
 from trainer.policy.lora import BaseOfPolicy, adapter_format, add_adapters, factors, is_adapter, low_rank, peft_name
 from trainer.run import processes
+
+
+async def start_server(engine: VllmAsyncGenerationWorker, **settings: Any) -> CapturingServer:
+    """The server that clients of rollouts talk to (level 6); `settings` are those of `ServerSettings`."""
+    from generation.server import OpenAIServer, ServerSettings  # with vLLM's web framework, for level 6 only
+
+    return await OpenAIServer.start(engine, ServerSettings(**settings))
 
 
 def rank_device(config: TrainConfig) -> torch.device:

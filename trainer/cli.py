@@ -96,15 +96,15 @@ def check_rollout(config: TrainConfig) -> None:
     if config.rollout == RolloutConfig():
         return
     from trainer.data import load_tokenizer
-    from trainer.rollouts import EpisodePlan
+    from trainer.rollouts import RolloutLevel
 
-    EpisodePlan(config, load_tokenizer(config.model))
+    RolloutLevel(config, load_tokenizer(config.model))
 
 
 def check_inputs(config: TrainConfig, command: str) -> None:
     """Load what the run would load before its model: reward functions, tokenizer, prompts. Raises UserError."""
     from trainer.data import load_held_out, load_prompts, load_tokenizer
-    from trainer.rollouts import EpisodePlan
+    from trainer.rollouts import RolloutLevel
 
     if command == "sft":
         from trainer.commands.sft import load_transcripts
@@ -113,7 +113,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
         return
     RewardPool(config.reward)
     tokenizer = load_tokenizer(config.model)
-    data = EpisodePlan(config, tokenizer).data
+    data = RolloutLevel(config, tokenizer).data
     load_prompts(data, tokenizer)
     for dataset in config.held_out.values() if config.eval.every else ():
         load_held_out(dataset, data, tokenizer)

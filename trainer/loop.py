@@ -13,7 +13,7 @@ from typing import Any
 from generation.engine.sampling import NotFiniteError, SamplingSettings
 from generation.rollouts.run import RolloutSettings
 from sharding.ranks import agreed, all_reduce_sum, rank, world_size
-from trainer.build import build_models, build_sharding, check_model, check_teacher, rank_device
+from trainer.build import build_models, build_sharding, check_model, check_teacher, rank_device, start_server
 from trainer.config.machine import resolve_device
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt, load_prompts, load_tokenizer
@@ -23,7 +23,7 @@ from trainer.evaluation import evaluation_metrics, load_held_outs, random_states
 from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
 from trainer.learning.answers import Answer
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import EpisodePlan, Rollouts, StepAbandoned, answer_rows
+from trainer.rollouts import RolloutLevel, Rollouts, StepAbandoned, answer_rows
 from trainer.run import processes
 from trainer.run.checkpoint import load
 from trainer.run.finish import export_and_report
@@ -70,8 +70,8 @@ class RLTrainer:
         self.tokenizer = load_tokenizer(config.model)
         check_model(config)
         check_teacher(config, self.tokenizer)
-        self.episodes = EpisodePlan(config, self.tokenizer)
-        data = self.episodes.data
+        self.level = RolloutLevel(config, self.tokenizer, start_server)
+        data = self.level.data
         self.prompts = load_prompts(data, self.tokenizer)
         self.screen.note(
             f"{len(self.prompts)} prompts from {config.data.path}, {self.prompts.dropped} too long and left out"
@@ -101,7 +101,7 @@ class RLTrainer:
         self.sharding.sleep()
         engines = world_size() // config.engine.tensor_parallel_size
         self.rollouts = Rollouts(
-            self.leader, self.tokenizer, self.rewards, store(), self.episodes, engines, config.rollout.max_error_rate
+            self.leader, self.tokenizer, self.rewards, store(), self.level, engines, config.rollout.max_error_rate
         )
         resources.callback(self.rollouts.close)
         self.learner = Learner(

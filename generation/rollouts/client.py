@@ -1,4 +1,4 @@
-"""Level 6: any OpenAI client is a rollout. It talks to a server on the engine, which captures what is sampled.
+"""Level 6: any OpenAI client is a rollout. It talks to a server on the engine, which captures the answers.
 
     async def client(base_url, api_key, model, row):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as openai:
@@ -12,18 +12,49 @@ import asyncio
 import functools
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.engine.thread import EngineThread
 from generation.rollouts.episode import PolicyLLM
 from generation.rollouts.user_code import call_user
-from generation.server import OpenAIServer, ServerSettings
 from generation.trajectory import Trajectory, checked_reward
+
+MODEL = "policy"
+"""The name by which clients call the model."""
 
 Client = Callable[[str, str, str, dict[str, Any]], Awaitable[float | None] | float | None]
 """Called with base URL, API key, the model's name and the row; gives a reward, or None to leave that to others."""
+
+
+class CapturingServer(Protocol):
+    """A server that captures what is sampled under a key, as `generation.server.OpenAIServer` does."""
+
+    def open(self, *, sampling: SamplingSettings, seed: int, policy_version: int) -> str:
+        """Begin to capture; gives the key."""
+        ...
+
+    def address(self, key: str) -> str:
+        """The base URL for the client of that key."""
+        ...
+
+    def lost_keys(self, key: str) -> int:
+        """The number of requests to that address without the key."""
+        ...
+
+    def take(self, key: str) -> list[Trajectory]:
+        """The trajectories of that key, which is then forgotten."""
+        ...
+
+    async def stop(self) -> None:
+        """Answer no more."""
+        ...
+
+
+StartServer = Callable[..., Awaitable[CapturingServer]]
+"""Starts a server on an engine, its argument; by keyword it gets `model_name`, `api_key`, `sampling` and
+`eos_token_ids`.
+"""
 
 
 class LostKey(ValueError):
@@ -31,12 +62,17 @@ class LostKey(ValueError):
 
 
 class ClientRollout:
-    """A `RolloutFunction`, with a server that starts with the first trajectory and lasts until `aclose`."""
+    """A `RolloutFunction` that calls a client once for each episode, sync or async.
 
-    def __init__(self, client: Client, settings: ServerSettings, timeout_s: float) -> None:
-        self._client, self._settings, self._timeout_s = client, settings, timeout_s
-        self._server: OpenAIServer | None = None
-        self._thread: EngineThread | None = None
+    Its server starts with the first episode, and runs until `aclose`.
+    """
+
+    def __init__(self, client: Client, start_server: StartServer, timeout_s: float = 600.0) -> None:
+        """`timeout_s` is how long one call of the client may take. Raises ValueError if it cannot be called."""
+        if not callable(client):
+            raise ValueError(f"a client is a function (base_url, api_key, model, row), not {client!r}")
+        self._client, self._start_server, self._timeout_s = client, start_server, timeout_s
+        self._running: tuple[CapturingServer, EngineThread] | None = None
         self._starting = asyncio.Lock()
 
     async def __call__(self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
@@ -46,12 +82,15 @@ class ClientRollout:
             TimeoutError: the client takes longer than it may.
             LostKey: it has sent requests without the key they would be captured under.
             ValueError: it has asked for nothing, or its reward is not a finite number.
-            UserCodeError: it raised what is not an `Exception`.
+            UserCodeError: it raised something that is not an `Exception`.
         """
-        server, thread = await self._started(llm)
+        async with self._starting:
+            if self._running is None:
+                self._running = await self._start(llm)
+        server, thread = self._running
         place = llm.settings.seed, llm.settings.step, llm.prompt_index, llm.sample_index
         key = server.open(sampling=sampling, seed=sample_seed(*place), policy_version=llm.settings.policy_version)
-        run = functools.partial(self._client, server.address(key), key, self._settings.model_name, row)
+        run = functools.partial(self._client, server.address(key), key, MODEL, row)
         try:
             running = asyncio.wrap_future(thread.submit(call_user(run)))
             async with asyncio.timeout(self._timeout_s) as limit:  # here, as a client may block its own loop
@@ -74,45 +113,27 @@ class ClientRollout:
             trajectory.reward = reward
         return trajectories
 
-    async def _started(self, llm: PolicyLLM) -> tuple[OpenAIServer, EngineThread]:
-        async with self._starting:
-            if self._server is None or self._thread is None:
-                own = llm.settings.sampling
-                ends = {*own.stop_token_ids, *([llm.tokenizer.eos_token_id] if llm.tokenizer.eos_token_id else [])}
-                # A key that nobody knows: keys of open trajectories are the only ones that open this server.
-                key = self._settings.api_key or secrets.token_urlsafe(32)
-                settings = replace(self._settings, api_key=key, sampling=own, eos_token_ids=tuple(sorted(ends)))
-                self._server = await OpenAIServer.start(llm.engine, settings)
-                self._thread = EngineThread("clients")
-        return self._server, self._thread
+    async def _start(self, llm: PolicyLLM) -> tuple[CapturingServer, EngineThread]:
+        own, eos = llm.settings.sampling, llm.tokenizer.eos_token_id
+        server = await self._start_server(
+            llm.engine,
+            model_name=MODEL,
+            api_key=secrets.token_urlsafe(32),  # known to nobody: only keys of open trajectories are answered
+            sampling=own,
+            eos_token_ids=tuple(sorted({*own.stop_token_ids, *([eos] if eos else [])})),
+        )
+        return server, EngineThread("clients")
 
     async def aclose(self) -> None:
         """Stop the server and the clients' thread; a client that still blocks ends with its connection."""
-        server, self._server = self._server, None
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._running is not None:
+            (server, thread), self._running = self._running, None
             await asyncio.to_thread(thread.close)
-        if server is not None:
             await server.stop()
 
 
-def client_rollout(
-    client: Client, settings: ServerSettings | None = None, *, timeout_s: float = 600.0
-) -> ClientRollout:
-    """A rollout function for an OpenAI client, sync or async, which is called once for each trajectory.
-
-    Args:
-        client: `client(base_url, api_key, model, row)`; `api_key` is the key its trajectory is captured under.
-        settings: of the server; sampling and ends of answers are those of the rollout.
-        timeout_s: how long one call of the client may take.
-    """
-    if not callable(client):
-        raise ValueError(f"a client is a function (base_url, api_key, model, row), not {client!r}")
-    return ClientRollout(client, settings or ServerSettings(), timeout_s)
-
-
 def verifiers_client(environment: Any) -> Client:
-    """A client that runs environments of the verifiers library, or whatever has their `rollout`.
+    """A client that runs environments of the verifiers library, or anything that has their `rollout`.
 
     That is `await environment.rollout(row, client, model, sampling_args)`, which gives a state. The reward is the
     state's; where the library leaves it to the rubric, `environment.rubric.score_rollout(state)` is asked for it.

@@ -2,8 +2,8 @@
 
 Which engine samples which prompt is decided while they run: every leader claims the next prompt when it has room, so
 one long answer does not idle the others. It never has more than its fair share unfinished, or the first leader to begin
-would claim a small step's prompts before the others can. What is sampled does not depend on it, since the seed of a
-sample depends on its place only. A trajectory goes on with its next turn as soon as it can, whatever the others do.
+would claim a small step's prompts before the others can. The samples do not depend on it, since a sample's seed depends
+on its place only. A trajectory continues with its next turn as soon as it can, whatever the others do.
 """
 
 import asyncio
@@ -12,29 +12,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from generation.engine.engine import VllmAsyncGenerationWorker
-from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSettings, one_shot
+from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction, RolloutSettings, one_shot
 from generation.rollouts.user_code import contained, described
 from generation.trajectory import Trajectory, check_rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Claim", "Episodes", "OnSample", "RolloutSettings", "rollout", "run_episode"]
-
 Claim = Callable[[], int | None]
-"""The index of the next prompt that nobody has taken yet, over all engines, or None when there is none."""
+"""The index of the next prompt that no engine has taken yet, or None when there is none."""
 
 OnSample = Callable[[Trajectory], Awaitable[None]]
 """Called for each finished trajectory while others still run; scoring happens here."""
 
 
 @dataclass(frozen=True)
-class Episodes:
-    """How a prompt becomes a trajectory: by which function, and what that function needs besides the prompt's ids.
+class EpisodeSetup:
+    """How a prompt becomes a trajectory: the function that runs an episode, and what it needs besides the prompt's ids.
 
     Attributes:
-        rows: for each prompt the dataset's row; None: no rows.
-        messages: for each prompt the messages it was rendered from, where there are any.
+        rows: the dataset's row of each prompt; None: no rows.
+        messages: the messages that each prompt was rendered from, where there are any.
     """
 
     function: RolloutFunction = one_shot
@@ -49,14 +47,14 @@ async def rollout(
     settings: RolloutSettings,
     claim: Claim,
     on_sample: OnSample,
-    episodes: Episodes = Episodes(),
+    setup: EpisodeSetup = EpisodeSetup(),
     engines: int = 1,
 ) -> list[Trajectory]:
     """Sample groups for as many prompts as this engine can claim; returns their trajectories in the order they
-    finished. `engines` is how many share the prompts.
+    finished. `engines` share the prompts.
 
-    An episode that fails becomes a trajectory with `error` set and takes nobody with it: every episode that was begun
-    is there, however it ended. Where `on_sample` sets `error` on one of an episode's trajectories, all of them have
+    An episode that fails becomes a trajectory with `error` set and affects no other: every episode that began is
+    there, however it ended. Where `on_sample` sets `error` on one of an episode's trajectories, all of them have
     failed. A dead engine, an engine in the wrong state and an error that `on_sample` raises end the rollout.
     """
     engine.state.check_can_generate(settings.policy_version)
@@ -67,16 +65,11 @@ async def rollout(
     room = asyncio.Semaphore(engine.settings.max_num_seqs + settings.group_size)
     share = asyncio.Semaphore(max(1, -(-len(prompts) // engines)) * settings.group_size)  # in samples of whole groups
 
-    def handle(prompt: int, sample: int) -> PolicyLLM:
-        messages = episodes.messages[prompt] if episodes.messages else None
-        tokenizer = cast("PreTrainedTokenizerBase", episodes.tokenizer)
-        return PolicyLLM(engine, tokenizer, settings, prompt, sample, prompts[prompt], messages, room)
-
     async def one(llm: PolicyLLM) -> None:
         """An episode, whose trajectories are handed on as soon as it ends."""
-        row = dict(episodes.rows[llm.prompt_index]) if episodes.rows else {}
+        row = dict(setup.rows[llm.prompt_index]) if setup.rows else {}
         try:
-            trajectories = await run_episode(episodes.function, llm, row)
+            trajectories = await run_episode(setup.function, llm, row)
         finally:
             room.release()
         for trajectory in trajectories:
@@ -93,22 +86,24 @@ async def rollout(
                 await share.acquire()
             if (prompt := claim()) is None:
                 break
+            messages = setup.messages[prompt] if setup.messages else None
+            tokenizer = cast("PreTrainedTokenizerBase", setup.tokenizer)
             for sample in range(settings.group_size):
-                begun[prompt, sample] = handle(prompt, sample)
-                task = group.create_task(one(begun[prompt, sample]))
-                task.add_done_callback(lambda _: share.release())
+                llm = PolicyLLM(engine, tokenizer, settings, prompt, sample, prompts[prompt], messages, room)
+                begun[prompt, sample] = llm
+                group.create_task(one(llm)).add_done_callback(lambda _: share.release())
                 await room.acquire()
     ended = {(t.prompt_index, t.sample_index) for t in finished}
-    # A task group does not miss a task that somebody else has cancelled.
+    # A task group does not notice a task that somebody else has cancelled.
     lost = [llm for place, llm in begun.items() if place not in ended]
     return finished + [failed(llm, "CancelledError: the episode's task was cancelled by somebody else") for llm in lost]
 
 
 async def run_episode(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
-    """What one episode gave, a list in any case; its failure, whatever it raised, is told in one trajectory's `error`.
+    """An episode's trajectories, a list in any case. Whatever the function raises becomes one trajectory's `error`.
 
     Raises:
-        Exception: what the engine itself failed with, whatever the function made of it.
+        Exception: the engine's own failure, whatever the function made of it.
     """
     try:
         trajectories = await contained(_checked(function, llm, row))
@@ -124,6 +119,7 @@ async def run_episode(function: RolloutFunction, llm: PolicyLLM, row: dict[str, 
 async def _checked(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
     result = await function(llm, row, llm.settings.sampling)
     trajectories = [result] if isinstance(result, Trajectory) else list(result)
+    trajectories = [t.trajectory() if isinstance(t, Conversation) else t for t in trajectories]
     if not trajectories or not all(isinstance(t, Trajectory) for t in trajectories):
         raise TypeError(f"a rollout function must return a Trajectory or a list of them, but gave {result!r:.100}")
     for trajectory in trajectories:
@@ -133,5 +129,5 @@ async def _checked(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any
 
 
 def failed(llm: PolicyLLM, error: str) -> Trajectory:
-    """What stands for an episode that gave nothing."""
+    """The trajectory of an episode that gave none."""
     return llm.trajectory(finish_reason="error", error=error)

@@ -1,10 +1,10 @@
-"""Level 5: samplers, which are given vLLM in its familiar words and all prompts of the engine's share at once.
+"""Level 5: samplers, which get vLLM's familiar interface and all prompts of the engine's share at once.
 
 A sampler is anything that is called with `(llm, prompts, sampling_params)`, or has a `generate` method that is. It
 returns one result for each prompt: vLLM's `RequestOutput`, or a list of token ids. All its calls count: an answer's
 trajectory begins where its conversation began, and whatever the sampler put between the answers is masked.
 
-Whoever waits for all prompts before the next turn wastes the engine's time; levels 2 to 4 do not.
+A sampler that waits for all prompts before the next turn wastes the engine's time; levels 2 to 4 do not.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from generation.engine.logits.factories import new_way
+from generation.exact_ids import Generation, History, joined
 from generation.importing import importable, load
 from generation.rollouts.episode import RolloutSettings
-from generation.rollouts.history import History, trajectory
 from generation.rollouts.sampler_llm import PromptText, SamplerLLM
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, parse_hermes, tools_by_name
 from generation.rollouts.user_code import Late, call_user, described
@@ -43,7 +43,7 @@ class OneShotRolloutSampler:
     """One generation for each prompt."""
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
-        """What `llm.generate` gives."""
+        """The outputs of `llm.generate`."""
         outputs: list[RequestOutput] = llm.generate(prompts=prompts, sampling_params=sampling_params, use_tqdm=False)
         return outputs
 
@@ -51,13 +51,13 @@ class OneShotRolloutSampler:
 class FnCallRolloutSampler:
     """Chats in which the policy may call functions: several `llm.chat` calls, each for all conversations still open.
 
-    Whoever needs another order derives from it and overrides `__call__`; `tools` are the schemas that chats are given.
+    For another order, derive a class and override `__call__`; `tools` are the schemas that chats are given.
     """
 
     def __init__(
         self, functions: Sequence[Callable[..., Any] | str] = (), max_turns: int = 8, limits: ToolLimits | None = None
     ) -> None:
-        """`functions` are plain and typed (level 2), or name such; after `max_turns` answers a conversation ends."""
+        """`functions` are plain and typed (level 2), or their names; after `max_turns` answers a conversation ends."""
         loaded = [load(importable(found)) if isinstance(found, str) else found for found in functions]
         self._tools = tools_by_name(map(make_tool, loaded))
         self._max_turns, self._limits = max_turns, limits or ToolLimits()
@@ -68,7 +68,7 @@ class FnCallRolloutSampler:
         return [tool.schema for tool in self._tools.values()]
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
-        """The last output of each conversation; those before it belong to its trajectory all the same."""
+        """The last output of each conversation; the earlier ones belong to its trajectory all the same."""
         chats = [list(getattr(p, "messages", None) or [{"role": "user", "content": str(p)}]) for p in prompts]
         results: list[Any] = [None] * len(chats)
         still_open = list(range(len(chats)))
@@ -77,7 +77,8 @@ class FnCallRolloutSampler:
             outputs = llm.chat(messages=chosen, sampling_params=sampling_params, use_tqdm=False, tools=self.tools)
             for i, output in zip(still_open, outputs, strict=True):
                 results[i] = output
-            calls = {i: parse_hermes(results[i].outputs[0].text) for i in still_open if _complete(results[i])}
+            ended = [i for i in still_open if results[i].outputs[0].finish_reason == "stop"]  # not inside a call
+            calls = {i: parse_hermes(results[i].outputs[0].text) for i in ended}
             still_open = [i for i in calls if calls[i]]
             if not still_open or turn + 1 == self._max_turns:
                 break
@@ -89,7 +90,7 @@ class FnCallRolloutSampler:
         return results
 
     async def _replies(self, tokenizer: Any, asked: list[tuple[list[ToolCall], dict[str, float]]]) -> list[list[str]]:
-        """Every conversation's calls at once; errors are replies, too, and counted in its metrics."""
+        """The replies to every conversation's calls, run at once; errors are replies, too, counted in its metrics."""
         runner = ToolRunner(self._limits, tokenizer)
         return list(await asyncio.gather(*(runner.run(self._tools, calls, metrics) for calls, metrics in asked)))
 
@@ -108,7 +109,7 @@ def make_sampler(found: Any, kwargs: Mapping[str, Any] | None = None) -> Sampler
     if callable(generate := getattr(made, "generate", None)):
         return generate  # type: ignore[no-any-return]
     raise ValueError(
-        f"{found!r:.100} is no sampler: it needs to be called, or its generate, with (llm, prompts, sampling_params)"
+        f"{found!r:.100} is not a sampler: it, or its generate, is called with (llm, prompts, sampling_params)"
     )
 
 
@@ -123,8 +124,8 @@ async def sample_batch(
 ) -> list[Trajectory]:
     """Have a sampler answer a batch, and score its trajectories; they come in the order of the batch.
 
-    Runs on the engine's loop, the sampler on a thread of its own. What the sampler raises is the failure of every
-    episode of the batch. An engine that fails ends the rollout, and so does the sampler's deadline of `timeout`
+    Runs on the engine's loop, the sampler on a thread of its own. An error that the sampler raises is the failure of
+    every episode of the batch. An engine that fails ends the rollout, and so does the sampler's deadline of `timeout`
     seconds; requests that fail do not.
 
     Raises:
@@ -134,34 +135,40 @@ async def sample_batch(
     if not batch:
         return []
     llm = SamplerLLM(engine, tokenizer, settings, asyncio.get_running_loop(), batch, timeout)
+
+    def call() -> Any:
+        """The sampler's result; a coroutine is run on a loop of its own, here on the sampler's thread."""
+        result = sampler(llm, list(batch), llm.sampling_params)
+        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
     try:
-        returned = await call_user(lambda: _call(sampler, llm, batch), timeout)
+        returned = await call_user(call, timeout)
     except Late as error:
         raise llm.fatal or TimeoutError(f"the sampler: {error}") from error
     except Exception as error:
         if llm.fatal is not None:
             raise llm.fatal from error
-        told = f"the sampler raised {described(new_way(error))}"
-        failures = [_failed(prompt, settings.policy_version, told) for prompt in batch]
+        failures = [Trajectory(*p.place, p.token_ids, weight_version=settings.policy_version) for p in batch]
         for failure in failures:
+            failure.finish_reason, failure.error = "error", f"the sampler raised {described(new_way(error))}"
             await on_sample(failure)
         return failures
     finally:
         llm.close()
     if llm.fatal is not None:
         raise llm.fatal
-    finished = trajectories(returned, batch, llm.history, settings.policy_version)
+    finished = trajectories(returned, batch, llm.history)
     async with asyncio.TaskGroup() as group:
         for done in finished:
             group.create_task(_awaited(on_sample(done)))
     return finished
 
 
-def trajectories(returned: Any, batch: Sequence[PromptText], history: History, version: int) -> list[Trajectory]:
+def trajectories(returned: Any, batch: Sequence[PromptText], history: History) -> list[Trajectory]:
     """The trajectories that a sampler's result stands for, one for each prompt of the batch.
 
     Raises:
-        ValueError: a result is missing, too many, None, of no kind known here, or not what the policy has sampled.
+        ValueError: a result is missing, too many, None, of an unknown kind, or not what the policy has sampled.
     """
     if returned is None or isinstance(returned, str | Mapping) or not hasattr(returned, "__len__"):
         raise ValueError(f"the sampler returned {returned!r:.60} instead of a list with {len(batch)} results")
@@ -170,21 +177,16 @@ def trajectories(returned: Any, batch: Sequence[PromptText], history: History, v
         what = f"nothing for prompt {index}" if len(returned) < len(batch) else f"result {index} has no prompt"
         raise ValueError(f"the sampler returned {len(returned)} results for {len(batch)} prompts: {what}")
     asked = {prompt.place: prompt for prompt in batch}
-    return [_trajectory(returned[i], i, prompt, history, version, asked) for i, prompt in enumerate(batch)]
+    return [_trajectory(returned[i], i, prompt, history, asked) for i, prompt in enumerate(batch)]
 
 
 def _trajectory(
-    result: Any,
-    index: int,
-    prompt: PromptText,
-    history: History,
-    version: int,
-    asked: Mapping[tuple[int, int], PromptText],
+    result: Any, index: int, prompt: PromptText, history: History, asked: Mapping[tuple[int, int], PromptText]
 ) -> Trajectory:
     if result is None:
         raise ValueError(f"the sampler returned None for prompt {index}")
     try:
-        answer, length = _found(result, index, history)
+        answer, length = _of_output(result, history) if hasattr(result, "outputs") else _of_ids(result, index, history)
     except ValueError as error:
         raise ValueError(f"the sampler's result {index} {error}") from error
     answered = asked.get(answer.chain[0].place, prompt)
@@ -198,56 +200,50 @@ def _trajectory(
             f"the sampler's result {index} was not sampled as training asks: {wrong}; clone the sampling_params "
             "that it is given and change only max_tokens, stop and the like"
         )
-    done = trajectory(answer, prompt.place, version, length)
+    # Where an answer had no room, its prompt was too long to be trained on, too: the trajectory ends before it.
+    done = joined(answer.chain if answer.token_ids or answer.parent is None else answer.parent.chain)
+    if length is not None:
+        for values in (done.response_ids, done.loss_mask, done.logprobs):
+            del values[length:]  # type: ignore[attr-defined]
+        done.answer_start = min(done.answer_start, length)
+    aborted = answer.finish_reason not in ("stop", "length")
+    done.finish_reason = "error" if aborted else answer.finish_reason
+    done.error = answer.error or (f"vLLM ended the request with {answer.finish_reason!r}" if aborted else "")
+    done.prompt_index, done.sample_index = prompt.place
     done.metrics |= prompt.metrics
     return done
 
 
-def _failed(prompt: PromptText, version: int, error: str) -> Trajectory:
-    return Trajectory(
-        *prompt.place, prompt_ids=prompt.token_ids, weight_version=version, finish_reason="error", error=error
-    )
-
-
-def _found(result: Any, index: int, history: History) -> tuple[Any, int | None]:
-    """The answer a result stands for, and where its trajectory is cut. ValueError says what is wrong with it."""
-    if not hasattr(result, "outputs"):
-        ids = _token_ids(result)
-        found = history.of_ids(ids, index)
-        if found is None:
-            raise ValueError(f"holds {len(ids)} ids that the policy has not sampled in this rollout")
-        return found
-    if len(result.outputs) != 1:
-        raise ValueError(f"has {len(result.outputs)} answers: return one, every prompt is there once for each sample")
-    answer = history.of_output(result)
+def _of_output(output: Any, history: History) -> tuple[Generation, int | None]:
+    """The answer an output stands for, and where to cut its trajectory. ValueError says what is wrong with it."""
+    if len(output.outputs) != 1:
+        raise ValueError(f"has {len(output.outputs)} answers: return one, every prompt is there once for each sample")
+    same, token_ids = (output.request_id, output.outputs[0].index), list(output.outputs[0].token_ids)
+    answer = next((a for a in reversed(history.generations) if (a.request_id, a.index) == same), None)
     if answer is None:
         raise ValueError("is an output that this engine has not given in this rollout")
-    token_ids = list(result.outputs[0].token_ids)
     if token_ids == answer.token_ids:
         return answer, None
     if token_ids != answer.token_ids[: len(token_ids)]:
         raise ValueError("has other token_ids than were sampled: they may be cut, but not changed")
-    before = len(answer.prompt_ids) - len(answer.chain[0].prompt_ids)
-    return answer, before + len(token_ids)
+    return answer, len(answer.prompt_ids) - len(answer.chain[0].prompt_ids) + len(token_ids)
 
 
-def _token_ids(result: Any) -> list[int]:
+def _of_ids(result: Any, index: int, history: History) -> tuple[Generation, int | None]:
+    """The same for ids: those of a last answer (all before it counts, too), or a whole response, or its beginning."""
     try:
-        return [int(token) for token in result]
+        token_ids = [int(token) for token in result]
     except (TypeError, ValueError):
         raise ValueError(f"is {result!r:.60}, but should be a RequestOutput or a list of token ids") from None
-
-
-def _call(sampler: Sampler, llm: SamplerLLM, batch: Sequence[PromptText]) -> Any:
-    """The sampler's result; a coroutine is run on a loop of its own, here on the sampler's thread."""
-    result = sampler(llm, list(batch), llm.sampling_params)
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+    nearby = sorted(history.generations, key=lambda answer: answer.position != index)
+    for answer in nearby:
+        if answer.token_ids == token_ids:
+            return answer, None
+    for answer in nearby:
+        if joined(answer.chain).response_ids[: len(token_ids)] == token_ids:
+            return answer, len(token_ids)
+    raise ValueError(f"holds {len(token_ids)} ids that the policy has not sampled in this rollout")
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
-
-
-def _complete(output: Any) -> bool:
-    """Whether the answer ended by itself: half a call is none."""
-    return bool(output.outputs[0].finish_reason == "stop")

@@ -1,13 +1,8 @@
-"""What a sampler (level 5) calls: vLLM's `generate` and `chat`, blocking, on the engine that is being trained.
+"""The policy with the interface of `vllm.LLM`, for samplers (level 5): `generate` and `chat`, blocking.
 
-The sampler runs on a thread of its own while the engine's loop serves its calls, all requests of a call at once. What
-comes back are vLLM's own outputs; each is remembered, so that what the sampler returns in the end is known for what it
-is.
-
-A sampler's prompts: as it gets them, and as it hands them back, in the many forms that vLLM takes.
-
-Texts and messages are taken, but what the policy sampled stays the ids that it sampled: of a prompt that goes on from
-an earlier answer only the rest is encoded.
+The sampler runs on a thread of its own while the engine's loop serves its calls, all requests of a call at once. It
+gets vLLM's own outputs; each is remembered, so that the sampler's results are recognised in the end. Prompts come in
+the many forms that vLLM takes; of a prompt that continues an earlier answer only the rest is encoded.
 """
 
 import asyncio
@@ -22,9 +17,15 @@ from typing import TYPE_CHECKING, Any
 from generation.engine.logits.factories import check_request
 from generation.engine.sampling import response_budget, sample_seed, vllm_sampling_params
 from generation.engine.vllm_compat import request_errors
-from generation.exact_ids import template_message
-from generation.rollouts.episode import RolloutSettings, encode_following, without_second_end
-from generation.rollouts.history import Answer, History, Messages, answers_of
+from generation.exact_ids import (
+    Generation,
+    History,
+    encode_following,
+    generations_of,
+    template_message,
+    without_second_end,
+)
+from generation.rollouts.episode import RolloutSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,14 +35,22 @@ if TYPE_CHECKING:
 
     _Work = Coroutine[Any, Any, list[RequestOutput]]
 
+Messages = list[dict[str, Any]]
+
+# The parameters that change the distribution; an answer that is trained on must have training's values.
+_DISTRIBUTION = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),
+)
+
 
 class PromptText(str):
-    """A prompt's text, which knows the ids it stands for: what a sampler's `prompts` consist of.
+    """A prompt's text, which knows the ids it stands for: an entry of a sampler's `prompts`.
 
     Attributes:
         token_ids: the prompt, chat template applied.
-        prompt_index, sample_index: which trajectory begins with it; each prompt occurs once for every sample.
-        messages: what it was rendered from, or None.
+        prompt_index, sample_index: the trajectory that begins with it; each prompt occurs once for every sample.
+        messages: those it was rendered from, or None.
         row: the dataset's row.
         metrics: figures of this trajectory, by name, to be filled in by the sampler.
     """
@@ -73,15 +82,32 @@ class PromptText(str):
         return self.prompt_index, self.sample_index
 
 
+def prompt_batch(
+    prompts: Sequence[Sequence[int]],
+    indices: Sequence[int],
+    tokenizer: "PreTrainedTokenizerBase",
+    group_size: int,
+    messages: Sequence[Messages | None] | None = None,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+) -> list[PromptText]:
+    """A sampler's prompts: those at `indices` among `prompts` (ids), each once for every sample of its group."""
+    return [
+        PromptText(text, prompts[i], i, sample, messages[i] if messages else None, rows[i] if rows else None)
+        for i in indices
+        for text in [tokenizer.decode(list(prompts[i]))]
+        for sample in range(group_size)
+    ]
+
+
 @dataclass
 class Request:
-    """One prompt of a call, ready for the engine."""
+    """One prompt of a call, ready for the engine; `place`, `position` and `parent` as in `Generation`."""
 
     token_ids: list[int]
     text: str
     position: int
     place: tuple[int, int]
-    parent: Answer | None = None
+    parent: Generation | None = None
     messages: Messages | None = None
 
     def __post_init__(self) -> None:
@@ -90,7 +116,7 @@ class Request:
 
 
 class Prompts:
-    """Turns a call's prompts into requests: finds the answers that they go on from, and encodes what is new."""
+    """Turns a call's prompts into requests: finds the answers that they continue, and encodes the new text."""
 
     def __init__(
         self,
@@ -102,23 +128,23 @@ class Prompts:
         self._tokenizer, self._settings, self._batch, self._history = tokenizer, settings, list(batch), history
 
     def requests(self, prompts: Any) -> list[Request]:
-        """Of one or several prompts: texts, ids, or dictionaries with `prompt_token_ids` or `prompt`."""
-        given = _listed(prompts)
-        return [
-            self._request(prompt, position, self._place(position, len(given))) for position, prompt in enumerate(given)
-        ]
+        """Of one or several prompts: texts, ids, or dictionaries with `prompt_token_ids` or `prompt`.
+
+        Ids in a list are one prompt, lists of ids are several.
+        """
+        one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        given = [prompts] if one else list(prompts)
+        return [self._request(prompt, i, self._place(i, len(given))) for i, prompt in enumerate(given)]
 
     def chat_requests(self, messages: Any, tools: Any, template_kwargs: Mapping[str, Any]) -> list[Request]:
         """Of one or several conversations."""
         if not messages:
             raise ValueError("llm.chat needs messages: a conversation, or a list of them")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        chats = [messages] if isinstance(messages[0], Mapping) else messages
         kwargs = {"add_generation_prompt": True} | self._settings.chat_template_kwargs | dict(template_kwargs)
         return [
-            self._chat_request(
-                [dict(m) for m in one], position, self._place(position, len(conversations)), tools, kwargs
-            )
-            for position, one in enumerate(conversations)
+            self._chat_request([dict(m) for m in chat], i, self._place(i, len(chats)), tools, kwargs)
+            for i, chat in enumerate(chats)
         ]
 
     def _request(self, prompt: Any, position: int, place: tuple[int, int]) -> Request:
@@ -126,102 +152,53 @@ class Prompts:
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         if isinstance(prompt, PromptText):
             return Request(prompt.token_ids, prompt, position, prompt.place)
-        if isinstance(prompt, str):
-            return self._text_request(prompt, position, place)
-        ids = [int(token) for token in prompt]
-        parent = self._history.before_ids(ids, position)
-        return Request(ids, self._tokenizer.decode(ids), position, parent.place if parent else place, parent)
-
-    def _text_request(self, prompt: str, position: int, place: tuple[int, int]) -> Request:
-        if parent := self._history.before_text(prompt, position):
-            rest = prompt[len(parent.prompt_text + parent.text) :]
-            return Request(self._after(parent, self._encode(rest)), prompt, position, parent.place, parent)
-        if start := max((p for p in self._batch if prompt.startswith(p)), key=len, default=None):
-            return Request(start.token_ids + self._encode(prompt[len(start) :]), prompt, position, place)
-        return Request(self._tokenizer(prompt)["input_ids"], prompt, position, place)
+        if not isinstance(prompt, str):
+            prompt = [int(token) for token in prompt]
+        parent = self._history.before(prompt, position)
+        place = parent.place if parent else place
+        if not isinstance(prompt, str):
+            return Request(prompt, self._tokenizer.decode(prompt), position, place, parent)
+        if parent:
+            ids = self._after(parent, self._encode(prompt[len(parent.prompt_text + parent.text) :]))
+        elif start := max((p for p in self._batch if prompt.startswith(p)), key=len, default=None):
+            ids = start.token_ids + self._encode(prompt[len(start) :])
+        else:
+            ids = self._tokenizer(prompt)["input_ids"]
+        return Request(ids, prompt, position, place, parent)
 
     def _chat_request(
         self, messages: Messages, position: int, place: tuple[int, int], tools: Any, kwargs: dict[str, Any]
     ) -> Request:
-        if found := self._history.before_chat(messages, position):
-            parent, following = found
-            ids = self._after(
-                parent, encode_following(self._tokenizer, [template_message(m) for m in following], kwargs)
-            )
-            return Request(ids, self._tokenizer.decode(ids), position, parent.place, parent, messages)
-        if tools is None and (same := self._rendered(messages, place)) is not None:
-            return Request(same.token_ids, same, position, place, messages=messages)
         plain = [template_message(message) for message in messages]
+        if (known := self._history.known_prefix(messages, position)) and (parent := known.answer):
+            ids = self._after(parent, encode_following(self._tokenizer, plain[known.messages :], kwargs))
+            return Request(ids, self._tokenizer.decode(ids), position, parent.place, parent, messages)
+        # A conversation that is no more than one of the batch's own prompts has that prompt's ids.
+        same = [] if tools is not None else [prompt for prompt in self._batch if prompt.messages == messages]
+        if same:
+            own = next((prompt for prompt in same if prompt.place == place), same[0])
+            return Request(own.token_ids, own, position, place, messages=messages)
         text = str(self._tokenizer.apply_chat_template(plain, tools=tools, tokenize=False, **kwargs))
         return Request(self._encode(text), text, position, place, messages=messages)
 
-    def _after(self, parent: Answer, added: list[int]) -> list[int]:
+    def _after(self, parent: Generation, added: list[int]) -> list[int]:
         ends = {self._tokenizer.eos_token_id, *self._settings.sampling.stop_token_ids}
         return parent.ids + without_second_end(parent.ids[-1], added, ends)
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        return ids
-
-    def _rendered(self, messages: Messages, place: tuple[int, int]) -> PromptText | None:
-        """The batch's own prompt, where a conversation is no more than that."""
-        same = [prompt for prompt in self._batch if prompt.messages == messages]
-        return next((prompt for prompt in same if prompt.place == place), same[0] if same else None)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def _place(self, position: int, width: int) -> tuple[int, int]:
-        """What decides the seed of a prompt that is not one of the batch's: the trajectory at its position."""
+        """The place that decides the seed of a prompt that is not one of the batch's: the batch's at its position."""
         return self._batch[position].place if width == len(self._batch) else (-1 - position, 0)
 
 
-def prompt_batch(
-    prompts: Sequence[Sequence[int]],
-    indices: Sequence[int],
-    tokenizer: "PreTrainedTokenizerBase",
-    group_size: int,
-    messages: Sequence[list[dict[str, Any]] | None] | None = None,
-    rows: Sequence[Mapping[str, Any]] | None = None,
-) -> list[PromptText]:
-    """A sampler's prompts: those at `indices` among `prompts` (ids), each once for every sample of its group."""
-    return [
-        PromptText(
-            text, prompts[i], i, sample, messages[i] if messages is not None else None, rows[i] if rows else None
-        )
-        for i in indices
-        for text in [tokenizer.decode(list(prompts[i]))]
-        for sample in range(group_size)
-    ]
-
-
-def _listed(prompts: Any) -> list[Any]:
-    """A list of prompts from any form of one or several: ids in a list are one prompt, lists of ids are several."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]
-    return list(prompts)
-
-
-# Whatever changes the distribution that is sampled from; an answer that is trained on must have training's values.
-_DISTRIBUTION = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "structured_outputs",
-)
-
-
 class SamplerLLM:
-    """One batch's view of the policy, in the words of `vllm.LLM`. Its methods block: not for the engine's own loop.
+    """One batch's view of the policy, as a `vllm.LLM`. Its methods block: do not call them on the engine's own loop.
 
     Attributes:
         tokenizer: the model's.
-        sampling_params: used where a call gives none; training's, or evaluation's where that is what runs.
+        sampling_params: used where a call gives none; training's, or evaluation's during an evaluation.
         history: every answer so far.
         fatal: the error of the engine itself, if there was one: it ends the rollout whatever the sampler makes of it.
     """
@@ -276,16 +253,15 @@ class SamplerLLM:
         """As `vllm.LLM.chat`: one output for each conversation, in order.
 
         Args:
-            messages: one conversation, or a list of them. Where it goes on from an earlier answer, that is kept as it
-                was sampled; the assistant's message may hold its text, the end of it, or the tool calls in it.
+            messages: one conversation, or a list of them. An earlier answer that it continues is kept as it was
+                sampled; the assistant's message may hold its text, the end of it, or the tool calls in it.
             sampling_params: as for `generate`.
             options: `tools` (OpenAI schemas), `chat_template_kwargs`; `use_tqdm` is accepted.
         """
-        return self._wait(self._chat(messages, sampling_params, options))
-
-    async def chat_async(self, messages: Any, sampling_params: Any = None, **options: Any) -> "list[RequestOutput]":
-        """`chat` for samplers that are coroutines."""
-        return await asyncio.wrap_future(self._submit(self._chat(messages, sampling_params, options)))
+        options = _options(options, "tools", "chat_template_kwargs", "chat_template_content_format")
+        kwargs = options.get("chat_template_kwargs") or {}
+        requests = self._prompts.chat_requests(messages, options.get("tools"), kwargs)
+        return self._wait(self._run(requests, self._params(sampling_params, len(requests))))
 
     @contextmanager
     def update_sampling_params(self, **changes: Any) -> "Iterator[SamplingParams]":
@@ -319,12 +295,6 @@ class SamplerLLM:
         requests = self._prompts.requests(prompts if ids is None else ids)
         return self._run(requests, self._params(sampling_params, len(requests)))
 
-    def _chat(self, messages: Any, sampling_params: Any, options: dict[str, Any]) -> "_Work":
-        options = _options(options, "tools", "chat_template_kwargs", "chat_template_content_format")
-        kwargs = options.get("chat_template_kwargs") or {}
-        requests = self._prompts.chat_requests(messages, options.get("tools"), kwargs)
-        return self._run(requests, self._params(sampling_params, len(requests)))
-
     def _submit(self, work: "_Work") -> "Future[list[RequestOutput]]":
         if self._closed:
             work.close()
@@ -343,22 +313,21 @@ class SamplerLLM:
             raise TimeoutError(f"a call of the sampler did not finish within {self._timeout:.0f} s") from error
 
     def _params(self, given: Any, count: int) -> "list[SamplingParams]":
-        listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
-        if len(listed) != count:
-            raise ValueError(f"{count} prompts have {len(listed)} sampling_params: give one for all, or one for each")
-        return [self._own(params) for params in listed]
-
-    def _own(self, params: Any) -> "SamplingParams":
-        """A copy that asks for what a trajectory needs: the final output only, with log-probabilities and text."""
+        """Copies that ask for what a trajectory needs: the final output only, with log-probabilities and text."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if isinstance(params, Mapping):
-            check_request(params)
-            params = SamplingParams(**params)
-        own: SamplingParams = (params or self.sampling_params).clone()
-        own.logprobs, own.detokenize = own.logprobs or 0, True
-        own.output_kind = RequestOutputKind.FINAL_ONLY
+        listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
+        if len(listed) != count:
+            raise ValueError(f"{count} prompts have {len(listed)} sampling_params: give one for all, or one for each")
+        own = list[SamplingParams]()
+        for params in listed:
+            if isinstance(params, Mapping):
+                check_request(params)
+                params = SamplingParams(**params)
+            own.append((params or self.sampling_params).clone())
+            own[-1].logprobs, own[-1].detokenize = own[-1].logprobs or 0, True
+            own[-1].output_kind = RequestOutputKind.FINAL_ONLY
         return own
 
     async def _run(self, requests: list[Request], params: "list[SamplingParams]") -> "list[RequestOutput]":
@@ -373,22 +342,21 @@ class SamplerLLM:
             params.seed = sample_seed(settings.seed, settings.step, *request.place, call)
         output, error = await self._sample(request, params)
         output.prompt = output.prompt or str(request.text)
-        for answer in answers_of(output):
-            answer.position, answer.place, answer.parent = request.position, request.place, request.parent
-            answer.off_policy, answer.error = off_policy(params, self._training), error
-            self.history.add(answer, request.messages)
+        for generation in generations_of(output, settings.policy_version):
+            generation.position, generation.place, generation.parent = request.position, request.place, request.parent
+            generation.off_policy, generation.error = off_policy(params, self._training), error
+            self.history.add(generation, request.messages)
         return output
 
     async def _sample(self, request: Request, params: "SamplingParams") -> "tuple[RequestOutput, str]":
-        """The engine's output, or one without tokens and what was wrong."""
+        """The engine's output, or one without tokens and the reason for it."""
         if params.max_tokens == 0:
             count, limit = len(request.token_ids), self.engine.settings.max_model_len
             problem = "" if request.parent else f"a prompt of {count} tokens leaves no room in {limit}"
             return self._without_tokens(request, "length"), problem
         prompt = {"prompt_token_ids": request.token_ids}
-        version = self.settings.policy_version
         try:
-            return await self.engine.request(prompt, params, policy_version=version), ""
+            return await self.engine.request(prompt, params, policy_version=self.settings.policy_version), ""
         except request_errors() as error:
             return self._without_tokens(request, "error"), f"{type(error).__name__}: {error}"
         except Exception as error:
@@ -404,7 +372,7 @@ class SamplerLLM:
 
 
 def off_policy(params: "SamplingParams", training: "SamplingParams") -> str:
-    """What of `params` makes another distribution than training's, as "temperature is 0.5 instead of 1.0"; or ""."""
+    """How the distribution of `params` differs from training's, as "temperature is 0.5 instead of 1.0"; or ""."""
 
     def value(of: "SamplingParams", name: str) -> Any:
         found = getattr(of, name)

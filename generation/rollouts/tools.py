@@ -1,6 +1,6 @@
-"""Tools: plain typed functions that the policy may call. Whatever goes wrong in a call becomes text, and is counted.
+"""Tools: plain typed functions that the policy may call, and the calls it writes.
 
-From what the policy wrote to the calls it asks for. A call that cannot be read is a call, too: it gets an answer.
+Whatever goes wrong in a call becomes text, and is counted; a call that cannot be read gets an answer, too.
 """
 
 import ast
@@ -25,6 +25,10 @@ from generation.rollouts.user_code import call_user
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TOKEN_CHARACTERS = 64  # more than a token holds, except in runs of blanks; bounds the work that a huge reply makes
+_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
+_ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -40,22 +44,22 @@ class ToolCall:
 
 
 CallParser = Callable[[str], list[ToolCall]]
-"""The calls in an answer's text, in their order; none: it is the final answer."""
+"""The calls in an answer's text, in order; none: it is the final answer."""
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them: Hermes, Qwen and many others."""
-    return [_from_json(body) for body in _HERMES.findall(text)]
 
+    def read(body: str) -> ToolCall:
+        try:
+            call = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            return ToolCall(malformed=f"the tool call is not valid JSON: {error}")
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return ToolCall(malformed='a tool call is an object with "name" and "arguments"')
+        return named_call(call["name"], call.get("arguments", {}))
 
-def _from_json(text: str) -> ToolCall:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return ToolCall(malformed=f"the tool call is not valid JSON: {error}")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return ToolCall(malformed='a tool call is an object with "name" and "arguments"')
-    return named_call(call["name"], call.get("arguments", {}))
+    return [read(body) for body in _HERMES.findall(text)]
 
 
 def named_call(name: str, arguments: Any) -> ToolCall:
@@ -66,26 +70,26 @@ def named_call(name: str, arguments: Any) -> ToolCall:
         except (ValueError, RecursionError) as error:
             return ToolCall(name, malformed=f"the arguments of {name} are not valid JSON: {error}")
     if not isinstance(arguments, dict):
-        return ToolCall(name, malformed=f"the arguments of {name} are no object")
+        return ToolCall(name, malformed=f"the arguments of {name} are not an object")
     return ToolCall(name, arguments)
 
 
 def parse_inline(text: str) -> ToolCall:
-    """A call in the manner of Python: `multiply(3, 302)`. Arguments are literals; numbers are read as floats."""
+    """A call in Python's syntax: `multiply(3, 302)`. Arguments are literals; numbers are read as floats."""
+
+    def literal(node: ast.expr) -> Any:
+        value = ast.literal_eval(node)
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
     try:
         node = ast.parse(text.strip(), mode="eval").body
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-            return ToolCall(malformed=f"{text.strip()!r:.100} is no call such as name(1, 2)")
-        positional = tuple(_literal(argument) for argument in node.args)
-        named = {keyword.arg or "**": _literal(keyword.value) for keyword in node.keywords}
+            return ToolCall(malformed=f"{text.strip()!r:.100} is not a call such as name(1, 2)")
+        positional = tuple(map(literal, node.args))
+        named = {keyword.arg or "**": literal(keyword.value) for keyword in node.keywords}
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return ToolCall(malformed=f"{text.strip()!r:.100} cannot be read as a call: {error}")
     return ToolCall(node.func.id, named, positional)
-
-
-def _literal(node: ast.expr) -> Any:
-    value = ast.literal_eval(node)
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
@@ -102,7 +106,7 @@ def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
     except KeyError as error:
         known = ", ".join(sorted(ToolParserManager.list_registered()))
-        raise ValueError(f"{name!r} is no tool parser: vLLM has {known}") from error
+        raise ValueError(f"{name!r} is not a tool parser: vLLM has {known}") from error
     request = SimpleNamespace(tools=None, tool_choice="auto", skip_special_tokens=False)
 
     def parse(text: str) -> list[ToolCall]:
@@ -112,14 +116,8 @@ def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
     return parse
 
 
-_TOKEN_CHARACTERS = 64  # more than a token stands for, but in runs of blanks; bounds the work that a huge reply makes
-_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
-_ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
 class ToolError(Exception):
-    """A call that gets an error for an answer; `kind` is what it is counted as."""
+    """A call that gets an error for an answer, counted under `kind`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -131,8 +129,8 @@ class Tool:
     """A function the policy may call.
 
     Attributes:
-        schema: what chat templates are given: name, description and parameters in the form of OpenAI's API.
-        parameters: names of the function's parameters, in their order.
+        schema: name, description and parameters in the form of OpenAI's API, for chat templates.
+        parameters: names of the function's parameters, in order.
         model: checks and converts arguments; its fields are `arg0`, `arg1`, … in the order of the parameters.
     """
 
@@ -160,7 +158,7 @@ def make_tool(function: Callable[..., Any], *, method: bool = False) -> Tool:
     """A tool from a function's name, signature, type hints and docstring (with Google's `Args:`, if it has them).
 
     Args:
-        method: the function is a class's own, and its first parameter no argument.
+        method: the function is a class's own, and its first parameter is not an argument.
 
     Raises:
         ValueError: it takes positional-only, `*args` or `**kwargs` parameters, or has a type hint without a schema.
@@ -172,29 +170,23 @@ def make_tool(function: Callable[..., Any], *, method: bool = False) -> Tool:
     description, about = _read_docstring(inspect.getdoc(function) or "")
     try:
         hints = typing.get_type_hints(function)
-        model = _arguments_model(name, parameters, hints, about)
+        # Fields have names of our own, as pydantic reserves some that parameters may well have.
+        fields: dict[str, Any] = {}
+        for index, parameter in enumerate(parameters):
+            default = ... if parameter.default is parameter.empty else parameter.default
+            described = Field(default, alias=parameter.name, description=about.get(parameter.name))
+            fields[f"arg{index}"] = (hints.get(parameter.name, Any), described)
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         schema = _without_titles(model.model_json_schema())
     except (PydanticUserError, NameError) as error:
         raise ValueError(f"tool {name!r} has a type hint that no schema can be made of: {error}") from error
     schema.pop("additionalProperties", None)
-    described = {"name": name, "description": description, "parameters": schema}
-    return Tool(name, function, {"type": "function", "function": described}, tuple(p.name for p in parameters), model)
-
-
-def _arguments_model(
-    name: str, parameters: list[inspect.Parameter], hints: dict[str, Any], about: dict[str, str]
-) -> type[BaseModel]:
-    """Fields have names of our own, as pydantic reserves some that parameters may well have."""
-    fields: dict[str, Any] = {}
-    for index, parameter in enumerate(parameters):
-        default = ... if parameter.default is parameter.empty else parameter.default
-        field = Field(default, alias=parameter.name, description=about.get(parameter.name))
-        fields[f"arg{index}"] = (hints.get(parameter.name, Any), field)
-    return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+    told = {"name": name, "description": description, "parameters": schema}
+    return Tool(name, function, {"type": "function", "function": told}, tuple(p.name for p in parameters), model)
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What comes before the first section, and the entries of `Args:`."""
+    """The text before the first section, and the entries of `Args:`."""
     parts = _SECTION.split(text)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     entries: dict[str, str] = {}
@@ -209,7 +201,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Pydantic titles everything; in a prompt that is tokens for nothing."""
+    """The schema without the titles that pydantic gives everything: in a prompt they would be wasted tokens."""
     if isinstance(schema, list):
         return [_without_titles(item) for item in schema]
     if not isinstance(schema, dict):
@@ -219,7 +211,7 @@ def _without_titles(schema: Any) -> Any:
 
 
 def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """Raises ValueError when two have the same name."""
+    """Tools by their names. Raises ValueError when two have the same one."""
     tools = list(tools)
     names = Counter(tool.name for tool in tools)
     if twice := [name for name, count in names.items() if count > 1]:
@@ -229,13 +221,13 @@ def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """What a call may take.
+    """Limits of calls and replies.
 
     Attributes:
-        timeout_s: seconds a call may take; what it waits for its turn does not count.
+        timeout_s: seconds a call may take; waiting for its turn does not count.
         max_concurrency: calls that run at the same time, over all trajectories of an engine.
-        max_tokens: tokens of a reply; what is longer is cut.
-        error_format: how an error reads, `{error}` being what went wrong.
+        max_tokens: tokens of a reply; longer ones are cut.
+        error_format: how an error reads; `{error}` stands for its message.
     """
 
     timeout_s: float = 30.0
@@ -259,10 +251,10 @@ class ToolRunner:
     async def run(
         self, tools: Mapping[str, Tool], calls: list[ToolCall], metrics: dict[str, float], *, in_order: bool = False
     ) -> list[str]:
-        """The replies to one turn's calls, in their order, none longer than the limit; figures are added to `metrics`.
+        """The replies to one turn's calls, in order, none longer than the limit; figures are added to `metrics`.
 
         Args:
-            in_order: one call after the other, as methods of one object need it; otherwise all at once.
+            in_order: one call after the other, as an object's methods need it; otherwise all at once.
         """
         start = time.perf_counter()
         if in_order:
@@ -277,29 +269,26 @@ class ToolRunner:
 
     async def _reply(self, tools: Mapping[str, Tool], call: ToolCall, metrics: dict[str, float]) -> str:
         try:
-            return await self._execute(tools, call)
+            if call.malformed:
+                raise ToolError("malformed", call.malformed)
+            if (tool := tools.get(call.name)) is None:
+                raise ToolError("unknown", f"Unknown function {call.name}")
+            function = functools.partial(tool.function, **tool.arguments(call))
+            try:
+                result = await self.call(function)
+                return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            except TimeoutError as error:
+                raise ToolError("timeout", f"{call.name} {error}") from error
+            except Exception as error:  # whatever the tool raises
+                raise ToolError("exception", str(error) or type(error).__name__) from error
         except ToolError as error:
             _count(metrics, "tools/errors")
             _count(metrics, f"tools/errors/{error.kind}")
             return self.limits.error_format.replace("{error}", str(error))
 
-    async def _execute(self, tools: Mapping[str, Tool], call: ToolCall) -> str:
-        if call.malformed:
-            raise ToolError("malformed", call.malformed)
-        tool = tools.get(call.name)
-        if tool is None:
-            raise ToolError("unknown", f"Unknown function {call.name}")
-        function = functools.partial(tool.function, **tool.arguments(call))
-        try:
-            return _as_text(await self.call(function))
-        except TimeoutError as error:
-            raise ToolError("timeout", f"{call.name} {error}") from error
-        except Exception as error:  # whatever the tool raises
-            raise ToolError("exception", str(error) or type(error).__name__) from error
-
 
 def cut_to_tokens(tokenizer: "PreTrainedTokenizerBase", texts: list[str], limit: int) -> tuple[list[str], int]:
-    """The texts with at most `limit` tokens each, and how many were cut; says in the text that it was.
+    """The texts with at most `limit` tokens each, and how many were cut, which the text then says.
 
     One call of the tokenizer for all of them, and one to decode those that are cut.
     """
@@ -312,10 +301,6 @@ def cut_to_tokens(tokenizer: "PreTrainedTokenizerBase", texts: list[str], limit:
     # A character that was torn apart decodes to U+FFFD.
     replies = [t if fits else next(heads).rstrip("\ufffd") + cut for t, fits in zip(texts, whole, strict=True)]
     return replies, len(kept)
-
-
-def _as_text(result: Any) -> str:
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _count(metrics: dict[str, float], name: str, amount: float = 1.0) -> None:

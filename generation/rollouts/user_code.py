@@ -1,4 +1,4 @@
-"""Code that is not ours, kept from taking anything else along: it may block, raise anything, or never come back.
+"""Code that is not ours, kept from disturbing anything else: it may block, raise anything, or never return.
 
 Some exceptions are instructions to whoever runs the code: `SystemExit` and `KeyboardInterrupt` end an event loop, and a
 `CancelledError` says that the caller was cancelled, which an `asyncio.TaskGroup` passes over in silence. From user code
@@ -6,10 +6,10 @@ they are failures like any other.
 """
 
 import asyncio
-import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from generation.engine.devices import this_device
@@ -49,10 +49,19 @@ async def contained(work: Coroutine[Any, Any, T], timeout: float | None = None) 
 
     Raises:
         Late: it took longer than `timeout` seconds.
-        UserCodeError: it raised what is not an `Exception`.
+        UserCodeError: it raised something that is not an `Exception`.
         Exception: it raised that.
     """
-    task = asyncio.ensure_future(_contained(work))
+
+    async def run() -> T:
+        try:
+            return await work
+        except Exception:
+            raise
+        except BaseException as error:
+            raise UserCodeError(described(error)) from error
+
+    task = asyncio.ensure_future(run())
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # one that is late may fail unheard
     task.add_done_callback(lambda _: work.close())  # one that is cancelled at once has not begun
     try:
@@ -69,59 +78,38 @@ async def contained(work: Coroutine[Any, Any, T], timeout: float | None = None) 
     return task.result()
 
 
-async def _contained(work: Coroutine[Any, Any, T]) -> T:
-    try:
-        return await work
-    except Exception:
-        raise
-    except BaseException as error:
-        raise UserCodeError(described(error)) from error
-
-
 async def call_user(function: Callable[[], Any], timeout: float | None = None) -> Any:
     """The result of a plain function, run on a thread of its own, or of an async one, run on this loop.
 
     A plain function that is late keeps its thread, which nothing can stop, but which ends with the process; an async
     one is cancelled, and not waited for. Raises as `contained` does.
     """
-    return await contained(_call(function), timeout)
 
+    async def call() -> Any:
+        inner = getattr(function, "func", function)  # of a functools.partial
+        result = function() if inspect.iscoroutinefunction(inner) else await _in_thread(function)
+        return await result if inspect.isawaitable(result) else result
 
-async def _call(function: Callable[[], Any]) -> Any:
-    inner = getattr(function, "func", function)  # of a functools.partial
-    result = function() if inspect.iscoroutinefunction(inner) else await _in_thread(function)
-    return await result if inspect.isawaitable(result) else result
+    return await contained(call(), timeout)
 
 
 async def _in_thread(function: Callable[[], Any]) -> Any:
     """A daemon thread for each call: a pool would be used up by functions that hang, and waited for at exit."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # from here on it is never cancelled, only no longer awaited
     use_device = this_device()
 
     def work() -> None:
-        result: Any = None
-        failure: Exception | None = None
+        """Call the function, and hand its result or its error to the loop."""
         try:
             use_device()
-            result = function()
-        except StopIteration as error:  # which a future does not carry
-            failure = RuntimeError(f"StopIteration: {error}")
+            future.set_result(function())
+        except StopIteration as error:  # which asyncio's futures do not carry
+            future.set_exception(RuntimeError(f"StopIteration: {error}"))
         except Exception as error:
-            failure = error
+            future.set_exception(error)
         except BaseException as error:  # would be raised by the loop that awaits the future
-            failure = UserCodeError(described(error))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
+            future.set_exception(UserCodeError(described(error)))
 
     threading.Thread(target=work, daemon=True, name="user-code").start()
-    return await future
+    return await asyncio.wrap_future(future)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from generation.engine.sampling import SamplingSettings, sample_seed
-from generation.exact_ids import Capture, ChatHistory, Generation, KnownPrefix, replace_prefix_tokens
+from generation.exact_ids import ChatHistory, Generation, KnownPrefix, replace_prefix_tokens
 from generation.trajectory import Trajectory
 
 
@@ -38,7 +38,6 @@ class Conversation:
     sampling: SamplingSettings | None = None
     seed: int | None = None
     policy_version: int | None = None
-    capture: Capture = field(default_factory=Capture)
     requests: int = 0
     lost_keys: int = 0
 
@@ -54,7 +53,7 @@ class Conversation:
 
     def trajectories(self) -> list[Trajectory]:
         """What has been captured; each says how many prompts were rendered anew because ids could not be kept."""
-        found = self.capture.trajectories()
+        found = self.history.trajectories()
         for trajectory in found:
             trajectory.metrics["server/retemplated"] = float(self.history.retemplated)
         return found

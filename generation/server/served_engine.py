@@ -202,4 +202,4 @@ def _note(call: Call, sampled: _Sampled, generation: Generation | None, index: i
         raise call.refuse(400, "no token fits what structured_outputs or response_format ask for: correct the grammar")
     call.generations[index] = generation
     if call.conversation is not None:
-        call.conversation.capture.add(generation)
+        call.conversation.history.capture(generation)

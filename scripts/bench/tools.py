@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from generation.engine.engine import VllmAsyncGenerationWorker
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.agent import Agent, tool_rollout
-from generation.rollouts.run import Episodes, RolloutSettings, rollout
+from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, tools_by_name
 from generation.trajectory import Trajectory
 
@@ -68,7 +68,7 @@ async def run(
 
     await engine.reset_prefix_cache_async()
     prompts = [[30 + i % 200, *range(40, 72)] for i in range(count)]
-    episodes = Episodes(tool_rollout(make_agent(tokenizer, pause)), tokenizer)
+    episodes = EpisodeSetup(tool_rollout(make_agent(tokenizer, pause)), tokenizer)
     start = time.perf_counter()
     done = await rollout(engine, prompts, settings, lambda: next(unclaimed, None), score, episodes)
     took = time.perf_counter() - start

@@ -22,7 +22,7 @@ from trainer.data import Prompt, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
 from trainer.engines import start_engine, stop_engine
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import EpisodePlan, Rollouts
+from trainer.rollouts import RolloutLevel, Rollouts
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModel
@@ -71,7 +71,7 @@ def rollout_on_two_ranks(recipe: str) -> None:
     config = load_config(Path(recipe), [])
     init_process_group(500, device="cpu")
     tokenizer = load_tokenizer(config.model)
-    plan = EpisodePlan(config, tokenizer)
+    plan = RolloutLevel(config, tokenizer)
     with agreed("starting the engine"):
         leader = start_engine(config, on_cuda=False)
     assert (leader is not None) == (rank() == 0)  # one engine for both, and its tools run where it is

@@ -12,12 +12,13 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from transformers import AutoTokenizer
 
 from generation.engine.sampling import SamplingSettings
-from generation.rollouts.client import Client, client_rollout
+from generation.rollouts.client import Client, ClientRollout
 from generation.rollouts.episode import PolicyLLM, RolloutSettings
 from generation.server import OpenAIServer, ServerSettings
 from generation.trajectory import Trajectory
 from sharding.manager import Leader
 from tests.engine.bad_requests import Request
+from trainer.build import start_server
 
 SAMPLING = SamplingSettings(max_tokens=16, temperature=0.8, top_p=0.95, stop_token_ids=[2])
 QUESTION = [{"role": "user", "content": "2+2?"}]
@@ -101,7 +102,7 @@ def carried(answer: Any) -> tuple[list[int], list[int], list[float]]:
 
 def episode(leader: Leader, folder: Path, run: Client, timeout_s: float = 60.0) -> list[Trajectory]:
     """One episode of level 6."""
-    function = client_rollout(run, timeout_s=timeout_s)
+    function = ClientRollout(run, start_server, timeout_s)
     settings = RolloutSettings(2, SAMPLING, policy_version=0, seed=1, step=2)
     llm = PolicyLLM(leader.engine, AutoTokenizer.from_pretrained(folder), settings, 3, 1, [5])
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from generation.engine.sampling import SamplingSettings, sample_seed, vllm_sampling_params
 from generation.rollouts.agent import Agent, environment_rollout, inline_rollout, tool_rollout
 from generation.rollouts.episode import PolicyLLM, RolloutFunction, custom_rollout, one_shot
-from generation.rollouts.run import Episodes, RolloutSettings, rollout
+from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
 from generation.rollouts.tools import (
     ToolCall,
     ToolLimits,
@@ -127,7 +127,7 @@ def run(
 
     settings = RolloutSettings(group, sampling, policy_version=0, seed=1, step=3)
     claim = lambda: waiting.pop(0) if waiting else None  # noqa: E731
-    work = rollout(leader.engine, prompts, settings, claim, score, Episodes(function, tokenizer, **episodes))
+    work = rollout(leader.engine, prompts, settings, claim, score, EpisodeSetup(function, tokenizer, **episodes))
     done = leader.thread.run(work, 120, "a rollout")
     assert [t.error for t in done] == [""] * len(done)
     return sorted(done, key=lambda t: (t.prompt_index, t.sample_index))
@@ -283,5 +283,5 @@ def test_vllms_own_parsers_are_there_by_name(tokenizer: PreTrainedTokenizerBase)
     parse = call_parser("pythonic", tokenizer)
     assert parse("[add(x=1, y=2.5)]") == [ToolCall("add", {"x": 1, "y": 2.5})]
     assert parse("just text") == []
-    with pytest.raises(ValueError, match=r"'pythonick' is no tool parser: vLLM has .*pythonic"):
+    with pytest.raises(ValueError, match=r"'pythonick' is not a tool parser: vLLM has .*pythonic"):
         call_parser("pythonick", tokenizer)

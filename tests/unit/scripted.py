@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import Generation
 from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSettings
-from generation.rollouts.run import Episodes, rollout
+from generation.rollouts.run import EpisodeSetup, rollout
 from generation.trajectory import Trajectory
 
 TEMPLATE = (
@@ -112,7 +112,7 @@ def run(
         settings(group),
         lambda: waiting.pop(0) if waiting else None,
         score,
-        Episodes(function, tokenizer, **episodes),
+        EpisodeSetup(function, tokenizer, **episodes),
     )
     return asyncio.run(work)
 

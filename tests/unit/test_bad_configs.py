@@ -136,7 +136,9 @@ def test_nothing_drawn_at_random_is_met_with_a_traceback(folder: Folder) -> None
 
 def test_modules_of_logits_processors_may_raise_anything(tmp_path: Path) -> None:
     (tmp_path / "hotbunk_quits.py").write_text("raise KeyboardInterrupt('enough')\n")
-    with pytest.raises(ValueError, match="'hotbunk_quits:f' cannot be loaded: KeyboardInterrupt: enough"):
+    with pytest.raises(
+        ValueError, match="'hotbunk_quits:f' cannot be loaded: importing it raised KeyboardInterrupt: enough"
+    ):
         load(importable(f"{tmp_path}/hotbunk_quits.py:f"))
     sys.path.remove(str(tmp_path))
 

@@ -141,7 +141,7 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "reward gets too much": (nothing, reward("{0}/rewards.py:good", depth="3"), "takes no argument 'depth'"),
     "invalid regex": (nothing, reward("format_regex", pattern="(["), "pattern '([' is not a regular expression"),
     "tool missing": (nothing, ["--rollout.tools", "[{0}/rewards.py:god]"], "has no 'god'; did you mean good?"),
-    "no rollout": (nothing, ["--rollout.custom", "{0}/rewards.py:good"], "is no rollout: write `async def rollout"),
+    "no rollout": (nothing, ["--rollout.custom", "{0}/rewards.py:good"], "is not a rollout: write `async def rollout"),
     "two ways to roll out": (nothing, ["--rollout.custom=a:b", "--rollout.sampler=c:d"], "are both set"),
     "resume from nothing": (nothing, ["--resume", "{0}/model"], "is no complete checkpoint"),
 }

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from calculator import write_calculator
 
+from generation.importing import load
 from generation.rollouts.tools import parse_hermes
 from trainer.config.recipe import load_config
-from trainer.importing import load_object
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def test_answers_are_right_and_prompts_are_held_out(folder: Path) -> None:
 
 def test_transcripts_call_the_recipes_own_tool_and_copy_what_it_says(folder: Path) -> None:
     """Two fifths guess, three tenths stop after one call, the rest are right."""
-    calculate = load_object(f"{ROOT}/scripts/examples/calculator.py:calculate")
+    calculate = load(f"{ROOT}/scripts/examples/calculator.py:calculate")
     known = {row["prompt"]: row["answer"] for row in read(folder / "train.jsonl")}
     calls = []
     for messages in (row["messages"] for row in read(folder / "sft.jsonl")):

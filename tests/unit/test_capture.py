@@ -3,18 +3,18 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generation.exact_ids import Capture, Generation
+from generation.exact_ids import Generation, History
 
 
 def generation(prompt: list[int], answer: list[int], version: int = 3, reason: str = "stop") -> Generation:
     return Generation(answer, [-float(token) for token in answer], reason, prompt_ids=prompt, weight_version=version)
 
 
-def captured(*generations: Generation) -> Capture:
-    capture = Capture()
+def captured(*generations: Generation) -> History:
+    history = History()
     for each in generations:
-        capture.add(each)
-    return capture
+        history.capture(each)
+    return history
 
 
 def test_turns_are_joined_and_what_lies_between_is_masked() -> None:
@@ -43,7 +43,7 @@ def test_branches_share_what_they_have_in_common_but_only_one_learns_it() -> Non
 
 
 def test_nothing_captured_is_no_trajectory() -> None:
-    assert Capture().trajectories() == []
+    assert History().trajectories() == []
 
 
 SPANS = st.lists(

@@ -20,7 +20,7 @@ from trainer.learning.groups import MiniBatch, to_sample
 from trainer.learning.metrics import rollout_metrics
 from trainer.learning.policy_loss import PolicyLoss
 from trainer.rewards import RewardResult
-from trainer.rollouts import EpisodePlan, RolloutError, Rollouts, check_failures
+from trainer.rollouts import RolloutError, RolloutLevel, Rollouts, check_failures
 from trainer.types import Outputs
 
 TOKENIZER = merging_tokenizer()
@@ -59,8 +59,8 @@ def config(**rollout: Any) -> TrainConfig:
     return TrainConfig.model_validate(sections)
 
 
-def plan(**rollout: Any) -> EpisodePlan:
-    return EpisodePlan(config(**rollout), TOKENIZER)
+def plan(**rollout: Any) -> RolloutLevel:
+    return RolloutLevel(config(**rollout), TOKENIZER)
 
 
 @pytest.mark.covers("V01", "V05")
@@ -89,8 +89,8 @@ def test_levels_are_chosen_by_import_string(code: Path, monkeypatch: pytest.Monk
     [
         ({"custom": "no.such.module:own"}, "No module named 'no'"),
         ({"custom": "FILE:owm"}, "did you mean own"),
-        ({"custom": "FILE:number"}, "is no rollout: write `async def rollout"),
-        ({"custom": "FILE:add"}, "is no rollout: write `async def rollout"),
+        ({"custom": "FILE:number"}, "is not a rollout: write `async def rollout"),
+        ({"custom": "FILE:add"}, "is not a rollout: write `async def rollout"),
         ({"custom": "FILE:Loop"}, "rollout.custom: .*bonus"),
         ({"custom": "own"}, "write pkg.mod:Name or path/file.py:Name"),
         ({"tools": ["FILE:number"]}, "rollout.tools: .* is int, not a function"),
@@ -98,7 +98,7 @@ def test_levels_are_chosen_by_import_string(code: Path, monkeypatch: pytest.Monk
         ({"tools": ["FILE:add", "FILE:add"]}, "rollout.tools: there are two tools named 'add'"),
         ({"environment": "FILE:Resetless"}, "must be a class with a method reset"),
         ({"environment": "FILE:add"}, "must be a class with a method reset"),
-        ({"sampler": "FILE:number"}, "rollout.sampler: .* is no sampler"),
+        ({"sampler": "FILE:number"}, "rollout.sampler: .* is not a sampler"),
         ({"client": "FILE:number"}, "rollout.client: a client is a function"),
     ],
 )

@@ -10,14 +10,13 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from generation.engine.logits.factories import check_request, engine_arguments, new_way, uses_v2
 from generation.engine.sampling import SamplingSettings, vllm_sampling_params
-from generation.importing import importable
+from generation.exact_ids import Generation, History, echoes, generations_of, joined
+from generation.importing import importable, load
 from generation.rollouts.episode import RolloutSettings
-from generation.rollouts.history import Answer, History, answers_of, convert, echoes
 from generation.rollouts.sampler import make_sampler, trajectories
 from generation.rollouts.sampler_llm import Prompts, PromptText, off_policy, prompt_batch
+from generation.trajectory import Trajectory
 from tests.unit.small_tokenizer import small_tokenizer
-from trainer.errors import UserError
-from trainer.importing import load_object
 
 
 def output(prompt: list[int], answer: list[int], name: str = "r", flat: bool = False, others: int = 0) -> RequestOutput:
@@ -30,13 +29,18 @@ def output(prompt: list[int], answer: list[int], name: str = "r", flat: bool = F
     return RequestOutput(name, None, prompt, None, [done], finished=True)
 
 
+def turned(outputs: list[RequestOutput]) -> Trajectory:
+    """The trajectory of the turns that gave these outputs."""
+    return joined([generation for each in outputs for generation in generations_of(each)])
+
+
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("others", [0, 2])
 @pytest.mark.covers("V07", "V15")
 def test_a_trajectory_is_made_of_plain_outputs(flat: bool, others: int) -> None:
     """Sampled tokens, their log-probabilities, and 0 on whatever stood between them: against a count by hand."""
     turns = [([1, 2], [3, 4]), ([1, 2, 3, 4, 50, 51], [5]), ([1, 2, 3, 4, 50, 51, 5, 60], [6, 7])]
-    tokens = convert([output(prompt, answer, flat=flat, others=others) for prompt, answer in turns])
+    tokens = turned([output(prompt, answer, flat=flat, others=others) for prompt, answer in turns])
     assert tokens.prompt_ids == [1, 2]
     assert tokens.response_ids == [3, 4, 50, 51, 5, 60, 6, 7]
     assert tokens.loss_mask == [1, 1, 0, 0, 1, 0, 1, 1]
@@ -47,11 +51,11 @@ def test_a_trajectory_is_made_of_plain_outputs(flat: bool, others: int) -> None:
 @pytest.mark.covers("V07")
 def test_outputs_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match="does not begin with the 4 ids before it"):
-        convert([output([1, 2], [3, 4]), output([1, 2, 3, 5, 6], [7])])
+        turned([output([1, 2], [3, 4]), output([1, 2, 3, 5, 6], [7])])
     bare = output([1], [2])
     bare.outputs[0].logprobs = None
     with pytest.raises(ValueError, match="no log-probabilities for 1 tokens"):
-        convert([bare])
+        turned([bare])
 
 
 @pytest.mark.covers("P22")
@@ -64,7 +68,7 @@ def test_masks_of_random_conversations_count_what_was_sampled() -> None:
             turns.append(output(list(ids), answer))
             sampled += len(answer)
             ids += answer + [generator.randrange(9) for _ in range(generator.randint(0, 5))]
-        tokens = convert(turns)
+        tokens = turned(turns)
         assert sum(tokens.loss_mask) == sampled
         assert ids[: 1 + len(tokens.response_ids)] == [1, *tokens.response_ids]
 
@@ -81,7 +85,7 @@ def history_of(batch: list[PromptText], turns: int = 1) -> tuple[History, list[R
         ids, parent = list(prompt.token_ids), None
         for turn in range(turns):
             done = output(list(ids), [10 * position + turn, 7], f"{position}/{turn}")
-            answer = answers_of(done)[0]
+            answer = generations_of(done)[0]
             answer.position, answer.place, answer.parent = position, prompt.place, parent
             history.add(answer)
             ids, parent = [*answer.ids, 99], answer
@@ -93,7 +97,7 @@ def history_of(batch: list[PromptText], turns: int = 1) -> tuple[History, list[R
 def test_what_a_sampler_returns_is_checked_index_by_index() -> None:
     batch = batch_of(3)
     history, outputs = history_of(batch)
-    assert [t.prompt_index for t in trajectories(outputs, batch, history, 5)] == [0, 1, 2]
+    assert [t.prompt_index for t in trajectories(outputs, batch, history)] == [0, 1, 2]
     alien = output([1], [2], "alien")
     changed = output(batch[1].token_ids, [10, 8], "1/0")
     two = output(batch[1].token_ids, [10, 7], "1/0")
@@ -112,29 +116,29 @@ def test_what_a_sampler_returns_is_checked_index_by_index() -> None:
         ([outputs[0], two, outputs[2]], "result 1 has 2 answers: return one"),
     ]:
         with pytest.raises(ValueError, match=sentence):
-            trajectories(returned, batch, history, 5)
+            trajectories(returned, batch, history)
 
 
 @pytest.mark.covers("V02")
 def test_an_answer_drawn_from_another_distribution_is_not_trained_on() -> None:
     batch = batch_of(2)
     history, outputs = history_of(batch)
-    history.answers[1].off_policy = "temperature is 0.2 instead of 1.0"
+    history.generations[1].off_policy = "temperature is 0.2 instead of 1.0"
     with pytest.raises(ValueError, match=r"result 1 was not sampled as training asks: temperature is 0\.2"):
-        trajectories(outputs, batch, history, 0)
+        trajectories(outputs, batch, history)
 
 
 @pytest.mark.covers("V28")
 def test_lists_of_ids_stand_for_answers_and_whole_conversations() -> None:
     batch = batch_of(2, samples=2)
     history, outputs = history_of(batch, turns=3)
-    whole = trajectories(outputs, batch, history, 1)
+    whole = trajectories(outputs, batch, history)
     assert [t.loss_mask for t in whole] == [[1, 1, 0, 1, 1, 0, 1, 1]] * 4
     assert [(t.prompt_index, t.sample_index, t.turns) for t in whole] == [(0, 0, 3), (0, 1, 3), (1, 0, 3), (1, 1, 3)]
     last_answers = [list(o.outputs[0].token_ids) for o in outputs]
-    assert trajectories(last_answers, batch, history, 1) == whole
-    assert trajectories([t.response_ids for t in whole], batch, history, 1) == whole
-    cut = trajectories([t.response_ids[:4] for t in whole], batch, history, 1)
+    assert trajectories(last_answers, batch, history) == whole
+    assert trajectories([t.response_ids for t in whole], batch, history) == whole
+    cut = trajectories([t.response_ids[:4] for t in whole], batch, history)
     assert [(t.response_ids, t.loss_mask) for t in cut] == [(t.response_ids[:4], [1, 1, 0, 1]) for t in whole]
 
 
@@ -142,7 +146,7 @@ def test_an_answer_may_be_cut_but_not_changed() -> None:
     batch = batch_of(1)
     history, outputs = history_of(batch, turns=2)
     outputs[0].outputs[0].token_ids = outputs[0].outputs[0].token_ids[:1]
-    [cut] = trajectories(outputs, batch, history, 0)
+    [cut] = trajectories(outputs, batch, history)
     assert cut.loss_mask == [1, 1, 0, 1]
 
 
@@ -150,7 +154,7 @@ def test_an_answer_may_be_cut_but_not_changed() -> None:
 def test_a_conversation_ends_before_the_turn_that_had_no_room() -> None:
     batch = batch_of(1)
     history, _ = history_of(batch)
-    parent = history.answers[0]
+    parent = history.generations[0]
     none = RequestOutput(
         "none",
         "",
@@ -159,10 +163,10 @@ def test_a_conversation_ends_before_the_turn_that_had_no_room() -> None:
         [CompletionOutput(0, "", [], 0.0, [], finish_reason="length")],
         True,
     )
-    answer = answers_of(none)[0]
+    answer = generations_of(none)[0]
     answer.parent = parent
     history.add(answer)
-    [ended] = trajectories([none], batch, history, 0)
+    [ended] = trajectories([none], batch, history)
     assert (ended.response_ids, ended.finish_reason, ended.error, ended.turns) == (parent.token_ids, "length", "", 1)
 
 
@@ -188,7 +192,7 @@ def test_tool_calls_are_told_apart_by_their_arguments() -> None:
     assert not echoes({"content": "", "tool_calls": [call]}, text)
 
 
-def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[Prompts, PromptText, Answer]:
+def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[Prompts, PromptText, Generation]:
     """The forms of prompts that can follow one answer, sampled in a way in which nobody would encode it."""
     tokenizer = small_tokenizer()
     settings = RolloutSettings(1, SamplingSettings(8, stop_token_ids=[tokenizer.eos_token_id]), 0, 0, 0)
@@ -196,7 +200,9 @@ def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[Prompts, Pro
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     start = PromptText(rendered, tokenizer(rendered)["input_ids"], messages=messages)
     history = History()
-    answer = Answer(start.token_ids, answer_ids, [0.0] * len(answer_ids), answer_text, prompt_text=str(start))
+    answer = Generation(
+        answer_ids, [0.0] * len(answer_ids), prompt_ids=start.token_ids, text=answer_text, prompt_text=str(start)
+    )
     history.add(answer, messages)
     return Prompts(tokenizer, settings, [start], history), start, answer
 
@@ -258,9 +264,8 @@ def test_equal_samples_are_told_apart_where_positions_change(form: str) -> None:
     history, messages = History(), [[{"role": "user", "content": name}] for name in "ab"]
     batch = prompt_batch([[10, 11], [12, 13]], [0, 1], tokenizer, 2, messages)
     for position, prompt in enumerate(batch):
-        answer = Answer(
-            prompt.token_ids, [7], [0.0], "x", position=position, place=prompt.place, prompt_text=str(prompt)
-        )
+        answer = Generation([7], [0.0], prompt_ids=prompt.token_ids, text="x", prompt_text=str(prompt))
+        answer.position, answer.place = position, prompt.place
         history.add(answer, prompt.messages)
     prompts = Prompts(tokenizer, settings, batch, history)
     if form == "chat":
@@ -270,7 +275,7 @@ def test_equal_samples_are_told_apart_where_positions_change(form: str) -> None:
         requests = prompts.requests([[12, 13, 7, 9]] * 2)
     else:
         requests = prompts.requests([str(batch[2]) + "xy"] * 2)
-    assert [request.parent for request in requests] == history.answers[2:]
+    assert [request.parent for request in requests] == history.generations[2:]
     assert [request.place for request in requests] == [(1, 0), (1, 1)]
 
 
@@ -299,18 +304,18 @@ class Environment:
 
 @pytest.mark.covers("V05", "V28")
 def test_what_a_recipe_names_becomes_a_sampler() -> None:
-    assert make_sampler(load_object(f"{__file__}:Called"), {"answer": 4})(None, [], None) == [4]
+    assert make_sampler(load(f"{__file__}:Called"), {"answer": 4})(None, [], None) == [4]
     assert make_sampler(Called(3))(None, [], None) == [3]
     assert make_sampler(Environment)(None, [], None) == [1]
     for found, kwargs in ((7, {}), (object(), {}), (Called(), {"answer": 1})):
-        with pytest.raises(ValueError, match="is no sampler|takes no kwargs"):
+        with pytest.raises(ValueError, match="is not a sampler|takes no kwargs"):
             make_sampler(found, kwargs)
     for spec, sentence in (
         (f"{__file__}:Gone", "has no 'Gone'"),
         ("no.such:Thing", "'no.such:Thing' cannot be loaded"),
     ):
-        with pytest.raises(UserError, match=sentence):
-            load_object(spec)
+        with pytest.raises(ValueError, match=sentence):
+            load(spec)
 
 
 def no_sevens(params: SamplingParams) -> Any:
@@ -339,10 +344,10 @@ def test_processors_reach_the_engine_in_the_form_it_takes() -> None:
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        ("no_colon", "must be pkg.mod:Name or path/file.py:Name"),
+        ("no_colon", "write pkg.mod:Name or path/file.py:Name"),
         ("gone/file.py:Name", "there is no file gone/file.py"),
-        ("no.such.module:Name", "cannot be loaded: ModuleNotFoundError"),
-        ("math:gone", "cannot be loaded: AttributeError"),
+        ("no.such.module:Name", "importing it raised ModuleNotFoundError"),
+        ("math:gone", "math has no 'gone'"),
         ("math:pi", "neither a class of processors nor a function"),
         ({"qualname": "math.sin", "args": [1]}, "arguments come with requests, in extra_args"),
     ],

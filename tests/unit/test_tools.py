@@ -227,7 +227,7 @@ def test_calls_as_hermes_writes_them() -> None:
     assert "not valid JSON" in unclosed.malformed
     assert parse_hermes("42") == []
     assert named_call("add", '{"x": 2}') == ToolCall("add", {"x": 2})
-    assert "no object" in named_call("add", "[1]").malformed
+    assert "not an object" in named_call("add", "[1]").malformed
 
 
 @pytest.mark.covers("V30")
@@ -269,9 +269,9 @@ EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 
 
 def test_the_calculator_example_is_short_and_right() -> None:
-    from trainer.importing import load_object
+    from generation.importing import load
 
-    calculate = load_object(f"{EXAMPLES}/calculator.py:calculate")
+    calculate = load(f"{EXAMPLES}/calculator.py:calculate")
     assert calculate("12+34") == 46 and calculate(" 3 * 302 ") == 906 and calculate("5--4") == 9
     with pytest.raises(ValueError, match="not one operation"):
         calculate("1+2+3")

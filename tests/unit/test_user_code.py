@@ -14,7 +14,7 @@ from generation.rollouts import user_code
 from generation.rollouts.agent import environment_rollout, tool_rollout
 from generation.rollouts.client import Client, ClientRollout
 from generation.rollouts.episode import PolicyLLM, RolloutSettings
-from generation.rollouts.run import Episodes, rollout
+from generation.rollouts.run import EpisodeSetup, rollout
 from generation.rollouts.sampler import sample_batch
 from generation.rollouts.sampler_llm import prompt_batch
 from generation.rollouts.user_code import UserCodeError, call_user, contained, described
@@ -69,7 +69,7 @@ def episodes_of(function: Any) -> list[Trajectory]:
 
     settings = RolloutSettings(1, SamplingSettings(9), 0, 0, 0)
     claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
-    work = rollout(engine(), [[5]] * 8, settings, claim, score, Episodes(function, TOKENIZER))  # type: ignore[arg-type]
+    work = rollout(engine(), [[5]] * 8, settings, claim, score, EpisodeSetup(function, TOKENIZER))  # type: ignore[arg-type]
     found = thread.run(work, 300, "a rollout")
     thread.run(asyncio.sleep(0), 10, "another task")
     thread.close()
@@ -175,7 +175,7 @@ def test_a_rollout_that_is_given_up_cancels_its_episodes_whatever_they_make_of_i
 
     settings = RolloutSettings(1, SamplingSettings(9), 0, 0, 0)
     claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
-    work = rollout(engine(), [[5]] * 3, settings, claim, score, Episodes(stubborn, TOKENIZER))  # type: ignore[arg-type]
+    work = rollout(engine(), [[5]] * 3, settings, claim, score, EpisodeSetup(stubborn, TOKENIZER))  # type: ignore[arg-type]
     running: Future[Any] = Future()
 
     async def cancelled() -> str:
@@ -273,6 +273,12 @@ class Captured:
     def take(self, key: str) -> list[Trajectory]:
         return [Trajectory(0, 0, [5], [6], [1], [-0.5]), Trajectory(0, 0, [5], [7], [1], [-0.5])]
 
+    async def stop(self) -> None: ...
+
+
+async def capturing(engine: Any, **_: Any) -> Captured:
+    return Captured()
+
 
 def client_episode(client: Client, timeout_s: float = 30.0) -> list[Trajectory]:
     """One episode of a client that is said to have talked to the policy, and another one on the same threads."""
@@ -280,9 +286,8 @@ def client_episode(client: Client, timeout_s: float = 30.0) -> list[Trajectory]:
     async def good(*_: Any) -> float:
         return 0.5
 
-    thread, clients = EngineThread(), EngineThread("clients")
-    function = ClientRollout(lambda *a: client(*a) if a[3]["bad"] else good(), _SETTINGS, timeout_s)
-    function._server, function._thread = Captured(), clients  # type: ignore[assignment]
+    thread = EngineThread()
+    function = ClientRollout(lambda *a: client(*a) if a[3]["bad"] else good(), capturing, timeout_s)
     alive = engine()
     alive.engine = type("Alive", (), {"errored": False})  # type: ignore[attr-defined]
     waiting = [0, 1]
@@ -291,18 +296,15 @@ def client_episode(client: Client, timeout_s: float = 30.0) -> list[Trajectory]:
 
     settings = RolloutSettings(1, SamplingSettings(9), 0, 0, 0)
     rows = [{"bad": True}, {"bad": False}]
-    episodes = Episodes(function, TOKENIZER, rows)
+    episodes = EpisodeSetup(function, TOKENIZER, rows)
     claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
     try:
         found = thread.run(rollout(alive, [[5]] * 2, settings, claim, score, episodes), 60, "a rollout")  # type: ignore[arg-type]
     finally:
-        clients.close()
+        thread.run(function.aclose(), 30, "closing")
         thread.close()
     assert [(t.error, t.reward) for t in found if t.prompt_index == 1] == [("", 0.5)] * 2
     return [t for t in found if t.prompt_index == 0]
-
-
-_SETTINGS: Any = type("Settings", (), {"model_name": "policy"})
 
 
 @pytest.mark.parametrize(("error", "named"), RAISED, ids=[name.split(":")[0] for _, name in RAISED])
@@ -417,6 +419,6 @@ def test_an_episode_of_which_one_conversation_has_no_reward_has_failed_as_a_whol
     llm_calls = [0, 1]
     claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
     settings = RolloutSettings(1, SamplingSettings(9), 0, 0, 0)
-    work = rollout(engine(), [[5]] * 2, settings, claim, score, Episodes(two, TOKENIZER))  # type: ignore[arg-type]
+    work = rollout(engine(), [[5]] * 2, settings, claim, score, EpisodeSetup(two, TOKENIZER))  # type: ignore[arg-type]
     found = asyncio.run(work)
     assert sorted((t.prompt_index, t.error) for t in found) == [(0, "")] * 2 + [(1, "reward: f returned nan")] * 2

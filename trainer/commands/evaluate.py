@@ -16,6 +16,7 @@ from generation.engine.sampling import NotFiniteError
 from generation.rollouts.run import RolloutSettings
 from generation.trajectory import by_episode
 from sharding.manager import Leader
+from trainer.build import start_server
 from trainer.commands.generate import model_folder
 from trainer.config.checks import check_config
 from trainer.config.machine import resolve_device, unwritable
@@ -27,7 +28,7 @@ from trainer.errors import UserError
 from trainer.evaluation import HeldOut, accuracies, dataset_figures, load_held_outs, standard_error
 from trainer.learning.answers import Answer
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import EpisodePlan, Rollouts, answer_rows
+from trainer.rollouts import RolloutLevel, Rollouts, answer_rows
 from trainer.run import processes
 from trainer.run.screen import make_console
 
@@ -84,9 +85,9 @@ class Evaluation:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model)
-        self.episodes = EpisodePlan(config, self.tokenizer)
+        self.level = RolloutLevel(config, self.tokenizer, start_server)
         ends = end_token_ids(config.model.path, self.tokenizer)
-        self.held_outs = load_held_outs(config, self.episodes.data, self.tokenizer, ends)
+        self.held_outs = load_held_outs(config, self.level.data, self.tokenizer, ends)
         self.rewards = RewardPool(config.reward)
 
     def answers(self, leader: Leader) -> dict[str, list[Answer]]:
@@ -96,7 +97,7 @@ class Evaluation:
             self.tokenizer,
             self.rewards,
             HashStore(),
-            self.episodes,
+            self.level,
             max_error_rate=self.config.rollout.max_error_rate,
         )
         try:

@@ -26,7 +26,7 @@ from trainer.learning.batching import assign_to_ranks, micro_batches
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
 from trainer.policy.attention import require_packing
 from trainer.policy.lora import save_adapter
-from trainer.rollouts import EpisodePlan
+from trainer.rollouts import RolloutLevel
 from trainer.run import processes
 from trainer.run.lock import RunLock
 from trainer.run.tracking import NullTracker, make_tracker
@@ -126,7 +126,7 @@ def load_transcripts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) ->
     Raises UserError naming the row that does not fit, or when no row is left.
     """
     # Tools that the recipe describes are described to the warm start, too.
-    config = config.model_copy(update={"data": EpisodePlan(config, tokenizer).data})
+    config = config.model_copy(update={"data": RolloutLevel(config, tokenizer).data})
     rows = load_rows(config.data.path, config.data.subset, config.data.split)
     limit = config.data.max_prompt_tokens + config.sft.max_tokens
     templated = config.data.apply_chat_template and tokenizer.chat_template is not None

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from generation.importing import load
 from trainer.errors import Interrupted, UserError, shown
-from trainer.importing import load_object
 from trainer.rewards.functions import BUILTINS, EXTRACTORS
 
 OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory")
@@ -70,7 +70,10 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
 
 def _find(name: str) -> Any:
     if ":" in name:
-        return load_object(name)
+        try:
+            return load(name)
+        except ValueError as error:
+            raise UserError(str(error)) from error
     if name not in BUILTINS:
         close = difflib.get_close_matches(name, BUILTINS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"the built-in ones are {', '.join(BUILTINS)}."
