@@ -31,12 +31,36 @@ def recipe(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="module")
-def whole(recipe: Path) -> Run:
-    """A run of six steps on two ranks, with three evaluations, that nothing happened to but being watched."""
-    run = Run(recipe, "--run.profile", "[2, 3]", name="whole")
-    run.watch_listening()
-    assert run.wait() == 0, run.output()
-    run.assert_gone()
+def side_by_side(recipe: Path) -> tuple[Run, Run]:
+    """At the same time: a run of six steps on two ranks, with three evaluations, that nothing happens to but being
+    watched; and two steps of the same with one engine for both ranks."""
+    one_engine = ["--engine.tensor_parallel_size=2", "--run.steps=2", "--eval.every=0"]
+    runs = Run(recipe, "--run.profile", "[2, 3]", name="whole"), Run(recipe, *one_engine, name="one-engine")
+    runs[0].watch_listening()
+    for run in runs:
+        assert run.wait() == 0, run.output()
+    for run in runs:
+        run.assert_gone()
+    return runs
+
+
+@pytest.fixture(scope="module")
+def whole(side_by_side: tuple[Run, Run]) -> Run:
+    return side_by_side[0]
+
+
+@pytest.fixture(scope="module")
+def overdue(recipe: Path) -> Run:
+    """The same again, but for an evaluation after each step, until an engine is stopped in the third or a later one."""
+    often = ["--eval.every=1", "--eval.samples=3", "--eval.temperature=1", "--eval.k=[1, 3]"]
+    run = Run(recipe, *often, "--run.steps=100000", "--run.step_deadline_s=8", name="overdue")
+    try:
+        run.wait_for_steps(3)
+        run.engines()[0].send_signal(signal.SIGSTOP)
+        assert run.wait(60) == 124, run.output()
+        run.assert_gone()
+    finally:
+        run.kill_everything()
     return run
 
 
@@ -157,15 +181,15 @@ def test_the_exported_model_answers_alike_in_plain_transformers_and_plain_vllm(w
     assert json.loads(answers[0].removeprefix("ANSWERS ")) == expected
 
 
+@pytest.mark.covers("P24")
+def test_two_runs_side_by_side_both_finish(side_by_side: tuple[Run, Run]) -> None:
+    assert [json.loads((run.folder / "summary.json").read_text())["steps"] for run in side_by_side] == [6, 2]
+
+
 @pytest.mark.covers("P17")
-def test_two_tensor_parallel_ranks_sample_what_one_engine_would(
-    tiny_model: TinyModel, tmp_path: Path, whole: Run
-) -> None:
+def test_two_tensor_parallel_ranks_sample_what_one_engine_would(side_by_side: tuple[Run, Run]) -> None:
     """One scheduler serves the group, so ranks cannot drift apart; nor do answers depend on how a model is cut."""
-    engine = {"tensor_parallel_size": 2}
-    run = Run(write_recipe(tmp_path, tiny_model(), run={"steps": 2}, engine=engine))
-    assert run.wait() == 0, run.output()
-    run.assert_gone()
+    whole, run = side_by_side
     assert [row["sync/verified"] for row in run.rows()] == [1, 2]
     assert max(row["gap/max"] for row in run.rows()) <= 1e-4
     assert answers(run) == answers(whole)
@@ -178,17 +202,10 @@ def answers(run: Run) -> list[str]:
 
 
 @pytest.mark.covers("P24")
-def test_two_runs_side_by_side_both_finish_and_evaluation_changes_nothing(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    recipe = write_recipe(tmp_path, tiny_model(), run={"steps": 2})
-    often = ["--eval.every=1", "--eval.samples=3", "--eval.temperature=1", "--eval.k=[1, 3]"]
-    runs = [Run(recipe, name="left", ranks=1), Run(recipe, *often, name="right", ranks=1)]
-    assert [run.wait() for run in runs] == [0, 0], runs[0].output() + runs[1].output()
-    for run in runs:
-        run.assert_gone()
-    assert [row["eval/pass@1"] <= row["eval/pass@3"] for row in runs[1].rows()] == [True] * 3
-    found = differences(runs[0].comparable_rows(), [row for row in runs[1].comparable_rows() if row["train/step"]])
+def test_evaluation_changes_nothing(overdue: Run, whole: Run) -> None:
+    rows = overdue.comparable_rows()[:3]
+    assert [row["eval/pass@1"] <= row["eval/pass@3"] for row in rows] == [True] * 3
+    found = differences(whole.comparable_rows()[1:3], rows[1:])
     assert [line for line in found if " eval/" not in line and " sync/verified:" not in line] == []
 
 
@@ -199,7 +216,7 @@ def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(re
     Bit for bit, with the engine's packed weights: unpacked ones go through MKL, whose last bit depends on how many
     requests happen to be decoded together. tests/distributed/killed_run.py does more of it.
     """
-    broken = disturbed(recipe, draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed")
+    broken = disturbed(recipe, drawn=draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed")
     assert broken.failures == []
     assert unequal(whole, broken.run) == []
     outputs = [log.read_text() for log in recipe.parent.glob("disturbed-*.log")]
@@ -207,18 +224,9 @@ def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(re
     assert without_engine and all("EngineDeadError" in lines[1] for lines in without_engine)
 
 
-def test_a_step_over_its_deadline_names_ranks_phases_and_stacks(tiny_model: TinyModel, tmp_path: Path) -> None:
-    limits = {"steps": 100000, "step_deadline_s": 5, "first_step_deadline_s": 240}
-    run = Run(write_recipe(tmp_path, tiny_model(), run=limits))
-    try:
-        run.wait_for_steps(2)
-        run.engines()[0].send_signal(signal.SIGSTOP)
-        assert run.wait(60) == 124
-        run.assert_gone()
-    finally:
-        run.kill_everything()
-    assert "exceeded a deadline, phase " in run.summary()[1]
-    assert "exceeded a deadline" in run.output()
+def test_a_step_over_its_deadline_names_ranks_phases_and_stacks(overdue: Run) -> None:
+    assert "exceeded a deadline, phase " in overdue.summary()[1]
+    assert "exceeded a deadline" in overdue.output()
     for rank in (0, 1):
-        assert f"rank {rank}: phase " in run.output()
-    assert "generation/engine/thread.py" in run.output()  # where the main thread of a rank was waiting
+        assert f"rank {rank}: phase " in overdue.output()
+    assert "generation/engine/thread.py" in overdue.output()  # where the main thread of a rank was waiting
