@@ -65,7 +65,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     if not has_cpu_build():
-        engines = [item for item in items if item.path.parent.name == "engine" or item.path.name in STARTING_ENGINES]
+        engines = [
+            item
+            for item in items
+            if item.path.is_relative_to(ROOT / "tests" / "engine") or item.path.name in STARTING_ENGINES
+        ]
         for item in engines:
             item.add_marker(pytest.mark.skip(reason="starts engines on a CPU: needs vLLM's build for it"))
 

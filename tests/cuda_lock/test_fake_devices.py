@@ -2,8 +2,8 @@
 waits for it but what is listed.
 
 Fake tensors have shapes, dtypes and devices, which every operation checks, and no values. Only torch's build for CUDA
-knows enough of the device for that. Its autograd wants a driver for backward, which tests/distributed/test_waits.py
-runs on the CPU, with the hooks of FSDP2 and ZeRO.
+knows enough of the device for that. Its autograd wants a driver for backward, which
+tests/distributed/trainer/test_waits.py runs on the CPU, with the hooks of FSDP2 and ZeRO.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import ROOT
 
 
 def run(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:

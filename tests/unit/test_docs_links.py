@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.conftest import ROOT
 from trainer import TrainConfig
 from trainer.cli import parse
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = "trainer|generation|sharding|scripts|tests|docs"
 SECTIONS = "|".join(TrainConfig.model_fields)

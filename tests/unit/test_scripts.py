@@ -17,7 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import ROOT
+
 PROGRAMS = ("awk", "bash", "cat", "cut", "df", "dirname", "flock", "grep", "mkdir", "nproc", "rm", "sha256sum", "tr")
 
 

@@ -1,0 +1,121 @@
+"""Tools and tensor parallelism: whatever a tool says, it says it once, and every rank knows the same of it."""
+
+import os
+import uuid
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch.distributed as dist
+import yaml
+
+from generation.compat.broadcast import broadcast_across_tp
+from generation.engine.sampling import SamplingSettings
+from generation.rollouts.run import RolloutSettings
+from sharding.ranks import agreed, all_gather_bytes, all_reduce_sum, rank
+from tests.distributed.launch import run_ranks
+from trainer.config.recipe import load_config
+from trainer.data import Prompt, load_tokenizer
+from trainer.distributed import destroy_process_group, init_process_group, store
+from trainer.engines import start_engine, stop_engine
+from trainer.rewards.pool import RewardPool
+from trainer.rollouts import RolloutLevel, Rollouts
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModel
+
+TURNS = 50
+CALLS = {"tool": 0}
+
+
+class RandomTool:
+    """Fifty turns with a tool that never says the same again: on ranks that each asked it, prompts would differ."""
+
+    HOME = "tests.distributed.generation.test_tool_ranks"
+
+    def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
+        outputs = llm.generate(prompts, sampling_params)
+        for _ in range(TURNS - 1):
+            texts = [output.prompt + output.outputs[0].text + said() for output in outputs]
+            outputs = llm.generate(texts, sampling_params)
+        return outputs
+
+
+def said() -> str:
+    CALLS["tool"] += 1
+    return uuid.uuid4().hex
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.covers("V20", "P17")
+def test_a_random_tool_for_fifty_turns_leaves_two_ranks_with_the_same_ids(
+    tiny_model: "TinyModel", tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    sections = {
+        "model": {"path": str(tiny_model())},
+        "data": {"path": str(tmp_path)},
+        "engine": {"tensor_parallel_size": 2, "max_model_len": 2048, "kv_cache_gib": 0.0625, "plain_cpu_weights": True},
+        "policy": {"dtype": "float32"},
+        "rollout": {"sampler": f"{RandomTool.HOME}:RandomTool"},
+    }
+    recipe.write_text(yaml.safe_dump(sections))
+    output = run_ranks(rollout_on_two_ranks, 2, timeout=800, arguments=[str(recipe)])
+    assert output.count("the same on both ranks") == 2
+
+
+def rollout_on_two_ranks(recipe: str) -> None:
+    config = load_config(Path(recipe), [])
+    init_process_group(500, device="cpu")
+    tokenizer = load_tokenizer(config.model)
+    plan = RolloutLevel(config, tokenizer)
+    with agreed("starting the engine"):
+        leader = start_engine(config, on_cuda=False)
+    assert (leader is not None) == (rank() == 0)  # one engine for both, and its tools run where it is
+    if leader is not None:
+        leader.engine.state.adopt_checkpoint(0)
+    prompts = [Prompt(0, tuple(range(20, 24)), {"prompt": "go", "answer": ""})]
+    settings = RolloutSettings(2, SamplingSettings(max_tokens=1), policy_version=0, seed=0, step=1)
+    try:
+        found = Rollouts(leader, tokenizer, RewardPool(config.reward), store(), plan).run(prompts, settings, 500)
+    finally:
+        stop_engine(leader)
+    assert [(t.turns, t.error) for t in found] == [(TURNS, "")] * 2, [(t.turns, t.error) for t in found]
+    here = [t.trajectory for t in found if t.trajectory is not None]  # where the engine is
+    masked = [tokenizer.decode([i for i, m in zip(t.response_ids, t.loss_mask, strict=True) if not m]) for t in here]
+    assert all(len(text) >= 32 * (TURNS - 1) for text in masked)
+    assert len(set(masked)) == (2 if rank() == 0 else 0)
+    own, other = all_gather_bytes(msgspec.msgpack.encode([replace(t, trajectory=None) for t in found]))
+    assert own == other
+    calls = import_module(RandomTool.HOME).CALLS["tool"]  # this file is loaded twice: as a script, and by the recipe
+    assert all_reduce_sum({"calls": calls}) == {"calls": 2 * (TURNS - 1)}
+    assert calls == (2 * (TURNS - 1) if rank() == 0 else 0)
+    print("the same on both ranks", flush=True)
+    destroy_process_group()
+
+
+@pytest.mark.covers("V21", "V22")
+def test_an_object_reaches_all_ranks_of_a_group_whatever_it_is() -> None:
+    run_ranks(broadcasts, 4)
+
+
+def broadcasts() -> None:
+    init_process_group(60, device="cpu")
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = pairs[rank() // 2]
+    values: list[Any] = [None, "", {"prompts": ["a", b"\x00\xff", [1, 2.5, True]]}, [], "x" * 100_000]
+    for value in values:  # an empty turn takes part like any other
+        assert broadcast_across_tp(value, src=0) == value if rank() == 0 else broadcast_across_tp(src=0) == value
+    assert broadcast_across_tp([rank()], src=3) == [3]
+    # Two groups side by side, as engine groups are: `src` counts within the group.
+    assert broadcast_across_tp({"from": rank()}, src=1, group=own) == {"from": 2 * (rank() // 2) + 1}
+    pid = broadcast_across_tp(os.getpid(), group=own)
+    assert (pid == os.getpid()) == (rank() % 2 == 0)
+    with pytest.raises(TypeError, match="rank 0 has something that cannot be broadcast"):
+        broadcast_across_tp(object() if rank() == 0 else None)
+    assert broadcast_across_tp("after" if rank() == 0 else None) == "after"  # nobody was left waiting
+    destroy_process_group()
+    assert broadcast_across_tp("alone") == "alone"

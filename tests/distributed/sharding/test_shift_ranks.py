@@ -1,0 +1,124 @@
+"""What goes wrong with one rank's half of an update is the error of all ranks, by name and in time.
+
+Two real ranks with a manager each. In the place of an engine stands a process that speaks as its worker does, and can
+be killed like one; what a real worker makes of all this, tests/engine/sharding/test_sync_failures.py shows.
+"""
+
+import asyncio
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.distributed.launch import ROOT, leave, run_ranks
+
+WORKER = """
+import os, sys
+from sharding.wire.channel import connect
+
+endpoint, secret = sys.argv[1:]
+channel = connect(endpoint, secret, "cpu:0", os.getpid())
+while True:
+    message = channel.receive(120, "message")
+    channel.send("done", session=message["session"])
+    if message["kind"] in ("end", "abort"):
+        print("ended", flush=True)
+"""
+
+
+class StandIn:
+    """What a manager needs of an engine."""
+
+    def __init__(self) -> None:
+        from generation.engine.lifecycle import EngineLifecycle
+
+        self.state, self.adapter = EngineLifecycle(), None
+        self.worker: subprocess.Popen[str]
+
+    def start_worker(self, endpoint: str, secret: str) -> None:
+        command = [sys.executable, "-c", WORKER, endpoint, secret]
+        self.worker = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+    def one_update(self) -> None:
+        assert self.worker.stdout is not None
+        if self.worker.stdout.readline() != "ended\n":
+            raise RuntimeError("the engine core is gone")
+
+    async def call_workers(self, method: str, *arguments: Any) -> list[dict[str, str]]:
+        if method == "hotbunk_connect":
+            self.start_worker(*arguments[0]["cpu:0"])
+        else:
+            await asyncio.to_thread(self.one_update)
+        return [{}]
+
+    async def reset_prefix_cache_async(self) -> None:
+        return None
+
+
+def check_failures(folder: str) -> None:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from generation.engine.thread import EngineThread
+    from sharding.manager import Leader, ShardingManager, SyncSettings
+    from sharding.ranks import RemoteError, rank
+    from sharding.send.source import FsdpWeightSource
+    from trainer.distributed import init_process_group
+
+    init_process_group(60, "cpu")
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = [(f"weight.{i}", distribute_tensor(torch.randn(64, 16), mesh, [Shard(0)])) for i in range(6)]
+    source, engine = FsdpWeightSource(tensors, torch.float32), StandIn()
+    leader = Leader(engine, EngineThread())  # type: ignore[arg-type]
+    private = Path(folder) / str(rank())
+    private.mkdir(mode=0o700)
+    settings = SyncSettings("off", bucket_bytes=4096, timeout=30)
+    manager = ShardingManager(source, torch.device("cpu"), settings, private, leader=leader)
+    manager.connect()
+
+    def fail(message: str, error: type[Exception] = RemoteError) -> None:
+        with pytest.raises(error, match=message):
+            manager._sync(7)
+        assert engine.state.version is None
+
+    def on_rank_one(action: Callable[[], None]) -> Any:
+        """What happens there while the third bucket is gathered."""
+        calls, gather = [], source.gather_into
+
+        def gather_and_act(names: list[str], slots: list[torch.Tensor]) -> None:
+            calls.append(names)
+            if rank() == 1 and len(calls) == 3:
+                action()
+            gather(names, slots)
+
+        return mock.patch.object(source, "gather_into", gather_and_act)
+
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, allowed[1]))
+    fail("allocating the staging memory failed on rank 1: SyncError: no [0-9]+ bytes of shared memory for staging")
+    resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    manager._sync(1)
+    assert engine.state.version == 1
+
+    with on_rank_one(lambda: engine.worker.kill()):  # type: ignore[union-attr]
+        fail("sending weights failed on rank 1: SyncError: .*(the engine core is gone|cannot be reached)")
+    if rank() == 0:
+        assert engine.worker.poll() is None, "the other worker waits for another update"
+    with on_rank_one(lambda: os._exit(0)):  # so that nobody ends the other one
+        fail("rank 0 lost contact with rank 1, whose process [0-9]+ has ended,")
+    engine.worker.kill()
+    leave()
+
+
+@pytest.mark.covers("P24")
+def test_what_goes_wrong_on_one_rank_is_the_error_of_all(tmp_path: Path) -> None:
+    """Staging memory that cannot be had, which the next update repairs; a killed worker; a rank that is gone."""
+    run_ranks(check_failures, nproc=2, timeout=150, arguments=[str(tmp_path)], lost=(1,))

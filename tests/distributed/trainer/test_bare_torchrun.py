@@ -1,0 +1,45 @@
+"""A run that was started by torchrun itself, without the script: it trains, and says what stands open."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+from scripts.arithmetic import write_arithmetic
+from tests.conftest import ROOT, TinyModel
+
+
+def test_a_bare_torchrun_says_what_is_open_and_a_run_whose_folder_is_deleted_ends(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    write_arithmetic(tmp_path / "data", sft_size=64)
+    recipe = {
+        "run": {"output_dir": str(tmp_path), "name": "run", "device": "cpu"},
+        "model": {"path": str(tiny_model())},
+        "data": {"path": str(tmp_path / "data" / "sft.jsonl")},
+        "policy": {"dtype": "float32"},
+        "sft": {"steps": 1_000_000, "batch_size": 8, "completion_key": "completion"},
+        "tracking": {"wandb": "disabled"},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command = [*torchrun, "-m", "trainer", "sft", str(tmp_path / "recipe.yaml")]
+    with (tmp_path / "log").open("w") as log:
+        run = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        shutil.rmtree(tmp_path / "run")
+        assert run.wait(60) != 0
+    finally:
+        run.kill()
+    said = (tmp_path / "log").read_text()
+    assert "where the ranks meet, is open to the network" in said
+    assert f"hotbunk: {tmp_path}/run was deleted, moved or replaced while the run was writing to it" in said
+    assert not (tmp_path / "run").exists()

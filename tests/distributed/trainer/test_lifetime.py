@@ -1,0 +1,289 @@
+"""Whatever ends a run, nothing of it is left 20 s later. Real torchrun, stand-ins for the ranks' children."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+
+DEADLINE = 20.0
+
+# A rank with what a real one has: an engine in a session of its own, spawned workers (one has a child and one that
+# bears no mark of the run, another ignores SIGTERM), shared memory and a socket.
+RANK = """
+    import mmap, multiprocessing, os, socket, subprocess, sys, time
+    from multiprocessing import shared_memory
+    from pathlib import Path
+    from trainer.run import processes
+
+    def worker(unmarked):
+        subprocess.Popen(["sleep", "1000"])
+        told_of = ["sleep", "1000", "0." + os.environ["HOTBUNK_TEST_RUN"]]
+        subprocess.Popen(told_of, env={}, start_new_session=True)
+        unmarked.touch()
+        time.sleep(1000)
+
+    def stubborn():
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+
+    def main():
+        folder = processes.start_guardian()
+        processes.install_signal_handlers(lambda: "rollout", grace_seconds=3.0)
+        if "early" in sys.argv:
+            report(folder, "")
+            time.sleep(1000)
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        spawn = multiprocessing.get_context("spawn")
+        unmarked = Path(sys.argv[1]) / f"unmarked-{os.getpid()}"
+        spawn.Process(target=worker, args=(unmarked,)).start()
+        spawn.Process(target=stubborn).start()
+        memory = shared_memory.SharedMemory(create=True, size=4096)
+        told = Path("/dev/shm") / f"told-{os.getpid()}"
+        told.write_text("x")
+        processes.remove_at_end(told)
+        workers = Path("/dev/shm") / f"vllm_dist_{os.getpid()}-tp:0-[0-1]-cpushm_0"  # what vLLM's workers do on CPU
+        workers.write_text("x")
+        with workers.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 1)
+        socket.socket(socket.AF_UNIX).bind(str(folder / "engine.sock"))
+        time.sleep(1.5)  # the guardian looks every second
+        while not unmarked.exists():
+            time.sleep(0.05)
+        report(folder, f"/dev/shm/{memory.name} {told} {workers}")
+        if "fail" in sys.argv and os.environ["RANK"] == "1":
+            while not (Path(sys.argv[1]) / "0").exists():
+                time.sleep(0.05)
+            raise ValueError("rank 1 is broken")
+        if "clean" in sys.argv:
+            return 0
+        if "stuck" in sys.argv:
+            while True:
+                try:
+                    time.sleep(1000)
+                except BaseException:
+                    continue
+        time.sleep(1000)
+
+    def report(folder, files):
+        ready = Path(sys.argv[1]) / os.environ.get("RANK", "0")
+        ready.with_suffix(".tmp").write_text(f"{os.getpid()} {folder} {files}")
+        ready.with_suffix(".tmp").rename(ready)
+
+    if __name__ == "__main__":
+        processes.run(main)
+"""
+
+
+class Run:
+    """A launched run: its launcher, and what each of its ranks has told about itself."""
+
+    def __init__(self, folder: Path, *modes: str, ranks: int = 2, torchrun: bool = True) -> None:
+        script = folder / "rank.py"
+        script.write_text(textwrap.dedent(RANK))
+        self.log = folder / "log"
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if torchrun else []
+        command = [sys.executable, *launch, str(script), str(folder), *modes]
+        self.mark = str(uuid.uuid4().int)
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOTBUNK_TEST_RUN": self.mark, "TMPDIR": str(folder),
+        }  # fmt: skip
+        with self.log.open("w") as log:
+            self.launcher = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        files = [folder / str(rank) for rank in range(ranks)]
+        assert wait_until(lambda: all(file.exists() for file in files), 60), self.log.read_text()
+        told = [file.read_text().split() for file in files]
+        self.pids = [int(words[0]) for words in told]
+        self.paths = [Path(path) for words in told for path in words[1:]]
+
+    def left(self) -> list[str]:
+        """What is still there: processes with the mark in environment or arguments, and files."""
+        found = [str(path) for path in self.paths if path.exists()]
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if self.mark in " ".join([*process.environ().values(), *process.cmdline()]):
+                    found += [str(process)] * (process.status() != psutil.STATUS_ZOMBIE)
+        return found
+
+    def guardians(self, rank: int) -> list[psutil.Process]:
+        """The inner guardian of a rank and the outer one."""
+        return psutil.Process(self.pids[rank]).parents()[:2]
+
+
+def wait_until(condition, seconds: float) -> bool:
+    """Poll, as a bystander can do no better."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def check_nothing_left(run: Run) -> str:
+    """Wait for the end within the deadline; returns the log. The launcher's exit code must say that the run failed."""
+    assert len(run.paths) > 0
+    assert wait_until(lambda: run.launcher.poll() is not None and not run.left(), DEADLINE), (
+        run.left(), run.log.read_text()
+    )  # fmt: skip
+    return run.log.read_text()
+
+
+@pytest.mark.parametrize("mode", ["early", "steady"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.covers("P24")
+def test_nothing_is_left_when_the_launcher_is_signalled(tmp_path: Path, number: signal.Signals, mode: str) -> None:
+    run = Run(tmp_path, mode)
+    if mode == "steady":
+        # The launcher; of each rank itself, two guardians, two workers, three sleepers, a resource tracker, four paths.
+        assert len(run.left()) == 1 + 2 * (9 + 4)
+    run.launcher.send_signal(number)
+    log = check_nothing_left(run)
+    assert run.launcher.returncode != 0
+    if number != signal.SIGKILL:
+        for rank in (0, 1):
+            assert f"rank {rank}: interrupted by {number.name} during phase rollout" in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.covers("P24")
+def test_nothing_is_left_when_one_rank_is_signalled(tmp_path: Path, number: signal.Signals) -> None:
+    run = Run(tmp_path, "steady")
+    os.kill(run.pids[1], number)
+    log = check_nothing_left(run)
+    assert run.launcher.returncode != 0
+    assert f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
+    assert "rank 0: interrupted by SIGTERM during phase rollout" in log  # torchrun passes it on
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("which", ["inner", "outer"])
+@pytest.mark.covers("P24")
+def test_nothing_is_left_when_a_guardian_is_signalled(tmp_path: Path, which: str, number: signal.Signals) -> None:
+    run = Run(tmp_path, "steady")
+    run.guardians(1)[["inner", "outer"].index(which)].send_signal(number)
+    log = check_nothing_left(run)
+    assert run.launcher.returncode != 0
+    assert f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
+
+
+@pytest.mark.covers("P24")
+def test_nothing_is_left_when_one_rank_raises(tmp_path: Path) -> None:
+    run = Run(tmp_path, "fail")
+    log = check_nothing_left(run)
+    assert run.launcher.returncode != 0
+    assert "ValueError: rank 1 is broken" in log
+
+
+@pytest.mark.covers("P24")
+def test_nothing_is_left_after_a_clean_end(tmp_path: Path) -> None:
+    run = Run(tmp_path, "clean")
+    log = check_nothing_left(run)
+    assert run.launcher.returncode == 0, log
+
+
+@pytest.mark.covers("P24")
+def test_a_rank_that_ignores_the_interruption_is_ended_with_its_stacks(tmp_path: Path) -> None:
+    run = Run(tmp_path, "stuck", ranks=1, torchrun=False)
+    run.launcher.send_signal(signal.SIGTERM)
+    log = check_nothing_left(run)
+    assert run.launcher.returncode == 128 + signal.SIGTERM
+    assert "still in phase rollout 3 s after the signal" in log
+    assert "in main" in log  # the stack of the main thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.covers("P24")
+def test_the_exit_code_names_the_signal(tmp_path: Path, number: signal.Signals) -> None:
+    run = Run(tmp_path, "steady", ranks=1, torchrun=False)
+    run.launcher.send_signal(number)
+    check_nothing_left(run)
+    assert run.launcher.returncode == 128 + number
+
+
+def test_a_rank_whose_launcher_has_died_before_it_could_tell_ends_at_once(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for launcher, expected in ((os.getpid(), "lives\n"), (dead.pid, "")):
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x", "HOTBUNK_LAUNCHER": str(launcher),
+        }  # fmt: skip
+        code = "from trainer.run import processes; processes.start_guardian(); print('lives')"
+        rank = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        assert (rank.stdout, rank.returncode) == (expected, 0 if expected else -signal.SIGKILL), rank.stderr
+
+
+HELD = """
+    import sys, threading, time
+    from trainer.run import processes
+
+    asked, worth = threading.Event(), sys.argv[1] != "pointless"
+
+    def main():
+        processes.install_signal_handlers(lambda: "rollout")
+        processes.hold_sigterm(2.0 if sys.argv[1] == "late" else 60.0, lambda: asked.set() or worth)
+        print("ready", flush=True)
+        asked.wait()
+        if sys.argv[1] == "in time":
+            print("finished and saved", flush=True)
+            processes.interrupt_now()
+        time.sleep(1000)
+
+    if __name__ == "__main__":
+        processes.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "signals"),
+    [
+        ("in time", [signal.SIGTERM]),
+        ("late", [signal.SIGTERM]),  # what was to be finished takes too long
+        ("pointless", [signal.SIGTERM]),  # a rank is dead
+        ("impatient", [signal.SIGTERM, signal.SIGTERM]),
+        ("impatient", [signal.SIGTERM, signal.SIGINT]),
+        ("at once", [signal.SIGINT]),
+    ],
+)
+def test_a_held_sigterm_leaves_time_and_no_more(tmp_path: Path, case: str, signals: list[signal.Signals]) -> None:
+    script = tmp_path / "held.py"
+    script.write_text(textwrap.dedent(HELD))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, str(script), case],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(1.2 if len(signals) > 1 else 0)  # what comes sooner is the same request
+    output, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 128 + signals[-1]
+    assert ("finished and saved" in output) == (case == "in time")
+    assert "still in phase" not in output  # the main thread left by itself
+
+
+@pytest.mark.covers("P24")
+def test_a_run_leaves_its_neighbour_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = Run(tmp_path / "a", "steady", ranks=1), Run(tmp_path / "b", "steady", ranks=1)
+    before = second.left()
+    first.launcher.kill()
+    check_nothing_left(first)
+    assert sorted(second.left()) == sorted(before)
+    second.launcher.kill()
+    check_nothing_left(second)

@@ -1,0 +1,110 @@
+"""`hotbunk generate` answers what plain Transformers answers, a chat's ids only grow, and Ctrl-C leaves nothing."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.conftest import ROOT
+from trainer.cli import main
+from trainer.commands.generate import Chat
+
+TOKENS = 12
+QUESTIONS = ["what is 2+2?", "and one more?"]
+
+
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    """Plain Transformers' answer."""
+    ids = torch.tensor([prompt])
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS)
+    return answer[0, len(prompt) :].tolist()
+
+
+def test_a_chat_answers_like_transformers_and_ctrl_c_ends_it(tiny_qwen2: Path) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny_qwen2), AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    words = ["generate", str(tiny_qwen2), "--max-tokens", str(TOKENS), "--system", "be brief"]
+    mark = {"HOTBUNK_TEST_MARK": str(time.monotonic_ns())}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", *words], cwd=ROOT, env=os.environ | mark, stdin=-1, stdout=-1, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    chat, expected = Chat(tokenizer, "be brief"), ""
+    for question in QUESTIONS:
+        answer = greedy(model, chat.ask(question))
+        chat.ids = chat.ids + answer
+        expected += tokenizer.decode(answer, skip_special_tokens=True) + " […]" * (len(answer) == TOKENS) + "\n"
+        process.stdin.write(question + "\n")
+        process.stdin.flush()
+    printed = "".join(process.stdout.readline() for _ in range(expected.count("\n")))
+    assert printed == expected
+    family = processes_with(mark)
+    assert len(family) > 1  # the engine's, too
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 128 + signal.SIGINT
+    psutil.wait_procs(family, timeout=20)
+    assert processes_with(mark) == []
+
+
+def processes_with(mark: dict[str, str]) -> list[psutil.Process]:
+    """Processes that have inherited the environment variable."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            if mark.items() <= process.environ().items():
+                found.append(process)
+    return found
+
+
+def test_each_prompt_of_a_chat_begins_with_all_ids_before_it(tiny_qwen2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
+    chat = Chat(tokenizer, "be brief")
+    first = chat.ask("2+2?")
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
+    assert tokenizer.decode(first) == tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    # Ids that no text encodes to: an end in the middle, and bytes that are no UTF-8.
+    unspeakable = [tokenizer.eos_token_id, 200, 201, 14]
+    for ending in ([], [tokenizer.eos_token_id]):  # cut short, or ended by itself: the template's end comes once
+        chat.ids = first + unspeakable + ending
+        second = chat.ask("<the answer> and 3+3?")
+        assert second[: len(first) + 4] == first + unspeakable
+        rest = tokenizer.decode(second[len(first) + 4 :])
+        assert rest == "<|im_end|>\n<|im_start|>user\n<the answer> and 3+3?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "expected"),
+    [
+        ("absent/folder/of/mine", [], "there is no folder absent/folder/of/mine"),
+        ("run", [], "has no model yet: its run is not finished"),
+        ("weightless", [], "holds no *.safetensors"),
+        ("plain", [], "has no chat template: it can only continue a --prompt"),
+        ("plain", ["--max-tokens", "0"], "--max-tokens must be at least 1"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence(
+    model: str, words: list[str], expected: str, tiny_qwen2: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run", "weightless", "plain"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    (tmp_path / "plain" / "model.safetensors").touch()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "plain")
+    (tmp_path / "plain" / "config.json").write_bytes((tiny_qwen2 / "config.json").read_bytes())
+    assert main(["generate", model, *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("hotbunk: ") and captured.err.count("\n") == 1, captured.err
+    assert expected in captured.err

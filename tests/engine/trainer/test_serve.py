@@ -1,0 +1,66 @@
+"""`hotbunk serve` answers the official client as plain Transformers would, and Ctrl-C leaves nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.conftest import ROOT
+from tests.engine.trainer.test_generate import processes_with
+from trainer.cli import main
+
+
+@pytest.mark.covers("V33")
+def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny_qwen2), AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    messages = [{"role": "user", "content": "what is 2+2?"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = torch.tensor([tokenizer(text)["input_ids"]])
+    mask = torch.ones_like(prompt)
+    expected = model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=12)[0, prompt.shape[1] :]
+    mark = {"HOTBUNK_TEST_MARK": str(time.monotonic_ns())}
+    words = ["serve", str(tiny_qwen2), "--port", "0", "--api-key", "secret", "--name", "mine", "--concurrent", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", *words], cwd=ROOT, env=os.environ | mark, stdout=-1, text=True
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("mine answers at http://127.0.0.1:"), line
+    api = openai.OpenAI(base_url=line.split()[-1], api_key="secret", max_retries=0)
+    answer = api.chat.completions.create(model="mine", messages=messages, temperature=0, max_tokens=12)
+    assert answer.choices[0].message.model_extra["generation_token_ids"] == expected.tolist()
+    with pytest.raises(openai.BadRequestError, match="takes no trajectories' keys in x-hotbunk-trajectory"):
+        api.chat.completions.create(model="mine", messages=messages, extra_headers={"x-hotbunk-trajectory": "a"})
+    family = processes_with(mark)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 128 + signal.SIGINT
+    psutil.wait_procs(family, timeout=20)
+    assert processes_with(mark) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["absent/folder/of/mine"], "there is no folder absent/folder/of/mine"),
+        (["MODEL", "--concurrent", "0"], "--concurrent must be at least 1"),
+        (["MODEL", "--port", "70000"], "--port from 0 to 65535"),
+        (["MODEL", "--port", "http"], "invalid int value"),
+        (["MODEL", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines ask: give an --api-key"),
+        (["MODEL", "--host", "", "--api-key", ""], "lets other machines ask"),
+    ],
+)
+def test_serve_bad_input_ends_in_one_sentence(
+    words: list[str], expected: str, tiny_qwen2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *(str(tiny_qwen2) if word == "MODEL" else word for word in words)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("hotbunk: ") and captured.err.count("\n") == 1, captured.err
+    assert expected in captured.err

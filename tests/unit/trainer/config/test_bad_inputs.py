@@ -1,0 +1,192 @@
+"""Everything a user is likely to get wrong ends in one sentence and exit code 2, before any model loads."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+
+from tests.conftest import ROOT
+from tests.unit.small_tokenizer import small_tokenizer
+from trainer.cli import main
+
+RECIPE = """
+run: {{device: cpu, output_dir: {0}/runs}}
+model: {{path: {0}/model}}
+data: {{path: {0}/data.jsonl, eval_path: {0}/data.jsonl, max_prompt_tokens: 100}}
+sampling: {{max_tokens: 100}}
+engine: {{max_model_len: 256}}
+eval: {{every: 1}}
+batch: {{prompts_per_step: 4}}
+reward: {{functions: [{{name: exact_match}}]}}
+"""
+REWARDS = """
+def good(completion, *, answer): return 1.0
+def greedy(completion, *, teacher): return 1.0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe with which nothing is wrong, and all it names."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(tmp_path))
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": str(n), "answer": n}) + "\n" for n in range(8)))
+    (tmp_path / "model").mkdir()
+    model = {"model_type": "qwen2", "max_position_embeddings": 512, "num_attention_heads": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+    (tmp_path / "model" / "model.safetensors").touch()
+    small_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
+    return tmp_path
+
+
+def rewrite(name: str, text: str) -> Callable[[Path], None]:
+    """Spoil a file of the folder."""
+
+    def spoil(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return spoil
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    """Take a file out of the folder."""
+    return lambda folder: (folder / name).unlink()
+
+
+def reward(name: str, **kwargs: str) -> list[str]:
+    """The override that names one reward function."""
+    return ["--reward.functions", json.dumps([{"name": name, "kwargs": kwargs}])]
+
+
+def nothing(folder: Path) -> None:
+    """Leave the folder as it is."""
+
+
+# What is done to the folder, what is added to the command line ({0}: the folder), and what the sentence says.
+BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
+    "no recipe": (remove("recipe.yaml"), [], "recipe.yaml: no such recipe file"),
+    "broken YAML": (rewrite("recipe.yaml", "model: {path: x\ndata: ["), [], "is not valid YAML"),
+    "recipe is a list": (rewrite("recipe.yaml", "- model\n"), [], "must be a mapping of sections"),
+    "recipe lacks the model": (rewrite("recipe.yaml", "data: {path: x}"), [], "model is missing"),
+    "unknown key": (nothing, ["--policy.learning_rate", "1e-5"], "did you mean policy.lr?"),
+    "unknown option": (nothing, ["--dryrun"], "unrecognized arguments: --dryrun"),
+    "override without value": (nothing, ["--run.steps"], "--run.steps needs a value"),
+    "wrong type": (nothing, ["--run.steps", "many"], "run.steps is 'many', but should be a valid integer"),
+    "negative learning rate": (nothing, ["--policy.lr=-1e-5"], "policy.lr is -1e-05, but should be at least 1e-20"),
+    "unknown backend": (
+        nothing,
+        ["--policy.backend", "megatron"],
+        "policy.backend is 'megatron', but should be 'fsdp'",
+    ),
+    "name with a slash": (nothing, ["--run.name", "a/b"], "run.name is 'a/b'"),
+    "unset environment variable": (
+        nothing,
+        ["--data.path", "${oc.env:HOTBUNK_TEST_NO}"],
+        "'HOTBUNK_TEST_NO' not found",
+    ),
+    "groups of one": (nothing, ["--algorithm.group_size", "1"], "algorithm.group_size is 1"),
+    "batch over ranks": (
+        nothing,
+        ["--batch.prompts_per_step", "3", "--algorithm.group_size", "3"],
+        "= 9 must be divisible by the number of ranks (2)",
+    ),
+    "batch over updates": (
+        nothing,
+        ["--batch.updates_per_step", "50"],
+        "but each of batch.updates_per_step = 50 updates needs a prompt of its own",
+    ),
+    "too long for the engine": (nothing, ["--sampling.max_tokens", "200"], "is more than engine.max_model_len = 256"),
+    "too long for the model": (nothing, ["--engine.max_model_len", "1024"], "more than the 512 positions of the model"),
+    "tensor parallel over ranks": (nothing, ["--engine.tensor_parallel_size", "4"], "the number of ranks = 2 must be"),
+    "nucleus sampling": (nothing, ["--sampling.top_p", "0.9"], "sampling.top_p is 0.9, but when sampling is truncated"),
+    "top-k sampling": (nothing, ["--sampling.top_k", "20"], "sampling.top_k is 20, but when sampling is truncated"),
+    "greedy training": (nothing, ["--sampling.temperature", "0"], "sampling.temperature is 0"),
+    "no GPU": (nothing, ["--run.device", "cuda"], "run.device is cuda, but this machine shows no NVIDIA GPU"),
+    "expandable segments": (
+        nothing,
+        ["--run.device", "cuda"],
+        "PYTORCH_CUDA_ALLOC_CONF switches on expandable_segments",
+    ),
+    "no such model": (nothing, ["--model.path", "{0}/absent"], "model.path: there is no folder"),
+    "model without config": (remove("model/config.json"), [], "holds no config.json"),
+    "model with broken config": (rewrite("model/config.json", "{"), [], "config.json is not valid JSON"),
+    "model without weights": (remove("model/model.safetensors"), [], "holds no *.safetensors"),
+    "model without tokenizer": (nothing, ["--model.tokenizer", "{0}"], "no tokenizer can be loaded from"),
+    "no such data": (nothing, ["--data.path", "{0}/absent.jsonl"], "data.path: there is no file or folder"),
+    "empty data": (rewrite("data.jsonl", ""), [], "data.jsonl holds no rows"),
+    "broken data": (rewrite("data.jsonl", '{"prompt": "a", "ans'), [], "data.jsonl (split train) cannot be read"),
+    "row without prompt": (
+        rewrite("data.jsonl", '{"prompt": "a", "answer": 1}\n{"answer": 1}\n'),
+        [],
+        "row 1 of {0}/data.jsonl has neither 'prompt' nor 'messages'",
+    ),
+    "no prompt column": (nothing, ["--data.prompt_key", "question"], "has only the columns prompt, answer"),
+    "no answer column": (nothing, ["--data.answer_key", "solution"], "data.answer_key = 'solution' is no column"),
+    "all prompts too long": (nothing, ["--data.max_prompt_tokens", "2"], "all 8 prompts of"),
+    "nothing to evaluate on": (nothing, ["--data.eval_path", "null"], "eval.every is set, but there is nothing"),
+    "no reward": (nothing, ["--reward.functions", "[]"], "reward.functions is empty"),
+    "unknown reward": (nothing, reward("exact_mach"), "reward 'exact_mach' is not known: did you mean exact_match?"),
+    "reward file missing": (nothing, reward("{0}/absent.py:f"), "there is no file {0}/absent.py"),
+    "reward function missing": (nothing, reward("{0}/rewards.py:god"), "has no 'god'; did you mean good?"),
+    "reward fails to import": (nothing, reward("{0}/broken.py:f"), "No module named 'a_module_that_is_not_there'"),
+    "reward asks for too much": (nothing, reward("{0}/rewards.py:greedy"), "asks for 'teacher'"),
+    "reward gets too much": (nothing, reward("{0}/rewards.py:good", depth="3"), "takes no argument 'depth'"),
+    "invalid regex": (nothing, reward("format_regex", pattern="(["), "pattern '([' is not a regular expression"),
+    "tool missing": (nothing, ["--rollout.tools", "[{0}/rewards.py:god]"], "has no 'god'; did you mean good?"),
+    "no rollout": (nothing, ["--rollout.custom", "{0}/rewards.py:good"], "is not a rollout: write `async def rollout"),
+    "two ways to roll out": (nothing, ["--rollout.custom=a:b", "--rollout.sampler=c:d"], "are both set"),
+    "resume from nothing": (nothing, ["--resume", "{0}/model"], "is no complete checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_ends_in_one_sentence(
+    case: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil, arguments, expected = BAD[case]
+    spoil(folder)
+    if case != "no GPU":
+        monkeypatch.setattr("trainer.config.checks.cuda_problem", lambda: None)
+    if case == "expandable segments":
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    words = [word.replace("{0}", str(folder)) for word in arguments]
+    assert main(["train", str(folder / "recipe.yaml"), "--dry-run", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("hotbunk: ")
+    assert expected.replace("{0}", str(folder)) in captured.err
+
+
+def test_rollouts_are_looked_at_before_there_are_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """train.sh asks with --check: one sentence, and no traceback of each rank."""
+    assert main(["train", str(folder / "recipe.yaml"), "--check", "--rollout.tools", "[no.module:f]"]) == 2
+    assert "'no.module:f' cannot be loaded" in capsys.readouterr().err
+    assert main(["train", str(folder / "recipe.yaml"), "--check"]) == 0
+
+
+def test_nothing_is_said_about_good_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(folder / "recipe.yaml"), "--dry-run", *reward(f"{folder}/rewards.py:good")]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    (folder / "again.yaml").write_text(captured.out)
+    assert main(["train", str(folder / "again.yaml"), "--dry-run"]) == 0
+    assert capsys.readouterr().out == captured.out
+
+
+@pytest.mark.parametrize(("command", "local_rank"), [("train", None), ("sft", "0"), ("train", "1")])
+def test_a_real_run_says_it_once_on_each_machine(folder: Path, command: str, local_rank: str | None) -> None:
+    environment = os.environ | ({"LOCAL_RANK": local_rank, "WORLD_SIZE": "2"} if local_rank else {"WORLD_SIZE": "1"})
+    words = [sys.executable, "-m", "trainer", command, str(folder / "recipe.yaml"), "--model.path", "/absent"]
+    result = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert result.returncode == 2
+    assert result.stderr == ("" if local_rank == "1" else "hotbunk: model.path: there is no folder /absent\n")
+    assert not (folder / "runs").exists()

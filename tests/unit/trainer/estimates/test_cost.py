@@ -1,0 +1,136 @@
+"""The model of cost: its arithmetic by hand, what must hold however large model and machine are, and its table."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.trainer.commands.test_plan import recipe
+from trainer.cli import main
+from trainer.config.schema import TrainConfig
+from trainer.estimates.gpus import GPUS, Gpu
+from trainer.estimates.model_sizes import ModelSizes
+from trainer.estimates.time import Cost, Lengths, step_costs, step_flops, update_traffic
+from trainer.flops import ModelFlops
+
+GPU = Gpu(flops=1e15, memory_gib=80, memory_rate=4e12, link_rate=4e11, network_rate=5e10, pattern="")
+LENGTHS = Lengths(prompt=100, answer=300)
+BILLION = ModelSizes(
+    config={
+        "num_hidden_layers": 10,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 1,
+        "hidden_size": 2048,
+        "vocab_size": 100_000,
+    },
+    shapes={"embeddings": torch.Size([100_000, 2048]), "head": torch.Size([100_000, 2048])}
+    | {f"layers.{i}": torch.Size([20_000, 4096]) for i in range(10)},
+    layer=20_000 * 4096,
+    rest=2 * 100_000 * 2048,
+    units={"embeddings": [torch.Size([100_000, 2048])], "head": [torch.Size([100_000, 2048])]}
+    | {f"layers.{i}": [torch.Size([20_000, 4096])] for i in range(10)},
+    head=100_000 * 2048,
+    normed=4096,
+    flops=ModelFlops(819_200_000, 819_200_000, 204_800_000, 204_800_000, 10 * 16 * 128),
+)
+
+
+def config(model: Path, **sections: Any) -> TrainConfig:
+    base: dict[str, Any] = {
+        "run": {"device": "cuda"},
+        "batch": {"prompts_per_step": 64, "tokens_per_micro_batch": 8000, "updates_per_step": 1},
+        "algorithm": {"group_size": 8},
+        "policy": {"dtype": "bfloat16", "activation_checkpointing": "full"},
+    }
+    return recipe(model, **{key: base.get(key, {}) | sections.get(key, {}) for key in {**base, **sections}})
+
+
+def by_name(costs: list[Cost]) -> dict[str, Cost]:
+    return {cost.name: cost for cost in costs}
+
+
+def test_products_take_what_their_operations_take(tiny_qwen2: Path) -> None:
+    """512 answers of 400 tokens on 4 ranks, 51,200 tokens each; the head at 300 of 400."""
+    plan = config(tiny_qwen2)
+    tokens, targets, pairs = 51_200, 38_400, 128 * 400 * 401 / 2
+    once = 2 * (819_200_000 * tokens + 204_800_000 * targets) + 4 * 20_480 * pairs
+    assert step_flops(plan, BILLION, 4, LENGTHS) == pytest.approx(3 * once)
+    products = by_name(step_costs(plan, BILLION, 4, GPU, LENGTHS))["update: products"].seconds
+    assert products == pytest.approx(4 * once / 0.68e15), "all is computed again"
+    kept = config(tiny_qwen2, policy={"activation_checkpointing": "none"})
+    again = 2 * 204_800_000 * targets  # logits are, in any case
+    products = by_name(step_costs(kept, BILLION, 4, GPU, LENGTHS))["update: products"].seconds
+    assert products == pytest.approx((3 * once + again) / 0.68e15)
+    assert step_flops(kept, BILLION, 4, LENGTHS) == pytest.approx(3 * once)
+
+
+def test_an_engine_reads_its_weights_for_each_token_and_more_slots_take_fewer_steps(tiny_qwen2: Path) -> None:
+    slow = replace(GPU, memory_rate=1e11)  # so that nothing else counts
+    weights = 2 * BILLION.total / 0.85e11
+
+    def seconds(slots: int, ranks: int) -> float:
+        plan = config(tiny_qwen2, engine={"max_num_seqs": slots})
+        return by_name(step_costs(plan, BILLION, ranks, slow, LENGTHS))["rollout"].seconds
+
+    assert seconds(128, 4) == pytest.approx(600 * (weights + 1e-3), rel=0.1), "to twice the mean length"
+    assert seconds(64, 4) == pytest.approx(900 * (weights + 1e-3), rel=0.1), "and the mean once more to begin with"
+    assert seconds(128, 8) < seconds(128, 4), "fewer answers have fewer keys and values to read"
+
+
+def test_gathers_are_hidden_by_work_and_waited_for_where_links_are_slow(tiny_qwen2: Path) -> None:
+    plan = config(tiny_qwen2)
+    fast = by_name(step_costs(plan, BILLION, 8, GPU, LENGTHS))["update: gathers"]
+    assert fast.seconds < 0.2 * fast.hidden
+    slow = by_name(step_costs(plan, BILLION, 8, replace(GPU, link_rate=4e9), LENGTHS))
+    busy = slow["update: products"].seconds + slow["update: elementwise"].seconds
+    gathers = slow["update: gathers"]
+    traffic = update_traffic(plan.policy, BILLION, 8, 4)  # 25,600 tokens are four micro-batches
+    sent = (traffic.gathered + traffic.scattered) * 7 / 8 / (0.75 * 4e9)
+    assert gathers.seconds + gathers.hidden == pytest.approx(sent, rel=0.01)
+    assert gathers.hidden == pytest.approx(busy)
+    assert "update: gathers" not in by_name(step_costs(plan, BILLION, 1, GPU, LENGTHS))
+
+
+def test_gradients_alone_go_between_replicas_once_an_update(tiny_qwen2: Path) -> None:
+    plan = config(tiny_qwen2, policy={"shard_size": 8})
+    costs = by_name(step_costs(plan, BILLION, 64, GPU, LENGTHS))
+    assert costs["update: between replicas"].seconds == pytest.approx(2 * 4 * BILLION.total / 8 / (0.75 * 5e10))
+    assert "update: between replicas" not in by_name(step_costs(config(tiny_qwen2), BILLION, 64, GPU, LENGTHS))
+
+
+def test_of_adapters_only_they_are_reduced(tiny_qwen2: Path) -> None:
+    slow = replace(GPU, link_rate=4e9)
+    adapters = replace(BILLION, adapters={"a": torch.Size([1_000_000])})
+    plan = config(tiny_qwen2)
+    gathers = by_name(step_costs(plan, adapters, 8, slow, LENGTHS))["update: gathers"]
+    sent = (update_traffic(plan.policy, BILLION, 8, 4).gathered + 4 * 4_000_000) * 7 / 8 / (0.75 * 4e9)
+    assert gathers.seconds + gathers.hidden == pytest.approx(sent, rel=0.01)
+
+
+def test_memory_that_is_shared_needs_no_sync_and_what_is_put_away_takes_its_time(tiny_qwen2: Path) -> None:
+    costs = by_name(step_costs(config(tiny_qwen2), BILLION, 1, GPU, LENGTHS))
+    assert costs["sync"].seconds == pytest.approx(3 * 2 * BILLION.total / (0.85 * 4e12))
+    assert "sync" not in by_name(step_costs(config(tiny_qwen2, sync={"zero_copy": True}), BILLION, 1, GPU, LENGTHS))
+    away = by_name(step_costs(config(tiny_qwen2, policy={"offload": "optimizer"}), BILLION, 1, GPU, LENGTHS))
+    more = away["sleep and wake"].seconds - costs["sleep and wake"].seconds
+    assert more == pytest.approx(2 * 8 * BILLION.total / 50e9)
+
+
+def test_a_plan_for_a_gpu_has_seconds_and_mfu(
+    tiny_qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import yaml
+
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(config(tiny_qwen2, run={"device": "auto"}).model_dump(mode="json")))
+    for gpu in GPUS:
+        assert main(["plan", str(path), "--ranks", "8", "--gpu", gpu, "--answer-tokens", "50"]) == 0
+        shown = capsys.readouterr().out
+        assert "8, on cuda" in shown and f"of {GPUS[gpu].memory_gib:.1f} GiB" in shown and "MFU" in shown
+        assert "prompts of 50 and answers of 50 tokens" in shown and max(map(len, shown.splitlines())) <= 120
+    assert main(["plan", str(path), "--ranks", "8", "--gpu", "h100", "--answer-tokens", "101"]) == 2
+    assert "--answer-tokens is 101, but the recipe has 1 to 100 of them" in capsys.readouterr().err
+    assert main(["plan", str(path), "--gpu", "h1000"]) == 2
+    assert "invalid choice" in capsys.readouterr().err

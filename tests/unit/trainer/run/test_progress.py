@@ -1,0 +1,222 @@
+"""What a person sees of a run: rows, report, curves, memory."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.cells import cell_len
+from rich.console import Console
+
+from tests.conftest import ROOT
+from trainer.run import meters, screen
+from trainer.run.meters import MemoryMeter, rss_gib
+from trainer.run.plots import compare, plot_curves
+from trainer.run.screen import WIDTH, Progress, Report, duration, sparkline
+
+FULL = {
+    "reward/mean": 0.4375,
+    "eval/accuracy": 0.5,
+    "gap/max": 1.5e-5,
+    "entropy": 0.75,
+    "length/mean": 123.4,
+    "length/truncated": 0.02,
+    "throughput/rollout_tokens_per_s": 11234.0,
+    "time/rollout": 0.35,
+    "time/sync": 0.03,
+    "time/sleep": 0.01,
+    "time/wake": 0.02,
+    "time/logprobs": 0.1,
+    "time/update": 0.2,
+    "memory/trainer_gib_update": 0.61,
+    "memory/trainer_gib_rollout": 0.5,
+    "memory/engine_gib_rollout": 1.32,
+    "memory/engine_gib_update": 0.42,
+}
+
+
+def printed(steps: list[tuple[int, dict[str, float]]], total: int = 400, terminal: bool = False) -> list[str]:
+    """The lines a run of these steps prints, colours left out."""
+    output = io.StringIO()
+    console = Console(file=output, width=WIDTH, force_terminal=terminal, no_color=True, highlight=False)
+    table = Progress(total, enabled=True, console=console)
+    for step, metrics in steps:
+        table.step(step, metrics)
+    return output.getvalue().splitlines()
+
+
+def test_rows_are_aligned_with_the_header_and_fit_the_width() -> None:
+    lines = printed([(1, FULL), (2, {}), (399, FULL | {"reward/mean": -1.0, "eval/accuracy": math.nan})])
+    assert all(cell_len(line) <= WIDTH for line in lines)
+    header, row = lines[0], lines[1]
+    shown = {
+        "reward": "0.438",
+        "eval": "0.500",
+        "gap max": "1.5e-05",
+        "entropy": "0.750",
+        "length": "123.4",
+        "cut": "2%",
+    }
+    shown |= {"tok/s": "11.2k", "rollout s": "0.35", "sync": "0.06", "train": "0.30"}
+    shown["GiB trainer | engine"] = "0.61 | 1.32→0.42"
+    for title, value in shown.items():
+        end = header.index(title) + len(title)
+        assert row[:end].endswith(" " + value), title  # right under its title's end
+    assert row.startswith("  1/400") and lines[2].split()[0] == "2/400"
+    assert lines[3].startswith("399/400")
+
+
+def test_the_header_comes_back_every_twenty_rows() -> None:
+    lines = printed([(step, FULL) for step in range(1, 46)])
+    assert [index for index, line in enumerate(lines) if line.lstrip().startswith("step")] == [0, 21, 42]
+    assert len(lines) == 45 + 3
+
+
+def test_skipped_steps_are_shown() -> None:
+    assert printed([(1, FULL | {"skipped_steps": 2.0})])[1].endswith("2 skipped")
+
+
+def test_a_log_gets_the_same_columns_as_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert screen.make_console().width == WIDTH  # standard output is no terminal here
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert screen.make_console().width == 40
+
+
+def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Progress(10, enabled=False)
+    table.note("loading")
+    table.step(1, FULL)
+    table.report(report())
+    assert capsys.readouterr().out == ""
+
+
+def report(**changes: object) -> Report:
+    values: dict[str, object] = {
+        "steps": 40,
+        "seconds": 101.3,
+        "before": 0.31,
+        "after": 0.9375,
+        "rewards": [0.1, 0.5, 0.9],
+        "answers": [
+            {"prompt": "17+25=", "text": "42 [bold]really[/nothing]\x1b[31m", "reward": 1.0},
+            {"prompt": "1+1=", "text": "long " * 1000, "reward": 0.0},
+            {"prompt": "third", "text": "never shown"},
+        ],
+        "memory": {"trainer": {"at its peak": 0.61}, "engine": {"awake": 1.32, "asleep": 0.42}},
+        "paths": {"curves": Path("runs/demo/curves.png"), "metrics": Path("runs/demo/metrics.jsonl")},
+        "checkpoint": Path("runs/demo/model"),
+        "max_gap": 2.1e-5,
+    }
+    return Report(**(values | changes))  # type: ignore[arg-type]
+
+
+def rendered(shown: Report) -> str:
+    output = io.StringIO()
+    Progress(40, enabled=True, console=Console(file=output, width=WIDTH)).report(shown)
+    assert all(cell_len(line) <= WIDTH for line in output.getvalue().splitlines())
+    return output.getvalue()
+
+
+def test_the_report_says_how_it_went_and_what_to_do_next() -> None:
+    text = rendered(report())
+    for expected in (
+        *("40 steps in 1 min 41 s", "31.0%  →  93.8%", "at most 2.1e-05 nats", "0.61 GiB at its peak"),
+        *("1.32 GiB awake, 0.42 GiB asleep", "runs/demo/curves.png", "hotbunk generate runs/demo/model", "reward 0.00"),
+    ):
+        assert expected in text
+    assert "42 [bold]really[/nothing]" in text and "\x1b" not in text  # an answer is text, whatever it looks like
+    assert "never shown" not in text and len(text) < 6000
+
+
+def test_the_report_of_a_run_without_evaluation_or_answers() -> None:
+    text = rendered(report(before=None, after=None, rewards=[], answers=[], memory={}, checkpoint=None))
+    assert "accuracy" not in text and "hotbunk generate" not in text
+    assert "→" not in rendered(report(before=None)) and "93.8%" in rendered(report(before=None))
+
+
+def test_durations_and_sparklines() -> None:
+    assert [duration(value) for value in (0.4, 59.4, 59.6, 3599, 7620)] == [
+        *("0 s", "59 s", "1 min 00 s", "59 min 59 s", "2 h 07 min")
+    ]
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert sparkline([2.0, math.nan, 2.0], 5) == "▁▁" and sparkline([], 5) == ""
+    assert len(sparkline([float(value) for value in range(1001)], 40)) == 40
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_curves_are_drawn_whatever_was_measured(tmp_path: Path, rows: int) -> None:
+    lines = [{"train/step": 0, "eval/accuracy": 0.3}]
+    for step in range(1, rows):
+        lines.append(
+            {"train/step": step, "gap/max": 0.0, "grad_norm": None, "time/rollout": 0.1} | (FULL if step > 2 else {})
+        )
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert plot_curves(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_resident_memory_counts_what_is_allocated_and_shared() -> None:
+    before = rss_gib()
+    block = torch.ones(64 * 2**20 // 4)
+    assert rss_gib() - before == pytest.approx(1 / 16, rel=0.2)
+    shared = torch.ones(64 * 2**20 // 4).share_memory_()
+    assert rss_gib() - before == pytest.approx(2 / 16, rel=0.2)
+    del block, shared
+    assert rss_gib() - before < 1 / 32
+
+
+def test_the_meter_sees_a_peak_that_is_over_and_in_its_phase_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = MemoryMeter(torch.device("cpu"))
+    before = rss_gib()
+    with meter.phase("rollout"):
+        pass
+    with meter.phase("update"):
+        torch.ones(128 * 2**20 // 4).sum()
+    with meter.phase("update"):  # the larger one counts
+        pass
+    with meter.phase("sync"):
+        pass
+    peaks = {key.removeprefix("memory/trainer_gib_"): value - before for key, value in meter.metrics().items()}
+    assert set(peaks) == {"rollout", "update", "sync"}
+    assert peaks["update"] == pytest.approx(1 / 8, rel=0.2)
+    assert abs(peaks["rollout"]) < 1 / 64 and abs(peaks["sync"]) < 1 / 64
+    assert meter.metrics() == {}
+
+
+def test_the_meter_works_where_the_peak_cannot_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(meters.Path, "write_text", refused)
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.phase("update"):
+        pass
+    assert meter.metrics()["memory/trainer_gib_update"] >= rss_gib() - 0.01
+
+
+def test_runs_are_compared_by_accuracy_and_smoothed_reward() -> None:
+    rewards = {"one": [1.0, 0.0, 2.0, 4.0, 3.0], "other": [5.0]}
+    runs = {name: [{"train/step": n + 1, "reward/mean": r} for n, r in enumerate(rs)] for name, rs in rewards.items()}
+    runs["one"] += [{"train/step": 6, "eval/accuracy": 0.5}, {"train/step": 7, "reward/mean": None}]
+    held_out, training = compare(runs, window=3).axes
+    assert [(line.get_label(), list(line.get_ydata())) for line in held_out.lines] == [("one", [0.5])]
+    assert [(line.get_label(), list(line.get_ydata())) for line in training.lines] == [
+        ("one", [1.0, 0.5, 1.0, 2.0, 3.0]),
+        ("other", [5.0]),
+    ]
+
+
+def test_compare_draws_a_picture_and_refuses_what_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"train/step": 1, "reward/mean": 0.5}\n')
+    script = [sys.executable, str(ROOT / "scripts" / "compare.py"), "--out", "both.png"]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    done = subprocess.run([*script, "run"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG"), done.stderr
+    done = subprocess.run([*script, "run", "absent"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "absent holds no metrics.jsonl" in done.stderr

@@ -1,0 +1,117 @@
+"""Deadlines of phases on one rank; several ranks are in tests/distributed/sharding/test_collectives.py."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from trainer.run import watchdog as module
+from trainer.run.watchdog import EXIT_CODE, Watchdog
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that collects exit codes in place of the process's end; the watchdog looks fifty times a second."""
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
+    return []
+
+
+def test_phases_nest_and_an_expired_outer_one_is_found(codes: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    ended = threading.Event()
+
+    def exit_process(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    dog = Watchdog(dist.HashStore(), 0, 1, exit_process)
+    assert dog.current_phase() == "start-up"
+    with dog.phase("step", 0.2), dog.phase("rollout", 60):
+        assert dog.current_phase() == "step > rollout"
+        assert ended.wait(20)
+    assert dog.current_phase() == "start-up"
+    dog.close()
+    assert codes == [EXIT_CODE]
+    text = capsys.readouterr().err
+    assert "rank 0 exceeded a deadline, phase step for 0.2 s (deadline 0.2 s); phases of all ranks:" in text
+    assert "  rank 0: step > rollout for 0." in text
+    assert "in test_phases_nest_and_an_expired_outer_one_is_found" in text
+
+
+def test_phases_in_time_pass_and_a_phase_that_raised_is_over(codes: list[int]) -> None:
+    with Watchdog(dist.HashStore(), 0, 1, codes.append) as dog:
+        with pytest.raises(KeyError), dog.phase("update", 0.05):
+            raise KeyError
+        assert not threading.Event().wait(0.2)
+        assert dog.current_phase() == "start-up"
+    assert codes == []
+
+
+def test_a_rank_that_is_asked_to_end_lets_all_know(codes: list[int]) -> None:
+    store = dist.HashStore()
+    with Watchdog(store, 0, 2, codes.append) as one, Watchdog(store, 1, 2, codes.append) as other:
+        assert one.called_at is other.called_at is None
+        assert one.call_all()
+        assert other.called_at is not None and one.called_at is not None
+        assert other.call_all()  # asked, too, by the same signal
+
+
+def test_a_rank_that_is_asked_to_end_learns_that_one_is_dead(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CALL_SECONDS", 0.3)
+    with Watchdog(dist.HashStore(), 0, 2, codes.append) as dog:
+        assert not dog.call_all()
+
+
+@pytest.mark.parametrize("end", ["vanished", "closed"])
+def test_a_rank_of_which_nothing_is_heard_any_more_ends_the_run(
+    codes: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    monkeypatch.setattr(module, "_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(module, "_SILENT_SECONDS", 0.5)
+    store, ended = dist.HashStore(), threading.Event()
+
+    def exit_process(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    with Watchdog(store, 0, 3, exit_process) as dog, dog.phase("update", 60):
+        with Watchdog(store, 1, 3, codes.append) as other:
+            while not dog._heard:
+                threading.Event().wait(0.01)
+            if end == "vanished":
+                other._closed.set()
+                assert ended.wait(20)
+        if end == "closed":
+            assert not ended.wait(1.5)
+    text = capsys.readouterr().err
+    assert codes == ([EXIT_CODE] if end == "vanished" else [])
+    assert ("rank 0 has heard nothing of rank 1 for 0.5 s; phases of all ranks:" in text) == (end == "vanished")
+
+
+def test_other_ranks_alarm_ends_this_one(codes: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    store = dist.HashStore()
+    ended = threading.Event()
+
+    def exit_process(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    with Watchdog(store, 0, 1, exit_process) as dog, dog.phase("update", 60):
+        store.add("watchdog/alarm", 1)
+        assert ended.wait(20)
+    assert codes == [EXIT_CODE]
+    assert "rank 0: phase update for" in capsys.readouterr().err
+
+
+def test_a_hang_that_holds_the_interpreters_lock_ends_too() -> None:
+    program = """
+import re, torch.distributed as dist
+from trainer.run import watchdog
+watchdog._HELD_LOCK_MARGIN_SECONDS = 0.5
+with watchdog.Watchdog(dist.HashStore(), 0, 1).phase("reward", 0.2):
+    re.match(r"(a*)*$", "a" * 100 + "b")   # C code that runs for years and never lets another thread in
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    assert "Timeout" in ended.stderr and "in match" in ended.stderr

@@ -1,0 +1,408 @@
+"""Rewards: what the built-in ones say, what is refused at start, and that a bad one costs only its own answer."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from generation.trajectory import Trajectory
+from tests.conftest import ROOT
+from trainer.config.schema import RewardConfig, RewardFunction
+from trainer.errors import UserError
+from trainer.rewards import RewardError, RewardPool, RewardResult, bind_rewards
+from trainer.rewards.functions import FormatRegex, exact_match, math_verify, numeric_match
+
+LOOP = asyncio.Runner()  # a pool is used on one event loop
+ROGUE = textwrap.dedent('''
+    import asyncio, os, signal, subprocess, sys, threading, time
+
+    class Odd(BaseException):
+        def __str__(self): raise SystemExit(1)
+
+    def rogue(completion, *, row, finish_reason="", factor=1.0):
+        """Does what the completion says."""
+        if completion == "raise": raise ValueError("I will not " + "x" * 10_000)
+        if completion == "raise odd": raise type("Local", (Exception,), {})("not picklable")
+        if completion == "pow": return float(9 ** 9 ** 9 ** 9)
+        if completion == "sleep": time.sleep(3600)
+        if completion == "children": subprocess.Popen(["sleep", f"100{os.getppid()}"]); os.fork(); time.sleep(3600)
+        if completion == "exit": os._exit(3)
+        if completion == "exit 0": os._exit(0)
+        if completion == "sys.exit": sys.exit(0)
+        if completion == "interrupt": raise KeyboardInterrupt
+        if completion == "cancelled": raise asyncio.CancelledError("a leaked scope")
+        if completion == "own exception": raise Odd
+        if completion.startswith("once "):
+            path = completion.removeprefix("once ")
+            if os.path.exists(path): return 0.25
+            with open(path + ".new", "w") as file: file.write(str(os.getpid()))
+            os.rename(path + ".new", path)
+            time.sleep(3600)
+        if completion == "kill": os.kill(os.getpid(), signal.SIGKILL)
+        if completion == "print": print("y" * 10_000_000, flush=True); os.write(2, b"z" * 1_000_000)
+        if completion == "recurse": return rogue.__call__(completion, row=row)
+        if completion == "torch": return float("torch" in sys.modules)
+        if completion == "pid": return float(os.getpid())
+        if completion == "die later":
+            threading.Timer(0.3, os._exit, (5,)).start()
+        odd = {"nan": float("nan"), "inf": float("inf"), "large": 1e39, "larger": 10**400}
+        odd |= {"none": None, "text": "1.0", "true": True}
+        return odd.get(completion, factor)
+''')
+BAD = {
+    "raise": "raised ValueError: I will not",
+    "raise odd": "raised Local: not picklable",
+    "pow": "took longer than",
+    "sleep": "took longer than",
+    "exit": "ended its process with exit code 3, as when it was asked before",
+    "exit 0": "ended its process with exit code 0, as when it was asked before",
+    "children": "took longer than",
+    "sys.exit": "raised SystemExit",
+    "interrupt": "raised KeyboardInterrupt",
+    "cancelled": "raised CancelledError: a leaked scope",
+    "own exception": "raised Odd: a message that cannot be read",
+    "kill": "ended its process with exit code -9, as when it was asked before",
+    "recurse": "raised RecursionError",
+}
+UNUSABLE = {
+    "nan": "returned nan, which is not a finite float32",
+    "inf": "returned inf, which is not a finite float32",
+    "large": "returned 1e+39, which is not a finite float32",
+    "larger": "returned inf, which is not a finite float32",
+    "none": "returned NoneType, which is not a number",
+    "text": "returned str, which is not a number",
+}
+
+
+def children() -> list[psutil.Process]:
+    """This process's descendants, but for the resource tracker, which lives as long as its interpreter."""
+    found = psutil.Process().children(recursive=True)
+    return [child for child in found if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+def grandchildren() -> list[psutil.Process]:
+    """What a reward function started and nobody ended: told by its argument, as it may have lost its parent."""
+    mark = f"100{os.getpid()}"
+    return [process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])]
+
+
+@pytest.fixture(scope="module")
+def rogue(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rewards") / "rogue.py"
+    path.write_text(ROGUE)
+    return f"{path}:rogue"
+
+
+@pytest.fixture(scope="module")
+def pool(rogue: str) -> Iterator[RewardPool]:
+    before = {child.pid for child in children()}
+    functions = [RewardFunction(name=rogue, weight=2.0, kwargs={"factor": 0.5}), RewardFunction(name="exact_match")]
+    with RewardPool(RewardConfig(functions=functions, timeout_s=1, workers=2, error_reward=-1.0)) as pool:
+        yield pool
+    assert {child.pid for child in children()} <= before, "the pool left processes behind"
+
+
+def score(pool: RewardPool, *completions: str, row: dict | None = None) -> list[RewardResult]:
+    async def all_of_them() -> list[RewardResult]:
+        given = {"answer": "true"} if row is None else row
+        calls = (pool.score(prompt="p", completion=text, row=given, finish_reason="stop") for text in completions)
+        return await asyncio.wait_for(asyncio.gather(*calls), 60)
+
+    return LOOP.run(all_of_them())
+
+
+def test_good_rewards_are_weighted_and_summed(pool: RewardPool) -> None:
+    right, wrong = score(pool, "true", "anything")
+    assert (right.reward, right.parts, right.error) == (3.0, {"rogue": 1.0, "exact_match": 1.0}, "")
+    assert (wrong.reward, wrong.parts) == (1.0, {"rogue": 0.5, "exact_match": 0.0})
+
+
+@pytest.mark.covers("P18")
+def test_a_bad_reward_costs_only_its_own_answer(pool: RewardPool) -> None:
+    pool.take_counts()
+    before = len(children())
+    all_bad = BAD | UNUSABLE
+    completions = [text for bad in all_bad for text in (bad, "good")]
+    for text, result in zip(completions, score(pool, *completions), strict=True):
+        if text == "good":
+            assert (result.reward, result.error) == (1.0, ""), f"a good answer paid for a bad one: {result}"
+        else:
+            assert all_bad[text] in result.error, (text, result)
+            assert (result.reward, len(result.error) < 500) == (-1.0, True)
+            assert result.parts == {"exact_match": 0.0}
+            assert result.unusable == (text in UNUSABLE)
+    assert pool.take_counts() == {
+        "reward/calls": 2.0 * len(all_bad),
+        "reward/errors/rogue": float(len(all_bad)),
+        "reward/errors/exact_match": 0.0,
+    }
+    assert pool.take_counts()["reward/calls"] == 0.0
+    assert len(children()) == before
+    assert not grandchildren(), "what a reward function started outlives it"
+
+
+@pytest.mark.covers("P18")
+def test_ten_megabytes_of_output_disturb_nobody(pool: RewardPool, capfd: pytest.CaptureFixture[str]) -> None:
+    assert score(pool, "print")[0].error == ""
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.covers("P18")
+def test_a_worker_that_dies_between_answers_is_replaced(rogue: str) -> None:
+    with RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], timeout_s=5, workers=1)) as lonely:
+        (dying,) = score(lonely, "pid")
+        score(lonely, "die later")
+        psutil.Process(int(dying.reward)).wait(timeout=10)
+        (alive,) = score(lonely, "pid")
+        assert alive.error == ""
+        assert alive.reward != dying.reward
+
+
+def test_a_call_whose_process_is_killed_from_outside_is_made_once_more(rogue: str, tmp_path: Path) -> None:
+    """While it is asked, and while it loads: the answer is what it would have been."""
+    with RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], timeout_s=60, workers=1)) as lonely:
+        psutil.Process(lonely._workers[0]._process.pid).kill()
+        assert score(lonely, "good") == [RewardResult(1.0, {"rogue": 1.0})]
+        marker = tmp_path / "pid"
+
+        async def killed() -> RewardResult:
+            call = lonely.score(prompt="", completion=f"once {marker}", row={}, finish_reason="stop")
+            task = asyncio.ensure_future(call)
+            while not marker.exists():  # noqa: ASYNC110  (another process makes it)
+                await asyncio.sleep(0.02)
+            os.kill(int(marker.read_text()), signal.SIGKILL)
+            return await asyncio.wait_for(task, 60)
+
+        assert LOOP.run(killed()) == RewardResult(0.25, {"rogue": 0.25})
+        assert lonely.take_counts() == {"reward/calls": 2.0, "reward/errors/rogue": 0.0}
+
+
+def test_a_sum_that_is_too_large_cannot_be_a_reward(rogue: str) -> None:
+    """Each by itself is finite: 1e35 times its weight, and two of 3e38 together."""
+    large, product = 3e38, RewardFunction(name=rogue, weight=1e5, kwargs={"factor": 1e35})
+    twice = [RewardFunction(name=rogue, kwargs={"factor": large})] * 2
+    for functions, sentence in (
+        ([product], f"rogue times its weight is {1e5 * 1e35}"),
+        (twice, "the sum of all is 6e+38"),
+    ):
+        with RewardPool(RewardConfig(functions=functions, workers=1)) as pool:
+            (result,) = score(pool, "good")
+        assert (result.reward, result.unusable) == (0.0, True)
+        assert result.error == f"{sentence}, which is not a finite float32"
+
+
+@pytest.mark.covers("P18")
+def test_a_row_that_cannot_be_sent_is_counted(pool: RewardPool) -> None:
+    (result,) = score(pool, "good", row={"answer": lambda: 0})
+    assert result.reward == -1.0
+    assert "cannot be given this row" in result.error
+
+
+@pytest.mark.covers("P18")
+def test_functions_that_load_only_in_the_trainer_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "shy.py"
+    path.write_text(
+        "import multiprocessing\nassert multiprocessing.parent_process() is None\ndef shy(completion): return 1.0\n"
+    )
+    with RewardPool(RewardConfig(functions=[RewardFunction(name=f"{path}:shy")], workers=1)) as pool:
+        results = score(pool, "good", "good")
+    assert all("could not be loaded by its process" in result.error for result in results), results
+    assert all("AssertionError" in result.error for result in results), results
+
+
+@pytest.mark.covers("P18")
+def test_the_run_ends_only_past_the_error_rate(rogue: str) -> None:
+    pool = RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], max_error_rate=0.1, timeout_s=5, workers=1))
+    counts = {"reward/calls": 100.0, "reward/errors/rogue": 10.0}
+    pool.check_error_rate(counts)
+    pool.check_error_rate({"reward/calls": 0.0, "reward/errors/rogue": 0.0})
+    with pytest.raises(RewardError, match=r"'rogue' failed in 11 of 100 calls \(11%\).*on another rank"):
+        pool.check_error_rate(counts | {"reward/errors/rogue": 11.0})
+    with pool:
+        score(pool, "none", "raise")
+    with pytest.raises(RewardError, match=r"'rogue' failed in 2 of 2 .*first error: it returned None"):
+        pool.check_error_rate(pool.take_counts())
+
+
+def test_workers_do_not_load_torch_and_stay(pool: RewardPool) -> None:
+    torch, *pids = score(pool, "torch", *["pid"] * 20)
+    assert torch.parts["rogue"] == 0.0, "a reward worker imported torch"
+    assert {result.parts["rogue"] for result in pids} <= {float(child.pid) for child in children()}
+
+
+@pytest.mark.covers("P18")
+def test_workers_ignore_ctrl_c(pool: RewardPool) -> None:
+    before = {child.pid for child in children()}
+    for pid in before:
+        os.kill(pid, signal.SIGINT)
+    assert score(pool, "good")[0].error == ""
+    assert {child.pid for child in children()} == before
+
+
+@pytest.mark.covers("P18")
+def test_workers_die_with_their_parent(rogue: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent("""
+        import asyncio, sys
+        from trainer.config.schema import RewardConfig, RewardFunction
+        from trainer.rewards import RewardPool
+        async def main(pool):
+            one = lambda text: pool.score(prompt="", completion=text, row={}, finish_reason="stop")
+            print(*[int((await one("pid")).reward) for _ in range(9)], flush=True)
+            await one("pow")
+        if __name__ == "__main__":
+            config = RewardConfig(functions=[RewardFunction(name=sys.argv[1])], timeout_s=100, workers=2)
+            with RewardPool(config) as pool:
+                asyncio.run(main(pool))
+    """)
+    )
+    command = [sys.executable, str(script), rogue]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in set(parent.stdout.readline().split())]
+        descendants = psutil.Process(parent.pid).children(recursive=True)
+        parent.kill()
+    assert len(workers) == 2
+    assert not psutil.wait_procs(descendants, timeout=10)[1]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [(" 42\n", 42, 1.0), ("42", "42 ", 1.0), ("42.", "42", 0.0), ("", "x", 0.0)],
+)
+def test_exact_match(completion: str, answer: object, reward: float) -> None:
+    assert exact_match(completion, answer=answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("so it is 1,234.50 in all", "1234.5", 1.0),
+        ("12 apples, no, 13", 13, 1.0),
+        ("13, no, 12", 13, 0.0),
+        ("-5", "5", 0.0),
+        ("the answer is 72.", "48/2 = <<48/2=24>>24\n#### 72", 1.0),
+        ("nothing", 3, 0.0),
+        ("1e3", 1000, 1.0),
+        (".5", 0.5, 1.0),
+    ],
+)
+def test_numeric_match(completion: str, answer: object, reward: float) -> None:
+    assert numeric_match(completion, answer=answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"Thus \boxed{\frac{1}{2}}.", "0.5", 1.0),
+        (r"$1+x^2$", "x^2+1", 1.0),
+        (r"\boxed{43}", "42", 0.0),
+        ("no idea", "42", 0.0),
+        (r"\boxed{42}", r"$42$", 1.0),
+    ],
+)
+def test_math_verify(completion: str, answer: object, reward: float) -> None:
+    assert math_verify(completion, answer=answer) == reward
+
+
+def test_format_regex_matches_the_whole_completion() -> None:
+    reward = FormatRegex(pattern=r"<think>.*</think>\d+")
+    assert reward("<think>a\nb</think>7") == 1.0
+    assert reward("<think>a</think>7 ") == reward("x<think>a</think>7") == 0.0
+
+
+@pytest.mark.parametrize("function", [exact_match, numeric_match, math_verify])
+def test_an_answer_that_is_missing_is_an_error_and_no_zero(function) -> None:
+    with pytest.raises(ValueError, match="no answer"):
+        function("1", answer=None)
+
+
+SIGNATURES = """
+def bare(completion): return 1.0
+def asks(completion, answer, finish_reason, **rest): return 1.0
+def swallows(*args, **rest): return 1.0
+def needs(completion, *, colour): return 1.0
+def nothing(): return 1.0
+def only_keywords(*, completion): return 1.0
+def two(completion, other, /): return 1.0
+async def later(completion): return 1.0
+async def tools_used(completion, *, trajectory): return trajectory.metrics["tools/calls"]
+number = 3
+class Counting:
+    def __init__(self, start): self.start = start
+    def __call__(self, completion, *, row): return self.start
+"""
+
+
+@pytest.fixture
+def signatures(tmp_path: Path) -> Path:
+    path = tmp_path / "signatures.py"
+    path.write_text(SIGNATURES)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "keywords"),
+    [
+        ("bare", {}, set()),
+        ("asks", {"more": 1}, {"prompt", "row", "answer", "finish_reason", "trajectory"}),
+        ("swallows", {}, {"prompt", "row", "answer", "finish_reason", "trajectory"}),
+        ("needs", {"colour": "red"}, set()),
+        ("later", {}, set()),
+        ("tools_used", {}, {"trajectory"}),
+        ("Counting", {"start": 1.0}, {"row"}),
+    ],
+)
+def test_signatures_that_fit(signatures: Path, name: str, kwargs: dict, keywords: set) -> None:
+    (reward,) = bind_rewards([(f"{signatures}:{name}", kwargs)])
+    assert reward.keywords == keywords
+    assert reward.label == name
+    seen = Trajectory(0, 0, [1], metrics={"tools/calls": 1.0})
+    offered = {"prompt": "p", "row": {}, "answer": None, "finish_reason": "stop", "trajectory": seen}
+    assert reward("text", offered) == 1.0
+
+
+@pytest.mark.covers("V34")
+def test_rewards_may_be_async_and_see_the_trajectory(signatures: Path) -> None:
+    """In the pool's own process, where the trajectory goes only because a function asks for it."""
+    functions = [RewardFunction(name=f"{signatures}:{name}") for name in ("later", "tools_used")]
+    seen = Trajectory(0, 0, [1], metrics={"tools/calls": 3.0})
+    with RewardPool(RewardConfig(functions=functions, workers=1)) as pool:
+        score = pool.score(prompt="", completion="", row={}, finish_reason="stop", trajectory=seen)
+        result = LOOP.run(score)
+    assert result == RewardResult(4.0, {"later": 1.0, "tools_used": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "reason"),
+    [
+        ("needs", {}, "asks for 'colour'"),
+        ("bare", {"colour": 1}, "takes no argument 'colour'"),
+        ("asks", {"row": 1}, "may not set 'row'"),
+        ("nothing", {}, "must take the completion"),
+        ("only_keywords", {}, "must take the completion"),
+        ("two", {}, "asks for 'other'"),
+        ("number", {}, "int, not a function"),
+        ("Counting", {}, "cannot be set up"),
+        ("Countin", {}, "did you mean Counting"),
+    ],
+)
+def test_signatures_that_do_not_fit_are_named(signatures: Path, name: str, kwargs: dict, reason: str) -> None:
+    with pytest.raises(UserError, match=reason) as caught:
+        bind_rewards([(f"{signatures}:{name}", kwargs)])
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_function_used_twice_has_two_labels() -> None:
+    specs = [("format_regex", {"pattern": "a"}), ("exact_match", {}), ("format_regex", {"pattern": "b"})]
+    assert [reward.label for reward in bind_rewards(specs)] == ["format_regex", "exact_match", "format_regex_2"]
