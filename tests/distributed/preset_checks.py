@@ -38,7 +38,7 @@ def train_presets(recipe: str, results: str) -> None:
     found: dict[str, dict[str, Any]] = {}
     with Watchdog(store(), rank(), world_size()) as watchdog, ExitStack() as resources:
         trainer = RLTrainer(preset_config(recipe, "dapo"), watchdog, resources)
-        config, device = trainer.config.schema, trainer.policy.device
+        config, device = trainer.config, trainer.policy.device
         reference = FsdpPolicy(config.model, config.policy, device, trainable=False)
         critic = make_critic(config, device, STEPS)
         for preset in PRESETS:
@@ -51,7 +51,7 @@ def train_presets(recipe: str, results: str) -> None:
 def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy, critic: Critic) -> dict[str, Any]:
     """A few steps of the trainer as it would have been built for `config`; it goes on from the weights it has."""
     algorithm = config.algorithm
-    trainer.config.schema, trainer.learner = config, Learner(
+    trainer.config, trainer.learner = config, Learner(
         config,
         trainer.policy,
         reference if algorithm.kl_coef or algorithm.teacher else None,
