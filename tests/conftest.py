@@ -53,10 +53,14 @@ LONGEST = (
 """Files that take longest, the first first. They come before all others, or one process would end with them alone."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is heeded
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first; GPU tests are skipped without a GPU, and those that start engines on CPU where vLLM cannot."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+    for item in items:
+        if "compat" in item.path.parts:
+            item.add_marker(pytest.mark.compat)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         from generation.engine.devices import device_count
