@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[1]
 WAITING = {
-    "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero", "repeat_interleave",
-    "unique_consecutive", "unique_dim",
+    "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_scatter_backward", "masked_select",
+    "nonzero", "repeat_interleave", "unique", "unique_consecutive", "unique_dim",
 }  # fmt: skip
 """Operations whose result the host has to know, or its size."""
 
@@ -28,14 +28,19 @@ class Waits:
 
     Copies between the two are among them, unless they are asked not to wait. A tensor on the CPU stands for one on a
     device.
+
+    Attributes:
+        found: functions -> how often they have had the host wait.
+        operations: how many were looked at.
     """
 
     def __init__(self) -> None:
         self.found: Counter[str] = Counter()
+        self.operations = 0
         self._modes = ExitStack()
 
     def __enter__(self) -> Self:
-        self._modes.enter_context(_Operations(self.found))
+        self._modes.enter_context(_Operations(self))
         self._modes.enter_context(_Reads(self.found))
         return self
 
@@ -44,15 +49,16 @@ class Waits:
 
 
 class _Operations(TorchDispatchMode):
-    def __init__(self, found: Counter[str]) -> None:
+    def __init__(self, seen: Waits) -> None:
         super().__init__()
-        self._found = found
+        self._seen = seen
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
+        self._seen.operations += 1
         if waits(function._schema.name.removeprefix("aten::"), args, kwargs, result):
-            self._found[asked_by()] += 1
+            self._seen.found[asked_by()] += 1
         return result
 
 
@@ -70,7 +76,8 @@ class _Reads(TorchFunctionMode):
 def waits(name: str, args: Any, kwargs: Any, result: Any) -> bool:
     """Whether an operation is one of those."""
     if name in ("index", "index_put", "index_put_"):
-        return any(index is not None and index.dtype == torch.bool for index in args[1])
+        by = [index for index in args[1] if index is not None]
+        return any(index.dtype in (torch.bool, torch.uint8) or index.device != args[0].device for index in by)
     if name in ("_to_copy", "copy_"):
         places = {each.device.type for each in (*args, result) if isinstance(each, Tensor)}
         return len(places) > 1 and not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))

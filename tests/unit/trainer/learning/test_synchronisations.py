@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -23,6 +22,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from tests.waits import Waits
 from trainer.config.algorithm import PRESETS
 from trainer.config.schema import AlgorithmConfig
 from trainer.learning.batching import micro_batches
@@ -33,10 +33,6 @@ from trainer.policy.module import PolicyModule, ValueModule, outputs, values
 from trainer.types import MicroBatch, Sample
 
 VOCABULARY, LENGTHS = 64, [9, 7, 7, 3, 12]
-WAITS = {
-    "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_scatter_backward", "masked_select",
-    "nonzero", "repeat_interleave", "unique",
-}  # fmt: skip
 CASES: list[dict[str, Any]] = [
     *({"preset": preset} for preset in PRESETS),
     {"aggregation": "fixed_length", "ratio_level": "geometric", "tis_level": "sequence", "tis_cap": 1.2},
@@ -75,27 +71,6 @@ def a_batch(packing: bool) -> MicroBatch:
         setattr(batch, name, torch.randn(batch.loss_mask.shape, generator=generator))
     batch.decisive = batch.loss_mask.bool()
     return batch
-
-
-class Waits(TorchDispatchMode):
-    """Names the operations that would wait for a device: data that changes it, shapes and numbers that depend on it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.operations = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.operations += 1
-        name = function._schema.name.removeprefix("aten::")
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        made = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        moved = {x.device.type for x in tensors if x.dim()} | {x.device.type for x in made}
-        by_mask = name.startswith("index") and any(x.dtype in (torch.bool, torch.uint8) for x in tensors[1:])
-        if name in WAITS or by_mask or len(moved) > 1:
-            self.found.append(name)
-        return result
 
 
 def getitem(tensor: Tensor, index: Any) -> Tensor:
@@ -165,7 +140,7 @@ def test_forward_does_not_wait_for_the_gpu(packing: bool, dtype: torch.dtype, mo
             found = outputs(policy, there, 0.7)
             worth = values(critic, there)
     assert {x.device.type for x in (found.logprobs, found.entropy, found.values, worth)} == {"cuda"}
-    assert waits.operations > 100 and waits.found == []
+    assert waits.operations > 100 and not waits.found
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -179,7 +154,7 @@ def test_no_loss_waits_for_the_gpu(case: dict[str, Any], monkeypatch: pytest.Mon
             loss, sums = PolicyLoss(config, minibatch, 20)(there, found)
             value_loss, value_sums = CriticLoss(config, minibatch)(there, there.loss_mask)
     assert {x.device.type for x in (loss, value_loss, *sums.values(), *value_sums.values())} == {"cuda"}
-    assert waits.operations > 20 and waits.found == []
+    assert waits.operations > 20 and not waits.found
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -192,7 +167,7 @@ def test_backward_has_no_operation_that_would_wait(case: dict[str, Any]) -> None
         with Waits() as waits:
             loss.backward()  # type: ignore[no-untyped-call]
     assert policy.model.base_model.layers[0].mlp.up_proj.weight.grad is not None
-    assert waits.operations > 50 and waits.found == []
+    assert waits.operations > 50 and not waits.found
 
 
 def by_masks(module: PolicyModule, batch: MicroBatch) -> tuple[Tensor, Tensor]:
