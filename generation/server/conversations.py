@@ -1,7 +1,4 @@
-"""Conversations that are being captured, by the keys that clients send.
-
-One HTTP request on its way through vLLM's handlers, and what is known about it on both sides of them.
-"""
+"""Conversations that are being captured, by the keys that clients send, and the requests that belong to them."""
 
 import hashlib
 import secrets
@@ -14,19 +11,30 @@ from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.exact_ids import ChatHistory, Generation, KnownPrefix, replace_prefix_tokens
 from generation.trajectory import Trajectory
 
+STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
+"""The errors that vLLM raises over requests that its own checks have missed."""
 
-class TooManyConversations(RuntimeError):
+
+class Refused(ValueError):
+    """A request is answered with `status` and one sentence. A ValueError: vLLM blames the client for those."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class TooManyConversations(Refused):
     """More trajectories are open than the server keeps."""
 
 
 @dataclass
 class Conversation:
-    """What one key has said so far.
+    """Everything said under one key so far.
 
     Attributes:
-        key: what its client has to send.
+        key: the key that its client has to send.
         by_request: a request has opened it, not the program.
-        sampling: what its requests have to be sampled with; None leaves that to the client.
+        sampling: how its requests have to be sampled; None leaves that to the client.
         seed: the seed of its requests derives from it; None leaves that to the client.
         policy_version: the only version its requests may be answered by; None takes any.
         lost_keys: requests for answers that came to its own address without its key, and were refused.
@@ -51,13 +59,6 @@ class Conversation:
         self.requests += 1
         return None if self.seed is None else sample_seed(self.seed, 0, 0, 0, self.requests)
 
-    def trajectories(self) -> list[Trajectory]:
-        """What has been captured; each says how many prompts were rendered anew because ids could not be kept."""
-        found = self.history.trajectories()
-        for trajectory in found:
-            trajectory.metrics["server/retemplated"] = float(self.history.retemplated)
-        return found
-
 
 class Conversations:
     """Each is kept until it is taken; at most `limit` at a time of the program's, and as many that requests opened."""
@@ -66,9 +67,6 @@ class Conversations:
         self._tokenizer, self._ends, self._limit = tokenizer, tuple(eos_token_ids), limit
         self._open: dict[str, Conversation] = {}
         self._places: dict[str, Conversation] = {}
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._open
 
     def __getitem__(self, key: str) -> Conversation:
         return self._open[key]
@@ -84,7 +82,7 @@ class Conversations:
     def check_room(self, by_request: bool) -> None:
         """Raise TooManyConversations unless one more can be opened."""
         if sum(each.by_request == by_request for each in self._open.values()) >= self._limit:
-            raise TooManyConversations(f"{self._limit} trajectories are being captured and nobody takes them")
+            raise TooManyConversations(429, f"{self._limit} trajectories are being captured and nobody takes them")
 
     def open(
         self,
@@ -95,7 +93,7 @@ class Conversations:
         seed: int | None = None,
         policy_version: int | None = None,
     ) -> Conversation:
-        """Begin to capture what comes under `key`, or under a new one that nobody can guess.
+        """Begin to capture the answers under `key`, or under a new one that nobody can guess.
 
         Raises:
             ValueError: it is open already.
@@ -113,24 +111,14 @@ class Conversations:
     def take(self, key: str) -> list[Trajectory]:
         """The trajectories captured under `key`, which is forgotten.
 
-        Raises:
-            KeyError: it is not open.
+        Each says how many prompts were rendered anew because ids could not be kept. Raises KeyError if it is not open.
         """
         taken = self._open.pop(key)
         del self._places[taken.place]
-        return taken.trajectories()
-
-
-STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
-"""What vLLM raises over requests that its own checks have missed."""
-
-
-class Refused(ValueError):
-    """A request is answered with `status` and one sentence. A ValueError: vLLM blames the client for those."""
-
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.status = status
+        found = taken.history.trajectories()
+        for trajectory in found:
+            trajectory.metrics["server/retemplated"] = float(taken.history.retemplated)
+        return found
 
 
 @dataclass
@@ -157,14 +145,14 @@ class ExactIds:
 
 @dataclass
 class Call:
-    """One request for generation.
+    """One request on its way through vLLM's handlers, for both sides of them.
 
     Attributes:
         opens: the key of a trajectory that is to be opened with the first answer.
         open_ended: the client leaves the answer's length to the context.
         taken: the engine has begun to answer, so vLLM finds nothing wrong with the request.
         refused: why it cannot be answered, found out after vLLM took it over.
-        generations: what was sampled, by the choice's index in the response.
+        generations: the answers, by the choice's index in the response.
     """
 
     sampling: SamplingSettings | None
@@ -176,11 +164,6 @@ class Call:
     refused: Refused | None = None
     choices: int = 0
     generations: dict[int, Generation] = field(default_factory=dict)
-
-    def refuse(self, status: int, sentence: str) -> Refused:
-        """To be raised; the client is told this, whatever vLLM makes of the exception."""
-        self.refused = Refused(status, sentence)
-        return self.refused
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("hotbunk_call", default=None)

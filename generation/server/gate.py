@@ -1,39 +1,31 @@
-"""What stands before vLLM's application: who may ask, for what, when, and how the answer is to be sampled."""
+"""The gate before vLLM's application: who may ask, for what, when, and how the answer is to be sampled."""
 
+import asyncio
 import hmac
 import json
+from contextlib import suppress
 from typing import Any
 
+import httpx
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from generation.engine.engine import VllmAsyncGenerationWorker
-from generation.server.asgi import (
-    App,
-    Disconnected,
-    Receive,
-    Scope,
-    Send,
-    TooLarge,
-    ask,
-    header,
-    is_loopback,
-    named_host,
-    read_body,
-    replay,
-    respond,
-    with_length,
-)
 from generation.server.bodies import (
+    Answer,
     Body,
     Limits,
-    Response,
-    find_exact,
+    as_json,
+    error_response,
     parse_body,
+    prefix_request,
     readable_messages,
-    send_error,
     take_prefix,
 )
-from generation.server.conversations import CURRENT, Call, Conversations, ExactIds, Refused, TooManyConversations
+from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, ExactIds, Refused
 from generation.server.served_engine import check_ready
-from generation.server.settings import ServerSettings
+from generation.server.settings import ServerSettings, is_loopback
 
 KEY_HEADER = "x-hotbunk-trajectory"
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
@@ -47,7 +39,7 @@ class Gate:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         worker: VllmAsyncGenerationWorker,
         settings: ServerSettings,
         conversations: Conversations,
@@ -64,26 +56,25 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
-            scope = self._allowed(scope)
-            if scope["method"] == "POST":
-                await self._post(scope, receive, send)
+            path = self._path(Request(scope))
+            request = Request({**scope, "path": path, "raw_path": path.encode()}, receive)
+            if request.method == "POST":
+                await self._post(request, send)
             else:
-                await self._app(scope, receive, send)
+                await self._app(request.scope, receive, send)
         except Refused as refused:
-            await send_error(send, refused.status, str(refused))
-        except TooLarge as error:
-            await send_error(send, 413, str(error))
-        except TooManyConversations as error:
-            await send_error(send, 429, str(error))
-        except Disconnected:
+            await error_response(refused.status, str(refused))(scope, receive, send)
+        except ClientDisconnect:
             return
 
-    def _allowed(self, scope: Scope) -> Scope:
-        """The request without its trajectory's address, once it is known that it may be made."""
-        if self._local and (host := named_host(scope)) and not is_loopback(host):
+    def _path(self, request: Request) -> str:
+        """The path, without its trajectory's address, once it is known that the request may be made."""
+        host = request.headers.get("host", "").strip()  # which HTTP/1.0 leaves out
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if self._local and name and not is_loopback(name):
             # A page whose name is made to resolve to 127.0.0.1 would otherwise read answers: DNS rebinding.
-            raise Refused(403, f"this server listens on loopback, and is not {host[:80]!r}: ask localhost or 127.0.0.1")
-        path, conversation = scope["path"], None
+            raise Refused(403, f"this server listens on loopback, and is not {name[:80]!r}: ask localhost or 127.0.0.1")
+        path, conversation = request.scope["path"], None
         if path.startswith(PLACES):
             place, _, rest = path.removeprefix(PLACES).partition("/")
             path, conversation = f"/{rest}", self._conversations.at(place)
@@ -91,24 +82,23 @@ class Gate:
                 raise Refused(404, "there is no such trajectory, or it has ended")
         if path not in SERVED:
             raise Refused(404, f"there is no {path[:80]} here; there is {', '.join(SERVED)}")
-        own, token = self._settings.api_key, _token(scope)
+        own, token = self._settings.api_key, _token(request)
         opened = self._conversations.get(token)
         if conversation is not None and not _same(token, conversation.key):
-            conversation.lost_keys += scope["method"] == "POST"
+            conversation.lost_keys += request.method == "POST"
             raise Refused(401, "the key of this trajectory was lost: send the api_key that came with this base_url")
         # The key of a header is the client's choice, which others might guess: it lets nobody in.
         known = own is None or _same(token, own) or (opened is not None and not opened.by_request)
         if not known and path != "/health":
             raise Refused(401, "the API key is missing, or is not this server's: send it as a bearer token")
-        return {**scope, "path": path, "raw_path": path.encode()}
+        return path
 
-    def _call(self, scope: Scope) -> Call:
+    def _call(self, request: Request) -> Call:
         """Under which trajectory a request for answers is captured: the one of its header, or of its bearer token."""
-        token, key = _token(scope), header(scope, KEY_HEADER)
+        token, key, own = _token(request), request.headers.get(KEY_HEADER, ""), self._settings.api_key
         conversation = self._conversations.get(key or token)
         if key and not self._settings.header_keys:
             raise Refused(400, f"this server takes no trajectories' keys in {KEY_HEADER}: leave it out")
-        own = self._settings.api_key
         if key and own is not None and not _same(token, own) and token != key:
             raise Refused(403, f"a trajectory's key opens no others: leave {KEY_HEADER} out")
         if conversation is not None:
@@ -117,70 +107,104 @@ class Gate:
             self._conversations.check_room(by_request=True)
         return Call(self._settings.sampling, opens=key)
 
-    async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generates = scope["path"] in (CHAT, COMPLETIONS)
-        call = self._call(scope) if generates else Call(None)
-        if generates:
+    async def _post(self, request: Request, send: Send) -> None:
+        path = request.scope["path"]
+        call = Call(None)
+        if generates := path in (CHAT, COMPLETIONS):
+            call = self._call(request)
             check_ready(self._worker, call)
-        limit, seconds = self._settings.max_body_bytes, self._settings.body_timeout_s
-        try:
-            raw = await read_body(scope, receive, limit, seconds)
-        except TimeoutError as late:
-            raise Refused(408, f"the request was not complete after {seconds:g} s") from late
-        body = parse_body(raw)
+        body = parse_body(await self._read(request))
         self._limits.check_sizes(body)
-        response = Response(send, call, readable_messages(body) if scope["path"] == CHAT else None)
-        raw = await self._prepared(scope, call, body)
-        if scope["path"] == TOKENIZE and call.exact is not None:
-            await self._tokenize(send, call.exact, body)
+        call.open_ended = body.get("max_tokens") is None and body.get("max_completion_tokens") is None
+        messages = readable_messages(body) if path == CHAT else None
+        if path in (CHAT, TOKENIZE):
+            call.exact = await self._exact(body, call)
+        if path == TOKENIZE and call.exact is not None:
+            await self._tokenize(request, send, call.exact, body)
             return
+        # The body for vLLM lacks what only we understand.
+        scope, raw = dict(request.scope), json.dumps(body).encode()
+        headers = MutableHeaders(scope=scope)
+        headers["content-length"] = str(len(raw))
+        del headers["transfer-encoding"]
+        waiting: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive() -> Message:
+            """The body, and then whatever else comes from the client."""
+            return waiting.pop() if waiting else await request.receive()
+
+        answer = Answer(request, send, call, messages)
         token = CURRENT.set(call if generates else None)
         error = None
         try:
-            await self._app(with_length(scope, raw), replay(raw, receive), response.send)
+            await self._app(scope, receive, answer.send)
         except Exception as raised:  # after an answer has been made of it
             error = raised
         finally:
             CURRENT.reset(token)
-        await response.finish(error)
+        await answer.finish(error)
 
-    async def _prepared(self, scope: Scope, call: Call, body: Body) -> bytes:
-        """The body for vLLM; what only we understand is taken out of it, and what it must not decide is put in."""
-        if scope["path"] in (CHAT, COMPLETIONS):
-            call.open_ended = body.get("max_tokens") is None and body.get("max_completion_tokens") is None
-        if scope["path"] in (CHAT, TOKENIZE):
-            call.exact = await self._exact(body, call)
-        return json.dumps(body).encode()
+    async def _read(self, request: Request) -> bytes:
+        """The whole body. Refused where it is, or is announced to be, too large, and where it takes too long."""
+        limit, seconds = self._settings.max_body_bytes, self._settings.body_timeout_s
+        announced, body = request.headers.get("content-length", ""), bytearray()
+        too_large = Refused(413, f"the request is larger than {limit:,} bytes")
+        if announced.isdecimal() and int(announced) > limit:
+            raise too_large
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_large
+        except TimeoutError as late:
+            raise Refused(408, f"the request was not complete after {seconds:g} s") from late
+        return bytes(body)
 
     async def _exact(self, body: Body, call: Call) -> ExactIds | None:
+        """The ids that the prompt must begin with: those that the client gives, or the conversation remembers."""
         wanted = body.get("required_prefix_token_ids")
         given = take_prefix(body, self._limits.vocabulary)
-        if self._settings.keep_exact_ids:
-            return await find_exact(body, call, given, self._render)
-        if wanted:
-            raise Refused(400, "required_prefix_token_ids is set, but this server does not keep exact ids")
-        return None
-
-    async def _render(self, request: Body) -> list[int]:
-        status, answer = await ask(self._app, TOKENIZE, request)
+        if not self._settings.keep_exact_ids:
+            if wanted:
+                raise Refused(400, "required_prefix_token_ids is set, but this server does not keep exact ids")
+            return None
+        known = None
+        if call.conversation is not None and not body.get("continue_final_message"):
+            with suppress(*STUMBLES):  # over messages that are none, which vLLM will say
+                known = call.conversation.history.known_prefix(readable_messages(body))
+        # The conversation's own are known to belong; ids from the client have to prove it.
+        if known is None or (given is not None and given.messages > known.messages):
+            known = given
+        if known is None:
+            return None
+        if body.get("continue_final_message"):
+            raise Refused(400, "exact ids cannot be kept with continue_final_message: the last answer has no end")
+        status, answer = await self._ask_tokenize(prefix_request(body, known.messages))
         if status != 200:
             raise Refused(status, answer["error"]["message"])
-        tokens: list[int] = answer["tokens"]
-        return tokens
+        return ExactIds(known, answer["tokens"], known is given)
 
-    async def _tokenize(self, send: Send, exact: ExactIds, body: Body) -> None:
+    async def _tokenize(self, request: Request, send: Send, exact: ExactIds, body: Body) -> None:
         """As vLLM's, with exact ids."""
-        status, answer = await ask(self._app, TOKENIZE, body)
+        status, answer = await self._ask_tokenize(body)
         if status == 200:
             ids = exact.prompt(self._tokenizer, answer["tokens"], self._settings.eos_token_ids)
             answer |= {"tokens": ids, "count": len(ids)}
             if answer.get("token_strs"):
                 answer["token_strs"] = self._tokenizer.convert_ids_to_tokens(ids)
-        await respond(send, status, answer)
+        await as_json(status, answer)(request.scope, request.receive, send)
+
+    async def _ask_tokenize(self, body: Body) -> tuple[int, Any]:
+        """The status and the answer of vLLM's application to a request of ours."""
+        transport, headers = httpx.ASGITransport(self._app), {"content-type": "application/json"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as http:
+            answer = await http.post(TOKENIZE, content=json.dumps(body))
+        return answer.status_code, answer.json()
 
 
-def _token(scope: Scope) -> str:
-    kind, _, token = header(scope, "authorization").partition(" ")
+def _token(request: Request) -> str:
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 
 

@@ -1,7 +1,7 @@
 """The engine as vLLM's handlers see it: every request is checked, begins with exact ids, and is captured."""
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +11,14 @@ from generation.engine.sampling import SamplingSettings, response_budget, vllm_s
 from generation.engine.vllm_compat import request_errors, told_error
 from generation.exact_ids import Generation
 from generation.server.bodies import Limits, fill_sampling, short
-from generation.server.conversations import (
-    CURRENT,
-    STUMBLES,
-    Call,
-    Conversation,
-    Conversations,
-    Refused,
-    TooManyConversations,
-)
+from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
 
 _FREE = {
-    # How many, how long, and what is told about them; none changes the probability of a token.
+    # How many, how long, and which figures come with them; none changes the probability of a token.
     *("n", "seed", "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "output_text_buffer_length"),
     *("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
     *("flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
@@ -54,25 +46,23 @@ class ServedEngine:
 
     def check(self, request: Any) -> None:
         """Look at a request that vLLM has parsed, before anything is done for it, and fill in what it leaves open."""
-        if (call := CURRENT.get()) is None:
-            return
-        try:
-            self._limits.check(request)
-            if call.sampling is not None:
-                fill_sampling(request, call.sampling)
-        except Refused as refused:
-            raise call.refuse(refused.status, str(refused)) from refused
+        if (call := CURRENT.get()) is not None:
+            with _told(call):
+                self._limits.check(request)
+                if call.sampling is not None:
+                    fill_sampling(request, call.sampling)
 
     def generate(
         self, prompt: Any, sampling_params: "SamplingParams", request_id: str, **options: Any
     ) -> AsyncGenerator["RequestOutput", None]:
-        """As vLLM's. What is wrong with a request is raised here and now, before a stream has begun."""
+        """As vLLM's. An error in a request is raised here and now, before a stream has begun."""
         call = CURRENT.get()
         if call is None:
             return self._worker.submit(prompt, sampling_params, request_id, **options)
-        version = check_ready(self._worker, call)
-        ids = self._prompt_ids(call, prompt)
-        params = self._params(call, sampling_params, len(ids))
+        with _told(call):
+            version = check_ready(self._worker, call)
+            ids = self._prompt_ids(call, prompt)
+            params = self._params(call, sampling_params, len(ids))
         first, call.choices = call.choices, call.choices + params.n
         outputs = self._worker.submit({**prompt, "prompt_token_ids": ids}, params, request_id, **options)
         return self._captured(call, outputs, _Sampled(ids, version, params), first)
@@ -80,43 +70,39 @@ class ServedEngine:
     async def _captured(
         self, call: Call, outputs: AsyncGenerator["RequestOutput", None], sampled: "_Sampled", first: int
     ) -> AsyncGenerator["RequestOutput", None]:
+        """The outputs as they come, and the generation of each choice that is finished kept."""
         async with aclosing(outputs):
             try:
                 async for output in outputs:
                     call.taken = True
-                    if call.opens and call.conversation is None:
-                        call.conversation = self._opened(call)
+                    if call.opens and call.conversation is None:  # another request with this key may have been faster
+                        call.conversation = self._conversations.get(call.opens) or self._conversations.open(
+                            call.opens, by_request=True, sampling=call.sampling
+                        )
                     for choice in output.outputs:
-                        _note(call, sampled, sampled.add(choice), first + choice.index)
+                        if (generation := sampled.add(choice)) is not None:
+                            call.generations[first + choice.index] = generation
+                            if call.conversation is not None:
+                                call.conversation.history.capture(generation)
                     yield output
             except Refused as refused:
+                call.refused = refused
                 raise told_error(refused.status, str(refused)) from refused
             except request_errors() as error:
                 if call.taken or (error.__cause__ is not None and not isinstance(error.__cause__, STUMBLES)):
                     raise
-                client = call.refuse(400, str(error) or f"vLLM cannot take the request: {error.__cause__!r}")
-                raise told_error(client.status, str(client)) from error
-
-    def _opened(self, call: Call) -> Conversation:
-        found = self._conversations.get(call.opens)  # another request with this key may have been faster
-        try:
-            return found or self._conversations.open(call.opens, by_request=True, sampling=call.sampling)
-        except TooManyConversations as error:
-            raise call.refuse(429, str(error)) from error
+                call.refused = Refused(400, str(error) or f"vLLM cannot take the request: {error.__cause__!r}")
+                raise told_error(400, str(call.refused)) from error
 
     def _prompt_ids(self, call: Call, prompt: Any) -> list[int]:
         if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
-            raise call.refuse(400, "prompts are text or token ids; embeddings cannot be trained on")
-        ids = list(prompt["prompt_token_ids"])
-        if call.exact is None:
+            raise Refused(400, "prompts are text or token ids; embeddings cannot be trained on")
+        ids, exact = list(prompt["prompt_token_ids"]), call.exact
+        if exact is None:
             return ids
-        exact = call.exact
         if call.conversation is not None and not exact.given:
             return call.conversation.history.continued(exact.known, exact.until_answer, ids)
-        try:
-            return exact.prompt(self._tokenizer, ids, self._ends)
-        except Refused as refused:
-            raise call.refuse(refused.status, str(refused)) from refused
+        return exact.prompt(self._tokenizer, ids, self._ends)
 
     def _params(self, call: Call, params: "SamplingParams", prompt_length: int) -> "SamplingParams":
         """The request's parameters, cut to the room there is, with the log-probability of each sampled token."""
@@ -125,17 +111,27 @@ class ServedEngine:
         wanted = min(trained, length if params.max_tokens is None else params.max_tokens)
         budget = response_budget(prompt_length, wanted, length)
         if budget == 0:
-            raise call.refuse(400, f"a prompt of {prompt_length} tokens leaves no room in a context length of {length}")
+            raise Refused(400, f"a prompt of {prompt_length} tokens leaves no room in a context length of {length}")
         params = params.clone()
         params.max_tokens = budget
         if params.logprobs is None:
             params.logprobs = 0
         if call.sampling is not None:
-            _check_sampling(call, params, call.sampling)
+            _check_sampling(params, call.sampling)
         if call.conversation is not None:
             seed = call.conversation.next_seed()
             params.seed = seed if params.seed is None and call.sampling and call.sampling.temperature else params.seed
         return params
+
+
+@contextmanager
+def _told(call: Call) -> Iterator[None]:
+    """The client is told why its request is refused within, whatever vLLM makes of the exception."""
+    try:
+        yield
+    except Refused as refused:
+        call.refused = refused
+        raise
 
 
 def check_ready(worker: VllmAsyncGenerationWorker, call: Call) -> int:
@@ -148,10 +144,10 @@ def check_ready(worker: VllmAsyncGenerationWorker, call: Call) -> int:
             worker.state.check_can_generate(call.conversation.policy_version)
         return version
     except EngineStateError as error:
-        raise call.refuse(503, f"{error}; try again later") from error
+        raise Refused(503, f"{error}; try again later") from error
 
 
-def _check_sampling(call: Call, params: "SamplingParams", trained: SamplingSettings) -> None:
+def _check_sampling(params: "SamplingParams", trained: SamplingSettings) -> None:
     expected = vllm_sampling_params(trained, None)
     for name in set(params.__struct_fields__) - _FREE:
         asked, own = (getattr(each, name) or None for each in (params, expected))
@@ -161,12 +157,12 @@ def _check_sampling(call: Call, params: "SamplingParams", trained: SamplingSetti
             continue
         hint = "; response_format and a forced tool_choice come to the same" if name == "structured_outputs" else ""
         trained_with = f"the policy is trained on samples drawn with {short(own)}"
-        raise call.refuse(400, f"{name} is {short(asked)}, but {trained_with}: leave it out{hint}")
+        raise Refused(400, f"{name} is {short(asked)}, but {trained_with}: leave it out{hint}")
 
 
 @dataclass
 class _Sampled:
-    """What has come of one prompt until now, by choice."""
+    """One prompt's answers so far: ids and log-probabilities by choice."""
 
     prompt_ids: list[int]
     version: int
@@ -175,31 +171,20 @@ class _Sampled:
     logprobs: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, choice: "CompletionOutput") -> Generation | None:
-        """Note a choice's tokens; its generation when it is finished."""
+        """Note a choice's tokens; its generation when it is finished. Refused where that was not by itself."""
         from vllm.sampling_params import RequestOutputKind
 
-        logprobs = [
-            position[token].logprob for position, token in zip(choice.logprobs or [], choice.token_ids, strict=True)
-        ]
+        ids = list(choice.token_ids)
+        logprobs = [position[token].logprob for position, token in zip(choice.logprobs or [], ids, strict=True)]
         if self.params.output_kind is RequestOutputKind.DELTA:
-            ids = self.ids.get(choice.index, []) + list(choice.token_ids)
+            ids = self.ids.get(choice.index, []) + ids
             logprobs = self.logprobs.get(choice.index, []) + logprobs
-        else:
-            ids = list(choice.token_ids)
         self.ids[choice.index], self.logprobs[choice.index] = ids, logprobs
         if choice.finish_reason is None:
             return None
+        if choice.finish_reason == "abort":
+            raise Refused(503, "the engine was put to sleep before the answer was finished; try again later")
+        if choice.finish_reason == "error" and self.params.structured_outputs is not None:
+            # Such as the grammar `root ::= root root`, which no text fits; vLLM would make a 500 of it.
+            raise Refused(400, "no token fits what structured_outputs or response_format ask for: correct the grammar")
         return Generation(ids, logprobs, choice.finish_reason, prompt_ids=self.prompt_ids, weight_version=self.version)
-
-
-def _note(call: Call, sampled: _Sampled, generation: Generation | None, index: int) -> None:
-    if generation is None:
-        return
-    if generation.finish_reason == "abort":
-        raise call.refuse(503, "the engine was put to sleep before the answer was finished; try again later")
-    if generation.finish_reason == "error" and sampled.params.structured_outputs is not None:
-        # Such as the grammar `root ::= root root`, which no text fits; vLLM would make a 500 of it.
-        raise call.refuse(400, "no token fits what structured_outputs or response_format ask for: correct the grammar")
-    call.generations[index] = generation
-    if call.conversation is not None:
-        call.conversation.history.capture(generation)

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Any, Self
 from generation.engine.engine import VllmAsyncGenerationWorker
 from generation.engine.sampling import SamplingSettings
 from generation.engine.vllm_compat import build_openai_app
-from generation.server.asgi import is_loopback
-from generation.server.bodies import Limits, error_answer, sentence_of
+from generation.server.bodies import Limits, error_response, sentence_of
 from generation.server.conversations import Conversations
 from generation.server.gate import PLACES, SERVED, Gate
 from generation.server.served_engine import ServedEngine
-from generation.server.settings import ServerSettings
+from generation.server.settings import ServerSettings, is_loopback
 from generation.trajectory import Trajectory
 
 if TYPE_CHECKING:
     import uvicorn
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse
+    from starlette.responses import Response
 
 STOP_SECONDS = 5.0
 """How long requests may take to end when the server stops."""
@@ -28,8 +27,8 @@ class OpenAIServer:
     """An OpenAI-compatible server for an engine; made by `start`, on the engine's event loop, and stopped there.
 
     Attributes:
-        base_url: what OpenAI's clients call so, `http://127.0.0.1:<port>/v1`.
-        settings: what it was started with.
+        base_url: as OpenAI's clients want it, `http://127.0.0.1:<port>/v1`.
+        settings: those it was started with.
     """
 
     def __init__(
@@ -49,11 +48,21 @@ class OpenAIServer:
         Raises:
             ValueError: the address cannot be listened on, or the engine has no tokenizer.
         """
+        import uvicorn
+
         settings = settings or ServerSettings()
+        # Without the lifespan: it would freeze this process's garbage
+        # (vllm/entrypoints/launchers/utils/server_utils.py).
+        options: dict[str, Any] = {
+            "lifespan": "off",
+            "log_config": None,
+            "access_log": False,
+            "timeout_keep_alive": 120,
+        }
         sock = bind(settings.host, settings.port)
         try:
             gate, app, conversations = await _application(worker, settings, is_loopback(sock.getsockname()[0]))
-            server = _uvicorn(gate)
+            server = uvicorn.Server(uvicorn.Config(gate, **options))
             app.state.server = server  # vLLM tells it to stop when the engine has died
         except BaseException:
             sock.close()
@@ -83,13 +92,13 @@ class OpenAIServer:
         seed: int | None = None,
         policy_version: int | None = None,
     ) -> str:
-        """Begin to capture what clients say under `key` (by default a new one that nobody can guess); gives the key.
+        """Begin to capture answers under `key` (by default a new one that nobody can guess); gives the key.
 
         A client sends it as its API key, or, where the settings allow it, in the header `x-hotbunk-trajectory`, which
         opens a trajectory by itself.
 
         Args:
-            sampling: what requests have to be sampled with; by default the server's.
+            sampling: how requests have to be sampled; by default as the server's settings say.
             seed: where requests name none, theirs derives from it.
             policy_version: requests are answered by these weights only.
         """
@@ -115,7 +124,7 @@ class OpenAIServer:
         return self._conversations.take(key)
 
     async def stop(self) -> None:
-        """Answer no more, and end what still runs; safe to call twice."""
+        """Answer no more, and end the requests that still run; safe to call twice."""
         self._server.should_exit = True
         done, _ = await asyncio.wait({self._task}, timeout=STOP_SECONDS)
         if not done:
@@ -144,23 +153,9 @@ async def _application(
     return Gate(app, worker, settings, conversations, limits, tokenizer, local), app, conversations
 
 
-async def _invalid(_: Any, error: "RequestValidationError") -> "JSONResponse":
+async def _invalid(_: Any, error: "RequestValidationError") -> "Response":
     """vLLM's own handler lists all that pydantic has tried, over many lines."""
-    from fastapi.responses import JSONResponse
-
-    return JSONResponse(error_answer(400, sentence_of(error.errors(), error.body)), 400)
-
-
-def _uvicorn(gate: Gate) -> "uvicorn.Server":
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        def install_signal_handlers(self) -> None:
-            """Signals are the process's own business."""
-
-    # Without the lifespan: it would freeze this process's garbage (vllm/entrypoints/launchers/utils/server_utils.py).
-    options: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False, "timeout_keep_alive": 120}
-    return Server(uvicorn.Config(gate, **options))
+    return error_response(400, sentence_of(error.errors(), error.body))
 
 
 def bind(host: str, port: int) -> socket.socket:

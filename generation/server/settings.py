@@ -1,5 +1,6 @@
-"""What a server is started with."""
+"""The settings of a server."""
 
+import ipaddress
 from dataclasses import dataclass
 
 from generation.engine.sampling import SamplingSettings
@@ -10,10 +11,10 @@ class ServerSettings:
     """Settings of one server.
 
     Attributes:
-        model_name: what clients call the model.
+        model_name: the name by which clients call the model.
         host: the address to listen on; beyond loopback only if asked.
         port: 0 takes a free one.
-        api_key: what clients have to send as their bearer token; a key of an open trajectory will do, too. None lets
+        api_key: the bearer token that clients have to send; a key of an open trajectory will do, too. None lets
             everybody in who reaches the address.
         header_keys: whether a request may open a trajectory of its own, under the key in `x-hotbunk-trajectory`.
         sampling: the training configuration. Requests that would be sampled otherwise are refused; None takes all.
@@ -44,3 +45,13 @@ class ServerSettings:
     max_answers: int = 1024
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 60.0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether that name or address means this machine to every program: `localhost`, 127.0.0.0/8 or ::1."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
