@@ -1,7 +1,7 @@
 """Rewards a recipe can name without an import string. Each gives 1.0 or 0.0.
 
-They are ordinary reward functions: the completion first, then by keyword what they ask for. What majority votes are
-about is in EXTRACTORS.
+They are ordinary reward functions: the completion first, then by keyword the values they ask for. EXTRACTORS has the
+votes of majority votes.
 """
 
 import re
@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def exact_match(completion: str, *, answer: Any) -> float:
-    """The completion is the answer, but for white space around either."""
+    """The completion is the answer, except for white space around either."""
     return float(completion.strip() == _text(answer).strip())
 
 
@@ -37,7 +37,7 @@ def math_verify(completion: str, *, answer: Any) -> float:
     text = _text(answer)
     gold = parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None)
     if not gold:
-        raise ValueError(f"the answer {answer!r} is no mathematical expression")
+        raise ValueError(f"the answer {answer!r} is not a mathematical expression")
     return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
@@ -86,4 +86,4 @@ EXTRACTORS: dict[str, Callable[[str], Any]] = {
     "numeric_match": _last_number,
     "math_verify": _expression,
 }
-"""What each of them compares with the answer; None where there is nothing."""
+"""The part of a completion that each of them compares with the answer; None where there is none."""

@@ -13,7 +13,7 @@ from trainer.errors import Interrupted, UserError, shown
 from trainer.rewards.functions import BUILTINS, EXTRACTORS
 
 OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory")
-"""What every reward function may ask for by keyword, besides the completion and its own settings."""
+"""The values that every reward function may ask for by keyword, besides the completion and its own settings."""
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -21,11 +21,11 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 @dataclass(frozen=True)
 class BoundReward:
-    """A reward function with its settings, which is told only what it asks for.
+    """A reward function with its settings, which gets only the values it asks for.
 
     Attributes:
-        extract: gives what a completion comes down to, for majority votes, or None: the built-in function's own, or
-            what a function or class of the user's has under this name; without one, the text.
+        extract: gives a completion's vote, for majority votes, or None: the built-in function's own, or the user's
+            function's or class's attribute of this name; without one, the text.
     """
 
     label: str
@@ -95,7 +95,7 @@ def _keywords(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -
     """Which of OFFERED to pass; raises UserError unless completion, these and kwargs are what the function takes."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError) as error:  # some of C's, which do not tell
+    except (TypeError, ValueError) as error:  # some functions of C do not say
         raise UserError(f"reward {name!r} does not say what it takes: wrap it in a function of yours") from error
     if parameters and parameters[0].kind in _POSITIONAL:
         parameters = parameters[1:]

@@ -4,11 +4,9 @@ Each call has a deadline after which its process is killed and replaced, so a lo
 one answer's reward and nothing else. Threads could not give that: nothing can stop them. A process may also be ended
 from outside, as by the kernel when memory is short: its call is made once more, so that rewards do not depend on that.
 
-One process that calls reward functions, and the trainer's end of the pipe to it.
-
-A pipe for each process, and no thread: whoever holds the worker waits for its answer on the event loop. The end of the
+Each process has a pipe of its own, and no thread: the caller waits for the answer on the event loop. The end of the
 pipe tells of a death at once, and of the right one. (Pools that share one queue between processes guess whose work was
-lost; pebble 5.2.3 loses an answer for good when an idle worker has died.)
+lost; pebble 5.2.3 loses an answer when an idle worker has died.)
 """
 
 import asyncio
@@ -28,146 +26,9 @@ from generation.trajectory import Trajectory, checked_reward
 from trainer.config.schema import RewardConfig
 from trainer.rewards.loading import BoundReward, bind_rewards
 
-Specs = list[tuple[str, dict[str, Any]]]
-
-
-class Reply(NamedTuple):
-    """What a call came to.
-
-    Attributes:
-        value: of a call: a number; of an extraction: a text or None.
-        error: if there is none, a sentence that says why.
-        returned: whether the function came to its end, be it with a value that cannot be a reward.
-    """
-
-    value: Any
-    error: str = ""
-    returned: bool = False
-
-
 _START_SECONDS = 120.0
-_LONGEST_ERROR = 300
-
-
-class StartError(Exception):
-    """A worker could not load what the trainer itself has loaded."""
-
-
-class Worker:
-    """A process that has loaded the reward functions. One caller at a time; it dies with the thread that started it."""
-
-    def __init__(self, specs: Specs) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork of a process with CUDA and threads is no safe place
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, specs, os.getpid()), daemon=True, name="reward")
-        self._process.start()
-        theirs.close()
-        self._ready = False
-
-    def dead(self) -> bool:
-        """Whether an idle worker has ended: it says nothing unasked, so all there can be to read is the pipe's end."""
-        return self._ready and self._connection.poll()
-
-    async def ask(self, index: int, completion: str, offered: dict[str, Any] | None, seconds: float) -> Reply:
-        """Call function `index`, or have it extract where nothing is offered. The deadline begins when it is loaded.
-
-        Raises TimeoutError past the deadline, EOFError when the process ends and StartError when it cannot load the
-        functions; then the worker is good for nothing.
-        """
-        if not self._ready:
-            await self._wait_until_loaded()
-        self._connection.send((index, completion, offered))
-        return await self._receive(seconds)
-
-    def kill(self) -> int | None:
-        """End the process and what it started, whatever they are doing. Gives the exit code."""
-        if not self._connection.closed:
-            # The process is not reaped yet, dead or alive, so the number is still its own.
-            try:
-                os.killpg(self._process.pid or 0, signal.SIGKILL)
-            except ProcessLookupError:  # it has not come to leave our process group
-                self._process.kill()
-            self._process.join()
-            self._connection.close()
-        return self._process.exitcode
-
-    async def _wait_until_loaded(self) -> None:
-        try:
-            started = await self._receive(_START_SECONDS)
-        except TimeoutError as late:
-            raise StartError(f"was not loaded by its process within {_START_SECONDS:g} s") from late
-        if started.error:
-            raise StartError(f"could not be loaded by its process: {started.error}")
-        self._ready = True
-
-    async def _receive(self, seconds: float) -> Reply:
-        loop = asyncio.get_running_loop()
-        readable = asyncio.Event()
-        loop.add_reader(self._connection.fileno(), readable.set)
-        try:
-            await asyncio.wait_for(readable.wait(), seconds)
-        finally:
-            loop.remove_reader(self._connection.fileno())
-        return Reply(*json.loads(self._connection.recv_bytes()))  # not pickle: users' code is at the other end
-
-
-# What follows runs in the worker.
-
-
-def _serve(connection: Connection, specs: Specs, parent: int) -> None:
-    """Load the functions, say so, and answer calls until the trainer is gone."""
-    _become_mortal_and_mute(parent)
-    try:
-        rewards = bind_rewards(specs)
-    except BaseException as error:
-        _send(connection, Reply(0.0, _text(error)))
-        return
-    _send(connection, Reply(0.0))
-    while True:
-        try:
-            index, completion, offered = connection.recv()
-        except EOFError:
-            return
-        _send(connection, _reply(rewards[index], completion, offered))
-
-
-def _become_mortal_and_mute(parent: int) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: even code stuck in C dies with the trainer
-    if os.getppid() != parent:
-        os._exit(1)  # the trainer was gone before that
-    os.setpgid(0, 0)  # so that what a reward function starts can be killed with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    devnull = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (1, 2):
-        os.dup2(devnull, descriptor)
-
-
-def _reply(reward: BoundReward, completion: str, offered: dict[str, Any] | None) -> Reply:
-    """Call one function; whatever it raises or returns, a plain value and a sentence go back and nothing else."""
-    try:
-        if offered is None:
-            extracted = reward.extract(completion)
-            return Reply(None if extracted is None else str(extracted), returned=True)
-        value = reward(completion, offered)
-    except BaseException as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
-        return Reply(0.0, f"raised {type(error).__name__}: {_text(error)} ({where})")
-    try:
-        return Reply(checked_reward(value, "returned"), returned=True)
-    except BaseException as error:
-        return Reply(0.0, _text(error), returned=True)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)[:_LONGEST_ERROR]
-    except BaseException:
-        return "a message that cannot be read"
-
-
-def _send(connection: Connection, reply: Reply) -> None:
-    connection.send_bytes(json.dumps(reply).encode())
+_LONGEST_ERROR = 300  # characters
+Specs = list[tuple[str, dict[str, Any]]]
 
 
 class RewardError(RuntimeError):
@@ -182,7 +43,7 @@ class RewardResult:
         reward: the weighted sum; `reward.error_reward` where a function has failed.
         parts: each function's own value.
         error: what went wrong, if anything did.
-        unusable: what a function returned, or the sum, cannot be a reward: nothing can be learned from the answer.
+        unusable: a function's value, or the sum, cannot be a reward: nothing can be learned from the answer.
     """
 
     reward: float
@@ -207,15 +68,14 @@ class RewardPool:
         self.labels = [reward.label for reward in bound]
         self._text_votes = not bound or bound[0].extract is str.strip
         self._asked_for = frozenset[str]().union(*(reward.keywords for reward in bound))
-        weights = [function.weight for function in config.functions]
-        self.weights = dict(zip(self.labels, weights, strict=True))
+        self.weights = dict(zip(self.labels, (function.weight for function in config.functions), strict=True))
         self._counts: Counter[str] = Counter()
         self._first_errors: dict[str, str] = {}
-        self._workers: list[Worker] = []
-        self._idle: asyncio.Queue[Worker] = asyncio.Queue()
+        self._workers: list[_Worker] = []
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
 
     def __enter__(self) -> "RewardPool":
-        """Start the workers, which import the functions while the caller goes on."""
+        """Start the workers, which import the functions meanwhile."""
         for _ in range(self._config.workers):
             self._add_worker()
         return self
@@ -239,8 +99,8 @@ class RewardPool:
     ) -> RewardResult:
         """Score one answer. Never raises because of a reward function: its failure is in the result and is counted.
 
-        `row` is the dataset's row; `row["answer"]` is what functions see as `answer`. The trajectory, turns and tool
-        replies included, travels to the processes only if a function asks for it.
+        `row` is the dataset's row; functions see `row["answer"]` as `answer`. The trajectory, turns and tool replies
+        included, travels to the processes only if a function asks for it.
         """
         offered = {"prompt": prompt, "row": row, "answer": row.get("answer"), "finish_reason": finish_reason}
         offered["trajectory"] = trajectory if "trajectory" in self._asked_for else None
@@ -262,7 +122,7 @@ class RewardPool:
             return RewardResult(self._config.error_reward, parts, str(error), unusable=True)
 
     async def extract(self, completion: str) -> str | None:
-        """What the first function takes for the answer in a completion, to be voted on; None: nothing, or it failed.
+        """The answer that the first function finds in a completion, for the vote; None: there is none, or it failed.
 
         Where that is the text, white space around it left out, no process is asked.
         """
@@ -281,10 +141,10 @@ class RewardPool:
         return counts
 
     def check_error_rate(self, counts: dict[str, float]) -> None:
-        """Raise RewardError when a function failed in more than `max_error_rate` of the calls that `counts` tells of.
+        """Raise RewardError when a function failed in more than `max_error_rate` of its calls.
 
         Args:
-            counts: what `take_counts` gave, summed over ranks.
+            counts: those of `take_counts`, summed over ranks.
         """
         for label in self.labels:
             calls, errors = counts["reward/calls"], counts[f"reward/errors/{label}"]
@@ -301,7 +161,7 @@ class RewardPool:
             self._counts[f"reward/errors/{label}"] += 1
             self._first_errors.setdefault(label, error)
 
-    async def _call(self, index: int, completion: str, offered: dict[str, Any] | None) -> Reply:
+    async def _call(self, index: int, completion: str, offered: dict[str, Any] | None) -> "_Reply":
         """Call one function, or extract; once more, in a fresh process, where the first ended before it answered."""
         asked = 0
         while True:
@@ -313,22 +173,22 @@ class RewardPool:
                 answered = True
                 return reply
             except TimeoutError:
-                return Reply(0.0, f"took longer than reward.timeout_s={self._config.timeout_s:g}")
-            except StartError as error:
-                return Reply(0.0, str(error))
+                return _Reply(0.0, f"took longer than reward.timeout_s={self._config.timeout_s:g}")
+            except _StartError as error:
+                return _Reply(0.0, str(error))
             except (EOFError, OSError):
                 code = worker.kill()
                 if asked == 2:
-                    return Reply(0.0, f"ended its process with exit code {code}, as when it was asked before")
+                    return _Reply(0.0, f"ended its process with exit code {code}, as when it was asked before")
             except (PicklingError, TypeError, AttributeError, ValueError) as error:
-                return Reply(0.0, f"cannot be given this row: {type(error).__name__}: {error}")
+                return _Reply(0.0, f"cannot be given this row: {type(error).__name__}: {error}")
             finally:
                 if answered:
                     self._idle.put_nowait(worker)
                 else:
                     self._replace(worker)
 
-    async def _next_worker(self) -> Worker:
+    async def _next_worker(self) -> "_Worker":
         """The next that is free and alive."""
         while self._workers:
             worker = await self._idle.get()
@@ -337,13 +197,139 @@ class RewardPool:
             self._replace(worker)
         raise RuntimeError("this reward pool is not open: use it in a with statement")
 
-    def _replace(self, worker: Worker) -> None:
+    def _replace(self, worker: "_Worker") -> None:
         worker.kill()
         if worker in self._workers:  # else the pool has been closed meanwhile
             self._workers.remove(worker)
             self._add_worker()
 
     def _add_worker(self) -> None:
-        worker = Worker(self._specs)
-        self._workers.append(worker)
-        self._idle.put_nowait(worker)
+        self._workers.append(_Worker(self._specs))
+        self._idle.put_nowait(self._workers[-1])
+
+
+class _Reply(NamedTuple):
+    """The outcome of a call.
+
+    Attributes:
+        value: of a call: a number; of an extraction: a text or None.
+        error: a sentence that says why there is no value; otherwise empty.
+        returned: the function came to its end, if only with a value that cannot be a reward.
+    """
+
+    value: Any
+    error: str = ""
+    returned: bool = False
+
+
+class _StartError(Exception):
+    """A worker could not load the functions that the trainer itself has loaded."""
+
+
+class _Worker:
+    """A process that has loaded the reward functions. One caller at a time; it dies with the thread that started it."""
+
+    def __init__(self, specs: Specs) -> None:
+        context = multiprocessing.get_context("spawn")  # a process with CUDA and threads cannot safely be forked
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, specs, os.getpid()), daemon=True, name="reward")
+        self._process.start()
+        theirs.close()
+        self._ready = False
+
+    def dead(self) -> bool:
+        """Whether an idle worker has ended: it says nothing unasked, so only the pipe's end can be there to read."""
+        return self._ready and self._connection.poll()
+
+    async def ask(self, index: int, completion: str, offered: dict[str, Any] | None, seconds: float) -> _Reply:
+        """Call function `index`, or have it extract where nothing is offered. The deadline begins when it is loaded.
+
+        Raises TimeoutError past the deadline, EOFError when the process ends and _StartError when it cannot load the
+        functions; then the worker cannot be used again.
+        """
+        if not self._ready:
+            try:
+                started = await self._receive(_START_SECONDS)
+            except TimeoutError as late:
+                raise _StartError(f"was not loaded by its process within {_START_SECONDS:g} s") from late
+            if started.error:
+                raise _StartError(f"could not be loaded by its process: {started.error}")
+            self._ready = True
+        self._connection.send((index, completion, offered))
+        return await self._receive(seconds)
+
+    def kill(self) -> int | None:
+        """End the process and all it started, whatever they are doing. Gives the exit code."""
+        if not self._connection.closed:
+            # The process is not reaped yet, dead or alive, so the number is still its own.
+            try:
+                os.killpg(self._process.pid or 0, signal.SIGKILL)
+            except ProcessLookupError:  # it has not left our process group yet
+                self._process.kill()
+            self._process.join()
+            self._connection.close()
+        return self._process.exitcode
+
+    async def _receive(self, seconds: float) -> _Reply:
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._connection.fileno(), readable.set)
+        try:
+            await asyncio.wait_for(readable.wait(), seconds)
+        finally:
+            loop.remove_reader(self._connection.fileno())
+        return _Reply(*json.loads(self._connection.recv_bytes()))  # not pickle: users' code is at the other end
+
+
+# The rest runs in the worker.
+
+
+def _serve(connection: Connection, specs: Specs, parent: int) -> None:
+    """Load the functions, say so, and answer calls until the trainer is gone."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: even code stuck in C dies with the trainer
+    if os.getppid() != parent:
+        os._exit(1)  # the trainer was gone before that
+    os.setpgid(0, 0)  # so that the processes of a reward function can be killed with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    devnull = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2):
+        os.dup2(devnull, descriptor)
+
+    def send(reply: _Reply) -> None:
+        connection.send_bytes(json.dumps(reply).encode())
+
+    try:
+        rewards = bind_rewards(specs)
+    except BaseException as error:
+        send(_Reply(0.0, _text(error)))
+        return
+    send(_Reply(0.0))
+    while True:
+        try:
+            index, completion, offered = connection.recv()
+        except EOFError:
+            return
+        send(_reply(rewards[index], completion, offered))
+
+
+def _reply(reward: BoundReward, completion: str, offered: dict[str, Any] | None) -> _Reply:
+    """Call one function; whatever it raises or returns, a plain value and a sentence go back and nothing else."""
+    try:
+        if offered is None:
+            extracted = reward.extract(completion)
+            return _Reply(None if extracted is None else str(extracted), returned=True)
+        value = reward(completion, offered)
+    except BaseException as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
+        return _Reply(0.0, f"raised {type(error).__name__}: {_text(error)} ({where})")
+    try:
+        return _Reply(checked_reward(value, "returned"), returned=True)
+    except BaseException as error:
+        return _Reply(0.0, _text(error), returned=True)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:_LONGEST_ERROR]
+    except BaseException:
+        return "a message that cannot be read"
