@@ -197,7 +197,7 @@ class History:
             if (message := messages[count - 1]).get("role") == "assistant":
                 answers = self._by_chat.get(_chat_key(messages[: count - 1]), [])
                 said = _said(message)
-                if same := [g for g, told in answers if (echoes(message, g.text) if told is None else told == said)]:
+                if same := [g for g, known in answers if (echoes(message, g.text) if known is None else known == said)]:
                     answer = _nearest(same, position)
                     return KnownPrefix(answer.ids, count, answer)
         return None
@@ -229,8 +229,8 @@ def _nearest(answers: list[Generation], position: int | None) -> Generation:
 def _said(message: Message) -> Any:
     """Role, text and calls of a message. Names of calls, thoughts and extras are left out: clients differ in them."""
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
-    told = [[call.get("name"), parsed_arguments(call.get("arguments"))] for call in calls]
-    return [message.get("role"), content_text(message.get("content")), told]
+    called = [[call.get("name"), parsed_arguments(call.get("arguments"))] for call in calls]
+    return [message.get("role"), content_text(message.get("content")), called]
 
 
 def _chat_key(messages: Sequence[Message]) -> str:
@@ -394,14 +394,14 @@ class _Turns:
         self._tokenizer, self._ends, self._whole = tokenizer, ends, list(whole)
         template = getattr(tokenizer, "chat_template", None)
         self._template_words = set(re.findall(r"\w+", template if isinstance(template, str) else ""))
-        *self._told, after = self._segments(until_answer)
-        if not self._told:
+        *self._rendered, after = self._segments(until_answer)
+        if not self._rendered:
             raise ValueError(
                 "the chat template writes no EOS token behind answers, so the exact ids cannot be kept; its rendering "
                 f"ends with {self._text(after)[-80:]!r}"
             )
         # Both begin with the header of an assistant's turn (and in templates without one, with that of any turn).
-        pairs = zip(self._told[-1], self._segments(whole)[-1], strict=False)
+        pairs = zip(self._rendered[-1], self._segments(whole)[-1], strict=False)
         shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         self._header = [] if self._blank(shared) else shared
 
@@ -414,11 +414,11 @@ class _Turns:
         if self._blank(spoken[-1]):
             spoken.pop()
         pairs = iter(spoken[:-1])
-        for turn in self._told[:-1]:
+        for turn in self._rendered[:-1]:
             if not any(self._matches(turn, segment) for segment in pairs):
                 raise self._foreign(turn, "nothing of the kind")
-        if not spoken or not self._matches(self._told[-1], spoken[-1]):
-            raise self._foreign(self._told[-1], repr(self._text(spoken[-1])[-80:]) if spoken else "nothing")
+        if not spoken or not self._matches(self._rendered[-1], spoken[-1]):
+            raise self._foreign(self._rendered[-1], repr(self._text(spoken[-1])[-80:]) if spoken else "nothing")
 
     def join(self, ids: Sequence[int]) -> list[int]:
         """`ids`, closed once, and then the whole rendering behind the last answer."""
@@ -433,15 +433,15 @@ class _Turns:
     def _answer_end(self) -> int:
         """Where in the whole rendering the end of the last answer stands."""
         places = [i for i, token in enumerate(self._whole) if token in self._ends]
-        told, answer = self._segments(self._whole)[:-1], self._told[-1]
-        if told[: len(self._told)] == self._told:
-            return places[len(self._told) - 1]
+        turns, answer = self._segments(self._whole)[:-1], self._rendered[-1]
+        if turns[: len(self._rendered)] == self._rendered:
+            return places[len(self._rendered) - 1]
         # The template has left something out of earlier turns; counting ends would step over a user's turn.
         if self._header:
-            found = [i for i, segment in enumerate(told) if _begins(segment, self._header)][-1:]
-            found = [i for i in found if self._same(told[i], answer) or self._remains(told[i], answer)]
+            found = [i for i, segment in enumerate(turns) if _begins(segment, self._header)][-1:]
+            found = [i for i in found if self._same(turns[i], answer) or self._remains(turns[i], answer)]
         else:
-            found = [i for i, segment in enumerate(told) if self._same(segment, answer)]
+            found = [i for i, segment in enumerate(turns) if self._same(segment, answer)]
         if len(found) != 1:
             raise ValueError(
                 "the chat template renders the last answer otherwise when messages follow it, and it cannot be told "

@@ -200,6 +200,7 @@ class Rollouts:
     async def _sample(
         self, leader: Leader, prompts: list[Prompt], settings: RolloutSettings, timeout: float, voting: bool
     ) -> list[Trajectory]:
+        """The trajectories of this engine's share of the prompts, scored."""
         ids, rows = [prompt.token_ids for prompt in prompts], [prompt.row for prompt in prompts]
         level, messages, key = self._level, self._level.messages(prompts), f"rollout/{self._rounds}"
 

@@ -1,9 +1,9 @@
 """Levels 2 and 3: answers and tool calls in turn, with functions as tools or with an environment's methods.
 
 Calls may also stand inside an answer: the engine stops at the end tag, the result is appended, generation resumes. (A
-logits processor that forces the result's tokens would be worse: the whole batch waits while a tool runs, forced tokens
-cannot be told from sampled ones, sequences share one processor's state, and markers that tokenise differently in
-context are missed. The engine looks for the end tag in the text, however it is tokenised.)
+logits processor that forces the result's tokens would be worse: the whole batch waits while a tool runs, forced and
+sampled tokens look the same, sequences share one processor's state, and markers that tokenise differently in context
+are missed. The engine looks for the end tag in the text, however it is tokenised.)
 """
 
 import functools
@@ -23,7 +23,7 @@ OWN_METHODS = ("reset", "turn_reward", "get_reward", "close")
 
 @dataclass(frozen=True)
 class Agent:
-    """How the policy calls tools.
+    """The policy's way of calling tools.
 
     Attributes:
         tools: by name.
@@ -104,6 +104,7 @@ def inline_rollout(agent: Agent, tags: InlineTags = InlineTags()) -> RolloutFunc
     """
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+        """One answer, interrupted by its calls."""
         chat = llm.conversation()
         stopping = replace(sampling, stop=[*sampling.stop, tags.end])
         left, calls = sampling.max_tokens, 0
@@ -163,6 +164,7 @@ def environment_rollout(cls: type, kwargs: dict[str, Any], agent: Agent) -> Roll
     agent = replace(agent, tools=tools_by_name([*agent.tools.values(), *methods.values()]))
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+        """An episode in an environment of its own, which is closed however it ends."""
         call = agent.runner.call
         async with llm.away():
             environment = await call(functools.partial(cls, **kwargs))

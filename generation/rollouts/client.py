@@ -28,27 +28,13 @@ Client = Callable[[str, str, str, dict[str, Any]], Awaitable[float | None] | flo
 
 
 class CapturingServer(Protocol):
-    """A server that captures what is sampled under a key, as `generation.server.OpenAIServer` does."""
+    """A server that captures the answers under a key; see `generation.server.OpenAIServer`."""
 
-    def open(self, *, sampling: SamplingSettings, seed: int, policy_version: int) -> str:
-        """Begin to capture; gives the key."""
-        ...
-
-    def address(self, key: str) -> str:
-        """The base URL for the client of that key."""
-        ...
-
-    def lost_keys(self, key: str) -> int:
-        """The number of requests to that address without the key."""
-        ...
-
-    def take(self, key: str) -> list[Trajectory]:
-        """The trajectories of that key, which is then forgotten."""
-        ...
-
-    async def stop(self) -> None:
-        """Answer no more."""
-        ...
+    def open(self, *, sampling: SamplingSettings, seed: int, policy_version: int) -> str: ...
+    def address(self, key: str) -> str: ...
+    def lost_keys(self, key: str) -> int: ...
+    def take(self, key: str) -> list[Trajectory]: ...
+    async def stop(self) -> None: ...
 
 
 StartServer = Callable[..., Awaitable[CapturingServer]]

@@ -183,6 +183,7 @@ def trajectories(returned: Any, batch: Sequence[PromptText], history: History) -
 def _trajectory(
     result: Any, index: int, prompt: PromptText, history: History, asked: Mapping[tuple[int, int], PromptText]
 ) -> Trajectory:
+    """The trajectory of one result; `asked` are the batch's prompts by place."""
     if result is None:
         raise ValueError(f"the sampler returned None for prompt {index}")
     try:

@@ -148,6 +148,7 @@ class Prompts:
         ]
 
     def _request(self, prompt: Any, position: int, place: tuple[int, int]) -> Request:
+        """Of a prompt in any form. One that continues an answer has its ids, and its place."""
         if isinstance(prompt, Mapping):
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         if isinstance(prompt, PromptText):
@@ -169,6 +170,7 @@ class Prompts:
     def _chat_request(
         self, messages: Messages, position: int, place: tuple[int, int], tools: Any, kwargs: dict[str, Any]
     ) -> Request:
+        """Of a conversation; only the messages after the last known answer are rendered."""
         plain = [template_message(message) for message in messages]
         if (known := self._history.known_prefix(messages, position)) and (parent := known.answer):
             ids = self._after(parent, encode_following(self._tokenizer, plain[known.messages :], kwargs))
@@ -334,6 +336,7 @@ class SamplerLLM:
         return list(await asyncio.gather(*map(self._one, requests, params)))
 
     async def _one(self, request: Request, params: "SamplingParams") -> "RequestOutput":
+        """The output of one request, remembered in the history; its seed depends on its place alone."""
         settings, call = self.settings, self._calls[request.place]
         self._calls[request.place] += 1
         longest = params.max_tokens or self.engine.settings.max_model_len

@@ -174,15 +174,15 @@ def make_tool(function: Callable[..., Any], *, method: bool = False) -> Tool:
         fields: dict[str, Any] = {}
         for index, parameter in enumerate(parameters):
             default = ... if parameter.default is parameter.empty else parameter.default
-            described = Field(default, alias=parameter.name, description=about.get(parameter.name))
-            fields[f"arg{index}"] = (hints.get(parameter.name, Any), described)
+            checked = Field(default, alias=parameter.name, description=about.get(parameter.name))
+            fields[f"arg{index}"] = (hints.get(parameter.name, Any), checked)
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         schema = _without_titles(model.model_json_schema())
     except (PydanticUserError, NameError) as error:
         raise ValueError(f"tool {name!r} has a type hint that no schema can be made of: {error}") from error
     schema.pop("additionalProperties", None)
-    told = {"name": name, "description": description, "parameters": schema}
-    return Tool(name, function, {"type": "function", "function": told}, tuple(p.name for p in parameters), model)
+    described = {"name": name, "description": description, "parameters": schema}
+    return Tool(name, function, {"type": "function", "function": described}, tuple(p.name for p in parameters), model)
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -268,6 +268,7 @@ class ToolRunner:
         return replies
 
     async def _reply(self, tools: Mapping[str, Tool], call: ToolCall, metrics: dict[str, float]) -> str:
+        """The result of one call as text, or its error, which is counted."""
         try:
             if call.malformed:
                 raise ToolError("malformed", call.malformed)

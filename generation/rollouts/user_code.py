@@ -54,6 +54,7 @@ async def contained(work: Coroutine[Any, Any, T], timeout: float | None = None) 
     """
 
     async def run() -> T:
+        """The work, with anything that is not an `Exception` turned into one."""
         try:
             return await work
         except Exception:
@@ -86,6 +87,7 @@ async def call_user(function: Callable[[], Any], timeout: float | None = None) -
     """
 
     async def call() -> Any:
+        """The function's result, awaited if it is awaitable."""
         inner = getattr(function, "func", function)  # of a functools.partial
         result = function() if inspect.iscoroutinefunction(inner) else await _in_thread(function)
         return await result if inspect.isawaitable(result) else result

@@ -108,6 +108,7 @@ class Gate:
         return Call(self._settings.sampling, opens=key)
 
     async def _post(self, request: Request, send: Send) -> None:
+        """Check and complete the body, have vLLM answer it, and complete the answer."""
         path = request.scope["path"]
         call = Call(None)
         if generates := path in (CHAT, COMPLETIONS):

@@ -136,6 +136,7 @@ class OpenAIServer:
 async def _application(
     worker: VllmAsyncGenerationWorker, settings: ServerSettings, local: bool
 ) -> tuple[Gate, Any, Conversations]:
+    """vLLM's application on the engine: behind the gate, and by itself; and the conversations that it captures."""
     from fastapi.exceptions import RequestValidationError
 
     if worker.settings.extra.get("skip_tokenizer_init"):
