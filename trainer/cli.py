@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from trainer.config.checks import check_config
+from trainer.config.machine import check_torch_libraries
 from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.errors import UserError
@@ -47,6 +48,7 @@ def _dispatch(argv: list[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # pkg.mod:Name finds the user's code whichever way this was started
     arguments = parse(argv)
+    check_torch_libraries()
     if arguments.command in _OTHERS:
         return import_module(_OTHERS[arguments.command]).main(arguments) or 0
     return _train(arguments)

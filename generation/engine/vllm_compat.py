@@ -168,7 +168,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # sequence that is being decoded takes one.
         arguments["max_num_batched_tokens"] = max(8192, settings.max_num_seqs)
     if settings.shared_weights and not settings.on_cpu:
-        arguments["worker_cls"] = "sharding.worker.memory.SharingWorker"
+        arguments["worker_cls"] = "sharding.worker.sharing_worker.SharingWorker"
     if settings.lora_rank:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}

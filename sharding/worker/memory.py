@@ -2,18 +2,14 @@
 
 vLLM's CPU build has no sleep mode (vllm/platforms/interface.py, is_sleep_mode_available). Addresses stay what they are;
 the pages behind them return as zeros when touched.
-
-A vLLM worker on CUDA whose weights lie in memory that other processes can open.
 """
 
 import ctypes
 import gc
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 
 import psutil
 import torch
-from vllm.v1.worker.gpu_worker import Worker
 
 _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
 _PAGE = 4096
@@ -64,18 +60,3 @@ def resident_bytes() -> int:
     """Physical memory of this process that is its own: code and other mapped files are left out."""
     memory = psutil.Process().memory_info()
     return memory.rss - memory.shared
-
-
-if not hasattr(Worker, "_maybe_get_memory_pool_context"):
-    raise ImportError("this vLLM's worker chooses its memory in another way: sync.zero_copy needs vLLM 0.32")
-
-
-class SharingWorker(Worker):
-    """Weights come from torch's own allocator: what vLLM's sleeping pool maps has no CUDA IPC handle
-    (https://github.com/vllm-project/vllm/pull/45611).
-
-    The pool still holds the KV cache, and so that is all that sleep frees.
-    """
-
-    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:  # type: ignore[type-arg]
-        return nullcontext() if tag == "weights" else super()._maybe_get_memory_pool_context(tag)

@@ -53,7 +53,10 @@ def test_an_engine_is_spawned_on_the_second_runner_asleep_by_cumem_and_reads_819
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"shared_weights": True}, lambda c: c.parallel_config.worker_cls == "sharding.worker.memory.SharingWorker"),
+        (
+            {"shared_weights": True},
+            lambda c: c.parallel_config.worker_cls == "sharding.worker.sharing_worker.SharingWorker",
+        ),
         ({"tensor_parallel_size": 2, "device_indices": (0, 1)}, lambda c: c.parallel_config.world_size == 2),
         ({"fp32_head": True}, lambda c: str(c.model_config.head_dtype) == "torch.float32"),
         ({"lora_rank": 12}, lambda c: c.lora_config.max_lora_rank == 16),

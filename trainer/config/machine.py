@@ -4,7 +4,9 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +18,25 @@ _RANK_VARIABLES = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RAN
 """What torchrun tells a rank, and the least that each can be."""
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 3900  # bytes; Linux takes paths of 4095, and the run's files have names, too
+
+
+def check_torch_libraries(versions: Callable[[str], str] = version) -> None:
+    """Raise UserError if torchvision or torchaudio is a build for CUDA and torch one for CPUs, or the other way round.
+
+    Their operators are then missing, and Transformers, which imports them wherever it finds them, cannot import any
+    model (https://github.com/pytorch/vision/issues/9085). pip brings them from PyPI, whose builds are for CUDA, as vLLM
+    asks for them. Nothing here uses them.
+    """
+    found = dict[str, str]()
+    for name in ("torch", "torchvision", "torchaudio"):
+        with suppress(PackageNotFoundError):
+            found[name] = versions(name)
+    torch = found.pop("torch", "")
+    unfit = [name for name in found if torch and found[name].endswith("+cpu") != torch.endswith("+cpu")]
+    if unfit:
+        named = " and ".join(f"{name} {found[name]}" for name in unfit)
+        remedy = f"Hotbunk does not need them: pip uninstall -y {' '.join(unfit)}"
+        raise UserError(f"no model can be imported while {named} are beside torch {torch}, another build; {remedy}")
 
 
 def rank_count(environ: Mapping[str, str]) -> int:

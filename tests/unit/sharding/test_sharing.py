@@ -108,7 +108,7 @@ def test_on_cuda_weights_come_from_memory_that_has_an_ipc_handle_and_only_they(m
     """vLLM's own worker, as far as it can be here: its sleeping pool is a stand-in."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    from sharding.worker.memory import SharingWorker
+    from sharding.worker.sharing_worker import SharingWorker
 
     monkeypatch.setattr(Worker, "_maybe_get_memory_pool_context", lambda worker, tag: f"the pool for {tag}")
     worker = SharingWorker.__new__(SharingWorker)

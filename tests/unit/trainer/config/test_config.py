@@ -162,3 +162,9 @@ def test_the_command_line_loads_no_torch() -> None:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert "--policy.lr  float = 1e-06" in result.stdout
+
+
+def test_a_rank_loads_vllm_only_where_an_engine_starts() -> None:
+    script = "import sys, trainer.loop, trainer.commands.sft\nassert 'vllm' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr

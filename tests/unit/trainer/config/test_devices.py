@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from generation.rollouts.user_code import call_user
 from trainer import distributed
 from trainer.cli import main
 from trainer.config.checks import find_problems
-from trainer.config.machine import resolve_device
+from trainer.config.machine import check_torch_libraries, resolve_device
 from trainer.config.schema import CheckpointConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.run import checkpoint, processes
@@ -313,3 +314,30 @@ def test_a_first_node_whose_name_means_loopback_is_refused_before_others_are_tol
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     distributed._stay_private()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+@pytest.mark.parametrize(
+    ("installed", "unfit"),
+    [
+        ({"torch": "2.13.0", "torchvision": "0.28.0"}, ""),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu", "torchaudio": "2.11.0+cpu"}, ""),
+        ({"torch": "2.13.0+cu130", "torchvision": "0.28.0"}, ""),
+        ({"torch": "2.13.0+cpu"}, ""),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.0"}, "torchvision torchaudio"),
+        ({"torch": "2.13.0+cpu", "torchaudio": "2.11.0"}, "torchaudio"),
+        ({"torch": "2.13.0", "torchvision": "0.28.0+cpu"}, "torchvision"),
+    ],
+)
+def test_a_torchvision_built_for_another_torch_is_refused_with_the_command_that_removes_it(
+    installed: dict[str, str], unfit: str
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    if unfit:
+        with pytest.raises(UserError, match=f"pip uninstall -y {unfit}$"):
+            check_torch_libraries(version)
+    else:
+        check_torch_libraries(version)

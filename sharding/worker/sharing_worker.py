@@ -1,0 +1,22 @@
+"""A vLLM worker on CUDA whose weights lie in memory that other processes can open.
+
+In a file of its own, as importing vLLM's worker takes seconds.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from vllm.v1.worker.gpu_worker import Worker
+
+if not hasattr(Worker, "_maybe_get_memory_pool_context"):
+    raise ImportError("this vLLM's worker chooses its memory in another way: sync.zero_copy needs vLLM 0.32")
+
+
+class SharingWorker(Worker):
+    """Weights come from torch's own allocator: what vLLM's sleeping pool maps has no CUDA IPC handle
+    (https://github.com/vllm-project/vllm/pull/45611).
+
+    The pool still holds the KV cache, and so that is all that sleep frees.
+    """
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:  # type: ignore[type-arg]
+        return nullcontext() if tag == "weights" else super()._maybe_get_memory_pool_context(tag)
