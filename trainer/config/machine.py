@@ -35,8 +35,8 @@ def check_torch_libraries(versions: Callable[[str], str] = version) -> None:
     unfit = [name for name in found if torch and found[name].endswith("+cpu") != torch.endswith("+cpu")]
     if unfit:
         named = " and ".join(f"{name} {found[name]}" for name in unfit)
-        remedy = f"Hotbunk does not need them: pip uninstall -y {' '.join(unfit)}"
-        raise UserError(f"no model can be imported while {named} are beside torch {torch}, another build; {remedy}")
+        remedy = f"pip uninstall -y {' '.join(unfit)}"
+        raise UserError(f"no model can be imported beside {named}, built for another torch than {torch}: {remedy}")
 
 
 def rank_count(environ: Mapping[str, str]) -> int:
