@@ -143,7 +143,7 @@ def test_a_reference_is_away_but_while_it_scores(two_ranks: dict[str, str]) -> N
 
 
 @BY_KIND
-def test_export_in_several_files(one_rank: None, models: Path, tmp_path: Path, kind: str, tied: bool) -> None:
+def test_an_export_may_be_in_several_files(one_rank: None, models: Path, tmp_path: Path, kind: str, tied: bool) -> None:
     """With an index, as large models have it, and read back through the index."""
     source = checks.model_folder(models, kind, tied)
     policy = checks.make_policy(source)

@@ -229,7 +229,7 @@ def test_tool_calls_are_captured_and_recognised(free: OpenAIServer, leader: Lead
 
 
 @pytest.mark.covers("N13")
-def test_required_prefix_over_http(server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
+def test_a_required_prefix_is_heeded_over_http(server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
     first = tokenizer(tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True))["input_ids"]
     prefix = [*first, *tokenizer("it's")["input_ids"], tokenizer.bos_token_id, 2]  # an id that text never becomes
@@ -275,7 +275,7 @@ def test_what_is_not_trained_is_refused(
 
 
 @pytest.mark.covers("N14")
-def test_keys(free: OpenAIServer, leader: Leader) -> None:
+def test_only_a_servers_own_key_opens_it(free: OpenAIServer, leader: Leader) -> None:
     own = opened(free, leader)
     for key, served in (("secret", True), ("wrong", False), (own, True)):
         if served:

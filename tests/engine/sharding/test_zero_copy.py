@@ -97,7 +97,9 @@ def test_an_optimizer_step_is_the_sync_and_a_wrong_byte_is_still_found(trained: 
 
 
 @pytest.mark.covers("P5")
-def test_an_update_interrupted_at_any_message_leaves_no_version_and_the_next_repairs_it(trained: Any) -> None:
+def test_an_update_of_shared_weights_interrupted_at_any_message_leaves_no_version_and_the_next_repairs_it(
+    trained: Any,
+) -> None:
     policy, manager, post = trained.policy, trained.manager, Link.post
     for at in ("begin", "in_place", "finish", "end"):
 

@@ -179,7 +179,7 @@ def test_messages_of_another_conversation_are_refused(
 
 
 @pytest.mark.covers("N13")
-def test_several_ends(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_any_of_several_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizerFast) -> None:
     """The policy ended with another EOS than the template writes; what was sampled stays."""
     prompt, pad = rendered(tokenizer, CHAT + OPENING, talk("q0"), True), tokenizer.pad_token_id
     ids = [*prompt, *tokenizer("so")["input_ids"], pad]

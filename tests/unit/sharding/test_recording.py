@@ -169,7 +169,7 @@ def test_coverage_is_what_counting_elements_says(views: list, elements: int) -> 
     assert _covers_once(flat, elements) == (sorted(seen) == list(range(elements)))
 
 
-def test_coverage_of_cut_tensors() -> None:
+def test_the_coverage_of_cut_tensors_is_exact() -> None:
     whole = torch.arange(24).view(4, 6)
     for parts in (
         [whole[:, :2], whole[:, 2:]],

@@ -155,7 +155,7 @@ def test_of_a_weight_a_tensor_parallel_worker_is_asked_for_its_part(
     both.manager.close()
 
 
-def test_bfloat16_of_float32_masters(tmp_path: Path) -> None:
+def test_bfloat16_weights_of_float32_masters_are_verified(tmp_path: Path) -> None:
     source = Trained(torch.bfloat16)
     both = InProcess(source, SmallModel(dtype=torch.bfloat16), tmp_path)
     for version in (1, 2, 3):

@@ -279,7 +279,7 @@ def test_workers_die_with_their_parent(rogue: str, tmp_path: Path) -> None:
     ("completion", "answer", "reward"),
     [(" 42\n", 42, 1.0), ("42", "42 ", 1.0), ("42.", "42", 0.0), ("", "x", 0.0)],
 )
-def test_exact_match(completion: str, answer: object, reward: float) -> None:
+def test_exact_match_compares_texts(completion: str, answer: object, reward: float) -> None:
     assert exact_match(completion, answer=answer) == reward
 
 
@@ -296,7 +296,7 @@ def test_exact_match(completion: str, answer: object, reward: float) -> None:
         (".5", 0.5, 1.0),
     ],
 )
-def test_numeric_match(completion: str, answer: object, reward: float) -> None:
+def test_numeric_match_compares_numbers(completion: str, answer: object, reward: float) -> None:
     assert numeric_match(completion, answer=answer) == reward
 
 
@@ -310,7 +310,7 @@ def test_numeric_match(completion: str, answer: object, reward: float) -> None:
         (r"\boxed{42}", r"$42$", 1.0),
     ],
 )
-def test_math_verify(completion: str, answer: object, reward: float) -> None:
+def test_math_verify_compares_expressions(completion: str, answer: object, reward: float) -> None:
     assert math_verify(completion, answer=answer) == reward
 
 
@@ -362,7 +362,7 @@ def signatures(tmp_path: Path) -> Path:
         ("Counting", {"start": 1.0}, {"row"}),
     ],
 )
-def test_signatures_that_fit(signatures: Path, name: str, kwargs: dict, keywords: set) -> None:
+def test_signatures_that_fit_are_accepted(signatures: Path, name: str, kwargs: dict, keywords: set) -> None:
     (reward,) = bind_rewards([(f"{signatures}:{name}", kwargs)])
     assert reward.keywords == keywords
     assert reward.label == name

@@ -74,7 +74,7 @@ def gap(policy: HfPolicy, output: Any) -> float:
 
 
 @pytest.mark.covers("T10", "D09")
-def test_forms_of_input_and_of_output(service: AsyncVLLM) -> None:
+def test_every_form_of_input_has_its_form_of_output(service: AsyncVLLM) -> None:
     one = service.generate([5, 6, 7], GREEDY)
     assert list(one.prompt_token_ids) == [5, 6, 7]
     assert one.finished
@@ -196,7 +196,7 @@ def test_workers_answer_in_order(service: AsyncVLLM) -> None:
 
 
 @pytest.mark.covers("T51")
-def test_eight_threads_at_once(service: AsyncVLLM) -> None:
+def test_eight_threads_may_ask_at_once(service: AsyncVLLM) -> None:
     def work(thread: int) -> list[list[int]]:
         outputs = [service.generate([20 + thread, i], SamplingParams(max_tokens=2)) for i in range(25)]
         return [list(output.prompt_token_ids) for output in outputs]
@@ -217,7 +217,7 @@ def test_a_second_start_starts_nothing(service: AsyncVLLM, caplog: pytest.LogCap
 
 
 @pytest.mark.covers("T08", "D19", "D23")
-def test_vllms_own_arguments(model: Path) -> None:
+def test_vllms_own_arguments_are_taken(model: Path) -> None:
     args = AsyncEngineArgs(model=str(model), max_num_seqs=3, enable_prefix_caching=False, block_size=16)
     before, environment = repr(args), dict(os.environ)
     settings = as_settings(args)
@@ -229,7 +229,7 @@ def test_vllms_own_arguments(model: Path) -> None:
 
 
 @pytest.mark.covers("T05", "T31", "T34", "D13", "D14", "D17")
-def test_weights_by_broadcast(service: AsyncVLLM, model: Path) -> None:
+def test_weights_reach_engines_by_broadcast(service: AsyncVLLM, model: Path) -> None:
     """Engines compute with what was sent, old prefixes are forgotten, and what does not fit is named."""
     policy = HfPolicy(model)
     metadata = service.get_model_metadata()
@@ -282,7 +282,7 @@ def test_weights_that_do_not_fit_are_fatal_until_some_do(
 
 
 @pytest.mark.covers("T33", "D12")
-def test_a_trainers_own_sender(service: AsyncVLLM, model: Path) -> None:
+def test_a_trainers_own_sender_reaches_the_engines(service: AsyncVLLM, model: Path) -> None:
     """A trainer that keeps its own group: futures of the engines tell success and failure."""
     policy = HfPolicy(model)
     policy.randomise(5)
@@ -330,7 +330,7 @@ def test_answers_are_of_one_version_each(service: AsyncVLLM, model: Path) -> Non
 
 
 @pytest.mark.covers("T07")
-def test_weights_from_a_folder(service: AsyncVLLM, model: Path, tmp_path: Path) -> None:
+def test_weights_are_read_from_a_folder(service: AsyncVLLM, model: Path, tmp_path: Path) -> None:
     policy = HfPolicy(model)
     policy.randomise(11)
     source = FsdpWeightSource(list(policy.model.named_parameters()), torch.float32)

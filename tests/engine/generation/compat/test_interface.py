@@ -189,7 +189,7 @@ def test_an_asynchronous_worker_by_itself_on_the_yaml_of_nemo_rl(model: Path) ->
 
 
 @pytest.mark.covers("N2")
-def test_shapes_types_and_logprobs(generation: VllmGeneration, model: Path) -> None:
+def test_outputs_have_the_promised_shapes_types_and_logprobs(generation: VllmGeneration, model: Path) -> None:
     """Log-probabilities are those of the distribution drawn from: temperature, top-k and top-p applied."""
     data = padded(PROMPTS * 4)
     data["input_ids"] = data["input_ids"].int()
@@ -321,7 +321,7 @@ def test_who_stops_listening_leaves_no_request_behind(generation: VllmGeneration
 
 
 @pytest.mark.covers("N7")
-def test_texts(generation: VllmGeneration, model: Path) -> None:
+def test_texts_in_give_texts_out(generation: VllmGeneration, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = ["1+1=", "what", "x" * 500]
     data = BatchedDataDict({"prompts": texts, "stop_strings": [None, ["zz"], None]})
@@ -336,7 +336,7 @@ def test_texts(generation: VllmGeneration, model: Path) -> None:
 
 
 @pytest.mark.covers("N12")
-def test_the_workers_own_methods(generation: VllmGeneration) -> None:
+def test_the_workers_own_methods_can_be_called(generation: VllmGeneration) -> None:
     """The blocking worker and the asynchronous one answer as `VllmGeneration` does."""
     worker = generation.workers[0]
     data, texts = padded(PROMPTS), BatchedDataDict({"prompts": ["1+1="]})

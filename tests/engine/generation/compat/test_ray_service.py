@@ -116,7 +116,7 @@ def test_kv_cache_use_comes_from_the_actors(service: AsyncVLLM) -> None:
 
 
 @pytest.mark.covers("T15", "T28")
-def test_workers_and_own_methods(service: AsyncVLLM) -> None:
+def test_workers_run_their_own_methods_in_actors(service: AsyncVLLM) -> None:
     assert service.collective_rpc("report_device_id") == [["cpu:0"], ["cpu:0"]]
     assert [replica.submit("greet", "you").result(60) for replica in service.actors] == ["hello you"] * 2
     name = f"async-vllm-replica-{service.service_id}-1"

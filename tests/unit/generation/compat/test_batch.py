@@ -78,7 +78,7 @@ def test_uneven_shards_are_the_batch_cut_up(size: int, shards: int) -> None:
 
 
 @pytest.mark.covers("N5")
-def test_shards_by_batch_size() -> None:
+def test_a_batch_is_sharded_by_batch_size() -> None:
     assert [len(p["names"]) for p in numbered(5).shard_by_batch_size(4, allow_uneven_shards=True)] == [2, 2, 1, 0]
     parts = numbered(8).shard_by_batch_size(2, batch_size=4)
     assert [samples(part) for part in parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -98,7 +98,7 @@ def test_reorder_undoes_a_selection(order: list[int]) -> None:
 
 
 @pytest.mark.covers("N5")
-def test_parts_of_a_batch() -> None:
+def test_parts_of_a_batch_are_the_rows_asked_for() -> None:
     batch = numbered(6)
     assert samples(batch.slice(1, 3)) == [1, 2]
     assert samples(batch.chunk(2, 3)) == [4, 5]

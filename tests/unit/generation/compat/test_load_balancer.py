@@ -119,7 +119,7 @@ def test_prefix_aware_needs_a_prompt() -> None:
 
 @pytest.mark.parametrize(("pending", "expected"), [((3, 1, 2), {1}), ((5, 2, 2), {1, 2}), ((0, 0, 0), {0, 1, 2})])
 @pytest.mark.covers("T42")
-def test_fewest_requests(pending: tuple[int, ...], expected: set[int]) -> None:
+def test_the_engine_with_fewest_requests_is_chosen(pending: tuple[int, ...], expected: set[int]) -> None:
     assert chosen(LoadBalancer(engines(*pending), "requests")) == expected
     assert chosen(LoadBalancer(Service(*pending), "requests")) == expected
 
@@ -129,7 +129,7 @@ def test_fewest_requests(pending: tuple[int, ...], expected: set[int]) -> None:
     [((0.1, 0.1 + 5e-7), {0, 1}), ((0.1, 0.1 + 2e-6), {0}), ((0.9, 0.2, 0.5), {1}), ((0.0, 0.0), {0, 1})],
 )
 @pytest.mark.covers("T43")
-def test_least_kv_cache(usages: tuple[float, ...], expected: set[int]) -> None:
+def test_the_engine_with_the_least_kv_cache_in_use_is_chosen(usages: tuple[float, ...], expected: set[int]) -> None:
     assert chosen(LoadBalancer([Engine(0, usage) for usage in usages], "kv-cache")) == expected
 
 
@@ -250,7 +250,7 @@ def test_unreadable_counts_are_no_overload() -> None:
 
 
 @pytest.mark.covers("T48")
-def test_statistics() -> None:
+def test_statistics_have_the_promised_keys() -> None:
     keys = {
         "strategies",
         "primary_strategy",

@@ -24,7 +24,7 @@ def batch(ids: list[list[int]], lengths: list[int]) -> BatchedDataDict:
     ],
 )
 @pytest.mark.covers("N3")
-def test_right_padded(ids: list[list[int]], lengths: list[int], pad: int) -> None:
+def test_right_padded_batches_pass(ids: list[list[int]], lengths: list[int], pad: int) -> None:
     assert verify_right_padding(batch(ids, lengths), pad) == (True, None)
 
 

@@ -102,7 +102,9 @@ def test_a_time_that_is_none_is_an_error(text: str, monkeypatch: pytest.MonkeyPa
     ],
 )  # fmt: skip
 @pytest.mark.covers("T10", "T23", "T24", "D09")
-def test_all_forms_of_input(prompts: Any, ids: Any, expected: list[dict[str, Any]], single: bool) -> None:
+def test_all_forms_of_input_are_understood(
+    prompts: Any, ids: Any, expected: list[dict[str, Any]], single: bool
+) -> None:
     assert prompt_dictionaries(prompts, ids) == (expected, single)
 
 
@@ -137,7 +139,7 @@ def test_the_callers_prompt_is_not_changed() -> None:
 
 
 @pytest.mark.covers("T18")
-def test_devices_of_a_replica() -> None:
+def test_the_gpus_of_a_replica_are_counted() -> None:
     assert (
         gpus_per_replica(SimpleNamespace(tensor_parallel_size=2, data_parallel_size=3, pipeline_parallel_size=4)) == 24
     )

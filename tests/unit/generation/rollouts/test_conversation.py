@@ -103,7 +103,7 @@ def test_pad_and_end_in_one_and_tools_that_say_them() -> None:
     assert sample.loss_mask == [0, 0, *done.loss_mask] and sample.engine_logprobs == [0.0, 0.0, *done.logprobs]
 
 
-def test_response_budget() -> None:
+def test_the_response_budget_is_what_the_context_leaves() -> None:
     assert response_budget(10, 5, 100) == 5
     assert response_budget(97, 5, 100) == 3
     assert response_budget(100, 5, 100) == response_budget(150, 5, 100) == 0

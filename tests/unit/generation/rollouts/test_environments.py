@@ -220,7 +220,7 @@ def test_interleaved_trajectories_never_see_each_others_calls() -> None:
         assert TOKENIZER.decode(done.response_ids, skip_special_tokens=True) == expected
 
 
-def test_inline_mistakes_and_limits() -> None:
+def test_mistakes_in_inline_calls_become_text_within_limits() -> None:
     text = "<function>divide(1)</function>a</function><function>1+</function><function>multiply(1)</function>"
     engine = StoppingEngine({5: say(text), 6: say("<function>multiply(2, 2)</function>" * 9)})
     one, two = sorted(run(engine, inline_rollout(inline(5)), [[5], [6]], TOKENIZER), key=lambda t: t.prompt_index)

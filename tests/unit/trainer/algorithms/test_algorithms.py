@@ -18,7 +18,7 @@ def count(mask: torch.Tensor, name: str) -> float:
     return float(mask.sum() if name == "token_mean" else mask.any(dim=1).sum())
 
 
-def test_group_relative_against_statistics() -> None:
+def test_group_relative_advantages_agree_with_the_statistics_module() -> None:
     rewards = [[1.0, 0.0, 0.5, 0.25], [3.0, -2.0, 0.1, 7.5]]
     for normalize in (True, False):
         got = advantages.group_relative(torch.tensor(rewards), normalize)
@@ -280,7 +280,7 @@ def test_k3_is_the_expectation_of_the_divergence() -> None:
     assert torch.equal(kl.k3(p.log(), p.log()), torch.zeros(3, dtype=torch.float64))
 
 
-def test_weights_against_a_loop() -> None:
+def test_weights_agree_with_a_loop() -> None:
     """Fully masked rows count for nothing, in the numerator and in the denominator."""
     numbers = torch.arange(16, dtype=torch.float32).reshape(4, 4) - 5
     rows = [[float(numbers[i, j]) for j in range(4) if MASK[i, j]] for i in range(4)]

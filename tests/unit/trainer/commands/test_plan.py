@@ -36,7 +36,7 @@ def by_name(parts: list[Part]) -> dict[str, tuple[float, float]]:
     return {part.name: (part.generating, part.training) for part in parts}
 
 
-def test_a_steps_arithmetic(tiny_qwen2: Path) -> None:
+def test_the_plan_shows_a_steps_arithmetic(tiny_qwen2: Path) -> None:
     config = recipe(tiny_qwen2, engine={"tensor_parallel_size": 2}, algorithm={"num_iterations": 2})
     assert dict(batch_lines(config, 4)) == {
         "ranks": "4, on cpu",

@@ -165,7 +165,9 @@ def surrogate(kind: str, data: dict[str, Tensor]) -> Tensor:
         ("sapo", "sequence_mean", ROWS, {"loss_type": "sapo"}),
     ],
 )
-def test_policy_losses(data: str, kind: str, aggregate: str, denominator: float, settings: dict[str, Any]) -> None:
+def test_policy_losses_are_trls(
+    data: str, kind: str, aggregate: str, denominator: float, settings: dict[str, Any]
+) -> None:
     numbers = BATCHES[data]()
     ours = our_loss(numbers, surrogate(kind, numbers), aggregate, denominator)
     assert_same(differentiated(ours, numbers), trl_loss(numbers, grpo(**settings)))
@@ -192,7 +194,7 @@ def test_the_learners_loss_under_a_preset(data: str, preset: str, settings: dict
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
-def test_kl_in_the_loss(unbiased: bool) -> None:
+def test_kl_in_the_loss_is_trls(unbiased: bool) -> None:
     data = batch()
     estimator = "unbiased_k3" if unbiased else "k3"
     estimate = kl.divergence(estimator, data["new"], data["old"], data["reference"])
@@ -202,7 +204,7 @@ def test_kl_in_the_loss(unbiased: bool) -> None:
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
-def test_high_entropy_tokens(share: float) -> None:
+def test_high_entropy_tokens_are_chosen_as_in_trl(share: float) -> None:
     data = batch()
     config = AlgorithmConfig(preset="dapo", tis_cap=None, high_entropy_share=share)
     theirs = trl_loss(data, grpo(loss_type="dapo", top_entropy_quantile=share))
@@ -234,7 +236,7 @@ def test_the_entropy_bonus_differs_by_what_is_averaged_and_by_nothing_else(
 
 
 @pytest.mark.parametrize("threshold", [0.01, 0.2])
-def test_off_policy_sequence_masking(threshold: float) -> None:
+def test_off_policy_sequences_are_masked_as_in_trl(threshold: float) -> None:
     data = batch(spread=1.0)
     keep = corrections.not_stale(data["new"], data["engine"], data["advantages"], data["mask"], threshold)
     assert not keep[data["mask"].bool()].all()
@@ -304,7 +306,7 @@ UNBIASED = (3 / 2) ** 0.5  # TRL's standard deviation of three over the populati
 
 @pytest.mark.parametrize("rewards", REWARDS)
 @pytest.mark.parametrize("scale", ["group", "none"])
-def test_group_advantages(rewards: str, scale: str) -> None:
+def test_group_advantages_are_trls(rewards: str, scale: str) -> None:
     numbers = REWARDS[rewards]
     theirs = scored(grpo(scale_rewards=scale), batch(), numbers.unsqueeze(1))["advantages"]
     if scale == "group":
@@ -344,7 +346,7 @@ def test_leave_one_out_with_kl_in_the_reward(rewards: str, whitened: bool) -> No
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_rollout_correction(mode: str) -> None:
+def test_rollout_correction_is_trls(mode: str) -> None:
     data = batch(spread=0.5)
     settings = {"use_vllm": True, "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": mode}
     bounds = {"vllm_importance_sampling_clip_max": 1.5, "vllm_importance_sampling_clip_min": None}
@@ -361,7 +363,7 @@ def test_rollout_correction(mode: str) -> None:
 
 
 @pytest.mark.parametrize("margin", [0, 4, 10])
-def test_soft_overlong_penalty(margin: int) -> None:
+def test_the_soft_overlong_penalty_is_trls(margin: int) -> None:
     lengths = list(range(14))
     theirs = get_soft_overlong_punishment(10, margin)([[1] * n for n in lengths])
     ours = shaping.soft_overlong_penalty(torch.tensor(lengths), 10, margin)

@@ -109,7 +109,7 @@ def test_a_sampled_pad_token_stays_in_the_loss() -> None:
     assert batches[0].loss_mask[row].tolist() == [0, 1, 1, 0, 0]
 
 
-def test_awkward_inputs() -> None:
+def test_awkward_inputs_are_packed_or_refused() -> None:
     one = micro_batches([Sample([7], [1], [0.0], 1.0)], 10, 0, "cpu", None)
     assert one[0].input_ids.tolist() == [[7, 0]] and one[0].loss_mask.tolist() == [[0.0]]
     nothing = micro_batches([], 10, 0, "cpu", None)

@@ -55,7 +55,7 @@ def test_equals_the_whole_logits_tensor(chunk: int | None, with_bias: bool, temp
 
 
 @pytest.mark.parametrize("which", [0, 1, "both"])
-def test_gradcheck(which: int | str) -> None:
+def test_gradients_pass_gradcheck(which: int | str) -> None:
     hidden, weight, bias, targets = inputs(4, torch.float64, with_bias=True)
 
     def function(*tensors: Tensor) -> Tensor | tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ def test_warm_up_counts_applied_updates_alone() -> None:
     assert learning_rate_factor(0, 5, 2, 6, "linear") == pytest.approx(min(1 / 3, 1 / 4))
 
 
-def test_adamw_against_the_formula() -> None:
+def test_adamw_follows_the_formula() -> None:
     torch.manual_seed(0)
     matrix, vector = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4))
     lr, (b1, b2), eps, decay = 0.1, (0.9, 0.95), 1e-8, 0.5

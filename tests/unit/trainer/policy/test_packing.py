@@ -168,7 +168,7 @@ def test_a_sequence_does_not_see_its_neighbours(kind: str) -> None:
 
 
 @pytest.mark.covers("P22")
-def test_masked_and_missing_targets() -> None:
+def test_masked_and_missing_targets_add_nothing() -> None:
     """Rows without any target, one of them a filler's single token, among rows that have some."""
     model = make_model()
     module, samples = make_module(model), make_samples([6, 1, 5])

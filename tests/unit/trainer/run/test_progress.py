@@ -139,7 +139,7 @@ def test_the_report_of_a_run_without_evaluation_or_answers() -> None:
     assert "→" not in rendered(report(before=None)) and "93.8%" in rendered(report(before=None))
 
 
-def test_durations_and_sparklines() -> None:
+def test_durations_and_sparklines_are_readable() -> None:
     assert [duration(value) for value in (0.4, 59.4, 59.6, 3599, 7620)] == [
         *("0 s", "59 s", "1 min 00 s", "59 min 59 s", "2 h 07 min")
     ]
