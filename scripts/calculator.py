@@ -30,14 +30,14 @@ def text(question: Question) -> str:
 
 
 def steps(question: Question) -> list[tuple[str, int]]:
-    """What is to be calculated, one operation after the other, and what each gives."""
+    """The calculations, one operation after the other, each with its result."""
     a, first, b, second, c = question
     middle = OPERATORS[first](a, b)
     return [(f"{a}{first}{b}", middle), (f"{middle}{second}{c}", OPERATORS[second](middle, c))]
 
 
 def questions(count: int, rng: random.Random) -> list[Question]:
-    """Different ones, of numbers with two digits, of which nothing negative comes."""
+    """Different questions of two-digit numbers, without negative results."""
     found: dict[Question, None] = {}
     signs = list(OPERATORS)
     while len(found) < count:
@@ -49,7 +49,7 @@ def questions(count: int, rng: random.Random) -> list[Question]:
 
 
 def call(expression: str) -> str:
-    """What the policy has to say for a calculation to be done."""
+    """The text with which the policy asks for a calculation."""
     return f"<tool_call>{json.dumps({'name': 'calculate', 'arguments': {'expression': expression}})}</tool_call>"
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Whether the CUDA lock works, as far as a machine without a GPU can tell: it is installed and complete; with an empty libcuda.so.1 and
+# Checks the CUDA lock, as far as a machine without a GPU can: it is installed and complete; with an empty libcuda.so.1 and
 # eight made-up H100s, everything that a run imports can be imported, and vLLM makes of our arguments what we mean; on fake CUDA tensors
 # no device is mixed and nothing waits for it; unit tests and the tests of several ranks (gloo, CPU tensors) pass on its torch. Nothing
 # that needs a kernel or a driver is run.

@@ -1,4 +1,4 @@
-"""Whether a lock holds everything that its packages ask for, with their extras: check_lock.py cpu|cuda [--store]
+"""Checks that a lock holds everything its packages ask for, with their extras: check_lock.py cpu|cuda [--store]
 
 It goes by the metadata of the packages in the environment it runs in, from hotbunk's own requirements onwards. What
 `cpu.txt` leaves out on purpose stands in `cpu_left_out.txt` with the reasons. The wheels of `cuda.txt` are not
@@ -42,7 +42,7 @@ def left_out(device: str) -> dict[str, str]:
 
 
 def own_requirements(device: str) -> list[str]:
-    """What pyproject.toml asks for on this device, with every extra but the other device's."""
+    """Requirements of pyproject.toml on this device, with every extra except the other device's."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
     other = {"cpu": "cuda", "cuda": "cpu"}[device]
@@ -50,7 +50,7 @@ def own_requirements(device: str) -> list[str]:
 
 
 def installed(name: str, pinned: str) -> list[str]:
-    """What a package of this environment asks for.
+    """Requirements of a package of this environment.
 
     Raises:
         LookupError: it is not installed, or in another version.
@@ -65,7 +65,7 @@ def installed(name: str, pinned: str) -> list[str]:
 
 
 def stored_or_installed(name: str, pinned: str) -> list[str]:
-    """What a package of the CUDA lock asks for: as stored, otherwise as `installed`."""
+    """Requirements of a package of the CUDA lock: as stored, otherwise as `installed`."""
     kept: dict[str, list[str]] = json.loads(METADATA.read_text())
     asked = kept.get(f"{name}=={pinned}")
     return installed(name, pinned) if asked is None else asked
@@ -104,7 +104,7 @@ def problems(device: str, lock: Lock, metadata: Callable[[str, str], list[str]])
             found.append(f"{who} asks for {name}{asked.specifier}, which {device}.txt lacks")
         elif not SpecifierSet(_release(asked.specifier)).contains(lock[name], prereleases=True):
             found.append(f"{who} asks for {name}{asked.specifier}, but {device}.txt has {lock[name]}")
-    found += [f"{device}_left_out.txt names {name}, which nobody asks for" for name in sorted(excepted.keys() - used)]
+    found += [f"{device}_left_out.txt names {name}, which nothing asks for" for name in sorted(excepted.keys() - used)]
     return sorted(set(found))
 
 

@@ -24,7 +24,7 @@ def main() -> None:
         parser.error("--window must be at least 1")
     runs = {folder.resolve().name: read_rows(folder / "metrics.jsonl") for folder in options.runs}
     if len(runs) < len(options.runs):
-        parser.error("two of the runs have the same folder name, by which they would be told apart")
+        parser.error("two of the runs have the same folder name, so they cannot be distinguished")
     for folder in options.runs:
         if not runs[folder.resolve().name]:
             parser.error(f"{folder} holds no metrics.jsonl with a step in it, so there is nothing to draw")

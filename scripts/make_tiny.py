@@ -101,7 +101,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def own_settings(architecture: str, heads: int, head_dim: int, experts: int, width: int) -> dict[str, Any]:
-    """What one architecture's configuration knows and others' do not, or what it cannot choose."""
+    """Settings that only one architecture's configuration has, or that it cannot choose."""
     moe = {"num_experts_per_tok": 2, "moe_intermediate_size": width}
     if architecture == "gemma3":
         return {"query_pre_attn_scalar": head_dim, "sliding_window": 64}

@@ -58,7 +58,7 @@ if [ "$nodes" != 1 ]; then
     [ -n "${NODE_RANK:-}" ] && [ -n "${MASTER_ADDR:-}" ] || die "with NNODES=$nodes, NODE_RANK and MASTER_ADDR must be set, too."
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
-# A recipe with a mistake in it is told of once, in a sentence, before there are ranks.
+# A mistake in the recipe is reported once, in a sentence, before there are ranks.
 WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check || exit
 # Ranks that have not ended this long after SIGTERM are killed. They end themselves, some seconds after checkpoint.grace_s;
 # torchrun must only not be quicker. A variable, as older torchruns know no such flag.

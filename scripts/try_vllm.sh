@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What another release of vLLM breaks, on CPU: bash scripts/try_vllm.sh VERSION [pytest's arguments]
+# Reports what another release of vLLM breaks, on CPU: bash scripts/try_vllm.sh VERSION [pytest's arguments]
 #
 # Makes .venv.vllm-VERSION from the CPU lock with that release in place of its own and whatever else it asks for; imports all that is ours
 # and what it uses of vLLM; runs the tests of engines. The last lines say what failed. Half an hour on two cores; .venv stays as it is.

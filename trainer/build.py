@@ -1,4 +1,4 @@
-"""Puts the parts of a run together: policies, sharding manager, and the checkpoint that a run goes on from."""
+"""Puts the parts of a run together: policies, sharding manager, and the checkpoint that a run resumes from."""
 
 import os
 from pathlib import Path
@@ -39,7 +39,7 @@ def rank_device(config: TrainConfig) -> torch.device:
 
 
 def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError unless the teacher, if there is one, means the same by every token id."""
+    """Raise UserError unless the teacher, if there is one, has the same tokens under the same ids."""
     teacher = config.algorithm.teacher
     if teacher is not None:
         own = load_tokenizer(ModelConfig(path=teacher, trust_remote_code=config.model.trust_remote_code))

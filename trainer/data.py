@@ -42,7 +42,7 @@ class PromptDataset:
 
     Attributes:
         dropped: how many prompts were too long.
-        fingerprint: of the prompts' ids, tokens and rows; another one means that positions mean nothing.
+        fingerprint: of the prompts' ids, tokens and rows; positions are only valid in data with the same one.
     """
 
     def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
@@ -62,8 +62,7 @@ class PromptDataset:
     def take(self, position: int, count: int, seed: int) -> list[Prompt]:
         """The `count` prompts from `position` on, in one permutation for each epoch, end to end.
 
-        Nothing is remembered from call to call, so a run that continues needs only its position. What is taken may span
-        epochs.
+        No state is kept between calls, so a resumed run needs only its position. The prompts may span epochs.
         """
         places = (divmod(place, len(self)) for place in range(position, position + count))
         return [self._prompts[epoch_order(seed, epoch, len(self))[index]] for epoch, index in places]
@@ -123,7 +122,7 @@ def _renamed(rows: "Dataset", dataset: HeldOutConfig, prompt_key: str) -> "Datas
     """The dataset with its own prompts in the column `prompt_key`, where rollouts look for them."""
     if dataset.prompt_key not in rows.column_names:
         there = f"{dataset.path} has only the columns {', '.join(rows.column_names)}"
-        raise UserError(f"prompt_key = {dataset.prompt_key!r} of eval.datasets is no column: {there}")
+        raise UserError(f"prompt_key = {dataset.prompt_key!r} of eval.datasets is not a column: {there}")
     others = [name for name in rows.column_names if name != prompt_key]
     return rows.select_columns(others).rename_column(dataset.prompt_key, prompt_key)
 
@@ -180,7 +179,8 @@ def _check_columns(rows: "Dataset", path: str, config: DataConfig) -> None:
         raise UserError(f"neither {keys} is a column: {there}")
     if config.answer_key is not None and config.answer_key not in rows.column_names:
         raise UserError(
-            f"data.answer_key = {config.answer_key!r} is no column: {there}; set it to null if rewards need no answer"
+            f"data.answer_key = {config.answer_key!r} is not a column: {there}; "
+            "set it to null if rewards need no answer"
         )
 
 

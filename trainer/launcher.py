@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"hotbunk: {error}", file=sys.stderr)
         return 2
-    with suppress(SignalException, KeyboardInterrupt):  # somebody does not want to wait
+    with suppress(SignalException, KeyboardInterrupt):  # a second signal: do not wait
         _wait_until_gone()
     for number in _INTERRUPTIONS:
         signal.signal(number, signal.SIG_IGN)  # what is left to do takes a moment
@@ -189,7 +189,7 @@ def _list(ranks: list[int]) -> str:
 
 
 def _remedy(args: Any) -> list[str]:
-    """Where the run has left what, and how it goes on."""
+    """Where the run's files are, and how to resume it."""
     from trainer import cli
     from trainer.run.checkpoint import latest_complete
 
@@ -203,7 +203,7 @@ def _remedy(args: Any) -> list[str]:
         onward = "no checkpoint is complete: the same command starts from the beginning"
     else:
         anyway = "" if config.checkpoint.resume == "auto" else " with --resume auto"
-        onward = f"to go on from {newest}, give the same command again{anyway}"
+        onward = f"to resume from {newest}, give the same command again{anyway}"
     return [onward, f"what the ranks have printed is above, the run's records are in {folder}"]
 
 

@@ -36,7 +36,7 @@ from trainer.types import culprits
 
 
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
-    """One rank's whole life: join the others, train, leave with them. What fails on one rank ends all.
+    """One rank from start to end: join the others, train, leave with them. A failure on one rank ends all.
 
     `lock` is that of the run's folder, which rank 0 has taken.
     """
@@ -57,7 +57,7 @@ class RLTrainer:
     """Reinforcement learning of one policy on the prompts of one recipe.
 
     Attributes:
-        state: what the run carries from step to step besides the policy; checkpoints keep both.
+        state: of the run besides the policy; checkpoints keep both.
         others: models beside the policy whose memory a generation shift can do without.
         last_answers: some rows of the latest evaluation, or of the latest step where there is none; on rank 0.
     """
@@ -196,7 +196,7 @@ class RLTrainer:
             prompts = self.prompts.take(position, sampled.missing, config.run.seed)
             position += len(prompts)
             sampled.add(prompts, self.sample(prompts, step, config.algorithm.group_size, sampling, sampled.seed(step)))
-        self.state.prompts = position  # not before: a step that is given up has taken none
+        self.state.prompts = position  # only now: an abandoned step has taken none
         return sampled
 
     def sample(
@@ -227,7 +227,7 @@ class RLTrainer:
     def evaluate(self) -> Metrics:
         """Answers to the held-out prompts with evaluation's own sampling settings, in a shift of their own.
 
-        What training and other datasets are given does not depend on what is drawn here.
+        The random numbers drawn here do not change those of training or of other datasets.
         """
         answers: dict[str, list[Answer]] = {}
         seed, self.last_answers = self.config.run.seed, []
@@ -237,7 +237,7 @@ class RLTrainer:
                 found = self.sample(prompts, step, held_out.samples, held_out.sampling, seed, "eval")
                 answers[held_out.name] = found
                 self.last_answers += answer_rows(found[:ANSWERS_SHOWN], prompts, self.tokenizer)
-        # The recipe's first reward function is the one that tells right from wrong.
+        # The recipe's first reward function decides which answers are right.
         metrics = evaluation_metrics(answers, next(iter(self.rewards.labels), None), self.config.eval)
         self.state.count_evaluation(metrics["eval/reward"])
         return metrics

@@ -17,7 +17,7 @@ from sharding.worker.loader import WeightLoader, copy_of
 
 
 class BenchWorker(VllmInternalWorkerExtension):
-    """The extension of training, and what the benchmark asks besides.
+    """The extension of training, with further methods for the benchmark.
 
     Its methods may leave other weights in the model than the policy's; the next update brings those back.
     """
@@ -64,14 +64,14 @@ class BenchWorker(VllmInternalWorkerExtension):
         return seconds(generation.sync_weights, rounds, worker.device)
 
     def bench_connect(self, address: str, secret: str) -> None:
-        """Be there for `bench_verl`."""
+        """Connect for `bench_verl`."""
         self.bench_channel = connect(address, secret, "bench", 0)
 
     def bench_verl(self) -> None:
         """Receive one update as verl's worker extension does: bucket by bucket into `load_weights`, then everything
         that vLLM does after loading.
 
-        Its CUDA path copies a bucket before it loads it, so that the sender can go on; in shared memory there is no
+        Its CUDA path copies a bucket before it loads it, so that the sender can continue; in shared memory there is no
         such copy, and here the sender waits.
         """
         worker: Any = self

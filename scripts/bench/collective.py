@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long weights take into an engine that stands apart, against a bare broadcast of the same bytes in the same run.
+"""Time to send weights to an engine that stands apart, against a bare broadcast of the same bytes in the same run.
 
     python scripts/bench/collective.py --preset 100M [--dtype bfloat16] [--rounds 5] [--json FILE]
 
@@ -78,7 +78,7 @@ def bare_broadcast(plan: BucketPlan, rounds: int, device: torch.device, other: t
 
 
 class Bench:
-    """One policy, one engine apart, and what was measured: name -> seconds of each round."""
+    """One policy, one engine apart, and the measurements: name -> seconds of each round."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, this_device()

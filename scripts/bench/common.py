@@ -1,4 +1,4 @@
-"""What the benchmarks share: random models that never touch a disk, engines for them, tables and JSON."""
+"""Common parts of the benchmarks: random models that never touch a disk, engines for them, tables and JSON."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ PRESETS = {  # hidden size, intermediate size, layers, heads, key-value heads, v
     "0.2B": (768, 3072, 12, 12, 4, 151936),
     "0.5B": (896, 4864, 24, 14, 2, 151936),  # Qwen2.5-0.5B
     "1B": (1536, 8960, 16, 12, 2, 151936),  # Qwen2.5-1.5B with 16 of its 28 layers
-    "7B": (3584, 18944, 28, 28, 4, 152064),  # Qwen2.5-7B, but for its separate output head
+    "7B": (3584, 18944, 28, 28, 4, 152064),  # Qwen2.5-7B, except for its separate output head
 }
 
 TIMEOUT = 600.0
@@ -52,7 +52,7 @@ COPIED_AT_ONCE = 512 << 20  # bytes; larger copies are made of such pieces: far 
 
 
 def command_line(description: str | None, rounds: int = 5) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks that start an engine take."""
+    """A parser with the options of all benchmarks that start an engine."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"measurements of each kind (default: {rounds})")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -146,7 +146,7 @@ def start_engine(folder: Path, device: torch.device, extra: dict[str, Any] | Non
 
 
 def ask_worker(leader: Leader, method: str, *args: Any) -> Any:
-    """What a method of the worker extension returns; of the first worker."""
+    """The first worker's result of a method of the worker extension."""
     return leader.thread.run(leader.engine.call_workers(method, *args), TIMEOUT, method)[0]
 
 
@@ -183,7 +183,7 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 
 
 def seconds(action: Callable[[], object], rounds: int, device: torch.device) -> list[float]:
-    """How long each of `rounds` calls took, after one that does not count."""
+    """Seconds of each of `rounds` calls, after one that does not count."""
     return [timed(action, device) for _ in range(rounds + 1)][1:]
 
 
@@ -217,7 +217,7 @@ def total(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def origin() -> dict[str, Any]:
-    """Where the figures come from: command, commit (with + where files differ from it), machine, versions, load."""
+    """Origin of the figures: command, commit (with + where files differ from it), machine, versions, load."""
     git = ["git", "-C", str(Path(__file__).parent)]
     commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()

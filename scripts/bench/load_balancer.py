@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What choosing an engine costs, in microseconds, for each strategy; the floor is reading every engine's count once.
+"""Cost of choosing an engine, in microseconds, for each strategy; the floor is reading every engine's count once.
 
 python scripts/bench/load_balancer.py [--engines 64] [--rounds 20000] [--json FILE]
 """

@@ -1,9 +1,9 @@
-"""How others bring the same weights to the same engine; the trainer's half, see bench_worker.py for the worker's.
+"""Other projects' ways to bring the same weights to the same engine; bench_worker.py has the worker's half.
 
 TRL          its own code, colocated: each parameter alone into `load_weights`, in one process, so nothing is sent
 verl         the same calls as its bucketed transfer makes, in this order: each parameter gathered whole and cast,
              into a buffer of 2 GiB that is made anew each time; bucket by bucket, one buffer, into `load_weights`
-vLLM         its packed IPC engine: its own code, but for the few lines that hand chunks to the engine. CUDA only
+vLLM         its packed IPC engine: its own code, except for the few lines that hand chunks to the engine. CUDA only
 """
 
 import base64
@@ -79,7 +79,7 @@ class Verl:
         return Way(times, copies * self.plan.capacity, 1 + len(self.plan.buckets))
 
     def check(self) -> None:
-        """Raise where the engine does not hold what the policy does: what is timed must work."""
+        """Raise unless the engine holds the policy's weights: a timed way must work."""
         sent = total(whole(weight, self.dtype) for weight in self.weights.values())
         held = ask_worker(self.leader, "bench_sum")
         if abs(sent - held) > 1e-6 * abs(sent):
@@ -149,7 +149,7 @@ class VllmIpc:
 
 
 def packed_at_start() -> bool:
-    """Whether vLLM is told once that updates are packed, as from 0.27 or so on, rather than with each chunk."""
+    """True if vLLM learns once that updates are packed, as from about 0.27 on, rather than with each chunk."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo
 
     return "packed" in {field.name for field in fields(IPCWeightTransferInitInfo)}

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What our rollouts cost on top of a bare AsyncLLM: the same engine, prompts, sampling parameters and seeds, in turn.
+"""Overhead of our rollouts over a bare AsyncLLM: the same engine, prompts, sampling parameters and seeds, in turn.
 
     python scripts/bench/rollout.py [--preset 10M] [--prompts 32] [--group 8] [--max-tokens 64] [--json FILE]
 
@@ -73,7 +73,7 @@ async def ours(engine: VllmAsyncGenerationWorker, prompts: list[list[int]], sett
 
 @dataclass
 class Round:
-    """What both ways took and made of one batch."""
+    """Seconds and results of both ways on one batch."""
 
     seconds: dict[str, float]
     sampled: dict[str, Tokens]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What handing the device over costs, and whether it leaves memory behind: ten cycles of training and generating.
+"""Cost of handing the device over, and the memory it leaves behind: ten cycles of training and generating.
 
     python scripts/bench/shift.py [--preset 10M] [--dtype bfloat16] [--packed] [--rounds 10] [--json FILE]
 
@@ -114,11 +114,11 @@ class Bench:
         self.leader.thread.run(completion, TIMEOUT, "sampling")
 
     def trainer_bytes(self) -> int:
-        """What the trainer holds now."""
+        """Memory of the trainer now."""
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else resident_bytes()
 
     def engine_bytes(self) -> int:
-        """What the engine holds now."""
+        """Memory of the engine now."""
         return self.leader.thread.run(self.leader.engine.memory_bytes(), TIMEOUT, "asking for memory")
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What waiting for tools costs: trajectories that each call a slow tool once, against those whose tool is instant.
+"""Cost of waiting for tools: trajectories that each call a slow tool once, against those whose tool is instant.
 
     python scripts/bench/tools.py [--trajectories 64] [--seconds 0.5] [--json FILE]
 

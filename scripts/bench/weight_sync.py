@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""How long the policy's weights take into the engine, against a plain copy of the same bytes and against how others do
-it, in the same run.
+"""Time to bring the policy's weights into the engine, against a plain copy of the same bytes and against other
+projects' ways, in the same run.
 
     python scripts/bench/weight_sync.py [--presets 1M 10M 0.2B] [--dtype bfloat16] [--packed] [--plot FILE.png] ...
     torchrun --standalone --nproc-per-node 2 scripts/bench/weight_sync.py ...     (two ranks, two engines)
@@ -11,7 +11,7 @@ One engine a rank and size is started with random weights (nothing is read from 
     load: ...    weights that lie in the worker already into its model: by replaying the copies that vLLM's loaders were
                  seen to make, by the loaders under watch, and by them alone, one weight at a time. In turns with memcpy
     transport    staging filled by us and copied out by another process, two buffers in turn; neither trainer nor vLLM
-    gather       the policy's shards, cast and gathered into staging; nobody reads them
+    gather       the policy's shards, cast and gathered into staging; no process reads them
     sync         all of it as in training, for each setting of sync.verify; the engine stays awake
     after sleep  the same, but the engine has given its memory back before, as in training
     zero copy    sync.zero_copy: the policy computes with the engine's own weights; one rank, unpacked weights
@@ -67,7 +67,7 @@ LOADS = {"replay": "load: replay", "loaders": "load: vLLM's, watched", "one by o
 
 
 class Bench:
-    """One policy and one engine of one size, and what was measured on them: its name -> a `Way`."""
+    """One policy and one engine of one size, and the measurements on them: name -> `Way`."""
 
     def __init__(self, options: argparse.Namespace, preset: str) -> None:
         self.options, self.preset, self.device = options, preset, this_device()
@@ -104,13 +104,13 @@ class Bench:
             self.share()
 
     def load(self) -> None:
-        """What needs no trainer."""
+        """Measure the ways that need no trainer."""
         times = ask_worker(self.leader, "bench_load", self.options.rounds)
         self.ways["memcpy"] = Way(times["memcpy"])
         self.ways |= {name: Way(times[way]) for way, name in LOADS.items() if way in times}
 
     def move(self) -> None:
-        """What needs no engine."""
+        """Measure the ways that need no engine."""
         staging, rounds = make_staging(self.plan.capacity, self.device), self.options.rounds
         staging.export()
         room, messages = BUFFERS * self.plan.capacity, len(self.plan.buckets)
@@ -155,7 +155,7 @@ class Bench:
         self.sync("zero copy, verify sample", "sample")
 
     def peers(self) -> None:
-        """What is possible here of others' ways."""
+        """Measure the peers' ways that are possible here."""
         rounds, weights = self.options.rounds, list(self.policy.named_parameters())
         if find_spec("trl") is not None:
             self.ways[f"TRL {version('trl')}, colocated"] = trl(self.leader, rounds)
@@ -166,7 +166,7 @@ class Bench:
 
 
 class Reader:
-    """Another process that copies out of staging what it is told to, over the weight path's own channel."""
+    """Another process that copies buckets out of staging on request, over the weight path's own channel."""
 
     def __init__(self, staging: Staging, device: torch.device) -> None:
         self.staging = staging
@@ -250,7 +250,7 @@ def present(bench: Bench) -> dict[str, Any]:
 
 
 def peers_notes(bench: Bench) -> list[str]:
-    """What is to be known of the peers' rows, and why some are not there."""
+    """Notes on the peers' rows, and the reasons that some are missing."""
     if bench.options.packed:
         return ["peers: none, since their load_weights cannot write weights that are packed for oneDNN"]
     notes = ["TRL: model and engine in one process, whole and unsharded: nothing is gathered or sent"]

@@ -1,6 +1,7 @@
 """Level 3: an environment is a class, in a recipe `environment: scripts/examples/guessing_game.py:GuessingGame`.
 
-`reset` is told what it asks for of the dataset's row, public methods are tools, and no reward function is needed.
+`reset` gets the columns of the dataset's row that it asks for, public methods are tools, and a reward function is not
+needed.
 """
 
 
@@ -11,7 +12,7 @@ class GuessingGame:
         self.cost, self.questions = cost_per_question, 0
 
     def reset(self, answer: str) -> str:
-        """What is returned is added to the prompt."""
+        """The result is added to the prompt."""
         self.secret = int(answer)
         return "I am thinking of a number from 1 to 100. Ask, then answer with the number alone."
 

@@ -1,4 +1,4 @@
-"""Level 5: a sampler gets vLLM in its familiar words and all prompts at once; what it leaves out, the engine remembers.
+"""Level 5: a sampler gets vLLM in its familiar terms and all prompts at once; the engine remembers what it leaves out.
 
 In a recipe `sampler: scripts/examples/second_draft.py:SecondDraft`.
 """
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class SecondDraft:
-    """Have every prompt answered, then ask for a better answer; both are learned from, what stands between is not."""
+    """Answer every prompt, then ask for a better answer; both are learned from, the text between them is not."""
 
     def __init__(self, request: str = "Again, and better.") -> None:
         self.request = request

@@ -42,7 +42,7 @@ def test_a_version_that_does_not_fit_and_an_exception_without_need_are_named(mon
     reasons = check_lock.left_out("cpu")
     assert all(reasons.values())
     monkeypatch.setattr(check_lock, "left_out", lambda _: reasons | {"numpy": "", "nothing": ""})
-    named = [f"cpu_left_out.txt names {name}, which nobody asks for" for name in ("nothing", "numpy")]
+    named = [f"cpu_left_out.txt names {name}, which nothing asks for" for name in ("nothing", "numpy")]
     assert problems("cpu", read_lock("cpu"), installed) == named
 
 

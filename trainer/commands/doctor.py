@@ -1,4 +1,4 @@
-"""`hotbunk doctor`: does this machine do what training asks of it? Facts first, then trials with a tiny model.
+"""`hotbunk doctor`: checks whether this machine can train. Facts first, then trials with a tiny model.
 
 Facts are looked up by `look` and judged by `judge`, so that the judgement can be tested with facts of other machines.
 The trials run in processes of their own (`doctor_trials`), where a crash inside a driver is a finding, too.
@@ -35,7 +35,7 @@ FREE_GIB = 4.0
 """Memory that the trials need, on each device or, on a CPU, on the machine."""
 
 SHM_GIB = 1.0
-"""NCCL and vLLM's tensor parallelism pass messages through /dev/shm; Docker gives it 64 MiB unless told otherwise."""
+"""NCCL and vLLM's tensor parallelism pass messages through /dev/shm; Docker gives it 64 MiB by default."""
 
 OLDEST_CAPABILITY = (8, 0)
 """Ampere. Older devices lack bfloat16 and the attention kernels that packed micro-batches use."""
@@ -108,7 +108,7 @@ class Machine:
 
     @property
     def cuda(self) -> bool:
-        """Whether the trials run on GPUs."""
+        """True if the trials run on GPUs."""
         return bool(self.devices)
 
 
@@ -201,7 +201,7 @@ def _temporary() -> str:
 
 
 def judge(machine: Machine) -> Iterator[Finding]:
-    """What the facts come to, each against what training needs."""
+    """The findings: each fact against what training needs."""
     yield from _judge_wheels(machine)
     for index, device in enumerate(machine.devices):
         capability = ".".join(map(str, device.capability))
@@ -276,7 +276,7 @@ def _judge_allocator(allocator: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """What stands against a recipe, on a rank for each device unless `environ` says otherwise, and whether it fits."""
+    """Objections to a recipe, on a rank for each device unless `environ` says otherwise, and whether it fits."""
     config = load_config(path, overrides)
     here = str(max(1, len(machine.devices)))
     environ = {"WORLD_SIZE": here, "LOCAL_WORLD_SIZE": environ.get("WORLD_SIZE", here)} | dict(environ)

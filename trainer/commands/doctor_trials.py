@@ -65,7 +65,7 @@ def make_model(folder: Path) -> Path:
 
 
 def recipe(folder: Path, device: str, zero_copy: bool, ranks: int) -> TrainConfig:
-    """What a run with this model would be configured by; its data and rewards are never loaded."""
+    """The configuration of a run with this model; its data and rewards are never loaded."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     engine = {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_gib": KV_CACHE_GIB, "plain_cpu_weights": True}
     return TrainConfig.model_validate(
@@ -153,7 +153,7 @@ class Trial:
 
 @contextmanager
 def reporting(path: Path, prefix: str) -> Iterator[Report]:
-    """What writes a finding, on rank 0."""
+    """A function that writes a finding, on rank 0."""
     with path.open("a") as file:
 
         def report(what: str, found: str, wanted: str, fine: bool, remedy: str) -> None:
@@ -185,7 +185,7 @@ def one_engine(trial: Trial, report: Report) -> None:
 
 
 def report_sleep(trial: Trial, report: Report) -> None:
-    """What the sleeping engine gives back: the weights and, where it is allocated beforehand, the KV cache."""
+    """Memory that the sleeping engine gives back: the weights and, where it is allocated beforehand, the KV cache."""
     awake = trial.engine_bytes()
     trial.manager.sleep()
     back = (awake - trial.engine_bytes()) / MIB

@@ -52,13 +52,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def evaluation_config(model: str, recipe: Path | None, overrides: list[str]) -> TrainConfig:
-    """The recipe (None: the run's own) with `model` in place of its model, and an engine that nobody trains beside.
+    """The recipe (None: the run's own) with `model` in place of its model, and an engine without a trainer beside it.
 
     Where it names no held-out prompts, those that it would train on are evaluated.
     """
     run = Path(model) / "config.yaml"
     if recipe is None and not run.is_file():
-        raise UserError(f"{model} is no run's folder: name a recipe after it, which says what data and rewards to use")
+        raise UserError(f"{model} is not a run's folder: name a recipe after it, for the data and rewards to use")
     fixed = {
         "model.path": str(model_folder(model)),
         "engine.sleep": False,
@@ -137,7 +137,7 @@ class Evaluation:
         return {"model": self.config.model.path, "seed": self.config.run.seed, "datasets": datasets}
 
     def rows(self, answers: dict[str, list[Answer]]) -> list[dict[str, Any]]:
-        """What completions.jsonl holds: every answer."""
+        """The rows of completions.jsonl: every answer."""
         return [
             {"dataset": held_out.name} | row | {"vote": answer.vote}
             for held_out in self.held_outs

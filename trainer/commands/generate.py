@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def model_folder(name: str) -> Path:
-    """What `name` stands for: the model that the run in this folder has written, or a model's folder or hub name."""
+    """The model that `name` stands for: the one a run in this folder has written, or a model's folder or hub name."""
     folder = Path(name) / "model" if (Path(name) / "config.yaml").is_file() else Path(name)
     if folder != Path(name) and not folder.is_dir():
         raise UserError(f"{name} has no model yet: its run is not finished, or checkpoint.export_hf is false")

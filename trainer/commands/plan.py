@@ -1,4 +1,4 @@
-"""`hotbunk plan`: what a recipe would do with a machine, before anything is loaded."""
+"""`hotbunk plan`: a recipe's ranks, batches and memory, worked out before anything is loaded."""
 
 import argparse
 import math
@@ -23,7 +23,7 @@ from trainer.run.screen import make_console
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Show the plan, then raise UserError with what stands against it, if anything does."""
+    """Show the plan, then raise UserError with the objections to it, if there are any."""
     ranks = rank_count(os.environ) if arguments.ranks is None else arguments.ranks
     if ranks < 1:
         raise UserError("--ranks must be at least 1")
@@ -90,7 +90,7 @@ def memory_table(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
 
 
 def answer_tokens(config: TrainConfig, arguments: argparse.Namespace) -> Lengths:
-    """How long prompts and answers are taken to be on average: by default half of what they may be."""
+    """Assumed average lengths of prompts and answers: half of the longest by default."""
     prompt = arguments.prompt_tokens or config.data.max_prompt_tokens / 2
     answer = arguments.answer_tokens or config.sampling.max_tokens / 2
     most = {"prompt": config.data.max_prompt_tokens, "answer": config.sampling.max_tokens}
@@ -101,7 +101,7 @@ def answer_tokens(config: TrainConfig, arguments: argparse.Namespace) -> Lengths
 
 
 def seconds_table(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> RenderableType:
-    """All parts of a step, its sum, and the share of the peak it comes to."""
+    """All parts of a step, their sum, and the share of the peak it reaches."""
     costs = step_costs(config, model, ranks, gpu, lengths)
     title = f"Seconds of a step, modelled; prompts of {lengths.prompt:g} and answers of {lengths.answer:g} tokens"
     table = Table(title=title, title_justify="left", header_style="bold")

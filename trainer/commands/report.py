@@ -1,4 +1,4 @@
-"""`hotbunk report`: what became of a run, as Markdown beside its curves; finished, running or broken off alike."""
+"""`hotbunk report`: a run's report as Markdown beside its curves, whether it has finished, is running or broke off."""
 
 import argparse
 import re
@@ -62,10 +62,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def read_record(folder: Path) -> Record:
-    """Everything the report is made of. Raises UserError for a folder that is no run's, or of one without a step."""
+    """Everything the report is made of. Raises UserError if the folder is not a run's, or the run has no step yet."""
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
-        raise UserError(f"{folder} holds no metrics.jsonl, so it is no run's folder")
+        raise UserError(f"{folder} holds no metrics.jsonl, so it is not a run's folder")
     if not (rows := read_rows(metrics)):
         raise UserError(f"{metrics} holds no step yet: there is nothing to report")
     written = datetime.fromtimestamp(metrics.stat().st_mtime, UTC)
@@ -73,7 +73,7 @@ def read_record(folder: Path) -> Record:
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """The sections of the recipe; none where there is no file, or a torn one, as runs of before have left some."""
+    """The sections of the recipe; none if the file is missing or incomplete, as older runs left some."""
     try:
         loaded = yaml.safe_load(path.read_bytes()) if path.is_file() else None
     except yaml.YAMLError:
@@ -115,13 +115,13 @@ def _figures(rows: Rows) -> Iterator[Sequence[str]]:
         if not values:
             continue
         best = ""
-        if key == "reward/mean" or key in named:  # of the others, it is not clear what is better
+        if key == "reward/mean" or key in named:  # for the others, it is unclear which direction is better
             best = f"{max(values):.4g} (step {steps[values.index(max(values))]})"
         yield key, f"{values[0]:.4g}", best, f"{values[-1]:.4g}", sparkline(values, 30)
 
 
 def _remarks(rows: Rows) -> Iterator[str]:
-    """What tells whether the figures can be believed, and what went wrong on the way."""
+    """Remarks on whether the figures can be believed, and on failures during the run."""
     yield from _gap(rows)
     if cut := series(rows, "length/truncated")[1]:
         yield f"answers cut off at their longest: {cut[0]:.0%} at first, {cut[-1]:.0%} at last, {max(cut):.0%} at most"

@@ -1,1 +1,1 @@
-"""How much memory and time a recipe takes, worked out from sizes and data sheets."""
+"""Memory and time that a recipe needs, worked out from sizes and data sheets."""

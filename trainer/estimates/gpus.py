@@ -1,4 +1,4 @@
-"""What GPUs can do at best, by their makers' data sheets: for the model of cost and for MFU."""
+"""Peak rates of GPUs by their makers' data sheets, for the model of cost and for MFU."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a rank's device has to hold, worked out from a recipe and the model's config.json.
+"""Memory that a rank's device needs, worked out from a recipe and the model's config.json.
 
 Weights, optimizer state, staging and KV cache are exact under FSDP2, for the rank that has the most, and all but exact
 under ZeRO; what forward and backward need is so to a few per cent (`trainer.estimates.memory`). What CUDA, NCCL and a
@@ -114,7 +114,7 @@ def micro_batch_tokens(config: TrainConfig, ranks: int) -> int:
 
 
 def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
-    """What a layer with a gated MLP keeps of a token for backward, uncompiled, with w bytes an element.
+    """Bytes that a layer with a gated MLP keeps of a token for backward, uncompiled, with w bytes an element.
 
     A norm keeps its input in float32, what it makes of that, and its result; attention queries, keys, values, result
     and a float32 logarithm for each head; the MLP four tensors of its width. As Korthikanti et al. 2022
@@ -132,7 +132,7 @@ def recomputed_layers(policy: PolicyConfig, model: ModelSizes) -> int:
 
 
 def _activation_bytes(config: TrainConfig, policy: PolicyConfig, model: ModelSizes) -> tuple[float, float, float]:
-    """For each token: what layers keep for backward, what the head's part does, and what a layer at work needs then.
+    """Bytes a token: kept by layers for backward, kept by the head's part, and needed by a layer at work then.
 
     That is `layer_bytes` again where it is computed again, and gradients of its MLP: two of its width, two of the
     hidden size. The head's part is the last norm and hidden states of targets, of which there are at most as many as
@@ -185,7 +185,7 @@ class Part:
 
 
 def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[Part]:
-    """What the policy, and what else learns or is asked beside it, takes on a rank whose device has `device_gib`."""
+    """Memory of the policy and the other models beside it, on a rank whose device has `device_gib`."""
     policy, algorithm = config.policy, config.algorithm
     parts = _learning_parts("policy", config, policy, model, ranks)
     whole = config.sync.zero_copy or (policy.backend == "deepspeed" and policy.zero_stage < 3)
@@ -204,7 +204,7 @@ def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib
 
 
 def _passing_parts(config: TrainConfig, ranks: int, device_gib: float, learners: list[Learner]) -> list[Part]:
-    """What the largest moment of an update needs; policy and critic learn one after the other."""
+    """Memory of the largest moment of an update; policy and critic learn one after the other."""
     moments = [largest_moment(config, policy, model, ranks, device_gib, whole) for policy, model, whole in learners]
     most = max(moments, key=lambda moment: moment.total)
     remark = f"in backward, at its largest: {most.name}"
@@ -218,7 +218,7 @@ def _passing_parts(config: TrainConfig, ranks: int, device_gib: float, learners:
 
 
 def _process_parts(config: TrainConfig, ranks: int, learners: list[Learner]) -> list[Part]:
-    """What CUDA and NCCL keep for the trainer; on a CPU there is neither."""
+    """Memory that CUDA and NCCL keep for the trainer; none on a CPU."""
     if resolve_device(config) == "cpu":
         return []
     hybrid = config.policy.shard_size not in (None, ranks)
@@ -228,7 +228,7 @@ def _process_parts(config: TrainConfig, ranks: int, learners: list[Learner]) -> 
 
 
 def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[Part]:
-    """What the engine takes on each of its ranks, and the staging buffers that bring its weights."""
+    """Memory of the engine on each of its ranks, and of the staging buffers that bring its weights."""
     engine = config.engine
     weights = engine_dtype(config).itemsize * model.total / engine.tensor_parallel_size
     kv_cache, remark = kv_cache_bytes(config, model, weights, device_gib)
@@ -245,14 +245,14 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
 
 
 def kv_token_bytes(config: TrainConfig, model: ModelSizes) -> int:
-    """What a token leaves in the KV cache of each rank of an engine; more ranks than heads: some have the same."""
+    """Bytes of a token in the KV cache of each rank of an engine. With more ranks than heads, some hold the same."""
     heads = model.config.get("num_key_value_heads") or model.config["num_attention_heads"]
     held = math.ceil(heads / config.engine.tensor_parallel_size)
     return kv_elements(model.config) // heads * held * engine_dtype(config).itemsize
 
 
 def kv_cache_bytes(config: TrainConfig, model: ModelSizes, weights: float, device_gib: float) -> tuple[float, str]:
-    """The KV cache of a rank, and what fits into it."""
+    """Bytes of a rank's KV cache, and the tokens that fit into it."""
     engine, token = config.engine, kv_token_bytes(config, model)
     size = max(0.0, engine.gpu_memory_utilization * device_gib * GIB - weights)
     if engine.kv_cache_gib is not None:
@@ -280,7 +280,7 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
 
 
 def _learning_parts(name: str, config: TrainConfig, policy: PolicyConfig, model: ModelSizes, ranks: int) -> list[Part]:
-    """Of a model that is trained: what it keeps, and what an update needs besides."""
+    """Memory of a trained model: what it keeps, and what an update needs besides."""
     width, shards = compute_width(policy), shards_of(policy, ranks)
     trained = shard(model.trained, shards)
     deepspeed, stage = policy.backend == "deepspeed", policy.zero_stage

@@ -1,4 +1,4 @@
-"""How large a model is, by its config.json: what plans of memory and of time are worked out from."""
+"""Sizes of a model by its config.json, from which memory and time are worked out."""
 
 import math
 from collections.abc import Mapping
@@ -126,7 +126,7 @@ def shard(shapes: Shapes, ranks: int) -> int:
 
 
 def shards_of(policy: PolicyConfig, ranks: int) -> int:
-    """How many ranks a model is cut over."""
+    """Number of ranks a model is cut over."""
     return min(policy.shard_size or ranks, ranks)
 
 

@@ -1,4 +1,4 @@
-"""How long a step takes on GPUs that nobody has measured it on: each part by a formula, from data sheets and counts.
+"""Estimated seconds of a step: each part by a formula, from data sheets and counts.
 
 A model, and no measurement: what was assumed is written below. Not counted: tools and rewards, Python between the
 phases, ranks that wait for the one with the longest answers, a critic, evaluations, checkpoints. ZeRO is counted as if
@@ -80,7 +80,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What FSDP2 sends in an update, on each rank.
+    """Collectives of FSDP2 in an update, on each rank.
 
     Attributes:
         gathers, gathered: calls of all-gather, and bytes of their results.
@@ -199,7 +199,7 @@ def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, length
 def _gathers(
     policy: PolicyConfig, model: ModelSizes, ranks: int, gpu: Gpu, micro_batches: int, updates: int, busy: float
 ) -> Iterator[Cost]:
-    """Gathers and reductions, layer by layer beside the work on another: what is longer than that work is waited for.
+    """Gathers and reductions, layer by layer beside the work on another layer; only the time beyond that work counts.
 
     So are the embeddings, without which forward cannot begin, and their reduction, after which backward is over.
     """

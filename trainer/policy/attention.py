@@ -54,7 +54,7 @@ def attention(
         sliding_window: how many positions back a query sees, itself included.
         cu_seq_lens_q: [S+1] int32, where each of S sequences begins in T, and T; B is 1. None: B sequences of T.
         max_length_q: the longest of those sequences.
-        sequence_lengths: all of theirs, so that nobody has to ask the device.
+        sequence_lengths: all of theirs, so that they need not be read from the device.
 
     Returns:
         [B, T, heads, D], and no attention weights.
@@ -108,7 +108,7 @@ def _causal(
 
 
 def _kernel_takes(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """What PyTorch's build of FlashAttention computes."""
+    """True for inputs that PyTorch's build of FlashAttention computes."""
     size = query.shape[-1]
     if not query.is_cuda or torch.cuda.get_device_capability(query.device) < (8, 0):
         return False  # FlashAttention begins with Ampere
@@ -120,17 +120,17 @@ AttentionInterface.register(NAME, attention)
 
 
 def implementation(asked: str, model: type[PreTrainedModel], config: Any) -> str:
-    """`attention` in place of PyTorch's plain one wherever the model lets us and it computes the same."""
+    """`attention` in place of PyTorch's plain one, wherever the model allows it and the result is the same."""
     return NAME if asked == "sdpa" and model._supports_sdpa and packing_obstacle(model, config) is None else asked
 
 
 def packing_obstacle(model: type[PreTrainedModel], config: Any) -> str | None:
-    """Why sequences of this model cannot be laid end to end, or None where they can."""
+    """The reason that this model's sequences cannot be laid end to end; None if they can."""
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - set(PACKABLE_LAYERS))
     if others or model._is_stateful:
         return f"has layers ({', '.join(others) or 'recurrent'}) that would carry over from one sequence to the next"
     if not model._supports_attention_backend:
-        return "brings its own attention, which cannot be told where a sequence ends"
+        return "brings its own attention, which takes no ends of sequences"
     return None
 
 

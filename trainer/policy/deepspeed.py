@@ -2,7 +2,7 @@
 
 ZeRO-1 and 2 keep whole compute weights on every rank and shard the float32 masters and Adam's moments (2: gradients,
 too); ZeRO-3 shards the weights as well. What a checkpoint holds does not depend on it: rows of every parameter, as
-FSDP2 has them, so that either backend goes on from the other's.
+FSDP2 has them, so that either backend resumes from the other's.
 """
 
 import os
@@ -76,10 +76,10 @@ class DeepSpeedPolicy(InShifts):
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=self._settings())
         self._make_optimizer_state()
         if self.compute_dtype != torch.float32:
-            # DeepSpeed has made its masters of rounded weights.
+            # DeepSpeed has made its masters from rounded weights.
             for parameter, whole in self._start_values(self.model, self.trained(), wider_than=self.compute_dtype):
                 safe_set_full_fp32_param(parameter, whole)
-        # DeepSpeed's own way of putting memory away takes no other Adam than its own.
+        # DeepSpeed's own offloading accepts only its own Adam.
         self._memory = ShiftMemory(policy.offload, self._update_memory, self._compute_weights)
 
     @property
@@ -88,7 +88,7 @@ class DeepSpeedPolicy(InShifts):
         return cast(Work, self.engine.module.work)
 
     def _update_memory(self) -> Iterator[Tensor]:
-        """What only an update needs: masters, moments and the buffer of gradients."""
+        """Tensors that only an update needs: masters, moments and the buffer of gradients."""
         zero = self.engine.optimizer
         yield from zero.fp32_partitioned_groups_flat if self.zero_3 else zero.single_partition_of_fp32_groups
         yield from (state[key] for state in zero.optimizer.state.values() for key in MOMENTS)
@@ -262,7 +262,7 @@ class DeepSpeedPolicy(InShifts):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, or what FsdpPolicy's gave."""
+        """Load a state that `state_dict` returned, or FsdpPolicy's."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         self.updates.restore(state["counters"])

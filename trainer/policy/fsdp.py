@@ -1,6 +1,6 @@
 """The policy on FSDP2: float32 master weights sharded over the ranks, forward and backward in the compute dtype.
 
-A model under FSDP2 with its optimizer: what the policy and the critic have in common.
+`ShardedModel`, a model under FSDP2 with its optimizer, is the base of the policy and the critic.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ class ShardedModel(InShifts):
 
     Attributes:
         model: the Transformers model; between calls its parameters are DTensors, sharded on dimension 0.
-        module: what is called: the model and what reads its hidden states.
+        module: the module that is called: the model, and whatever reads its hidden states.
     """
 
     def __init__(
@@ -85,13 +85,14 @@ class ShardedModel(InShifts):
         return (state[key] for state in self.optimizer.state.values() for key in MOMENTS)
 
     def _weights(self) -> Iterator[Tensor]:
-        """What a generation shift can do without once the engines have it."""
+        """Weights that a generation shift can do without, once the engines have them."""
         return self.module.parameters()
 
     def _shard(self) -> None:
         """One FSDP unit a decoder layer, one each for embeddings and output head, if untied, and one for the rest.
 
-        So the head is gathered while the last layers are at work, and its gradients are reduced while backward goes on.
+        So the head is gathered while the last layers are at work, and its gradients are reduced during the rest of
+        backward.
         """
         mesh = shard_mesh(self.device, self.config.shard_size)
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
@@ -141,7 +142,7 @@ class ShardedModel(InShifts):
 
     @torch.no_grad()
     def _without_gradients(self, batches: list[MicroBatch], forward: Callable[[MicroBatch], Result]) -> list[Result]:
-        """What `forward` says of each batch in evaluation mode."""
+        """The results of `forward` for each batch, in evaluation mode."""
         self.module.eval()
         results = [forward(batch) for batch in batches]
         self._reshard()
@@ -206,7 +207,7 @@ class ShardedModel(InShifts):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy what `state_dict` gave, on the same or another policy of the same model and number of ranks."""
+        """Copy a state that `state_dict` returned, here or on another policy of the same model and number of ranks."""
         own = self.state_dict()
         for section in ("model", "optimizer"):
             if own[section].keys() != state[section].keys():

@@ -1,4 +1,4 @@
-"""Under which names and in which pieces a parameter in memory appears in a checkpoint.
+"""Checkpoint names of parameters, and the pieces they are stored in.
 
 Transformers 5 keeps some weights fused in memory, a mixture's experts above all, while checkpoints (and vLLM, which
 reads them) have one tensor for each expert. Loading, saving and the weight sync all need the same answer: which stretch

@@ -60,7 +60,7 @@ def target_logprobs(
 
 
 def cuda_chunk_elements(device_bytes: int) -> int:
-    """How many logits are made at a time on a GPU with so much memory."""
+    """Logits to compute at a time on a GPU with this much memory."""
     return int(device_bytes * DEVICE_SHARE / 4)
 
 

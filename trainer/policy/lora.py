@@ -1,4 +1,4 @@
-"""Low-rank adapters by PEFT: W stays as it is on disk, and W + scale · B A is trained (arXiv 2106.09685).
+"""Low-rank adapters by PEFT: W stays as it is on disk; B and A of W + scale · B A are trained (arXiv 2106.09685).
 
 Adapters are injected into the Transformers model itself, so that everything else finds the model as it knows it; only
 names differ. One place says how:
@@ -38,10 +38,10 @@ ADAPTER = "default"
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, device: torch.device | str) -> None:
     """Put adapters beside the linear layers that lora.target_modules names, and freeze everything else.
 
-    They hold nothing yet: `start_value` says what they begin with.
+    Their values are not set yet; `start_value` gives them.
 
     Raises:
-        UserError: a name that fits no module, or one that is not a linear layer of the trunk.
+        UserError: a name matches no module, or one that is not a linear layer of the trunk.
     """
     from peft import inject_adapter_in_model  # an extra, and slow to import
 
@@ -80,7 +80,7 @@ def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
             raise UserError(f"lora.target_modules: {type(model).__name__} has no module {name}")
     for path, layer in layers.items():
         if not isinstance(layer.base_layer, nn.Linear) or layer is model.get_output_embeddings():
-            raise UserError(f"lora.target_modules: {path} is no linear layer inside the model; leave it out")
+            raise UserError(f"lora.target_modules: {path} is not a linear layer inside the model; leave it out")
 
 
 def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> Any:
@@ -99,13 +99,13 @@ def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -
 
 
 def adapter_format(model: PreTrainedModel, lora: LoraConfig) -> AdapterFormat:
-    """What an engine must know of adapters before they come."""
+    """Facts about the adapters that an engine needs before they arrive."""
     settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora}
     return AdapterFormat(settings | {"target_modules": _targets(model)}, model.get_input_embeddings().num_embeddings)
 
 
 def start_value(name: str, shape: torch.Size, seed: int) -> Tensor | None:
-    """What an adapter's factor begins with, float32: A uniform within 1/√in, as PEFT has it, B 0; so the sum is W.
+    """An adapter's initial factor, float32: A uniform within 1/√in, as in PEFT, and B 0, so that the sum is W.
 
     A function of seed and name, so that any backend on any number of ranks starts from the same adapter. None for other
     parameters.
@@ -120,7 +120,7 @@ def start_value(name: str, shape: torch.Size, seed: int) -> Tensor | None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter, by its name in memory, is a factor of an adapter."""
+    """True if a parameter, by its name in memory, is a factor of an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
@@ -135,7 +135,7 @@ def factors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def low_rank(model: nn.Module) -> dict[str, LowRank]:
-    """What is added to which weight, by the weight's name in memory; nothing for a model without adapters."""
+    """The product added to each weight, by the weight's name in memory; empty for a model without adapters."""
     return {
         f"{path}.base_layer.weight": LowRank(
             layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER]
@@ -167,7 +167,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 class BaseOfPolicy:
-    """What the policy was before its adapters learned: a reference for the KL that is no second model."""
+    """The policy without its adapters: a reference for the KL that needs no second model."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

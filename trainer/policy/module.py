@@ -1,4 +1,4 @@
-"""What is trained: a causal language model that answers with log-probabilities, a trunk that answers with values."""
+"""Modules to train: a causal language model that returns log-probabilities, and a trunk that returns values."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ class PolicyModule(nn.Module):
     hooks of FSDP and ZeRO gather the head's weight when it is needed.
 
     Attributes:
-        work: what it has computed so far.
-        value_head: [1, H], from zeros; None: values are another model's, or nobody's. No part of `model`, so that
+        work: tokens and operations computed so far.
+        value_head: [1, H], from zeros; None: another model has values, or none has. Not a part of `model`, so that
             neither the engine nor an export ever sees it.
     """
 
@@ -63,7 +63,7 @@ def answer_with_logprobs(head: nn.Linear, fp32_head: bool) -> None:
 
 
 class ValueModule(nn.Module):
-    """A trunk and a head that tell what return is expected of the state in which a target is sampled: a critic."""
+    """A critic: a trunk and a head that predict the return expected of the state in which a target is sampled."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """`model`: a Transformers model for sequence classification with one label, as reward models are."""
@@ -84,7 +84,7 @@ def target_states(trunk: PreTrainedModel, inputs: Tensor, states: Tensor, packin
         trunk: a Transformers model without a head.
         inputs: [B, T] ids, right-padded, or sequences end to end, [1, N].
         states: [K] int64, positions in `inputs`, flattened.
-        packing: what keeps the sequences of a row apart; empty where each has a row.
+        packing: arguments that keep the sequences of a row apart; empty where each has a row of its own.
 
     Returns:
         [K, H].
@@ -99,7 +99,7 @@ def target_states(trunk: PreTrainedModel, inputs: Tensor, states: Tensor, packin
 
 
 def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-    """What `target_states` takes of a micro-batch: inputs and packing."""
+    """The arguments of `target_states` that a micro-batch gives: inputs and packing."""
     pack = batch.layout.pack
     if pack is None:
         return batch.input_ids[:, :-1], {}
@@ -116,12 +116,12 @@ def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _rows(inputs: Tensor, packing: dict[str, Any]) -> list[int]:
-    """How long each sequence is that a trunk runs on; padding is a part of it where it is not told the lengths."""
+    """The length of each sequence that a trunk runs on; it includes padding where the lengths are not passed."""
     return packing["sequence_lengths"] if packing else [inputs.shape[1]] * len(inputs)
 
 
 def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs:
-    """What a PolicyModule, wrapped or not, says of a micro-batch."""
+    """The outputs of a PolicyModule, wrapped or not, for a micro-batch."""
     inputs, packing = trunk_inputs(batch)
     targets = batch.trained(batch.input_ids[:, 1:])
     found = module(inputs, batch.layout.states, targets, temperature, packing)
@@ -129,13 +129,13 @@ def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs
 
 
 def values(module: nn.Module, batch: MicroBatch) -> Tensor:
-    """What a ValueModule, wrapped or not, says of a micro-batch, [B, T-1] float32 and 0 where the loss mask is 0."""
+    """The values of a ValueModule, wrapped or not, for a micro-batch: [B, T-1] float32, 0 where the loss mask is 0."""
     inputs, packing = trunk_inputs(batch)
     return batch.spread(module(inputs, batch.layout.states, packing))
 
 
 def zero_head(hidden_size: int) -> nn.Linear:
-    """A value head, [1, H], that expects nothing of any state."""
+    """A value head, [1, H], that predicts 0 everywhere."""
     head = nn.Linear(hidden_size, 1, bias=False)
     nn.init.zeros_(head.weight)
     return head

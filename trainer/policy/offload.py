@@ -39,7 +39,7 @@ class Offload:
     def release(self) -> int:
         """Free the tensors' memory; returns its size in bytes, 0 if it is free already.
 
-        Between this and `restore` nobody may touch the tensors.
+        The tensors must not be touched between this and `restore`.
         """
         if self._away:
             return 0
@@ -87,15 +87,15 @@ def host_buffers(sizes: list[int], page_locked: bool) -> list[Tensor]:
 
 
 class ShiftMemory:
-    """What a model puts away while the engines are awake, by `policy.offload`."""
+    """The memory of a model that moves to the host while the engines are awake, by `policy.offload`."""
 
     def __init__(self, what: Literal["none", "optimizer", "all"], state: TensorSource, weights: TensorSource) -> None:
-        """`state` is what only an update needs."""
+        """`state`: the tensors that only an update needs."""
         self._state = Offload(state) if what != "none" else None
         self._weights = Offload(weights) if what == "all" else None
 
     def release(self, weights: bool) -> int:
-        """Put the optimizer's state away, and the weights if `weights`; returns how many bytes that were not yet."""
+        """Move the optimizer's state to the host, and the weights if `weights`; returns the bytes moved."""
         away = [self._state, self._weights if weights else None]
         return sum(offload.release() for offload in away if offload is not None)
 
@@ -118,11 +118,11 @@ class InShifts:
 
     @property
     def version(self) -> int:
-        """How many updates were applied."""
+        """Number of updates applied."""
         return self.updates.applied
 
     def release(self, weights: bool) -> int:
-        """Put away what `policy.offload` says, and return its bytes; see `ShiftMemory`."""
+        """Move to the host what `policy.offload` names, and return its bytes; see `ShiftMemory`."""
         return self._memory.release(weights)
 
     def restore(self) -> None:

@@ -1,6 +1,6 @@
 """AdamW over sharded parameters, and the learning rate as a function of how far the run has come.
 
-What every model's optimizer steps have in common, whatever shards it: their number, their learning rate, figures.
+`Updates` and `Figures` are common to all models, whatever shards them.
 """
 
 import math
@@ -21,7 +21,7 @@ def learning_rate_factor(
     total: int,
     schedule: Literal["constant", "linear", "cosine"] = "constant",
 ) -> float:
-    """What the peak learning rate is multiplied by for the next update.
+    """Factor of the peak learning rate for the next update.
 
     Warm-up is linear in the updates that were *applied*, since it is they that Adam's moments need, and reaches 1 after
     `warmup` of them; it begins above 0, so that no update is spent on nothing. The rate stays there, or falls to 0 at
@@ -97,8 +97,8 @@ class Updates:
     """The updates of one model.
 
     Attributes:
-        applied: how many changed the weights.
-        skipped_in_a_row: how many of the latest did not, their loss or gradient not being finite.
+        applied: those that changed the weights.
+        skipped_in_a_row: the latest ones that did not, because loss or gradient was not finite.
     """
 
     def __init__(self, settings: PolicyConfig, total: int) -> None:
@@ -133,5 +133,5 @@ class Updates:
         return torch.tensor([self.applied, self.skipped_in_a_row])
 
     def restore(self, counters: Tensor) -> None:
-        """Take over what `counters` gave."""
+        """Continue from `counters`."""
         self.applied, self.skipped_in_a_row = counters.tolist()

@@ -42,11 +42,11 @@ class InPlacePolicy(FsdpPolicy):
                 weight.register_post_accumulate_grad_hook(partial(_hand_over, self.masters[name]))
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The masters: what the optimizer knows and checkpoints hold."""
+        """The masters, which the optimizer updates and checkpoints hold."""
         return self.masters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The masters of the Transformers model: cast to the compute dtype, they are what it computes with."""
+        """The masters of the Transformers model, which computes with them cast to the compute dtype."""
         return ((name, self.masters[name]) for name in parameter_names(self.model))
 
     @torch.no_grad()

@@ -52,7 +52,7 @@ Parts = Mapping[str, Stateful]
 
 
 class Damaged(UserError):
-    """A checkpoint is not what was written: a sentence that names it, and what of it."""
+    """A checkpoint differs from what was written; the message names it and the part that does."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Snapshot:
         return cls(step, tensors, _random_states(), extra)
 
     def on_host(self) -> Self:
-        """With copies of the tensors in host memory, so that training can go on."""
+        """The same with copies of the tensors in host memory, so that training can continue."""
         return replace(self, tensors={name: _host_copy(tensor) for name, tensor in self.tensors.items()})
 
 
@@ -212,9 +212,9 @@ def prune(folder: Path, keep: int, keep_best: int = 0, metric: str = "") -> None
 
 
 def drop_later(folder: Path, step: int) -> None:
-    """Delete checkpoints of steps after `step`: a run that starts over, or goes on from an older one, has left them.
+    """Delete checkpoints of steps after `step`, which a run leaves when it starts over or resumes from an older one.
 
-    Otherwise they would be the newest for ever, and the next start would go on from them. Rank 0 does it.
+    Otherwise they would remain the newest, and the next start would resume from them. Rank 0 does it.
     """
     if is_main():
         for path in _complete(folder):
@@ -223,7 +223,7 @@ def drop_later(folder: Path, step: int) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete what a killed run left half written. Rank 0 does it, before the first save."""
+    """Delete half-written checkpoints of a killed run. Rank 0 does it, before the first save."""
     if is_main() and folder.is_dir():
         for path in folder.iterdir():
             if re.fullmatch(r"step_\d+(\.tmp|\.old\.tmp)?", path.name) and not _is_complete(path):
@@ -244,7 +244,7 @@ def _delete(path: Path) -> None:
 
 
 def _merit(path: Path, metric: str) -> float | None:
-    """By how much a checkpoint is better than others; None: it is not known."""
+    """The figure by which checkpoints are ranked, larger being better; None if it is unknown."""
     try:
         metrics = read_extra(path).get("metrics")
     except Damaged:
@@ -309,7 +309,7 @@ def _sync(folder: Path) -> None:
 
 
 def _digest_line(folder: Path, name: str) -> str:
-    """What `sha256sum --binary` prints of a file."""
+    """The line that `sha256sum --binary` prints for a file."""
     with (folder / name).open("rb") as file:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()} *{name}\n"
 
@@ -376,7 +376,7 @@ def _random_states() -> dict[str, Any]:
 
 
 def _restore_random_states(file: Path, on_trial: bool = False) -> None:
-    """Set what `_random_states` gave, or only try whether it can be set. Raises ValueError for anything else."""
+    """Set the states that `_random_states` returned, or only check them. Raises ValueError for anything else."""
     states = _read_json(file)
     try:
         version, internal, gauss = states["python"]

@@ -106,7 +106,7 @@ def check_shard(file: Path, metadata: Metadata) -> None:
 
 
 class _Refused(Exception):
-    """Something that no checkpoint of ours has; a phrase that goes on from the file's name."""
+    """Something that no checkpoint of ours has; the message is a phrase that continues the file's name."""
 
 
 def _require(condition: object, otherwise: str) -> None:
@@ -147,7 +147,7 @@ def _tensor(name: Any, entry: Any) -> TensorStorageMetadata:
 
 
 def _rows_are_whole(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
-    """Whether the pieces are rows one after another, as both backends cut tensors, from the first row to the last."""
+    """True if the pieces are consecutive rows from the first to the last, as both backends cut tensors."""
     if not size:
         return [(chunk.offsets, chunk.sizes) for chunk in chunks] == [((), ())]
     end = 0

@@ -1,9 +1,9 @@
-"""What outlives a rank by a moment: two processes above it that wait for its end, and then end what it has left behind.
+"""Two processes above each rank that wait for its end, and then end the processes it has left behind.
 
     launcher ── outer guardian ── inner guardian ── rank ── engine, workers, and whatever these start
 
 `processes.start_guardian` turns the process that the launcher started into the outer guardian; the inner one is its
-child, and the rank goes on as that one's child. Both run this file as
+child, and the rank continues as that one's child. Both run this file as
 
     python -I -S guardian.py CHILD PARENT FOLDER NAME
 
@@ -40,7 +40,7 @@ GIVE_UP_SECONDS = 60.0  # a process that cannot be killed (stuck in the kernel) 
 LOCK = "lock"  # in the rank's folder: held by the rank and its guardians
 
 SHARED_MEMORY = Path("/dev/shm")
-# Names that multiprocessing, torch and vLLM make up, and nobody else.
+# Names that only multiprocessing, torch and vLLM use.
 MADE_UP = re.compile(r"psm_[0-9a-f]{8}|torch_\d+_\d+_\d+|sem\.mp-\w{8}|vllm_dist_.+")
 
 
@@ -94,7 +94,7 @@ def end_all() -> set[str]:
             if number is not None:
                 asked[pid] = f"{read(f'/proc/{pid}/comm').decode(errors='replace').strip()} ({pid})"
                 send(pid, parent, number)
-        try:  # the orphaned are our children by now, so without children there are no descendants
+        try:  # orphans are our children by now, so without children there are no descendants
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
@@ -105,7 +105,7 @@ def end_all() -> set[str]:
 
 
 def signal_for(pid: int, age: float, *, asked: bool, alone: bool) -> signal.Signals | None:
-    """What to send to a process `age` seconds after the rank's end; None to let it be for now."""
+    """The signal for a process `age` seconds after the rank's end; None to leave it alone for now."""
     if b"multiprocessing.resource_tracker" in read(f"/proc/{pid}/cmdline"):
         # It removes the shared memory that its users leaked, but only if it outlives them.
         return signal.SIGKILL if alone and age > POLITE_SECONDS + TRACKER_SECONDS else None
@@ -137,7 +137,7 @@ def parent_of(pid: int) -> int:
 
 
 def read(path: str) -> bytes:
-    """The file's bytes; none when the process is gone meanwhile or belongs to somebody else."""
+    """The file's bytes; empty if the process has ended or belongs to another user."""
     try:
         return Path(path).read_bytes()
     except OSError:
@@ -191,7 +191,7 @@ def lock_folder(folder: Path) -> int:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove what dead runs of this user have left in `parent`: folders whose lock nobody holds. Returns them."""
+    """Remove folders of this user's ended runs from `parent`, those whose lock is not held. Returns them."""
     swept = []
     for path in sorted(parent.glob("hotbunk-*")):
         with suppress(OSError), _unused(path):
@@ -202,12 +202,12 @@ def sweep(parent: Path) -> list[Path]:
 
 @contextmanager
 def _unused(path: Path) -> Iterator[None]:
-    """Hold a folder's lock. Raises OSError if it is a link, somebody else's, without a lock, or in use."""
+    """Hold a folder's lock. Raises OSError if it is a link, another user's, without a lock, or in use."""
     opened = []
     try:
         opened.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
         if os.fstat(opened[0]).st_uid != os.geteuid():
-            raise PermissionError(f"{path} belongs to somebody else")
+            raise PermissionError(f"{path} belongs to another user")
         opened.append(os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=opened[0]))
         fcntl.flock(opened[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

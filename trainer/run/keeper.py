@@ -1,11 +1,11 @@
-"""What makes a run outlast its process: checkpoints when they are due, and one more when it is asked to leave.
+"""Lets a run outlast its process: checkpoints when they are due, and one more when it is asked to end.
 
 SIGTERM on any rank, as clusters send it some time before they kill, is known to all ranks half a second later. They
 agree on it at the end of the step, save and leave together. A step whose rollouts are still under way when half of
 `checkpoint.grace_s` is over is given up, which leaves the policy as the step before did: every finished step is kept.
 An update or an evaluation is finished; what takes longer than the grace period ends without saving again.
 
-A run's checkpoints as it goes on: written by a thread while training continues, one at a time, and few of them kept.
+A run's checkpoints: written by a thread while training continues, one at a time, and few of them kept.
 
 `save` copies the sharded tensors to host memory and returns; what is written is the run at that moment, whatever the
 next steps do to it. The thread's exchanges between ranks have a process group of their own, since two threads that use
@@ -14,7 +14,7 @@ it is written.
 
 What a run is: the data, the model and the algorithm that a checkpoint of it belongs to, and no other run's.
 
-Kept beside every checkpoint, compared when a run goes on. Keys that change how a run is computed but not what is
+Kept beside every checkpoint, compared when a run resumes. Keys that change how a run is computed but not what is
 computed (ranks, micro-batches, backend, engine) are left out, and so are those that people change on purpose between
 two sessions (run.steps, policy.lr, evaluation).
 """
@@ -76,11 +76,11 @@ class CheckpointWriter:
 
     @property
     def failed(self) -> bool:
-        """Whether the checkpoint under way could not be written; `wait` then tells why."""
+        """True if the checkpoint under way could not be written; `wait` then raises the reason."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def wait(self) -> None:
-        """Until the checkpoint under way, if any, is complete on all ranks; raises on all what went wrong with it."""
+        """Wait until the checkpoint under way, if any, is complete on all ranks; its failure raises on all."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -89,10 +89,10 @@ class CheckpointWriter:
         writing.result()
 
     def close(self) -> None:
-        """Let the checkpoint under way be finished, however the run ends: steps that are done should not be lost."""
+        """Finish the checkpoint under way, however the run ends, so that finished steps are not lost."""
         try:
             self.wait()
-        except Exception as error:  # the run is ending for another reason, which is the one to tell
+        except Exception as error:  # the run is ending for another reason, which is the one to report
             print(f"[hotbunk] the last checkpoint was not written: {error}", file=sys.stderr)
 
     def _write(self, snapshot: checkpoint.Snapshot) -> None:
@@ -148,7 +148,7 @@ def model_digest(folder: Path) -> str:
 
 
 def differences(saved: Identity, current: Identity, allowed: list[str]) -> list[tuple[str, str]]:
-    """What differs and may not: each key, and a phrase with both values.
+    """Keys that differ and must not, each with a phrase that has both values.
 
     A key that the recipe did not have yet when the checkpoint was saved counts as its default.
 
@@ -188,11 +188,11 @@ def _digest(content: bytes) -> str:
 
 @dataclass
 class RunState:
-    """What a run carries from step to step besides the policy, and so what a checkpoint keeps of it.
+    """The state of a run besides the policy, which checkpoints keep.
 
     Attributes:
         step: steps done.
-        prompts: taken from the training data so far; the next step goes on from there.
+        prompts: taken from the training data so far; the next step continues from there.
         seconds: spent in steps, all sessions of the run together.
         largest_gap: of all steps so far, nats; NaN where one was; None before any was measured.
         eval_before, eval_after: mean reward on held-out prompts, of the first and of the latest evaluation.
@@ -221,7 +221,7 @@ class RunState:
 
 
 def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | None, RunState]:
-    """The checkpoint that the run goes on from, verified, and the state in it; None, where the run begins. Collective.
+    """The checkpoint that the run resumes from, verified, and its state; None for a new run. Collective.
 
     Of the run's own, damaged ones are named and passed over.
 
@@ -245,7 +245,7 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
             continue
         check_identity(path, extra, identity, config.checkpoint.resume_anyway)
         if path != candidates[0]:
-            _say(f"going on from {path}, the newest sound checkpoint")
+            _say(f"resuming from {path}, the newest sound checkpoint")
         return path, _saved_state(path, extra, identity)
     if candidates:
         raise UserError(
@@ -271,9 +271,9 @@ def _say(line: str) -> None:
 
 
 def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str]) -> None:
-    """Raise UserError, one sentence, when a checkpoint belongs to another run than `identity` says, but for `allowed`.
+    """Raise UserError, one sentence, if a checkpoint's identity is not `identity`, apart from `allowed`.
 
-    What goes on with other data, another model or another algorithm is another experiment.
+    A run that resumes with other data, another model or another algorithm is another experiment.
     """
     if not isinstance(extra.get("identity"), dict):
         raise UserError(
@@ -320,7 +320,7 @@ class Keeper:
         self._metrics: dict[str, float] = {}
 
     def hold_sigterm(self) -> None:
-        """From now on SIGTERM leaves time to save."""
+        """Let SIGTERM leave time to save from now on."""
         if self._config.grace_s:
             processes.hold_sigterm(self._config.grace_s, self._watchdog.call_all)
 
@@ -352,17 +352,17 @@ class Keeper:
         self._writer.wait()
 
     def leave(self) -> None:
-        """Save, and end the run as SIGTERM would have done at once. Collective."""
+        """Save, then end the run as SIGTERM would have. Collective."""
         self.finish()
         if is_main():
             print(f"[hotbunk] asked to end: saved at step {self._state.step}", file=sys.stderr)
         processes.interrupt_now()
 
     def late_to_leave(self) -> bool:
-        """Whether half of the grace period is over."""
+        """True once half of the grace period is over."""
         called = self._watchdog.called_at
         return called is not None and time.monotonic() - called > self._config.grace_s / 2
 
     def close(self) -> None:
-        """Let a checkpoint under way be finished."""
+        """Finish a checkpoint that is under way."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""Why a rank ends, told to the launcher (`trainer.launcher`), which says it last. The standard library only."""
+"""The reason that a rank ends, for the launcher (`trainer.launcher`) to print last. The standard library only."""
 
 import json
 import os

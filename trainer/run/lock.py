@@ -70,7 +70,7 @@ class RunLock:
             time.sleep(_LOOK_SECONDS)
 
     def _try(self, kind: int, say: bool = True) -> bool:
-        """Whether it is locked now, or cannot be on this file system, which is said."""
+        """True if it is locked now, or cannot be on this file system, which a message says."""
         try:
             fcntl.flock(self.descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -84,5 +84,5 @@ class RunLock:
         return True
 
     def _holder(self) -> str:
-        """Who has it: "process 17 on host"."""
+        """Its holder, such as "process 17 on host"."""
         return os.pread(self.descriptor, 200, 0).decode(errors="replace") or "another process"

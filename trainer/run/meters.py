@@ -1,6 +1,6 @@
 """Seconds and memory of each phase of a step, and the phase's name for the watchdog: all from one `with`.
 
-How much memory this process holds, now and at its peak in each phase, measured without a sampling thread.
+Memory of this process, now and at its peak in each phase, is measured without a sampling thread.
 
 A trace of some steps of rank 0: its calls of torch, its kernels, and the phases they are in.
 """
@@ -29,7 +29,7 @@ _GIB = 1024**3
 def rss_gib(pid: int | None = None) -> float:
     """Resident memory of a process (None: this one) in GiB: what it allocated and shared memory it has touched.
 
-    Pages of libraries and other files are left out: they are everybody's and the kernel can drop them. Memory that
+    Pages of libraries and other files are left out: they are shared, and the kernel can drop them. Memory that
     trainer and engine share counts on both sides.
     """
     return _allocated(_status(pid)) / _GIB
@@ -42,7 +42,7 @@ def device_used_gib(device: torch.device) -> float:
 
 
 def device_total_gib(cuda: bool) -> float:
-    """What a CUDA device has, or else this machine, in GiB."""
+    """Memory of a CUDA device, or else of this machine, in GiB."""
     if cuda:
         return torch.cuda.mem_get_info()[1] / _GIB
     return host_gib()
@@ -130,7 +130,7 @@ _ENGINE_STATES = ("awake", "asleep")
 
 
 class PhaseMeter:
-    """What each phase of a step costs. Phases have the deadline of a step: the watchdog says which one exceeded it."""
+    """Time and memory of each phase of a step. Phases have the step's deadline; the watchdog names a late one."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class PhaseMeter:
             self._engine[state] = used / _GIB
 
     def note_offloaded(self, nbytes: int) -> None:
-        """Count what the trainer put away for a generation shift; of several shifts the largest counts."""
+        """Count the bytes moved to the host for a generation shift; of several shifts the largest counts."""
         self._offloaded = max(self._offloaded, nbytes / _GIB)
 
     def take(self) -> dict[str, float]:
@@ -233,7 +233,7 @@ class StepProfiler:
         self._profile.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"steps_{first}_{last}.json.gz"
-        unfinished = path.with_name(f"unfinished_{path.name}")  # what writes it goes by the end of the name
+        unfinished = path.with_name(f"unfinished_{path.name}")  # torch.profiler compresses by the end of the name
         self._profile.export_chrome_trace(str(unfinished))
         os.replace(unfinished, path)
         self._profile = None

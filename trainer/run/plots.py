@@ -108,7 +108,7 @@ def _seconds(axes: Axes, rows: Rows) -> None:
 def _line(axes: Axes, rows: Rows, key: str, label: str, color: str, marker: str | None = None) -> None:
     steps, values = series(rows, key)
     if steps:
-        # A single point has no line to be seen.
+        # A single point would show no line.
         shown = marker or ("o" if len(steps) == 1 else None)
         axes.plot(steps, values, color=color, label=label, marker=shown, markersize=5, linewidth=1.8)
 

@@ -35,7 +35,7 @@ from trainer.run.last_words import leave_word
 
 GRACE_SECONDS = 8.0  # from the signal to the forced exit; an orderly shutdown of vLLM takes up to 5
 _BASE_LIMIT = 40  # characters; a Unix socket's path has at most 107: up to 24 are our folder's name, 37 are vLLM's
-_SAME_REQUEST_SECONDS = 1.0  # Slurm and torchrun both forward a request; only what comes later is somebody's impatience
+_SAME_REQUEST_SECONDS = 1.0  # Slurm and torchrun both forward a request; only a later signal is a second request
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -45,7 +45,7 @@ _hold: "_Hold | None" = None
 
 @dataclass
 class _Hold:
-    """What SIGTERM is given before it interrupts: `seconds`, if `worthwhile()` says that they will be of use."""
+    """The delay before SIGTERM interrupts: `seconds`, if `worthwhile()` says that they will be of use."""
 
     seconds: float
     worthwhile: Callable[[], bool]
@@ -55,7 +55,7 @@ class _Hold:
 def start_guardian(*kept: int) -> Path:
     """Put two guardians above this process, and make its private folder. The first thing a rank does.
 
-    The process that was started becomes the outer guardian, and the caller goes on in a grandchild of it, in a session
+    The process that was started becomes the outer guardian, and the caller continues in its grandchild, in a session
     of its own (see `guardian.py`). So call it before there are other threads, and before using CUDA. `kept` are
     descriptors that the guardians hold open as long as they are there.
 
@@ -99,7 +99,7 @@ def _go_below_guardians(folder: Path, kept: tuple[int, ...]) -> None:
 
 
 def _become_guardian(child: int, parent: int, folder: Path, name: str, kept: tuple[int, ...]) -> NoReturn:
-    """Go on as `guardian.py`, with no descriptors but standard error and those that are kept."""
+    """Become `guardian.py`, with no descriptors except standard error and those that are kept."""
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1):
@@ -115,7 +115,7 @@ def _become_guardian(child: int, parent: int, folder: Path, name: str, kept: tup
 
 
 def _die_with_launcher() -> None:
-    """Have the kernel kill this process when torchrun is gone. SIGKILL: whatever it does then, nobody waits for it."""
+    """Have the kernel kill this process when torchrun is gone; with SIGKILL, since nothing waits for it then."""
     launcher = os.environ.get("HOTBUNK_LAUNCHER")  # by scripts/train.sh
     _die_with(os.getppid())
     if launcher is not None and int(launcher) not in _ancestors():  # it died while this process was being started
@@ -202,7 +202,7 @@ def interrupt_now() -> None:
 
 
 def _announcer(phase: Callable[[], str]) -> Callable[[int], None]:
-    """What says, once, how and when this rank was interrupted: main thread or enforcer, whichever runs first."""
+    """Says once how and when this rank was interrupted, for main thread or enforcer, whichever is first."""
     said = threading.Lock()
 
     def announce(number: int) -> None:
@@ -239,7 +239,7 @@ def _enforce(reader: int, announce: Callable[[int], None], phase: Callable[[], s
 
 
 def _wait_out(reader: int, hold: _Hold) -> int:
-    """Return when the hold is over or somebody is impatient, the main thread interrupted by the signal returned."""
+    """Return when the hold is over or a second signal comes; the main thread is interrupted by the signal returned."""
     number, began = int(signal.SIGTERM), time.monotonic()
     while hold.worthwhile() and (left := began + hold.seconds - time.monotonic()) > 0:
         again = _next_signal(reader, left)
@@ -291,7 +291,7 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # closed, or nobody reads it any more: there is no one left to tell
+        except (OSError, ValueError):  # closed, or no longer read
             continue
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: one aligned row a step, on a terminal and in a log alike, and a report at the end."""
+"""A run on the screen: one aligned row a step, on a terminal and in a log alike, and a report at the end."""
 
 import math
 import os
@@ -175,7 +175,7 @@ class Report:
 
 
 def _command() -> str:
-    """How to call the command line: by its name, or from the environment it is installed in."""
+    """The command that calls us: by its name, or from the environment it is installed in."""
     installed = Path(sys.prefix) / "bin" / "hotbunk"
     return "hotbunk" if shutil.which("hotbunk") or not installed.exists() else os.path.relpath(installed)
 

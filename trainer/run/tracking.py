@@ -2,9 +2,9 @@
 
 One writer, one line and one W&B call a step. The files are the record: floats are written so that they read back
 bit-equal, and a resumed run first drops the lines behind its checkpoint, so that its file equals an uninterrupted
-one's. In W&B it goes on as the same run with every step once: what W&B lacks is sent from the file, and what it has is
-not sent again, since it cannot be overwritten. W&B lives on a thread of its own behind a bounded queue: it starts while
-the model loads, and whether it is missing, slow, broken or off the network, training does not notice.
+one's. In W&B it continues as the same run with every step once: steps that W&B lacks are sent from the file, others are
+not sent again, since they cannot be overwritten. W&B lives on a thread of its own behind a bounded queue: it starts
+while the model loads, and whether it is missing, slow, broken or off the network, training does not notice.
 """
 
 import json
@@ -34,7 +34,7 @@ _FINISH_SECONDS = 60.0  # for W&B to upload the rest
 
 
 class NullTracker:
-    """What every rank but 0 has: takes everything, writes nothing."""
+    """The tracker of every rank except 0: takes everything, writes nothing."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record a step's metrics; once a step, in rising order."""
@@ -129,7 +129,7 @@ class WandbCopy:
         self._put("summary", values)
 
     def close(self) -> None:
-        """Wait, but not for ever, until W&B has everything."""
+        """Wait, with a deadline, until W&B has everything."""
         self._put("finish", {})
         self._thread.join(_FINISH_SECONDS)
         if self._thread.is_alive():
@@ -199,7 +199,7 @@ def make_tracker(
 
 
 def _resolve(wanted: WandbMode) -> str:
-    """auto: what WANDB_MODE says, else online where there is a login, else offline; never a question to the user."""
+    """The mode for auto: WANDB_MODE's, else online where there is a login, else offline; it never asks the user."""
     if wanted != "auto":
         return wanted
     if chosen := os.environ.get("WANDB_MODE"):
@@ -208,7 +208,7 @@ def _resolve(wanted: WandbMode) -> str:
 
 
 def _has_login() -> bool:
-    """Whether `wandb login` has left a key in ~/.netrc. Asking W&B itself would import it."""
+    """True if `wandb login` has left a key in ~/.netrc. Asking W&B itself would import it."""
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
@@ -217,7 +217,9 @@ def _has_login() -> bool:
 
 
 def _start(settings: dict[str, Any]) -> Any:
-    """Import W&B and begin a run of metrics only. The step is a metric like others: W&B's own counter drops rows."""
+    """Import W&B and begin a run of metrics only. The step is a metric like others, since W&B's own counter only rises
+    and drops rows that are behind it (https://docs.wandb.ai/models/track/log).
+    """
     os.environ.setdefault("WANDB_SILENT", "true")  # the setting of this name comes too late for some of its lines
     import wandb
 

@@ -1,10 +1,10 @@
-"""Every phase has a deadline; when one expires, the run ends and says where everybody was.
+"""Every phase has a deadline; when one expires, the run ends and says where each rank was.
 
 One daemon thread a rank looks at the rank's own deadlines, and at the store the ranks share, on its own connection. The
 rank whose phase takes too long raises the alarm there; within a second every rank prints its phase and all its threads'
 stacks, and exits. It does not depend on collectives, which is what a hung rank hangs in.
 
-Each rank listens to the beat of the next one, so that one whose process or machine is gone is noticed though nobody
+Each rank listens to the beat of the next one, so that one whose process or machine is gone is noticed even when no rank
 gets an error: on several nodes each launcher sees its own ranks only, and a kernel that waits for a peer waits on.
 
 By the same way a rank that is asked to end lets all others know, and learns whether they are alive (`call_all`).
@@ -55,7 +55,7 @@ class _Phase:
 
 
 class Watchdog:
-    """Watches this rank's phases, and through `store` everybody's. Close it on every rank before the process group.
+    """Watches this rank's phases, and through `store` all ranks'. Close it on every rank before the process group.
 
     Args:
         store: any c10d store; the watchdog works on a clone of it.
@@ -94,7 +94,7 @@ class Watchdog:
             self._arm()
 
     def current_phase(self) -> str:
-        """What this rank is doing, outermost first: "step > rollout"; "start-up" before the first phase."""
+        """This rank's open phases, outermost first: "step > rollout"; "start-up" before the first phase."""
         return _path(self._phases)
 
     def call_all(self) -> bool:
@@ -103,7 +103,7 @@ class Watchdog:
         try:
             store.set(_CALL, "")
             store.wait([f"watchdog/here/{rank}" for rank in range(self._world_size)], timedelta(seconds=_CALL_SECONDS))
-        except RuntimeError:  # somebody is silent, or the store is gone
+        except RuntimeError:  # a rank is silent, or the store is gone
             return False
         return True
 
@@ -154,7 +154,7 @@ class Watchdog:
         return next((phase for phase in self._phases if now - phase.since > phase.deadline), None)
 
     def _post(self) -> None:
-        """Tell the store what this rank is doing and since when (wall clock), if that has changed."""
+        """Put this rank's phase and its beginning (wall clock) into the store, if they have changed."""
         phases = self._phases
         if phases is not self._posted:
             elapsed = time.monotonic() - phases[-1].since if phases else 0.0
@@ -162,7 +162,7 @@ class Watchdog:
             self._posted = phases
 
     def _answer(self) -> None:
-        """Take note of a call, and say that this rank is alive."""
+        """Take note of a call, and report that this rank is alive."""
         if self.called_at is None and self._store.check([_CALL]):
             self.called_at = time.monotonic()
             self._store.set(f"watchdog/here/{self._rank}", "")
@@ -183,7 +183,7 @@ class Watchdog:
         return self._missed * _BEAT_SECONDS >= _SILENT_SECONDS
 
     def _raise_alarm(self, why: str) -> None:
-        """Something is wrong, as this rank finds: tell the others; the first rank to tell prints everybody's phases."""
+        """Report a failure to the other ranks; the first rank to report prints the phases of all."""
         leave_word("Deadline", why)
         try:
             self._post()

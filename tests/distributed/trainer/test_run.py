@@ -106,7 +106,7 @@ def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(recipe: Path, wh
     asked.ranks()[1].send_signal(signal.SIGTERM)
     assert asked.wait() == 128 + signal.SIGTERM
     assert asked.summary()[0] == "the run was interrupted by SIGTERM, exit code 143"
-    assert f"to go on from {asked.folder}/checkpoints/step_3, give the same command again" in asked.summary()
+    assert f"to resume from {asked.folder}/checkpoints/step_3, give the same command again" in asked.summary()
     asked.assert_gone()
     assert "rank 1: interrupted by SIGTERM" in asked.output()
     assert asked.rows()[-1]["memory/offloaded_gib"] > 0

@@ -99,7 +99,7 @@ def test_eval_of_any_model_takes_a_recipe_but_for_its_model(tiny_qwen2: Path, fo
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["MODEL"], "is no run's folder: name a recipe after it"),
+        (["MODEL"], "is not a run's folder: name a recipe after it"),
         (["absent/model/x", "recipe.yaml"], "model.path: there is no folder absent/model/x"),
         (["unfinished"], "has no model yet: its run is not finished"),
         (["MODEL", "recipe.yaml", "--eval.k", "[2]"], "eval.k asks for k = 2, but eval.samples = 1"),

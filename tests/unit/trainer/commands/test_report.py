@@ -133,7 +133,7 @@ def test_the_last_screen_of_a_run_shows_accuracy_where_it_says_so(run: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("absent", "holds no metrics.jsonl, so it is no run's folder"), ("begun", "holds no step yet")],
+    [("absent", "holds no metrics.jsonl, so it is not a run's folder"), ("begun", "holds no step yet")],
 )
 def test_report_of_no_run_ends_in_one_sentence(
     name: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -142,8 +142,8 @@ def test_only_adapters_learn_and_switched_off_they_do_nothing(tiny_qwen2: Path) 
     [
         (["q_proj", "query"], "lora.target_modules: Qwen2ForCausalLM has no module query"),
         (["query"], "lora.target_modules does not fit Qwen2ForCausalLM"),
-        (["q_proj", "lm_head"], "lora.target_modules: lm_head is no linear layer inside the model"),
-        (["embed_tokens"], "lora.target_modules: model.embed_tokens is no linear layer inside the model"),
+        (["q_proj", "lm_head"], "lora.target_modules: lm_head is not a linear layer inside the model"),
+        (["embed_tokens"], "lora.target_modules: model.embed_tokens is not a linear layer inside the model"),
     ],
 )
 def test_targets_that_do_not_fit_are_named(tiny_qwen2: Path, targets: list[str], sentence: str) -> None:
