@@ -71,7 +71,7 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
     """
     algorithm = config.algorithm
     updates = config.run.steps * updates_asked(config)
-    values = algorithm.advantage == "gae"
+    values = algorithm.advantage_record.takes("values")
     head = values and config.critic.shared
     policy = make_policy(config.model, config.policy, device, updates, config.lora, head, config.sync.zero_copy)
     if config.batch.packing:

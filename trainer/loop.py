@@ -217,7 +217,7 @@ class RLTrainer:
             if phase == "eval":
                 answers = self.rollouts.run(prompts, settings, deadline, voting, details=True)
             else:
-                apart = self.config.algorithm.combine_rewards == "normalize_then_sum"
+                apart = self.config.algorithm.rewards_apart
                 late = self.keeper.late_to_leave
                 answers = self.rollouts.run(prompts, settings, deadline, give_up=late, details=apart)
         gc.collect()  # an OpenAI client, say, leaves cycles with 200 KiB of certificates that Python does not count

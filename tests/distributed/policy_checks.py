@@ -154,7 +154,7 @@ def make_loss(batches: list[MicroBatch], name: str = "token_mean", factor: float
 
     def loss_fn(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         per_token = -batch.advantages * outputs.logprobs - 0.1 * outputs.entropy
-        loss = (per_token * aggregation.weights(batch.loss_mask, name, counts["count"])).sum()
+        loss = (per_token * aggregation.weights(batch.loss_mask, name, counts["count"], counts["count"], 1)).sum()
         return loss * factor, {"tokens": batch.loss_mask.sum()}
 
     return loss_fn

@@ -57,7 +57,7 @@ def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy,
         reference if algorithm.kl_coef or algorithm.teacher else None,
         trainer.tokenizer.pad_token_id,
         trainer.rewards.weights,
-        critic if algorithm.advantage == "gae" else None,
+        critic if algorithm.advantage_record.takes("values") else None,
     )  # fmt: skip
     rows: list[dict[str, float]] = []
     trainer.log = lambda step, metrics: rows.append(metrics)  # type: ignore[method-assign]

@@ -1,14 +1,18 @@
-"""Advantages: how much better a sample was than what the policy usually says to the same prompt.
+"""Advantages: how much better an answer was than what the policy usually says to the same prompt; their records.
 
-Groups of unequal size are given one at a time, as [1, G].
-
-Rewards of turns and tokens, and what they add up to from each token on, past whatever tools said in between.
-
-A turn is a run of trainable tokens; masked tokens lie between two of them (at least the template's).
+Groups of unequal size are given one at a time, as [1, G]. A turn is a run of trainable tokens: between two turns are
+masked ones, what a tool said or at least the template's. Rewards are summed from each turn or token on.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.algorithms.kl import k1
+from trainer.algorithms.records import Advantage, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EPSILON = 1e-6
 
@@ -33,6 +37,11 @@ def group_relative(rewards: Tensor, normalize_std: bool = True, epsilon: float =
     if normalize_std:
         centred = centred / (rewards.std(dim=1, keepdim=True, correction=0) + epsilon)
     return torch.where(informative(rewards).unsqueeze(1), centred, torch.zeros_like(centred))
+
+
+def centred(rewards: Tensor) -> Tensor:
+    """`group_relative` without the division: REINFORCE++'s baseline divides by the step's spread, see `whiten`."""
+    return group_relative(rewards, normalize_std=False)
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -177,28 +186,28 @@ def spread_over_turns(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(trained, values.float().gather(1, turn.clamp(min=0)), 0.0)
 
 
-def returns_to_go(rewards: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor:
+def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """The discounted sum of rewards from here to the end: of tokens [B, T], or of turns [B, K].
 
-    R_t = r_t + discount * R_(next unmasked position): masked positions neither carry rewards nor discount them, so an
+    R_t = r_t + gamma * R_(next unmasked position): masked positions neither carry rewards nor discount them, so an
     outcome is worth the same to an earlier turn however much the tool between them said. Sutton and Barto 2018,
-    equation 3.8. REINFORCE++'s token-level return (arXiv:2501.03262) is this with discount 1 on the outcome's reward
+    equation 3.8. REINFORCE++'s token-level return (arXiv:2501.03262) is this with gamma 1 on the outcome's reward
     (`at_sequence_end`) plus the KL `penalty`.
 
     Args:
         rewards: [B, T].
         mask: [B, T].
-        discount: in 0..1.
+        gamma: the discount, in 0..1.
 
     Returns:
         [B, T] float32, 0 on masked positions.
     """
     trained = mask.bool()
-    total = _accumulate(torch.where(trained, rewards.float(), 0.0), torch.where(trained, discount, 1.0))
+    total = _accumulate(torch.where(trained, rewards.float(), 0.0), torch.where(trained, gamma, 1.0))
     return torch.where(trained, total, 0.0)
 
 
-def turn_relative(returns: Tensor, taken: Tensor, normalize_std: bool = True, epsilon: float = 1e-6) -> Tensor:
+def turn_relative(returns: Tensor, taken: Tensor, normalize_std: bool = True, epsilon: float = EPSILON) -> Tensor:
     """A turn's return relative to those of the same turn in the group's other samples.
 
     MT-GRPO, Zeng et al. 2025 (arXiv:2505.11821), for any number of turns. Mean and (population's) standard deviation
@@ -223,17 +232,17 @@ def turn_relative(returns: Tensor, taken: Tensor, normalize_std: bool = True, ep
     return torch.where(there & (highest > lowest), centred, 0.0)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, discount: float, trace: float) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the trainable tokens, as if masked ones were not there.
 
-    A_t = d_t + discount * trace * A_next with d_t = r_t + discount * V_next - V_t: Schulman et al. 2015
+    A_t = d_t + gamma * gae_lambda * A_next with d_t = r_t + gamma * V_next - V_t: Schulman et al. 2015
     (arXiv:1506.02438), equations 11, 12 and 16. After the last trainable token A and V are 0, a truncated answer's too.
 
     Args:
         rewards: [B, T], on trainable tokens.
         values: [B, T]: at t the value of the state in which token t was sampled; without gradient.
         mask: [B, T].
-        discount, trace: gamma and lambda, in 0..1.
+        gamma, gae_lambda: in 0..1.
 
     Returns:
         advantages and returns (advantages + values, what the value model is to learn), [B, T] float32, 0 on masked
@@ -243,10 +252,27 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, discount: float, trace: f
     values = torch.where(trained, values.detach().float(), 0.0)
     upcoming = _accumulate(values, torch.where(trained, 0.0, 1.0))  # the value of the first trainable token from t on
     following = torch.nn.functional.pad(upcoming[:, 1:], (0, 1))
-    surprise = torch.where(trained, rewards.float() + discount * following - values, 0.0)
-    advantages = _accumulate(surprise, torch.where(trained, discount * trace, 1.0))
+    surprise = torch.where(trained, rewards.float() + gamma * following - values, 0.0)
+    advantages = _accumulate(surprise, torch.where(trained, gamma * gae_lambda, 1.0))
     advantages = torch.where(trained, advantages, 0.0)
     return advantages, advantages + values
+
+
+def likeness(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """How much likelier the teacher finds a token than the policy does: less each token's share of reverse KL.
+
+    On-policy distillation: Agarwal et al. 2023 (arXiv:2306.13649); as an advantage, not discounted: Lu et al. 2025,
+    "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation).
+
+    Args:
+        old_logprobs: [B, T] under the policy that sampled the tokens.
+        teacher_logprobs: [B, T].
+        mask: [B, T].
+
+    Returns:
+        [B, T], nats, 0 on masked tokens.
+    """
+    return torch.where(mask.bool(), -k1(old_logprobs, teacher_logprobs), 0.0)
 
 
 def _accumulate(values: Tensor, decay: Tensor) -> Tensor:
@@ -260,3 +286,19 @@ def _accumulate(values: Tensor, decay: Tensor) -> Tensor:
         decay = decay * torch.nn.functional.pad(decay[:, reach:], (0, reach))
         reach *= 2
     return values
+
+
+ADVANTAGES = {
+    "group": Advantage(
+        group_relative, "minus the group's mean, over its standard deviation (GRPO)", turns=True, sums=True
+    ),
+    "leave_one_out": Advantage(leave_one_out, "minus the mean of the group's other answers (RLOO)"),
+    "max_rl": Advantage(max_rl, "minus the group's mean, over that mean: for success rates (MaxRL)", nonnegative=True),
+    "reinforce_pp": Advantage(returns_to_go, "of a token, against the whole step's (REINFORCE++)", whitened=True),
+    "reinforce_pp_baseline": Advantage(
+        centred, "minus the group's mean, over the step's standard deviation", whitened=True, turns=True, sums=True
+    ),
+    "gae": Advantage(gae, "of a token, against what a critic expects (PPO)", whitened=True),
+    "distill": Advantage(likeness, "without any reward: how much likelier a teacher finds a token"),
+}
+"""The advantages that a recipe can name."""

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.losses import log_ratio
-from trainer.algorithms.names import Level
 
 
-def rollout_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, level: Level = "token") -> Tensor:
+def rollout_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, level: str = "token") -> Tensor:
     """Trainer's over engine's probability: of each token, their geometric mean over a sequence, or their product.
 
     `.clamp(max=cap)` makes truncated importance weights of it, which correct the gradient for samples drawn by another

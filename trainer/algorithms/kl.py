@@ -6,11 +6,15 @@ k1's is 0 on average, so k1 does nothing there but add noise. With the importanc
 In the *reward* only values count, and k1 is the one whose expectation is exact; that is `penalty`.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from trainer.algorithms.losses import MAX_LOG_RATIO
-from trainer.algorithms.names import Estimator
+from trainer.algorithms.records import Estimator, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -73,22 +77,20 @@ def unbiased_k3(logprobs: Tensor, old_logprobs: Tensor, reference_logprobs: Tens
 
 
 def divergence(
-    estimator: Estimator,
+    estimator: str,
     logprobs: Tensor,
     old_logprobs: Tensor,
     reference_logprobs: Tensor,
     clamp: float | None = None,
 ) -> Tensor:
-    """An estimate [B, T] by name; see the four functions above.
+    """An estimate [B, T] by its name in `ESTIMATORS`.
 
     Args:
         clamp: bound of the absolute value, nats; a token beyond it has no gradient. A few tokens that the reference
             deems impossible would otherwise decide the step.
     """
-    if estimator == "unbiased_k3":
-        estimate = unbiased_k3(logprobs, old_logprobs, reference_logprobs)
-    else:
-        estimate = {"k1": k1, "k2": k2, "k3": k3}[estimator](logprobs, reference_logprobs)
+    tensors = {"logprobs": logprobs, "old_logprobs": old_logprobs, "reference_logprobs": reference_logprobs}
+    estimate: Tensor = ESTIMATORS[estimator]({}, **tensors)
     return estimate if clamp is None else estimate.clamp(-clamp, clamp)
 
 
@@ -106,3 +108,12 @@ def penalty(estimate: Tensor, mask: Tensor, coefficient: float) -> Tensor:
         [B, T] without gradient, 0 on masked tokens.
     """
     return torch.where(mask.bool(), -coefficient * estimate.detach(), 0.0)
+
+
+ESTIMATORS = {
+    "k1": Estimator(k1, "log ratio: unbiased, for the reward", in_loss=False, in_reward=True),
+    "k2": Estimator(k2, "half its square: the right gradient while the policy is the one that sampled"),
+    "k3": Estimator(k3, "never negative, of low variance (GRPO)"),
+    "unbiased_k3": Estimator(unbiased_k3, "k3 times the importance ratio: the right gradient off-policy, too"),
+}
+"""The estimators of KL that a recipe can name."""

@@ -1,28 +1,26 @@
-"""Policy-gradient losses, one number a token. How tokens are averaged is `aggregation`'s business.
+"""Policy-gradient losses, one number a token, and what goes into them: importance ratios, entropy, values; records.
 
-Each returns the loss [B, T] and a mask [B, T] bool of the tokens on which its bounds took effect.
-
-Importance ratios, of a token or of a whole sequence, and how far they may go.
-
-What the entropy of the next-token distribution is used for: a bonus, and the choice of tokens to learn from.
-
-The value model's loss, for PPO.
+A loss function returns the loss [B, T] and a mask [B, T] bool of the tokens on which its bounds took effect. How tokens
+are averaged is up to `aggregation`.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from trainer.algorithms.records import Level, Loss, torch
 
-from trainer.algorithms.names import Level
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # exp(20) is 5e8: ratios beyond it carry no information, and without a bound exp() overflows to inf at 89, which turns
 # a masked or clipped token into inf * 0 = nan.
 MAX_LOG_RATIO = 20.0
 
 
-def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Level = "token") -> Tensor:
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str = "token") -> Tensor:
     """log(policy / old policy) for each token, or the same for all tokens of a sequence.
 
     - token: log p(y_t) - log p_old(y_t), as in PPO.
@@ -46,16 +44,20 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Level
     """
     trained = mask.bool()
     difference = torch.where(trained, logprobs - old_logprobs.detach(), 0.0)
-    if level != "token":
+    if LEVELS[level].whole:
         value = difference.detach().sum(dim=1, keepdim=True)
-        if level == "geometric":
+        if LEVELS[level].mean:
             value = value / trained.sum(dim=1, keepdim=True).clamp(min=1)
         difference = torch.where(trained, value + (difference - difference.detach()), 0.0)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+    log_ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
@@ -85,7 +87,7 @@ def clipped_surrogate(
 
 
 def cispo(
-    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> tuple[Tensor, Tensor]:
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p: the weight is clipped, and no token loses its gradient.
 
@@ -106,7 +108,7 @@ def cispo(
 
 
 def sapo(
-    log_ratio: Tensor, advantages: Tensor, temperature_positive: float = 1.0, temperature_negative: float = 1.05
+    log_ratio: Tensor, advantages: Tensor, sapo_temperatures: tuple[float, float] = (1.0, 1.05)
 ) -> tuple[Tensor, Tensor]:
     """-(4 / t) sigmoid(t (r - 1)) A: a smooth gate in place of clipping, of slope 1 at r = 1 and flat far from it.
 
@@ -115,13 +117,13 @@ def sapo(
     Args:
         log_ratio: [B, T]; carries the gradient.
         advantages: [B] or [B, T]; treated as constant.
-        temperature_positive, temperature_negative: t where A > 0, and elsewhere; the higher, the sooner it is flat.
+        sapo_temperatures: t where A > 0, and elsewhere; the higher, the sooner it is flat.
 
     Returns:
         loss [B, T] and a mask that is False throughout, since nothing is cut off.
     """
     advantages = _per_token(advantages)
-    temperature = torch.where(advantages > 0, temperature_positive, temperature_negative)
+    temperature = torch.where(advantages > 0, *sapo_temperatures)
     gate = torch.sigmoid(temperature * (torch.exp(log_ratio) - 1.0)) * 4.0 / temperature
     return -gate * advantages, torch.zeros_like(log_ratio, dtype=torch.bool)
 
@@ -221,3 +223,19 @@ def clipped_value_loss(
         return 0.5 * loss, torch.zeros_like(values, dtype=torch.bool)
     bounded = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
     return 0.5 * torch.maximum(loss, bounded), bounded > loss
+
+
+LEVELS = {
+    "token": Level("each token's own (PPO)"),
+    "geometric": Level("the geometric mean over an answer's tokens (GSPO)", whole=True, mean=True),
+    "sequence": Level("the product over an answer's tokens: the ratio of the answer's probabilities", whole=True),
+}
+"""What a ratio can be of."""
+
+LOSSES = {
+    "clip": Loss(clipped_surrogate, "clipped ratios (PPO, GRPO, DAPO)", band=True),
+    "cispo": Loss(cispo, "the policy gradient, its weights clipped (CISPO)"),
+    "sapo": Loss(sapo, "soft gates in place of clipping (SAPO)"),
+    "reinforce": Loss(reinforce, "the plain policy gradient, without ratios: one update a step"),
+}
+"""The losses that a recipe can name."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trainer.algorithms.names import AtBound
-
 
 def soft_overlong_penalty(lengths: Tensor, longest: int, margin: int) -> Tensor:
     """0 up to longest - margin tokens, then falling in a straight line to -1 at `longest`, and -1 beyond.
@@ -29,22 +27,6 @@ def soft_overlong_penalty(lengths: Tensor, longest: int, margin: int) -> Tensor:
     if margin == 0:
         return -(excess > 0).float()
     return -(excess / margin).clamp(0.0, 1.0)
-
-
-def finished_only(mask: Tensor, truncated: Tensor) -> Tensor:
-    """Overlong filtering: a cut-off answer is not learned from, since nobody knows how it would have ended.
-
-    DAPO (arXiv:2503.14476), section 3.4. Its reward still counts for the group's mean. To be done before the mask is
-    counted, so that the rest of the step weighs more.
-
-    Args:
-        mask: [B, T].
-        truncated: [B] bool, finish_reason "length".
-
-    Returns:
-        [B, T], the mask's dtype.
-    """
-    return mask * ~truncated.bool().unsqueeze(1)
 
 
 def length_normalized(rewards: Tensor, lengths: Tensor, strength: float) -> Tensor:
@@ -88,7 +70,7 @@ def dynamic_sampling(
     rounds: int,
     max_rounds: int,
     oversampling: float = 1.0,
-    at_bound: AtBound = "fewer",
+    at_bound: str = "fewer",
 ) -> SamplingDecision:
     """Sample until enough groups have rewards that differ, but not for ever.
 

@@ -1,208 +1,190 @@
-"""The `algorithm` section of a recipe: every choice a key, and presets that set the keys as papers do.
+"""The section `algorithm` of a recipe: a key for every choice, presets that set keys as papers do, what goes together.
 
-What the names stand for is in `trainer.algorithms`, with formulas and sources; which choices go together is checked by
-`trainer.config.algorithm_checks`. No torch is imported here.
+The names stand for the functions of `trainer.algorithms`, whose records say what each needs. No torch is imported.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from trainer.algorithms.names import Aggregation, AtBound, Estimator, Level
-from trainer.config.section import Held, NotNegative, Portion, Positive, Section, Share, Softness, Text
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.aggregation import AGGREGATIONS
+from trainer.algorithms.kl import ESTIMATORS
+from trainer.algorithms.losses import LEVELS, LOSSES
+from trainer.algorithms.records import Advantage, Loss, Record
+from trainer.config.section import (
+    Held,
+    NotNegative,
+    OneOf,
+    Portion,
+    Positive,
+    Section,
+    Share,
+    Softness,
+    Text,
+    key,
+)
+from trainer.errors import UserError
+from trainer.importing import load_object
 
-Preset = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "ppo",
-    "sapo",
-    "distill",
-]
+R = TypeVar("R", bound=Record)
 
-Advantage = Literal["group", "leave_one_out", "max_rl", "reinforce_pp", "reinforce_pp_baseline", "gae", "distill"]
 
-PRESETS: dict[str, dict[str, Any]] = {
-    # Shao et al. 2024 (arXiv:2402.03300), section 4.2 for the coefficient of KL; the bounds are PPO's.
-    "grpo": {
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "aggregation": "sequence_mean",
-        "kl_coef": 0.04,
-        "kl_estimator": "k3",
-    },
-    # Liu et al. 2025 (arXiv:2503.20783): neither of GRPO's two divisions, and no KL.
-    "dr_grpo": {"normalize_std": False, "clip_low": 0.2, "clip_high": 0.2, "aggregation": "fixed_length"},
-    # Yu et al. 2025 (arXiv:2503.14476), section 4.1. The bound on rounds is that of the authors' recipe.
-    "dapo": {
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-        "aggregation": "token_mean",
-        "sampling_rounds": 10,
-        "overlong_margin": 0.2,
-    },
-    # Zheng et al. 2025 (arXiv:2507.18071), section 5.1; there a step's batch is cut into four updates.
-    "gspo": {"ratio_level": "geometric", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
-    # MiniMax 2025 (arXiv:2506.13585), section 3.1: no bound below; the one above, tuned there, is not given.
-    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token_mean"},
-    # Ahmadian et al. 2024 (arXiv:2402.14740), equation 8; the coefficient of KL is TRL's.
-    "rloo": {
-        "advantage": "leave_one_out",
-        "loss": "reinforce",
-        "aggregation": "sequence_sum",
-        "kl_coef": 0.05,
-        "kl_estimator": "k1",
-        "kl_in": "reward",
-    },
-    # Hu et al. 2025 (arXiv:2501.03262), section 3; the coefficients of KL are those of OpenRLHF's examples.
-    "reinforce_pp": {
-        "advantage": "reinforce_pp",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "aggregation": "token_mean",
-        "kl_coef": 1e-3,
-        "kl_estimator": "k1",
-        "kl_in": "reward",
-    },
-    "reinforce_pp_baseline": {
-        "advantage": "reinforce_pp_baseline",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "aggregation": "token_mean",
-        "kl_coef": 1e-3,
-        "kl_estimator": "k2",
-    },
-    # Schulman et al. 2017 (arXiv:1707.06347), table 3; episodes end, so rewards are not discounted, as in Ziegler et
-    # al. 2019 (arXiv:1909.08593), section 2.2.
-    "ppo": {
-        "advantage": "gae",
-        "discount": 1.0,
-        "trace": 0.95,
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "value_clip": 0.2,
-        "aggregation": "token_mean",
-    },
-    # Gao et al. 2025 (arXiv:2511.20347), section 3.
-    "sapo": {"loss": "sapo", "sapo_temperatures": (1.0, 1.05), "aggregation": "sequence_mean"},
-    # Lu et al. 2025, "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation).
-    "distill": {"advantage": "distill", "loss": "reinforce", "aggregation": "token_mean"},
-}
+class Preset:
+    """A paper's choices: whose they are, and the keys that they set."""
 
-LOSS_KEYS: dict[str, dict[str, Any]] = {
-    "clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
-    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
-    "sapo": {"sapo_temperatures": (1.0, 1.05)},
-    "reinforce": {},
-}
-"""The keys that only some losses have, with the values they have there unless set: null everywhere else."""
+    def __init__(self, meaning: str, **keys: Any) -> None:
+        self.meaning = meaning
+        self.keys = keys
 
-PRESET_KEYS = {key for keys in [*PRESETS.values(), *LOSS_KEYS.values()] for key in keys}
-"""What a preset may set."""
+
+PRESETS = {
+    # Section 4.2 for the coefficient of KL; the bounds are PPO's.
+    "grpo": Preset(
+        "Shao et al. 2024 (arXiv:2402.03300)",
+        clip_low=0.2, clip_high=0.2, aggregation="sequence_mean", kl_coef=0.04, kl_estimator="k3",
+    ),
+    "dr_grpo": Preset(
+        "GRPO without its two divisions and without KL: Liu et al. 2025 (arXiv:2503.20783)",
+        normalize_std=False, clip_low=0.2, clip_high=0.2, aggregation="fixed_length",
+    ),
+    # Section 4.1. The bound on rounds is that of the authors' recipe.
+    "dapo": Preset(
+        "Yu et al. 2025 (arXiv:2503.14476)",
+        clip_low=0.2, clip_high=0.28, aggregation="token_mean", sampling_rounds=10, overlong_margin=0.2,
+    ),
+    # Section 5.1; there a step's batch is cut into four updates.
+    "gspo": Preset(
+        "Zheng et al. 2025 (arXiv:2507.18071); set batch.updates_per_step to 4",
+        ratio_level="geometric", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean",
+    ),
+    # Section 3.1: no bound below; the one above, tuned there, is not given.
+    "cispo": Preset(
+        "MiniMax 2025 (arXiv:2506.13585)", loss="cispo", clip_low=1.0, clip_high=4.0, aggregation="token_mean"
+    ),
+    # Equation 8; the coefficient of KL is TRL's.
+    "rloo": Preset(
+        "Ahmadian et al. 2024 (arXiv:2402.14740)",
+        advantage="leave_one_out", loss="reinforce", aggregation="sequence_sum", kl_coef=0.05, kl_estimator="k1",
+        kl_in="reward",
+    ),
+    # Section 3; the coefficients of KL are those of OpenRLHF's examples.
+    "reinforce_pp": Preset(
+        "REINFORCE++, Hu et al. 2025 (arXiv:2501.03262)",
+        advantage="reinforce_pp", clip_low=0.2, clip_high=0.2, aggregation="token_mean", kl_coef=1e-3,
+        kl_estimator="k1", kl_in="reward",
+    ),
+    "reinforce_pp_baseline": Preset(
+        "the same with the group's mean as baseline",
+        advantage="reinforce_pp_baseline", clip_low=0.2, clip_high=0.2, aggregation="token_mean", kl_coef=1e-3,
+        kl_estimator="k2",
+    ),
+    # Table 3; episodes end, so rewards are not discounted, as in Ziegler et al. 2019 (arXiv:1909.08593), section 2.2.
+    "ppo": Preset(
+        "Schulman et al. 2017 (arXiv:1707.06347), with a critic",
+        advantage="gae", gamma=1.0, gae_lambda=0.95, clip_low=0.2, clip_high=0.2, value_clip=0.2,
+        aggregation="token_mean",
+    ),
+    # Section 3.
+    "sapo": Preset(
+        "Gao et al. 2025 (arXiv:2511.20347)", loss="sapo", sapo_temperatures=(1.0, 1.05), aggregation="sequence_mean"
+    ),
+    "distill": Preset(
+        "on-policy distillation from `teacher`, Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation)",
+        advantage="distill", loss="reinforce", aggregation="token_mean",
+    ),
+}  # fmt: skip
+"""What `algorithm.preset` can be."""
+
+LOSS_KEYS = {name for loss in LOSSES.values() for name in loss.defaults}
+"""The keys that only some losses have: null everywhere else."""
+
+PRESET_KEYS = {name for preset in PRESETS.values() for name in preset.keys} | LOSS_KEYS
+"""The keys that a preset may set."""
+
+RatioLevel = Annotated[str, OneOf(LEVELS)]
 
 
 class AlgorithmConfig(Section):
-    """How rewards become a loss. A preset sets keys as its paper does; what is set beside it counts more."""
+    """How rewards become a loss. A preset sets keys as its paper does; a key set beside it takes precedence."""
 
-    preset: Preset | None = Field(default=None, description="start from a paper's choices; null: from those below")
-    group_size: Held = Field(default=8, description="answers for each prompt; 1 only where nobody compares them")
-    num_iterations: Held = Field(default=1, description="passes over each step's batch")
+    preset: Annotated[str, OneOf(PRESETS)] | None = key(None, "start from a paper's choices; null: from those below")
+    group_size: Held = key(8, "answers for each prompt; 1 only where nobody compares them")
+    num_iterations: Held = key(1, "passes over each step's batch")
 
-    advantage: Advantage = Field(
-        default="group",
-        description="reward against the group's mean, against the others' mean, or by the mean (for success rates); "
-        "against the step's mean, or the group's mean and then the step's spread; by a critic (PPO); without any "
-        "reward, how much likelier a teacher finds each token",
+    advantage: Annotated[str, OneOf(ADVANTAGES, own=True)] = key(
+        "group", "the reward, or what is expected of it, relative to others; or your own function"
     )
-    teacher: Text | None = Field(
-        default=None, description="model of the same tokenizer to learn from (advantage: distill)"
+    teacher: Text | None = key(None, "model with the same tokenizer to learn from (advantage: distill)")
+    normalize_std: bool = key(True, "divide a group's advantages by their standard deviation (advantage: group)")
+    combine_rewards: Literal["sum", "normalize_then_sum"] = key(
+        "sum",
+        "several reward functions",
+        sum="their weighted sum is the reward",
+        normalize_then_sum="each is made relative to its group first (GDPO)",
     )
-    normalize_std: bool = Field(
-        default=True, description="divide a group's advantages by their standard deviation (advantage: group)"
+    credit: Literal["outcome", "turns"] = key(
+        "outcome",
+        "what of an episode is rewarded",
+        outcome="all of it, by one reward",
+        turns="each turn, by its own rewards and those of later turns",
     )
-    combine_rewards: Literal["sum", "normalize_then_sum"] = Field(
-        default="sum", description="weighted sum of rewards; or each made relative to its group first (GDPO)"
-    )
-    credit: Literal["outcome", "turns"] = Field(
-        default="outcome", description="one reward for the episode; or a turn's own rewards and those after it"
-    )
-    discount: Share = Field(
-        default=1.0, description="of rewards from turn to turn, or token to token where those count"
-    )
-    trace: Share = Field(default=0.95, description="lambda of generalised advantage estimation (advantage: gae)")
+    gamma: Share = key(1.0, "discount of rewards from turn to turn, or from token to token where those count")
+    gae_lambda: Share = key(0.95, "lambda of generalised advantage estimation (advantage: gae)")
 
-    loss: Literal["clip", "cispo", "sapo", "reinforce"] = Field(
-        default="clip", description="clipped ratios (PPO), clipped weights, soft gates, or the plain policy gradient"
+    loss: Annotated[str, OneOf(LOSSES, own=True)] = key("clip", "the loss of a token; or your own function")
+    ratio_level: RatioLevel = key("token", "importance ratio of policy to old policy in the loss")
+    clip_low: Share | None = key(None, "ratios below 1 - clip_low are bounded; null: 0.2 for clip, 1 for cispo")
+    clip_high: NotNegative | None = key(
+        None, "ratios above 1 + clip_high are bounded; null: 0.28 for clip, 4 for cispo"
     )
-    ratio_level: Level = Field(
-        default="token", description="ratios of tokens, their geometric mean over an answer (GSPO), or their product"
+    dual_clip: Positive | None = key(None, "upper bound of ratios where advantages are negative, such as 3; null: none")
+    sapo_temperatures: tuple[Softness, Softness] | None = key(
+        None, "of positive and of other advantages; null: 1 and 1.05 for sapo"
     )
-    clip_low: Share | None = Field(
-        default=None, description="ratios below 1 - clip_low are bounded; null: 0.2 for clip, 1 for cispo"
+    value_clip: Positive | None = key(
+        0.2, "how far a value may move from its old one, in rewards; null: any distance (advantage: gae)"
     )
-    clip_high: NotNegative | None = Field(
-        default=None, description="ratios above 1 + clip_high are bounded; null: 0.28 for clip, 4 for cispo"
-    )
-    dual_clip: Positive | None = Field(
-        default=None,
-        description="where advantages are negative, a bound of the ratio from above, such as 3; null: none",
-    )
-    sapo_temperatures: tuple[Softness, Softness] | None = Field(
-        default=None, description="of positive and other advantages; null: 1 and 1.05 for sapo"
-    )
-    value_clip: Positive | None = Field(
-        default=0.2, description="how far a value may move from its old one, in rewards; null: any (advantage: gae)"
-    )
-    value_coef: Positive = Field(default=0.5, description="weight of the value loss in a trunk shared with the policy")
-    aggregation: Aggregation = Field(
-        default="token_mean",
-        description="each token weighs the same, or each answer, by the mean, sum, or sum / longest of its tokens",
-    )
+    value_coef: Positive = key(0.5, "weight of the value loss in a trunk shared with the policy")
+    aggregation: Annotated[str, OneOf(AGGREGATIONS)] = key("token_mean", "how the losses of tokens become one number")
 
-    kl_coef: NotNegative = Field(default=0.0, description="weight of KL to the initial policy; 0 loads no reference")
-    kl_estimator: Estimator = Field(default="k3", description="k1 in the reward; one of the others in the loss")
-    kl_in: Literal["loss", "reward"] = Field(default="loss", description="where KL counts")
-    kl_clamp: Positive | None = Field(default=None, description="bound of a token's KL estimate, nats; null: none")
-    entropy_coef: NotNegative = Field(default=0.0, description="weight of the entropy bonus")
-    high_entropy_share: Portion = Field(
-        default=1.0, description="share of tokens, those of the highest entropy, that the policy loss counts"
+    kl_coef: NotNegative = key(0.0, "weight of KL to the initial policy; 0 loads no reference")
+    kl_estimator: Annotated[str, OneOf(ESTIMATORS)] = key("k3", "how KL is estimated from a token's log-probabilities")
+    kl_in: Literal["loss", "reward"] = key(
+        "loss", "where KL counts", loss="it is added to the loss", reward="it is taken off the reward"
+    )
+    kl_clamp: Positive | None = key(None, "bound of a token's KL estimate, nats; null: none")
+    entropy_coef: NotNegative = key(0.0, "weight of the entropy bonus")
+    high_entropy_share: Portion = key(1.0, "share of tokens, those of the highest entropy, that the policy loss counts")
+
+    tis_cap: Positive | None = key(2.0, "cap of the importance weight trainer/engine; null: no correction")
+    tis_level: RatioLevel = key("token", "importance weight trainer/engine")
+    keep_band: tuple[NotNegative, Positive] | None = key(
+        None, "leave out tokens or answers whose ratio trainer/engine is outside of it, such as [0.5, 5]; null: none"
+    )
+    keep_level: RatioLevel = key("token", "ratio that keep_band looks at; of tokens: IcePop")
+    stale_threshold: Positive | None = key(
+        None, "leave out bad answers that are this far from the engine, nats a token; null: none"
     )
 
-    tis_cap: Positive | None = Field(
-        default=2.0, description="cap of the importance weight trainer/engine; null: no correction"
+    sampling_rounds: Held = key(1, "rounds of sampling until enough groups have rewards that differ; 1: train on any")
+    oversampling: Annotated[float, Field(ge=1, le=1000)] = key(
+        1.0, "prompts sampled for each group that is wanted; surplus groups are dropped"
     )
-    tis_level: Level = Field(default="token", description="importance weights of tokens or of whole answers")
-    keep_band: tuple[NotNegative, Positive] | None = Field(
-        default=None, description="leave out what has a ratio trainer/engine outside of it, such as [0.5, 5]"
+    at_bound: Literal["fewer", "fill"] = key(
+        "fewer",
+        "after the last round, if groups are still missing",
+        fewer="train on those there are",
+        fill="fill up with groups whose rewards are all equal",
     )
-    keep_level: Level = Field(default="token", description="keep_band judges tokens (IcePop) or whole answers")
-    stale_threshold: Positive | None = Field(
-        default=None, description="leave out bad answers this far from the engine, nats a token; null: none"
+    drop_zero_variance: bool = key(False, "leave groups whose rewards are all equal out of the loss")
+    overlong_filter: bool = key(False, "learn nothing from answers that were cut off")
+    overlong_margin: Share | None = key(
+        None, "last share of the longest answer, over which the reward falls by 1; null: none"
     )
-
-    sampling_rounds: Held = Field(
-        default=1, description="rounds of sampling until enough groups have rewards that differ; 1: train on any"
-    )
-    oversampling: Annotated[float, Field(ge=1, le=1000)] = Field(
-        default=1.0, description="prompts sampled for each group that is wanted; those over are dropped"
-    )
-    at_bound: AtBound = Field(
-        default="fewer", description="after the last round: fewer groups, or fill up with groups that are all alike"
-    )
-    drop_zero_variance: bool = Field(
-        default=False, description="leave groups whose rewards are all equal out of the loss"
-    )
-    overlong_filter: bool = Field(default=False, description="learn nothing from answers that were cut off")
-    overlong_margin: Share | None = Field(
-        default=None, description="last share of the longest answer over which the reward falls by 1; null: none"
-    )
-    length_strength: NotNegative = Field(
-        default=0.0, description="divide rewards by 1 + this * the answer's length / the group's mean length"
+    length_strength: NotNegative = key(
+        0.0, "divide rewards by 1 + this * the answer's length / the group's mean length"
     )
 
     @model_validator(mode="before")
@@ -210,13 +192,168 @@ class AlgorithmConfig(Section):
     def _fill(cls, given: Any) -> Any:
         """The preset's keys where none are given. Those of a loss hold only with that loss."""
         if not isinstance(given, dict) or not all(
-            isinstance(given.get(key, ""), str | None) for key in ("preset", "loss")
+            isinstance(given.get(name, ""), str | None) for name in ("preset", "loss")
         ):
             return given  # what is wrong with it is told later
-        preset: dict[str, Any] = PRESETS.get(given.get("preset") or "", {})
+        preset = PRESETS[given["preset"]].keys if given.get("preset") in PRESETS else {}
         loss = given.get("loss", preset.get("loss", "clip"))
         if loss != preset.get("loss", "clip"):
-            preset = {
-                key: value for key, value in preset.items() if all(key not in keys for keys in LOSS_KEYS.values())
-            }
-        return LOSS_KEYS.get(loss, {}) | preset | given
+            preset = {name: value for name, value in preset.items() if name not in LOSS_KEYS}
+        return (LOSSES[loss].defaults if loss in LOSSES else {}) | preset | given
+
+    @property
+    def advantage_record(self) -> Advantage:
+        """What the advantage needs. Raises UserError where it is the user's and cannot be loaded."""
+        return _record("advantage", self.advantage, ADVANTAGES, Advantage)
+
+    @property
+    def loss_record(self) -> Loss:
+        """What the loss needs. Raises UserError where it is the user's and cannot be loaded."""
+        return _record("loss", self.loss, LOSSES, Loss)
+
+    @property
+    def by_turns(self) -> bool:
+        return self.credit == "turns"
+
+    @property
+    def rewards_apart(self) -> bool:
+        """Whether each reward function's rewards are made relative by themselves."""
+        return self.combine_rewards == "normalize_then_sum"
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl_coef > 0 and self.kl_in == "loss"
+
+    @property
+    def selects_groups(self) -> bool:
+        """Whether prompts are sampled until enough groups have rewards that differ."""
+        return self.sampling_rounds > 1 or self.oversampling > 1
+
+
+def _record(where: str, name: str, table: Mapping[str, R], kind: Callable[..., R]) -> R:
+    if name in table:
+        return table[name]
+    try:
+        record = kind(load_object(name), "your own", own=f"algorithm.{where}: {name}")
+    except UserError as error:
+        raise UserError(f"algorithm.{where}: {error}") from error
+    record.check_signature(AlgorithmConfig.model_fields)
+    return record
+
+
+def check_algorithm(algorithm: AlgorithmConfig, updates: int, shared_critic: bool) -> Iterator[str]:
+    """A sentence, with the keys and the remedy, for all that does not go together.
+
+    Args:
+        updates: of a step, by batch.updates_per_step and num_iterations.
+        shared_critic: critic.shared.
+    """
+    try:
+        loss, advantage = algorithm.loss_record, algorithm.advantage_record
+    except UserError as error:
+        yield str(error)
+        return
+    yield from _check_loss(algorithm, loss, updates)
+    yield from _check_advantage(algorithm, advantage)
+    yield from _check_other_models(algorithm, advantage, shared_critic)
+    if algorithm.rewards_apart:
+        if not advantage.sums:
+            names = _names(ADVANTAGES, lambda each: each.sums)
+            yield _goes_with(algorithm, "combine_rewards", names)
+        for name, off in (("credit", "outcome"), ("length_strength", 0), ("kl_in", "loss")):
+            if getattr(algorithm, name) != off:
+                yield (
+                    f"algorithm.{name} and combine_rewards: normalize_then_sum both change what is compared: leave out "
+                    "one"
+                )
+    yield from _check_kl(algorithm, advantage)
+    band = algorithm.keep_band
+    if band is not None and not band[0] <= 1 <= band[1]:
+        yield f"algorithm.keep_band is {list(band)}, but must have 1, the ratio of equals, between its bounds"
+    if algorithm.at_bound == "fill" and not algorithm.selects_groups:
+        yield "algorithm.at_bound is fill, but all groups are kept: set sampling_rounds or oversampling above 1"
+
+
+def _names(table: Mapping[str, R], fits: Callable[[R], bool], last: str = "and") -> str:
+    *others, name = [name for name, record in table.items() if fits(record)]
+    return f"{', '.join(others)} {last} {name}" if others else name
+
+
+def _goes_with(algorithm: AlgorithmConfig, name: str, names: str) -> str:
+    value = getattr(algorithm, name)
+    return f"algorithm.{name} is {value}, which goes with the advantages {names}, not with {algorithm.advantage}"
+
+
+def _check_loss(algorithm: AlgorithmConfig, loss: Loss, updates: int) -> Iterator[str]:
+    name = algorithm.loss
+    for each in sorted(LOSS_KEYS):
+        if not loss.takes(each) and getattr(algorithm, each) is not None:
+            owners = _names(LOSSES, lambda record, each=each: record.takes(each), "or")
+            yield f"algorithm.{each} is set, but algorithm.loss is {name}: it belongs to {owners}, so leave it out"
+        elif not loss.own and loss.defaults.get(each) is not None and getattr(algorithm, each) is None:
+            yield f"algorithm.{each} is null, but the loss {name} needs it: leave it out, or give a number"
+    if not loss.has_ratios and updates > 1:
+        yield (
+            f"algorithm.loss is {name}, but batch.updates_per_step * algorithm.num_iterations = {updates}: "
+            "without ratios only the first update is that of the policy that sampled, so make it 1"
+        )
+    if not loss.takes("log_ratio") and LEVELS[algorithm.ratio_level].whole:
+        yield f"algorithm.ratio_level is {algorithm.ratio_level}, but the loss {name} has no ratios: leave it out"
+    highest = 1 + (algorithm.clip_high or 0)
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= highest:
+        yield f"algorithm.dual_clip is {algorithm.dual_clip:g}, but must be above 1 + clip_high = {highest:g}"
+
+
+def _check_advantage(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:
+    name, size = algorithm.advantage, algorithm.group_size
+    selective = algorithm.selects_groups or algorithm.drop_zero_variance
+    if size < 2 and advantage.compares:
+        yield (
+            f"algorithm.group_size is {size}, but answers are compared within their group (advantage: {name}): "
+            "it must be at least 2"
+        )
+    if size < 2 and selective:
+        yield "algorithm.group_size is 1, so rewards differ in no group: train on all, without choosing groups by that"
+    if selective and not advantage.takes("rewards"):
+        yield f"algorithm.advantage is {name}, which no reward decides: train on all groups, whatever their rewards"
+    if algorithm.by_turns and not advantage.by_turn:
+        yield _goes_with(algorithm, "credit", _names(ADVANTAGES, lambda each: each.by_turn))
+    if advantage.nonnegative and algorithm.overlong_margin is not None:
+        yield f"algorithm.overlong_margin makes rewards negative, and {name} divides by their mean: leave out one"
+
+
+def _check_other_models(algorithm: AlgorithmConfig, advantage: Advantage, shared_critic: bool) -> Iterator[str]:
+    name, taught = algorithm.advantage, advantage.takes("teacher_logprobs")
+    if shared_critic and not advantage.takes("values"):
+        names = _names(ADVANTAGES, lambda each: each.takes("values"))
+        yield f"critic.shared is set, but algorithm.advantage is {name}: only {names} has a critic"
+    if taught and algorithm.teacher is None:
+        yield "algorithm.teacher is missing: name the model to distill from"
+    if not taught and algorithm.teacher is not None:
+        names = _names(ADVANTAGES, lambda each: each.takes("teacher_logprobs"))
+        yield f"algorithm.teacher is set, but algorithm.advantage is {name}: only {names} has a teacher"
+    if taught and algorithm.kl_coef > 0:
+        yield "algorithm.kl_coef is set, but the teacher takes the reference's place: set it to 0"
+
+
+def _check_kl(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:
+    name, estimator = algorithm.kl_estimator, ESTIMATORS[algorithm.kl_estimator]
+    if algorithm.kl_in_reward:
+        if not estimator.in_reward:
+            right = _names(ESTIMATORS, lambda each: each.in_reward)
+            remedy = f"in the reward only {right} has the right mean: set it to {right}"
+            yield f"algorithm.kl_estimator is {name}, but {remedy}"
+        if advantage.nonnegative:
+            yield (
+                f"algorithm.kl_in is reward, which makes some negative, and {algorithm.advantage} divides by their "
+                "mean: use loss"
+            )
+        if algorithm.by_turns and advantage.compares:
+            yield "algorithm.kl_in is reward, but turns are compared by what they themselves were given: set it to loss"
+    elif algorithm.kl_in_loss and not estimator.in_loss:
+        right = _names(ESTIMATORS, lambda each: each.in_loss, "or")
+        yield f"algorithm.kl_estimator is {name}, whose gradient in the loss is 0 on average: set it to {right}"

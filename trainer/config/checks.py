@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from generation.engine.devices import cuda_problem, gpu_visible, sharing_problems, torch_cuda
 from generation.engine.settings import LEAST_MODEL_LEN, LORA_RANKS, OWN_ARGUMENTS, engine_argument_names
-from trainer.config.algorithm_checks import check_algorithm
+from trainer.config.algorithm import check_algorithm
 from trainer.config.machine import device_gib, host_gib, rank_count, resolve_device, unwritable
 from trainer.config.model_file import HUB_NAME, model_config, position_limit
 from trainer.config.schema import TrainConfig
@@ -94,7 +94,8 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         what = "the number of ranks" if neighbours == ranks else "the ranks of one machine (LOCAL_WORLD_SIZE)"
         problems += _check_divides(what, neighbours, "engine.tensor_parallel_size", size)
         problems += _check_batch(config, ranks)
-        problems += check_algorithm(config)
+        updates = config.batch.updates_per_step * config.algorithm.num_iterations
+        problems += check_algorithm(config.algorithm, updates, config.critic.shared)
         problems += _check_sampling(config)
         problems += _check_probe(config)
         problems += _check_resume(config)

@@ -4,11 +4,46 @@ Every number has both its bounds, wide enough for any run that could work: a dea
 and what is smaller than 1e-20 is as good as 0 to float32.
 """
 
-from typing import Annotated, Any, Literal
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 _LARGEST = 1e9
+
+
+def key(default: Any, meaning: str, /, **values: str) -> Any:
+    """A key's default (...: it has none), its meaning, and what each of its values means; other words for `Field`."""
+    return Field(default=default, description=meaning, json_schema_extra={"values": values})
+
+
+class Entry(Protocol):
+    """What a table says of a name."""
+
+    @property
+    def meaning(self) -> str: ...
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """A text that must be a name in a table; where `own`, it may also name a function, `pkg.mod:fn` or `file.py:fn`."""
+
+    table: Mapping[str, Entry]
+    own: bool = False
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: str) -> str:
+        if value in self.table or (self.own and ":" in value):
+            return value
+        names = [*map(repr, self.table), *["pkg.mod:fn", "file.py:fn"] * self.own]
+        close = difflib.get_close_matches(value, self.table, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"should be {', '.join(names[:-1])} or {names[-1]}{hint}")
 
 
 def _not_bool(value: Any) -> Any:

@@ -194,7 +194,7 @@ def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib
         parts.append(_frozen_part("teacher", config, model_sizes(config, algorithm.teacher), ranks))
     elif algorithm.kl_coef and not config.lora.rank:  # the base of adapters is its own reference
         parts.append(_frozen_part("reference", config, model, ranks))
-    if algorithm.advantage == "gae" and not config.critic.shared:
+    if algorithm.advantage_record.takes("values") and not config.critic.shared:
         path = config.critic.path or config.model.path
         critic = model_sizes(config, path, kind=AutoModelForSequenceClassification, num_labels=1)
         policy = policy.model_copy(update={"backend": "fsdp"})

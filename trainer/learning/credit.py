@@ -1,4 +1,4 @@
-"""An advantage for every token of a step, from rewards and, where the recipe says so, KL and a critic's values."""
+"""An advantage for every token of a step, from rewards and, where the recipe says so, KL and what models say."""
 
 import numpy as np
 import torch
@@ -6,7 +6,9 @@ from torch import Tensor
 
 from sharding.ranks import all_reduce_sum, rank, send_to_all
 from trainer.algorithms import advantages, kl
-from trainer.config.schema import AlgorithmConfig, TrainConfig
+from trainer.algorithms.records import Advantage
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.schema import TrainConfig
 from trainer.learning.groups import (
     Group,
     MiniBatch,
@@ -19,9 +21,6 @@ from trainer.learning.groups import (
 )
 from trainer.types import MicroBatch
 
-_BY_TOKEN = ("reinforce_pp", "gae")
-_WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")
-
 
 def assign_credit(minibatches: list[MiniBatch], config: TrainConfig, reward_weights: dict[str, float]) -> None:
     """Fill in the micro-batches' advantages and, for a critic, returns. Collective where models have a say.
@@ -32,14 +31,13 @@ def assign_credit(minibatches: list[MiniBatch], config: TrainConfig, reward_weig
     Args:
         reward_weights: of the reward functions, by label.
     """
+    advantage = config.algorithm.advantage_record
     for minibatch in minibatches:
-        if config.algorithm.advantage == "distill":
-            _credit_likeness(minibatch.batches)
-        elif config.algorithm.advantage in _BY_TOKEN:
-            _credit_tokens(minibatch, config)
+        if advantage.by_token:
+            _credit_tokens(minibatch, config, advantage)
         else:
-            _credit_groups(minibatch, config, reward_weights)
-    if config.algorithm.advantage in _WHITENED:
+            _credit_groups(minibatch, config, advantage, reward_weights)
+    if advantage.whitened:
         _whiten([batch for minibatch in minibatches for batch in minibatch.batches])
 
 
@@ -49,53 +47,42 @@ def has_signal(minibatches: list[MiniBatch]) -> bool:
     return all_reduce_sum({"signal": float(found)})["signal"] > 0
 
 
-def _credit_tokens(minibatch: MiniBatch, config: TrainConfig) -> None:
-    """Rewards on the tokens that end a turn or the episode, KL on every token; then what they add up to.
+def _credit_tokens(minibatch: MiniBatch, config: TrainConfig, advantage: Advantage) -> None:
+    """Rewards on the tokens that end a turn or the episode, less KL on every token; then the advantage's own sums.
 
     Each trajectory of an episode ends with what the episode was given from there on.
     """
-    algorithm = config.algorithm
-    turns = algorithm.credit == "turns"
-    tables = []
-    for group in minibatch.groups:
+    algorithm, tables = config.algorithm, []
+    for group in minibatch.groups if advantage.takes("rewards") else ():
         totals = shaped_rewards(group, config)
-        given = turn_rewards(group, totals)[0] if turns else totals.unsqueeze(1)
-        tables.append(own_turns(group, given, later=True) if turns else _for_trajectories(group, given))
-    table = _stacked(tables)
-    for batch in minibatch.batches:
-        own, mask = own_rows(table, batch), batch.loss_mask
-        rewards = advantages.at_turn_ends(own, mask) if turns else advantages.at_sequence_end(own[:, 0], mask)
-        rewards = rewards + _kl_penalty(batch, algorithm)
-        if algorithm.advantage == "gae":
-            assert batch.old_values is not None
-            batch.advantages, batch.returns = advantages.gae(
-                rewards, batch.old_values, mask, algorithm.discount, algorithm.trace
-            )
+        if algorithm.by_turns:
+            tables.append(own_turns(group, turn_rewards(group, totals)[0], later=True))
         else:
-            batch.advantages = advantages.returns_to_go(rewards, mask, algorithm.discount)
+            tables.append(_for_trajectories(group, totals.unsqueeze(1)))
+    table, keys = _stacked(tables) if tables else None, dict(algorithm)
+    for batch in minibatch.batches:
+        mask = batch.loss_mask
+        told = {"values": batch.old_values, "old_logprobs": batch.old_logprobs, "teacher_logprobs": batch.ref_logprobs}
+        tensors = {name: None if x is None else torch.where(mask.bool(), x, 0.0) for name, x in told.items()}
+        if table is not None:
+            own, by_turns = own_rows(table, batch), algorithm.by_turns
+            rewards = advantages.at_turn_ends(own, mask) if by_turns else advantages.at_sequence_end(own[:, 0], mask)
+            tensors["rewards"] = rewards + _kl_penalty(batch, algorithm)
+        credit = advantage(keys, mask=mask, **tensors)
+        batch.advantages, batch.returns = credit if advantage.takes("values") else (credit, None)
 
 
-def _credit_likeness(batches: list[MicroBatch]) -> None:
-    """How much likelier the teacher finds a token than the policy does: less each token's share of reverse KL.
-
-    On-policy distillation: Agarwal et al. 2023 (arXiv:2306.13649); as an advantage without a discount: Lu et al. 2025,
-    "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation).
-    """
-    for batch in batches:
-        assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-        likelier = -kl.k1(batch.old_logprobs, batch.ref_logprobs)
-        batch.advantages = torch.where(batch.loss_mask.bool(), likelier, 0.0)
-
-
-def _credit_groups(minibatch: MiniBatch, config: TrainConfig, reward_weights: dict[str, float]) -> None:
+def _credit_groups(
+    minibatch: MiniBatch, config: TrainConfig, advantage: Advantage, reward_weights: dict[str, float]
+) -> None:
     """Each episode against its group, the same on all its tokens, or on all of a turn."""
-    turns = config.algorithm.credit == "turns"
+    turns = config.algorithm.by_turns
     penalties = _kl_penalties(minibatch, config.algorithm).split([len(group) for group in minibatch.groups])
     table = _stacked(
         [
-            own_turns(group, _turn_advantages(group, config))
+            own_turns(group, _turn_advantages(group, config, advantage))
             if turns
-            else _for_trajectories(group, _outcome_advantages(group, penalty, config, reward_weights))
+            else _for_trajectories(group, _outcome_advantages(group, penalty, config, advantage, reward_weights))
             for group, penalty in zip(minibatch.groups, penalties, strict=True)
         ]
     )
@@ -105,7 +92,7 @@ def _credit_groups(minibatch: MiniBatch, config: TrainConfig, reward_weights: di
 
 
 def _outcome_advantages(
-    group: Group, penalties: Tensor, config: TrainConfig, reward_weights: dict[str, float]
+    group: Group, penalties: Tensor, config: TrainConfig, advantage: Advantage, reward_weights: dict[str, float]
 ) -> Tensor:
     """[G, 1] float32. `penalties` [G] are added to the rewards.
 
@@ -113,49 +100,40 @@ def _outcome_advantages(
     in parts of a reward's standard deviation then, and a token over the margin costs as little as it should. As a
     reward of its own it would be blown up to the size of the others, however small it is.
     """
-    algorithm = config.algorithm
-    if algorithm.combine_rewards == "normalize_then_sum":
+    if config.algorithm.rewards_apart:
         rewards, weights = reward_components(group, reward_weights, config.reward.error_reward)
         relative = advantages.normalize_then_sum(rewards.unsqueeze(1), weights)
-        lengths = advantages.group_relative(overlong_penalty(group, config).unsqueeze(0), normalize_std=False)
-        return (relative + lengths).T
-    rewards = (shaped_rewards(group, config) + penalties).unsqueeze(0)
-    if algorithm.advantage == "leave_one_out":
-        return advantages.leave_one_out(rewards).T
-    if algorithm.advantage == "max_rl":
-        return advantages.max_rl(rewards).T
-    return advantages.group_relative(rewards, _by_std(algorithm)).T
+        return (relative + advantages.centred(overlong_penalty(group, config).unsqueeze(0))).T
+    found: Tensor = advantage(dict(config.algorithm), rewards=(shaped_rewards(group, config) + penalties).unsqueeze(0))
+    return found.T
 
 
-def _turn_advantages(group: Group, config: TrainConfig) -> Tensor:
+def _turn_advantages(group: Group, config: TrainConfig, advantage: Advantage) -> Tensor:
     """[G, K] float32, from what each turn and those after it were given, against the same turn of other episodes.
 
     An episode's turns are those of its trajectories, end to end: its third is compared with everybody's third,
     whichever conversation it is in, because what counts is how much of the episode is still to come.
     """
     rewards, taken = turn_rewards(group, shaped_rewards(group, config))
-    to_go = advantages.returns_to_go(rewards, taken, config.algorithm.discount)
-    return advantages.turn_relative(to_go.unsqueeze(0), taken.unsqueeze(0), _by_std(config.algorithm))[0]
-
-
-def _by_std(algorithm: AlgorithmConfig) -> bool:
-    """REINFORCE++'s baseline has the step's standard deviation, not the group's."""
-    return algorithm.normalize_std and algorithm.advantage == "group"
+    to_go = advantages.returns_to_go(rewards, taken, config.algorithm.gamma)
+    by_std = advantage.takes("normalize_std") and config.algorithm.normalize_std
+    return advantages.turn_relative(to_go.unsqueeze(0), taken.unsqueeze(0), by_std)[0]
 
 
 def _kl_penalty(batch: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
     """What each token's reward loses to KL, [B, T-1]; zeros where KL is not in the reward."""
-    if algorithm.kl_coef == 0 or algorithm.kl_in == "loss":
+    if not algorithm.kl_in_reward:
         return torch.zeros_like(batch.loss_mask)
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-    estimate = kl.divergence("k1", batch.old_logprobs, batch.old_logprobs, batch.ref_logprobs, algorithm.kl_clamp)
+    old = batch.old_logprobs
+    estimate = kl.divergence(algorithm.kl_estimator, old, old, batch.ref_logprobs, algorithm.kl_clamp)
     return kl.penalty(estimate, batch.loss_mask, algorithm.kl_coef)
 
 
 def _kl_penalties(minibatch: MiniBatch, algorithm: AlgorithmConfig) -> Tensor:
     """What each episode's reward loses to KL, [E] over all ranks. Collective where KL is in the reward."""
     sizes = [len(episode) for group in minibatch.groups for episode in group]
-    if algorithm.kl_coef == 0 or algorithm.kl_in == "loss":
+    if not algorithm.kl_in_reward:
         return torch.zeros(len(sizes))
     mine = torch.zeros(sum(sizes))
     for batch in minibatch.batches:
@@ -171,12 +149,10 @@ def _kl_penalties(minibatch: MiniBatch, algorithm: AlgorithmConfig) -> Tensor:
 def _whiten(batches: list[MicroBatch]) -> None:
     """Advantages relative to the mean and spread of the whole step's. Collective."""
     total = sum((advantages.moments(b.advantages, b.loss_mask).cpu() for b in batches), torch.zeros(3).double())
-    names = ("count", "sum", "squares")
-    summed = torch.tensor(
-        list(all_reduce_sum(dict(zip(names, total.tolist(), strict=True))).values()), dtype=torch.float64
-    )
+    summed = all_reduce_sum(dict(zip(("count", "sum", "squares"), total.tolist(), strict=True)))
+    total = torch.tensor(list(summed.values()), dtype=torch.float64)
     for batch in batches:
-        batch.advantages = advantages.whiten(batch.advantages, batch.loss_mask, summed.to(batch.advantages.device))
+        batch.advantages = advantages.whiten(batch.advantages, batch.loss_mask, total.to(batch.advantages.device))
 
 
 def _for_trajectories(group: Group, table: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class StepSampling:
     def __init__(self, config: TrainConfig) -> None:
         self._config, self._rounds = config, 0
         self._wanted = config.batch.prompts_per_step
-        self._selects = config.algorithm.sampling_rounds > 1 or config.algorithm.oversampling > 1
+        self._selects = config.algorithm.selects_groups
         self.prompts: list[Prompt] = []
         self.answers: list[Answer] = []
         self._decision = SamplingDecision([], math.ceil(self._wanted * config.algorithm.oversampling), 0)

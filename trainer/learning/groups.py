@@ -66,8 +66,8 @@ def shaped_rewards(group: Group, config: TrainConfig) -> Tensor:
         _refuse_negative(group, "length_strength")
         lengths = torch.tensor([float(sum(t.sampled for t in episode)) for episode in group])
         rewards = length_normalized(rewards.unsqueeze(0), lengths.unsqueeze(0), algorithm.length_strength)[0]
-    if algorithm.advantage == "max_rl":
-        _refuse_negative(group, "advantage: max_rl")
+    if algorithm.advantage_record.nonnegative:
+        _refuse_negative(group, f"advantage: {algorithm.advantage}")
     return rewards + overlong_penalty(group, config)
 
 
@@ -200,7 +200,7 @@ def prepare(portions: list[list[Group]], config: TrainConfig, pad_id: int, devic
 def to_sample(trajectory: Trajectory, overlong_filter: bool = False) -> Sample:
     """Prompt and response in one sequence; mask and log-probabilities are 0 on the prompt.
 
-    With `overlong_filter` an answer that was cut off has a mask of 0 throughout (`shaping.finished_only`).
+    With `overlong_filter` an answer that was cut off has a mask of 0 throughout.
     """
     prompt = len(trajectory.prompt_ids)
     cut = overlong_filter and trajectory.finish_reason == "length"

@@ -69,13 +69,12 @@ class Learner:
     @property
     def _shared_critic(self) -> bool:
         """Whether the policy's outputs have values."""
-        return self._config.algorithm.advantage == "gae" and self._critic is None
+        return self._config.algorithm.advantage_record.takes("values") and self._critic is None
 
     def _pulled(self) -> bool:
         """Whether the policy's loss has a gradient without any advantage."""
         algorithm = self._config.algorithm
-        kl = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
-        return kl or algorithm.entropy_coef > 0 or self._shared_critic
+        return algorithm.kl_in_loss or algorithm.entropy_coef > 0 or self._shared_critic
 
     def _score_before(self, minibatches: list[MiniBatch]) -> None:
         """What the models say of the tokens before the step's first update, where it is needed."""
@@ -99,8 +98,7 @@ class Learner:
     def _needs_old(self, minibatches: int) -> bool:
         """With a single update the policy's own forward pass tells its log-probabilities: nothing has changed yet."""
         algorithm = self._config.algorithm
-        in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
-        for_credit = in_reward or self._shared_critic or algorithm.advantage == "distill"
+        for_credit = algorithm.advantage_record.takes("old_logprobs") or algorithm.kl_in_reward or self._shared_critic
         return minibatches * algorithm.num_iterations > 1 or for_credit or algorithm.high_entropy_share < 1
 
     def _update_policy(self, minibatches: list[MiniBatch], step: int) -> Metrics:

@@ -11,6 +11,7 @@ from torch import Tensor
 from generation.trajectory import by_episode
 from sharding.ranks import all_reduce_max, all_reduce_sum, exchange, sum_counts, world_size
 from trainer.algorithms.corrections import correction_metrics
+from trainer.algorithms.losses import LEVELS
 from trainer.config.schema import AlgorithmConfig, TrainConfig
 from trainer.learning.answers import Answer, hand_over
 from trainer.learning.batching import assign_to_ranks, micro_batches
@@ -68,7 +69,7 @@ def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Me
         the usual one. Nothing without tokens: what was not measured is not 0.
     """
     pairs = [torch.cat([pair[i].float() for pair in gaps]).cpu().double() if gaps else torch.empty(0) for i in (0, 1)]
-    by_token = config.loss == "clip" and config.ratio_level == "token"
+    by_token = config.loss_record.band and not LEVELS[config.ratio_level].whole
     low, high = (config.clip_low, config.clip_high) if by_token else _PPO_BAND
     assert low is not None and high is not None
     difference = pairs[0] - pairs[1]

@@ -31,8 +31,7 @@ class PolicyLoss:
         """`longest`: tokens of the longest possible answer, for the aggregation fixed_length."""
         self.gaps: list[tuple[Tensor, Tensor]] = []
         self._config, self._longest, self._critic = config, longest, CriticLoss(config, minibatch)
-        by_token = config.aggregation == "token_mean"
-        self._denominator = float(minibatch.tokens if by_token else minibatch.sequences)
+        self._counts, self._loss, self._keys = (minibatch.tokens, minibatch.sequences), config.loss_record, dict(config)
 
     def __call__(self, batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, Sums]:
         batch, outputs = only_trained(batch, batch.loss_mask), only_trained(outputs, batch.loss_mask)
@@ -40,7 +39,10 @@ class PolicyLoss:
         # With a single update nothing has changed yet, so the forward pass itself tells what the policy was.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         self.gaps.append((batch.trained(old), batch.trained(batch.engine_logprobs)))
-        loss, bounded = surrogate(config, logprobs, old, batch.advantages, mask)
+        tensors = {"logprobs": logprobs, "old_logprobs": old, "advantages": batch.advantages, "mask": mask}
+        if self._loss.takes("log_ratio"):
+            tensors["log_ratio"] = log_ratio(logprobs, old, mask, config.ratio_level)
+        loss, bounded = self._loss(self._keys, **tensors)
         sums = {
             "tokens": mask.sum(),
             "clipped": (bounded * mask).sum(),
@@ -54,11 +56,11 @@ class PolicyLoss:
         if batch.ref_logprobs is not None:
             estimate = kl.divergence(config.kl_estimator, logprobs, old, batch.ref_logprobs, config.kl_clamp)
             sums["kl"] = (estimate.detach() * mask).sum()
-            if config.kl_in == "loss":
+            if config.kl_in_loss:
                 loss = loss + config.kl_coef * estimate
         if config.entropy_coef:
             loss = loss + losses.entropy_bonus(outputs.entropy, config.entropy_coef)
-        total = (loss * weights(mask, config.aggregation, self._denominator, self._longest)).sum()
+        total = (loss * weights(mask, config.aggregation, *self._counts, self._longest)).sum()
         if outputs.values is not None:
             value_loss, value_sums = self._critic(batch, outputs.values)
             total, sums = total + config.value_coef * value_loss, sums | value_sums
@@ -75,22 +77,6 @@ def only_trained(tensors: PerToken, mask: Tensor) -> PerToken:
         if isinstance(value, Tensor) and value.is_floating_point():
             found[name] = torch.where(mask.bool(), value, 0.0)
     return replace(tensors, **found)
-
-
-def surrogate(
-    config: AlgorithmConfig, logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The policy loss of each token by the recipe's name for it, and which tokens its bounds took effect on."""
-    if config.loss == "reinforce":
-        return losses.reinforce(logprobs, advantages)
-    ratio = log_ratio(logprobs, old, mask, config.ratio_level)
-    if config.loss == "sapo":
-        assert config.sapo_temperatures is not None
-        return losses.sapo(ratio, advantages, *config.sapo_temperatures)
-    assert config.clip_low is not None and config.clip_high is not None
-    if config.loss == "cispo":
-        return losses.cispo(ratio, logprobs, advantages, config.clip_low, config.clip_high)
-    return losses.clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
 
 
 def correction(config: AlgorithmConfig, batch: MicroBatch, old: Tensor, logprobs: Tensor) -> tuple[Tensor, Sums]:

@@ -21,7 +21,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 
 def clipped(level: str, dual_clip: float | None = None) -> Any:
     def loss(b: Rows) -> Tensor:
-        ratio = log_ratio(b["new"], b["old"], b["mask"], level)  # type: ignore[arg-type]
+        ratio = log_ratio(b["new"], b["old"], b["mask"], level)
         return losses.clipped_surrogate(ratio, b["advantages"], 0.2, 0.28, dual_clip)[0]
 
     return loss
@@ -100,9 +100,9 @@ def loss_of(batch: Rows, name: str, correction: str, estimator: str, how: str, c
     loss = LOSSES[name](batch)
     if name != "value":
         loss = loss * CORRECTIONS[correction](batch) + losses.entropy_bonus(batch["entropy"], 0.1)
-        estimate = kl.divergence(estimator, batch["new"], batch["old"], batch["reference"], clamp=1.0)  # type: ignore
+        estimate = kl.divergence(estimator, batch["new"], batch["old"], batch["reference"], clamp=1.0)
         loss = loss + 0.2 * estimate
-    return (loss * aggregation.weights(batch["mask"], how, counts[how], 6)).sum()  # type: ignore[arg-type]
+    return (loss * aggregation.weights(batch["mask"], how, counts[how], counts[how], 6)).sum()
 
 
 @settings(max_examples=10, deadline=None, database=None)

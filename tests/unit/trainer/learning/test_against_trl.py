@@ -109,7 +109,7 @@ def differentiated(loss: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, Tenso
 
 
 def our_loss(data: dict[str, Tensor], per_token: Tensor, name: str, denominator: float) -> Tensor:
-    return (per_token * aggregation.weights(data["mask"], name, denominator, LONGEST)).sum()  # type: ignore[arg-type]
+    return (per_token * aggregation.weights(data["mask"], name, denominator, denominator, LONGEST)).sum()
 
 
 def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
@@ -142,7 +142,7 @@ def surrogate(kind: str, data: dict[str, Tensor]) -> Tensor:
     """Our loss under TRL's name for it."""
     new, advantage = data["new"], data["advantages"]
     level = "geometric" if kind in ("gspo", "luspo") else "token"
-    ratio = log_ratio(new, data["old"], data["mask"], level)  # type: ignore[arg-type]
+    ratio = log_ratio(new, data["old"], data["mask"], level)
     if kind == "cispo":
         return losses.cispo(ratio, new, advantage, 1.0, 4.0)[0]
     if kind == "sapo":
@@ -355,7 +355,7 @@ def test_rollout_correction_is_trls(mode: str) -> None:
     theirs = scored(grpo(**settings, **bounds), data, REWARDS["binary"].unsqueeze(1))["importance_sampling_ratio"]
     mask = (torch.arange(max(LENGTHS)) < torch.tensor([max(1, n) for n in LENGTHS]).unsqueeze(1)).double()
     level = "sequence" if mode.startswith("sequence") else "token"
-    ratios = corrections.rollout_ratios(data["old"], data["engine"], mask, level)  # type: ignore[arg-type]
+    ratios = corrections.rollout_ratios(data["old"], data["engine"], mask, level)
     keep = corrections.within(ratios, 0.5, 1.5)
     ours = ratios * keep if mode.endswith("mask") else ratios.clamp(max=1.5)
     trained = mask.bool()

@@ -117,7 +117,7 @@ def rewards_by_turn(answers: list[tuple[Trajectory, list[float], dict]], episode
 @pytest.mark.parametrize("std", [True, False])
 def test_turns_are_compared_with_the_same_turn_of_others(std: bool) -> None:
     """A turn's own reward and the discounted ones after it; what turns were not given is the last one's."""
-    algorithm = {"credit": "turns", "discount": 0.9, "normalize_std": std}
+    algorithm = {"credit": "turns", "gamma": 0.9, "normalize_std": std}
     answers = credited(random_step(4, 4, seed=2), make_config(algorithm=algorithm))
     for episodes in groups_of(answers):
         returns = {}
@@ -142,7 +142,7 @@ def test_turns_are_compared_with_the_same_turn_of_others(std: bool) -> None:
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
 def test_tokens_get_what_comes_after_them_relative_to_the_step(advantage: str, credit: str) -> None:
     """Rewards where turns or the episode end, less KL; summed up backwards, by a critic or not; then whitened."""
-    algorithm = {"advantage": advantage, "credit": credit, "discount": 0.9, "trace": 0.8, **IN_REWARD}
+    algorithm = {"advantage": advantage, "credit": credit, "gamma": 0.9, "gae_lambda": 0.8, **IN_REWARD}
     answers = credited(random_step(4, 4, seed=3), make_config(algorithm=algorithm))
     raw: list[list[float]] = []
     at_ends = {}  # of each trajectory's turns; its last has in addition whatever the episode was given after it

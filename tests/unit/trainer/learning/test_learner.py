@@ -242,7 +242,7 @@ class RecordingCritic:
 def test_a_critic_learns_from_a_step_without_a_signal_for_the_policy() -> None:
     """Whitened advantages are all 0 when all answers are the same; the returns are 1 all the same, the values 0.5."""
     policy, critic = RecordingPolicy(), RecordingCritic()
-    settings = config(algorithm={"preset": "ppo", "trace": 1.0, "num_iterations": 2})
+    settings = config(algorithm={"preset": "ppo", "gae_lambda": 1.0, "num_iterations": 2})
     steps = [trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)]
     metrics = Learner(settings, policy, None, PAD, critic=critic).learn(as_answers(steps), step=1)  # type: ignore[arg-type]
     assert "update@1.0" not in policy.calls and critic.calls == ["score", "update", "update"]

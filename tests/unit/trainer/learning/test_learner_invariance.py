@@ -30,13 +30,13 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 IN_REWARD = {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}
 CHOICES: dict[str, dict[str, Any]] = {
     "group": {"kl_coef": 0.1, "entropy_coef": 0.01, "num_iterations": 2},
-    "turns": {"credit": "turns", "discount": 0.9},
+    "turns": {"credit": "turns", "gamma": 0.9},
     "leave one out": {"advantage": "leave_one_out", **IN_REWARD},
     "max_rl": {"advantage": "max_rl", "length_strength": 0.5, "drop_zero_variance": True},
     "reinforce_pp": {"advantage": "reinforce_pp", "kl_clamp": 0.2, **IN_REWARD},
-    "reinforce_pp turns": {"advantage": "reinforce_pp", "credit": "turns", "discount": 0.9},
-    "gae": {"advantage": "gae", "trace": 0.9, "num_iterations": 2, **IN_REWARD},
-    "shared critic": {"advantage": "gae", "discount": 0.9, "value_coef": 0.3, "value_clip": 0.1, "credit": "turns"},
+    "reinforce_pp turns": {"advantage": "reinforce_pp", "credit": "turns", "gamma": 0.9},
+    "gae": {"advantage": "gae", "gae_lambda": 0.9, "num_iterations": 2, **IN_REWARD},
+    "shared critic": {"advantage": "gae", "gamma": 0.9, "value_coef": 0.3, "value_clip": 0.1, "credit": "turns"},
     "distill": {"advantage": "distill"},
     "baseline": {"advantage": "reinforce_pp_baseline", "kl_coef": 0.1, "kl_estimator": "unbiased_k3"},
     "decisive": {"high_entropy_share": 0.4},

@@ -1,0 +1,206 @@
+"""The functions that a recipe chooses by name: a record of each says what it needs, and what its name means.
+
+A function's parameters are named for what they are given: tensors of the step, and keys of the recipe's section
+`algorithm`. So its signature says what it needs (one that takes `values` needs a critic), and whoever has to know asks
+its record. The tables of records are at the end of `advantages`, `losses`, `kl` and `aggregation`. A function of the
+user's, `pkg.mod:fn` or `file.py:fn`, has a record like any other.
+
+Recipes are checked by the records, and without torch, although a record is beside its function: those modules take
+`torch` from here, which is imported when a function first computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from trainer.errors import UserError, shown
+
+if TYPE_CHECKING:
+    import torch as torch
+    from torch import Tensor
+else:
+
+    class _Torch:
+        def __getattr__(self, name: str) -> Any:
+            import torch
+
+            return getattr(torch, name)
+
+    torch = _Torch()
+
+
+@dataclass(frozen=True)
+class Record:
+    """A function that a recipe can name.
+
+    Attributes:
+        meaning: of its name, in one line, for --help.
+        own: where it is the user's, the key and the name, with which its errors begin.
+        OFFERED: the tensors that it may take.
+        RETURNS: the tensors that it returns, in words; `outputs` is their number.
+    """
+
+    function: Callable[..., Any]
+    meaning: str
+    own: str = ""
+    OFFERED: ClassVar[tuple[str, ...]] = ()
+    RETURNS: ClassVar[str] = "a tensor"
+
+    @cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The parameters that may be left out, and their values."""
+        return {name: p.default for name, p in self.parameters.items() if p.default is not p.empty}
+
+    @property
+    def outputs(self) -> int:
+        return 1
+
+    def takes(self, name: str) -> bool:
+        return name in self.parameters
+
+    def check_signature(self, keys: Collection[str]) -> None:
+        """Raise UserError unless a function of the user's can be called with what is offered, and with `keys`."""
+        try:
+            parameters = self.parameters.values()
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{self.own} does not say what it takes: name a Python function") from error
+        for parameter in parameters:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise UserError(f"{self.own} takes {parameter}, but is called by name: give each parameter a name")
+            if parameter.name not in (*self.OFFERED, *keys, *self.defaults):
+                raise UserError(
+                    f"{self.own} asks for {parameter.name}, but is given {', '.join(self.OFFERED)} and keys of the "
+                    "section algorithm: take one of these, or give it a default"
+                )
+
+    def __call__(self, keys: Mapping[str, Any], **tensors: Tensor | None) -> Any:
+        """Call the function with those of `tensors` and `keys` that it takes; null leaves a default as it is.
+
+        Raises UserError for whatever a function of the user's does wrong.
+        """
+        given = {name: tensors.get(name, keys.get(name)) for name in self.parameters}
+        given = {name: value for name, value in given.items() if value is not None or name not in self.defaults}
+        if not self.own:
+            return self.function(**given)
+        try:
+            result = self.function(**given)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{place.filename}, line {place.lineno}"
+            raise UserError(f"{self.own} raised {type(error).__name__} ({where}): {error}") from error
+        self._check_result(result, [tensor for name in given if (tensor := tensors.get(name)) is not None])
+        return result
+
+    def _check_result(self, result: Any, inputs: list[Tensor]) -> None:
+        found = result if isinstance(result, tuple) else (result,)
+        if len(found) != self.outputs or not all(isinstance(each, torch.Tensor) for each in found):
+            raise UserError(f"{self.own} returned {shown(result)}, but should return {self.RETURNS}")
+        for each in found:
+            if each.shape != inputs[0].shape:
+                shapes = f"{list(each.shape)} for tensors of shape {list(inputs[0].shape)}"
+                raise UserError(f"{self.own} returned a tensor of shape {shapes}, but should return {self.RETURNS}")
+        if any(tensor.requires_grad for tensor in inputs) and not found[0].requires_grad:
+            raise UserError(f"{self.own} returned a loss without a gradient: compute it from log_ratio or logprobs")
+        if all(each.isfinite().all() for each in inputs) and (bad := sum(int((~e.isfinite()).sum()) for e in found)):
+            count = sum(each.numel() for each in found)
+            raise UserError(
+                f"{self.own} returned {bad} of {count} values that are not finite, all it was given being so"
+            )
+
+
+@dataclass(frozen=True)
+class Advantage(Record):
+    """How much better an answer or a token was than expected.
+
+    One that takes `mask` works on tokens: all tensors are [B, T], rewards on the tokens that end a turn or the episode.
+    Any other compares the answers of a group: rewards [1, G].
+
+    Attributes:
+        whitened: the mean and the spread of the whole step are taken out of it.
+        turns: in a group, it also compares turns, with `advantages.turn_relative`.
+        sums: it also compares several rewards one by one, with `advantages.normalize_then_sum`.
+        nonnegative: rewards must be at least 0.
+    """
+
+    whitened: bool = False
+    turns: bool = False
+    sums: bool = False
+    nonnegative: bool = False
+    OFFERED = ("rewards", "mask", "values", "old_logprobs", "teacher_logprobs")
+    RETURNS = "advantages of the shape of what it takes, and with a critic's values a pair of advantages and returns"
+
+    @property
+    def outputs(self) -> int:
+        return 1 + self.takes("values")
+
+    @property
+    def by_token(self) -> bool:
+        return self.takes("mask")
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares the answers to a prompt with each other."""
+        return self.takes("rewards") and not self.by_token
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether turns can be rewarded by themselves."""
+        return self.takes("rewards") and (self.by_token or self.turns)
+
+
+@dataclass(frozen=True)
+class Loss(Record):
+    """A policy gradient's loss for each token, [B, T] like all that it is given.
+
+    Attributes:
+        band: its bounds are a band of ratios around 1, to which the gap between engine and trainer is compared.
+    """
+
+    band: bool = False
+    OFFERED = ("log_ratio", "logprobs", "old_logprobs", "advantages", "mask")
+    RETURNS = "a loss and a mask of the tokens that it has bounded, both of the shape of what it takes"
+
+    @property
+    def outputs(self) -> int:
+        return 2
+
+    @property
+    def has_ratios(self) -> bool:
+        """Whether it knows how far the policy has moved since it sampled."""
+        return self.takes("log_ratio") or self.takes("old_logprobs")
+
+
+@dataclass(frozen=True)
+class Estimator(Record):
+    """An estimate of KL for each token.
+
+    Attributes:
+        in_loss: its gradient is of use.
+        in_reward: its expectation is exact.
+    """
+
+    in_loss: bool = True
+    in_reward: bool = False
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a ratio is of: a token, or a whole answer, in which case all its tokens have the same.
+
+    Attributes:
+        meaning: of its name, in one line, for --help.
+        mean: of an answer it is the geometric mean over tokens, and otherwise their product.
+    """
+
+    meaning: str
+    whole: bool = False
+    mean: bool = False
