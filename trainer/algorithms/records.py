@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainer.errors import UserError, shown
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     import torch as torch
@@ -61,6 +61,10 @@ class Record:
         return {name: p.default for name, p in self.parameters.items() if p.default is not p.empty}
 
     @property
+    def offered(self) -> tuple[str, ...]:
+        return self.OFFERED
+
+    @property
     def outputs(self) -> int:
         return 1
 
@@ -73,12 +77,14 @@ class Record:
             parameters = self.parameters.values()
         except (TypeError, ValueError) as error:
             raise UserError(f"{self.own} does not say what it takes: name a Python function") from error
+        offered = self.offered
         for parameter in parameters:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise UserError(f"{self.own} takes {parameter}, but is called by name: give each parameter a name")
-            if parameter.name not in (*self.OFFERED, *keys, *self.defaults):
+            if parameter.name not in (*offered, *keys, *self.defaults):
+                without = " without mask" if parameter.name in self.OFFERED else ""
                 raise UserError(
-                    f"{self.own} asks for {parameter.name}, but is given {', '.join(self.OFFERED)} and keys of the "
+                    f"{self.own} asks for {parameter.name}, but{without} is given {', '.join(offered)} and keys of the "
                     "section algorithm: take one of these, or give it a default"
                 )
 
@@ -94,16 +100,17 @@ class Record:
         try:
             result = self.function(**given)
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{place.filename}, line {place.lineno}"
-            raise UserError(f"{self.own} raised {type(error).__name__} ({where}): {error}") from error
+            stack, file = traceback.extract_tb(error.__traceback__)[1:], inspect.getfile(self.function)
+            line = next((f" in line {frame.lineno}" for frame in reversed(stack) if frame.filename == file), "")
+            raise UserError(f"{self.own} raised {type(error).__name__}{line}: {error}") from error
         self._check_result(result, [tensor for name in given if (tensor := tensors.get(name)) is not None])
         return result
 
     def _check_result(self, result: Any, inputs: list[Tensor]) -> None:
         found = result if isinstance(result, tuple) else (result,)
         if len(found) != self.outputs or not all(isinstance(each, torch.Tensor) for each in found):
-            raise UserError(f"{self.own} returned {shown(result)}, but should return {self.RETURNS}")
+            kinds = ", ".join(type(each).__name__ for each in found)
+            raise UserError(f"{self.own} returned {kinds}, but should return {self.RETURNS}")
         for each in found:
             if each.shape != inputs[0].shape:
                 shapes = f"{list(each.shape)} for tensors of shape {list(inputs[0].shape)}"
@@ -139,6 +146,10 @@ class Advantage(Record):
     RETURNS = "advantages of the shape of what it takes, and with a critic's values a pair of advantages and returns"
 
     @property
+    def offered(self) -> tuple[str, ...]:
+        return self.OFFERED if self.by_token else ("rewards",)
+
+    @property
     def outputs(self) -> int:
         return 1 + self.takes("values")
 
@@ -167,7 +178,7 @@ class Loss(Record):
 
     band: bool = False
     OFFERED = ("log_ratio", "logprobs", "old_logprobs", "advantages", "mask")
-    RETURNS = "a loss and a mask of the tokens that it has bounded, both of the shape of what it takes"
+    RETURNS = "a loss and a mask of the tokens it has bounded, both of the shape of what it takes"
 
     @property
     def outputs(self) -> int:
