@@ -4,10 +4,12 @@ The names stand for the functions of `trainer.algorithms`, whose records say wha
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter, methodcaller
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
+from generation.importing import load
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.aggregation import AGGREGATIONS
 from trainer.algorithms.kl import ESTIMATORS
@@ -26,7 +28,6 @@ from trainer.config.section import (
     key,
 )
 from trainer.errors import UserError
-from trainer.importing import load_object
 
 R = TypeVar("R", bound=Record)
 
@@ -238,8 +239,8 @@ def _record(where: str, name: str, table: Mapping[str, R], kind: Callable[..., R
     if name in table:
         return table[name]
     try:
-        record = kind(load_object(name), "your own", own=f"algorithm.{where}: {name}")
-    except UserError as error:
+        record = kind(load(name), "your own", own=f"algorithm.{where}: {name}")
+    except ValueError as error:
         raise UserError(f"algorithm.{where}: {error}") from error
     record.check_signature(AlgorithmConfig.model_fields)
     return record
@@ -262,7 +263,7 @@ def check_algorithm(algorithm: AlgorithmConfig, updates: int, shared_critic: boo
     yield from _check_other_models(algorithm, advantage, shared_critic)
     if algorithm.rewards_apart:
         if not advantage.sums:
-            names = _names(ADVANTAGES, lambda each: each.sums)
+            names = _names(ADVANTAGES, attrgetter("sums"))
             yield _goes_with(algorithm, "combine_rewards", names)
         for name, off in (("credit", "outcome"), ("length_strength", 0), ("kl_in", "loss")):
             if getattr(algorithm, name) != off:
@@ -278,7 +279,7 @@ def check_algorithm(algorithm: AlgorithmConfig, updates: int, shared_critic: boo
         yield "algorithm.at_bound is fill, but all groups are kept: set sampling_rounds or oversampling above 1"
 
 
-def _names(table: Mapping[str, R], fits: Callable[[R], bool], last: str = "and") -> str:
+def _names(table: Mapping[str, R], fits: Callable[[R], Any], last: str = "and") -> str:
     *others, name = [name for name, record in table.items() if fits(record)]
     return f"{', '.join(others)} {last} {name}" if others else name
 
@@ -292,7 +293,7 @@ def _check_loss(algorithm: AlgorithmConfig, loss: Loss, updates: int) -> Iterato
     name = algorithm.loss
     for each in sorted(LOSS_KEYS):
         if not loss.takes(each) and getattr(algorithm, each) is not None:
-            owners = _names(LOSSES, lambda record, each=each: record.takes(each), "or")
+            owners = _names(LOSSES, methodcaller("takes", each), "or")
             yield f"algorithm.{each} is set, but algorithm.loss is {name}: it belongs to {owners}, so leave it out"
         elif not loss.own and loss.defaults.get(each) is not None and getattr(algorithm, each) is None:
             yield f"algorithm.{each} is null, but the loss {name} needs it: leave it out, or give a number"
@@ -321,7 +322,7 @@ def _check_advantage(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterat
     if selective and not advantage.takes("rewards"):
         yield f"algorithm.advantage is {name}, which no reward decides: train on all groups, whatever their rewards"
     if algorithm.by_turns and not advantage.by_turn:
-        yield _goes_with(algorithm, "credit", _names(ADVANTAGES, lambda each: each.by_turn))
+        yield _goes_with(algorithm, "credit", _names(ADVANTAGES, attrgetter("by_turn")))
     if advantage.nonnegative and algorithm.overlong_margin is not None:
         yield f"algorithm.overlong_margin makes rewards negative, and {name} divides by their mean: leave out one"
 
@@ -329,12 +330,12 @@ def _check_advantage(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterat
 def _check_other_models(algorithm: AlgorithmConfig, advantage: Advantage, shared_critic: bool) -> Iterator[str]:
     name, taught = algorithm.advantage, advantage.takes("teacher_logprobs")
     if shared_critic and not advantage.takes("values"):
-        names = _names(ADVANTAGES, lambda each: each.takes("values"))
+        names = _names(ADVANTAGES, methodcaller("takes", "values"))
         yield f"critic.shared is set, but algorithm.advantage is {name}: only {names} has a critic"
     if taught and algorithm.teacher is None:
         yield "algorithm.teacher is missing: name the model to distill from"
     if not taught and algorithm.teacher is not None:
-        names = _names(ADVANTAGES, lambda each: each.takes("teacher_logprobs"))
+        names = _names(ADVANTAGES, methodcaller("takes", "teacher_logprobs"))
         yield f"algorithm.teacher is set, but algorithm.advantage is {name}: only {names} has a teacher"
     if taught and algorithm.kl_coef > 0:
         yield "algorithm.kl_coef is set, but the teacher takes the reference's place: set it to 0"
@@ -344,7 +345,7 @@ def _check_kl(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterator[str]
     name, estimator = algorithm.kl_estimator, ESTIMATORS[algorithm.kl_estimator]
     if algorithm.kl_in_reward:
         if not estimator.in_reward:
-            right = _names(ESTIMATORS, lambda each: each.in_reward)
+            right = _names(ESTIMATORS, attrgetter("in_reward"))
             remedy = f"in the reward only {right} has the right mean: set it to {right}"
             yield f"algorithm.kl_estimator is {name}, but {remedy}"
         if advantage.nonnegative:
@@ -355,5 +356,5 @@ def _check_kl(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterator[str]
         if algorithm.by_turns and advantage.compares:
             yield "algorithm.kl_in is reward, but turns are compared by what they themselves were given: set it to loss"
     elif algorithm.kl_in_loss and not estimator.in_loss:
-        right = _names(ESTIMATORS, lambda each: each.in_loss, "or")
+        right = _names(ESTIMATORS, attrgetter("in_loss"), "or")
         yield f"algorithm.kl_estimator is {name}, whose gradient in the loss is 0 on average: set it to {right}"

@@ -16,8 +16,9 @@ _LARGEST = 1e9
 
 
 def key(default: Any, meaning: str, /, **values: str) -> Any:
-    """A key's default (...: it has none), its meaning, and what each of its values means; other words for `Field`."""
-    return Field(default=default, description=meaning, json_schema_extra={"values": values})
+    """A key's default (...: it has none), its meaning, and what each of its values means."""
+    extra: Any = {"values": values}
+    return Field(default=default, description=meaning, json_schema_extra=extra)
 
 
 class Entry(Protocol):
