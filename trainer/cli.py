@@ -35,6 +35,7 @@ _OTHERS = {
     "plan": "trainer.commands.plan",
     "report": "trainer.commands.report",
     "serve": "trainer.commands.serve",
+    "upgrade": "trainer.commands.upgrade",
 }
 _WITH_OVERRIDES = ("train", "sft", "eval", "plan", "doctor")
 
@@ -223,6 +224,12 @@ def _parser() -> argparse.ArgumentParser:
         "Write report.md and curves.png to a run's folder, whether it is finished or not, and show them."
     )
     report.add_argument("run", type=Path, help="folder of a run")
+    upgrade = commands.add_parser("upgrade", help="write keys by the names they have today", allow_abbrev=False)
+    upgrade.description = (
+        "Rewrite keys that had other names, and their values, in a recipe, in all recipes of a folder, or in a run's "
+        "config.yaml and checkpoints. Comments stay; the changes are shown."
+    )
+    upgrade.add_argument("path", type=Path, help="a recipe, a folder of recipes, or the folder of a run")
     generate = commands.add_parser("generate", help="answer a prompt, or chat, with a model", allow_abbrev=False)
     generate.add_argument("model", help="folder of a run or of a model, or a hub name")
     generate.add_argument("--prompt", help="answer this and stop; without it, chat on the terminal")

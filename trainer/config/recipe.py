@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from generation.yaml_files import fill_defaults, first_line, read_yaml
 from trainer.config.algorithm import PRESET_KEYS
+from trainer.config.renamed import RENAMED, refusal
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError, shown
 
@@ -122,6 +123,8 @@ def _key(error: ErrorDetails, values: Any) -> str:
 def _sentence(key: str, errors: list[ErrorDetails]) -> str:
     """What is wrong with the value of one key, for which each member of a union may have its own error."""
     error = errors[0]
+    if error["type"] == "extra_forbidden" and key in RENAMED:
+        return refusal(key, error["input"])
     if error["type"] == "extra_forbidden":
         return f"{key} is not a known key{_nearest(key)}"
     if error["type"] == "missing":

@@ -21,7 +21,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -183,6 +183,29 @@ def read_extra(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise Damaged(f"checkpoint {path} is damaged: {_phrase(error)}") from error
     return extra
+
+
+def rewrite_extra(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+    """Replace what a complete checkpoint says of its run; False: there was nothing to change. Raises Damaged.
+
+    The digest is replaced first: if this is killed in between, doing it again is what is left to do.
+    """
+    try:
+        old, digests = (path / _EXTRA).read_bytes(), _read_digests(path)
+        new = json.dumps(change(json.loads(old))).encode()
+        lines = [f"{hashlib.sha256(each).hexdigest()} *{_EXTRA}\n" for each in (old, new)]
+        if digests and digests.get(_EXTRA) not in lines:
+            raise ValueError(f"{_EXTRA} is not what was written (SHA-256)")
+    except (OSError, ValueError) as error:
+        raise Damaged(f"checkpoint {path} is damaged: {_phrase(error)}") from error
+    if json.loads(old) == json.loads(new):
+        return False
+    if digests:
+        write_whole(path / _MARKER, "".join((digests | {_EXTRA: lines[1]}).values()))
+        _sync(path)
+    write_whole(path / _EXTRA, new)
+    _sync(path)
+    return True
 
 
 def all_complete(folder: Path) -> list[Path]:

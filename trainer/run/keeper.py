@@ -39,6 +39,7 @@ from generation.engine.devices import this_device
 from sharding.ranks import agreed, all_reduce_max, is_main
 from trainer.config.checks import IDENTITY_KEYS, IDENTITY_SECTIONS
 from trainer.config.recipe import to_yaml
+from trainer.config.renamed import renewed
 from trainer.config.schema import CheckpointConfig, TrainConfig
 from trainer.errors import UserError, shortened
 from trainer.policy.hf_format import resolve_folder
@@ -150,13 +151,14 @@ def model_digest(folder: Path) -> str:
 def differences(saved: Identity, current: Identity, allowed: list[str]) -> list[tuple[str, str]]:
     """Keys that differ and must not, each with a phrase that has both values.
 
-    A key that the recipe did not have yet when the checkpoint was saved counts as its default.
+    A key that the recipe did not have yet when the checkpoint was saved counts as its default, and one that had another
+    name by that of today.
 
     Args:
         allowed: keys, or sections of keys, that may differ (`checkpoint.resume_anyway`).
     """
     defaults = _compared_keys(TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}))
-    saved = {key: value for key, value in defaults.items() if key in current} | saved
+    saved = {key: value for key, value in defaults.items() if key in current} | renewed(saved)
     keys = [key for key in (saved | current) if key not in allowed and _section(key) not in allowed]
     changed = [key for key in keys if saved.get(key, "unknown") != current.get(key, "unknown")]
     return [(key, f"{key} = {_shown(saved, key)} (now {_shown(current, key)})") for key in changed]
