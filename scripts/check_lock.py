@@ -72,7 +72,7 @@ def stored_or_installed(name: str, pinned: str) -> list[str]:
 
 
 def asked_for(lock: Lock, own: list[str], metadata: Callable[[str, str], list[str]]) -> Iterator[Asked]:
-    """All that hotbunk and the packages of the lock ask for here, each extra that somebody asks for included."""
+    """All that hotbunk and the packages of the lock ask for here, each extra that is asked for included."""
     todo = [("hotbunk", "", Requirement(line)) for line in own]
     todo += [(name, "", Requirement(line)) for name, pinned in lock.items() for line in metadata(name, pinned)]
     reached: set[tuple[str, str]] = set()

@@ -1,4 +1,4 @@
-"""How much code there is: files, lines and functions by package, and the core, which one person should be able to hold.
+"""Counts the code: files, lines and functions by package, and the core, which one person should be able to hold.
 
 python scripts/count.py [FOLDER]
 """

@@ -266,7 +266,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 def _reporting(action: Callable[[], int]) -> int:
     """The exit code of `action`; a UserError is printed, once on each machine, and gives 2.
 
-    Where all ranks were told of it, it is the cause of what is raised here.
+    Where all ranks know of it, it is the cause of the exception raised here.
     """
     try:
         return action()

@@ -110,15 +110,15 @@ def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
 
 
 def _on_one_machine() -> bool:
-    """Whether all ranks are on this machine: they are as many as here, or meet where no other machine gets."""
-    everybody_here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return everybody_here or os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+    """True if all ranks are on this machine: there are as many as here, or they meet at loopback."""
+    all_here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return all_here or os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
 
 
 def _stay_private() -> None:
     """Keep gloo and NCCL off the network on one machine, and gloo on one interface, MASTER_ADDR's, on several.
 
-    What the user has set is left alone. Raises UserError where the other machines would be told of loopback.
+    What the user has set is left alone. Raises UserError where other machines would be given a loopback address.
     """
     if not _on_one_machine():
         with suppress(OSError, LookupError, ValueError):
@@ -137,7 +137,7 @@ def _stay_private() -> None:
 
 
 def _is_open(port: int) -> bool:
-    """Whether something listens on this port of this machine at another address than 127.… and ::1."""
+    """True if something listens on this port of this machine at another address than 127.… and ::1."""
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # a kernel without IPv6
             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -124,7 +124,7 @@ def load_held_outs(
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Whatever the block draws from the global generators of Python, NumPy and torch, it is as if it had not.
+    """Restores the global generators of Python, NumPy and torch after the block, whatever it draws from them.
 
     Samples have seeds of their own; this is about tools, environments and rewards that use those generators.
     """

@@ -17,7 +17,7 @@ from sharding.send.source import whole_shape
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What a model multiplies each token by.
+    """Sizes of the matrices that a model multiplies each token by.
 
     Attributes:
         trunk: elements of the matrices that every token passes; of a mixture's experts, those that a token is sent to.
@@ -79,7 +79,7 @@ def _share_used(name: str, shape: torch.Size, config: Any) -> float:
 
 @dataclass
 class Work:
-    """What a model has computed on this rank so far.
+    """Tokens and operations of a model on this rank so far.
 
     Attributes:
         tokens: that it has learned from, those of prompts included.

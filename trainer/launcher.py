@@ -5,7 +5,7 @@
 It is what scripts/train.sh starts, once on each node, and takes torchrun's options. It differs from plain torchrun in:
 
 - the rendezvous. torchrun's own listens on every interface (https://github.com/pytorch/pytorch/issues/173909) and, by
-  default, unpickles what anybody who connects has put there. Here launchers and ranks meet at a store bound to
+  default, unpickles whatever a connecting process has put there. Here launchers and ranks meet at a store bound to
   127.0.0.1, or on several nodes to `--master-addr`, and nothing that is in it is unpickled;
 - the end. A summary takes the place of the launcher's traceback, once nothing of the run is left on this machine; the
   exit code is the failed rank's, or 128 + the number of the signal that ended the launcher;
@@ -35,7 +35,7 @@ def _leave(number: int, _: object) -> None:
 
 if __name__ == "__main__":
     # Until torchrun takes over, before it starts any rank: a KeyboardInterrupt could be raised inside an import of the
-    # many below that catch everything, and the run would go on.
+    # many below that catch everything, and the run would continue.
     signal.signal(signal.SIGINT, _leave)
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -159,12 +159,12 @@ def _wait_until_gone() -> None:
 def _carries(mark: bytes, process: Path) -> bool:
     try:
         return mark in (process / "environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or somebody else's
+    except OSError:  # gone, or another user's
         return False
 
 
 def _read(words: int) -> list[dict[str, Any]]:
-    """What the ranks have said, in the order in which they said it."""
+    """The ranks' last words, in the order in which they were left."""
     with os.fdopen(words, "rb") as file:
         return [json.loads(line) for line in file.read().splitlines()]
 
@@ -189,7 +189,7 @@ def _list(ranks: list[int]) -> str:
 
 
 def _remedy(args: Any) -> list[str]:
-    """Where the run's files are, and how to resume it."""
+    """Lines that say where the run's files are and how to resume it."""
     from trainer import cli
     from trainer.run.checkpoint import latest_complete
 

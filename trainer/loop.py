@@ -81,7 +81,7 @@ class RLTrainer:
         identity = run_identity(config, self.prompts.fingerprint, self.tokenizer)
         start, self.state = find_checkpoint(config, identity)
         self.rewards = RewardPool(config.reward)
-        # The engine before the policy: vLLM measures free memory while it starts, and nobody may free any meanwhile
+        # The engine before the policy: vLLM measures free memory while it starts, and asserts that none is freed
         # (https://github.com/vllm-project/vllm/issues/56830).
         self.screen.note(
             f"starting {world_size() // config.engine.tensor_parallel_size} engine(s) for {config.model.path}"

@@ -1,4 +1,4 @@
-"""What the loop asks of a policy, whatever shards it."""
+"""The interface of a policy to the loop, whatever shards it, and the records that pass between them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -64,7 +64,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a micro-batch's K targets are: found on the host, so that a pass over it never waits for the device.
+    """Places of a micro-batch's K targets, found on the host, so that a pass over it never waits for the device.
 
     Attributes:
         targets: [K] int64, where the loss mask is 1, in [B, T-1] flattened; ascending.
@@ -153,7 +153,7 @@ def _moved(value: Any, device: torch.device | str) -> Any:
 
 @dataclass
 class Outputs:
-    """What a model says of a micro-batch's targets, each [B, T-1] float32 and 0 where the loss mask is 0.
+    """A model's outputs for a micro-batch's targets, each [B, T-1] float32 and 0 where the loss mask is 0.
 
     Attributes:
         logprobs: of the targets, nats, at the sampling temperature.
@@ -173,7 +173,7 @@ ranks."""
 
 @dataclass
 class UpdateStats:
-    """What one optimizer step did; the same on all ranks.
+    """Figures of one optimizer step, the same on all ranks.
 
     Attributes:
         loss: of the whole step, all ranks.
@@ -195,7 +195,7 @@ class Scorer(Protocol):
 
     @property
     def work(self) -> Work:
-        """What it has computed so far on this rank; of one model with two names the same object."""
+        """Tokens and operations so far on this rank; the same object for one model under two names."""
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         """The outputs for each batch, without gradients. Collective."""
@@ -212,7 +212,7 @@ class Policy(Scorer, Protocol):
 
     @property
     def version(self) -> int:
-        """How many updates were applied; skipped ones do not count."""
+        """Number of updates applied; skipped ones do not count."""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters under the names they have in the Transformers model, tied ones once; sharded, as they are."""

@@ -168,7 +168,7 @@ def note_shared_memory(folder: Path, looks: dict[str, int]) -> None:
     for name in new:
         looks[name] = looks.get(name, 0) + 1  # whose process has yet to map it is looked at again
         if f"{SHARED_MEMORY / name}\n".encode() in mapped:
-            with suppress(OSError):  # it is known, or there is no folder any more
+            with suppress(OSError):  # it is known, or the folder is gone
                 (folder / f"remove-{name}").symlink_to(SHARED_MEMORY / name)
 
 

@@ -187,14 +187,14 @@ class Watchdog:
         leave_word("Deadline", why)
         try:
             self._post()
-            table = self._everybody() if self._store.add(_ALARM, 1) == 1 else ""
+            table = self._all_phases() if self._store.add(_ALARM, 1) == 1 else ""
         except RuntimeError as gone:
             table = f"  unknown, the store is gone: {gone}\n"
         if table:
             _say(f"rank {self._rank} {why}; phases of all ranks:\n{table}")
         self._last_words()
 
-    def _everybody(self) -> str:
+    def _all_phases(self) -> str:
         lines = []
         for rank in range(self._world_size):
             key = f"watchdog/phase/{rank}"
