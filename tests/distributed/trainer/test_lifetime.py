@@ -50,12 +50,13 @@ RANK = """
         spawn.Process(target=stubborn).start()
         memory = shared_memory.SharedMemory(create=True, size=4096)
         told = Path("/dev/shm") / f"told-{os.getpid()}"
-        told.write_text("x")
-        processes.remove_at_end(told)
         workers = Path("/dev/shm") / f"vllm_dist_{os.getpid()}-tp:0-[0-1]-cpushm_0"  # what vLLM's workers do on CPU
-        workers.write_text("x")
-        with workers.open("r+b") as file:
-            mapped = mmap.mmap(file.fileno(), 1)
+        mapped = []  # which also tells other tests that these are in use
+        for path in (told, workers):
+            path.write_text("x")
+            with path.open("r+b") as file:
+                mapped.append(mmap.mmap(file.fileno(), 1))
+        processes.remove_at_end(told)
         socket.socket(socket.AF_UNIX).bind(str(folder / "engine.sock"))
         time.sleep(1.5)  # the guardian looks every second
         while not unmarked.exists():

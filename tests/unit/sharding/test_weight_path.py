@@ -96,7 +96,7 @@ def test_another_process_sees_the_staging_memory_and_nothing_is_left_of_it() -> 
         buffer.zero_()
         buffer[:10] = number + 1
         stamp(buffer, 40 + number)
-    assert not shared_memory.left_since(before)
+    shared_memory.assert_none_left(before)
     command = [sys.executable, "-c", READER, json.dumps(staging.handle)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[50, 61] [40, 41]"  # ten ones or twos, and the stamp's own byte
