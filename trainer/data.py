@@ -98,7 +98,7 @@ def load_prompts(
 ) -> PromptDataset:
     """The prompts to train on. Those longer than `max_prompt_tokens` (None: as configured) are dropped and counted.
 
-    Raises UserError when the data cannot be read, lack a column, hold a row without a prompt, or leave no prompt.
+    Raises UserError if the data cannot be read, lack a column, hold a row without a prompt, or leave no prompts.
     """
     rows = load_rows(config.path, config.subset, config.split)
     return _prepare(rows, config.path, config, tokenizer, max_prompt_tokens or config.max_prompt_tokens)

@@ -1,4 +1,4 @@
-"""The one error that is the user's to fix, and what its sentences are made of."""
+"""`UserError`, for mistakes that the user can fix, and helpers for its sentences."""
 
 import signal
 

@@ -93,11 +93,11 @@ class Layout:
 
 @dataclass
 class MicroBatch:
-    """B right-padded sequences of T positions; what is about targets has T - 1 columns, aligned to `input_ids[:, 1:]`.
+    """B right-padded sequences of T positions; tensors about targets have T - 1 columns, aligned to `input_ids[:, 1:]`.
 
     There is no attention mask: with padding on the right and causal attention no real token ever sees a padding token,
     and what the padding positions compute is left out of the loss. Where the loss mask is 0, tensors may hold anything,
-    inf and NaN included: whoever reads one selects by the mask and does not multiply with it.
+    inf and NaN included: readers select by the mask and do not multiply with it.
 
     Attributes:
         input_ids: [B, T] int64, T >= 2.
@@ -112,7 +112,7 @@ class MicroBatch:
         ref_logprobs: [B, T-1] float32 of the reference policy, once computed.
         decisive: [B, T-1] bool, the tokens that the policy loss counts; None: all.
         old_values: [B, T-1] float32 of the critic the step began with, once computed.
-        returns: [B, T-1] float32, what the critic is to learn.
+        returns: [B, T-1] float32, the critic's targets.
     """
 
     input_ids: Tensor
@@ -204,7 +204,7 @@ class Scorer(Protocol):
 class Policy(Scorer, Protocol):
     """A language model, sharded over the ranks, that scores tokens and learns from them.
 
-    Every method but the attributes is collective: all ranks call it, with equally many micro-batches.
+    Every method is collective, attributes excepted: all ranks call it, with equally many micro-batches.
     """
 
     device: torch.device
@@ -230,9 +230,9 @@ class Policy(Scorer, Protocol):
         """
 
     def release(self, weights: bool) -> int:
-        """Put away what policy.offload says: optimizer state, and the weights themselves if `weights`; returns bytes.
+        """Move to the host what policy.offload names: optimizer state, and the weights if `weights`; returns bytes.
 
-        Not collective. Until `restore` there is nothing else to ask of it, but what `weights=False` leaves.
+        Not collective. Until `restore` only what `weights=False` leaves can be used.
         """
 
     def restore(self) -> None:

@@ -6,11 +6,11 @@
         extra.json                       the loop's own: step, data fingerprint, counters
         COMPLETE                         written last: SHA-256 of each of the others, as `sha256sum -c` takes it
 
-All of it is written to `step_40.tmp` and synced to disk before that is renamed, and the marker comes last: whatever is
-killed at whatever moment, the newest folder with a marker can be resumed from. Another number of ranks may load it.
-Several machines need a folder they share.
+All files are written to `step_40.tmp` and synced to disk before that folder is renamed, and the marker comes last. So
+the newest folder with a marker can be loaded, no matter which process is killed at which moment. Another number of
+ranks may load it. Several machines need a folder they share.
 
-`verify` compares a checkpoint with its digests; those of versions before this one have none, and an empty marker.
+`verify` compares a checkpoint with its digests. Checkpoints of older versions have none, and an empty marker.
 """
 
 import hashlib
@@ -144,7 +144,7 @@ def verify(path: Path) -> dict[str, Any]:
 def load(path: Path, parts: Parts) -> dict[str, Any]:
     """Load a checkpoint into the parts, restore this rank's random states, return `extra`. Collective.
 
-    Digests are not looked at: that is `verify`. Random states are restored only if there are as many ranks as when it
+    Digests are not compared; see `verify`. Random states are restored only if there are as many ranks as when it
     was saved. Raises UserError, the same on all ranks, when the checkpoint is incomplete, belongs to another model, or
     cannot be read.
     """
@@ -220,10 +220,10 @@ def latest_complete(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep: int, keep_best: int = 0, metric: str = "") -> None:
-    """Delete all complete checkpoints but the newest `keep` and the best `keep_best`; the newest always stays.
+    """Delete all complete checkpoints except the newest `keep` and the best `keep_best`; the newest always stays.
 
-    The best have the largest `metric` of those they were saved with, or with a "-" before its name the smallest. Where
-    it is missing or NaN a checkpoint is not among them; of equals the newer is better. Rank 0 does it.
+    The best were saved with the largest `metric`, or with the smallest if its name begins with "-". Checkpoints
+    without it, or with NaN, are not among them; of equals the newer is better. Rank 0 does it.
     """
     if not is_main():
         return

@@ -1,22 +1,19 @@
 """Lets a run outlast its process: checkpoints when they are due, and one more when it is asked to end.
 
-SIGTERM on any rank, as clusters send it some time before they kill, is known to all ranks half a second later. They
-agree on it at the end of the step, save and leave together. A step whose rollouts are still under way when half of
-`checkpoint.grace_s` is over is given up, which leaves the policy as the step before did: every finished step is kept.
-An update or an evaluation is finished; what takes longer than the grace period ends without saving again.
+Leaving. Clusters send SIGTERM some time before they kill. Half a second after it reaches any rank, all ranks know. They
+agree on it at the end of the step, save and leave together. If rollouts are still under way when half of
+`checkpoint.grace_s` is over, the step is abandoned, and the policy is as after the previous step: no finished step is
+lost. An update or an evaluation is finished; if that takes longer than the grace period, the run ends without saving.
 
-A run's checkpoints: written by a thread while training continues, one at a time, and few of them kept.
+Saving. `CheckpointWriter.save` copies the sharded tensors to host memory and returns; a thread writes the copy while
+training continues, one checkpoint at a time. The thread's exchanges between ranks have a process group of their own,
+since two threads that use one group mix up each other's messages. The copy takes each rank's share of the checkpoint's
+size in host memory until it is written.
 
-`save` copies the sharded tensors to host memory and returns; what is written is the run at that moment, whatever the
-next steps do to it. The thread's exchanges between ranks have a process group of their own, since two threads that use
-one group mix up each other's messages. The copy takes each rank's share of the checkpoint's size in host memory, until
-it is written.
-
-What a run is: the data, the model and the algorithm that a checkpoint of it belongs to, and no other run's.
-
-Kept beside every checkpoint, compared when a run resumes. Keys that change how a run is computed but not what is
-computed (ranks, micro-batches, backend, engine) are left out, and so are those that people change on purpose between
-two sessions (run.steps, policy.lr, evaluation).
+Identity. `run_identity` describes the data, the model and the algorithm of a run. It is kept beside every checkpoint
+and compared when a run resumes. It leaves out keys that change how a result is computed but not the result (ranks,
+micro-batches, backend, engine), and keys that people change on purpose between two sessions (run.steps, policy.lr,
+evaluation).
 """
 
 import hashlib
@@ -63,7 +60,7 @@ class CheckpointWriter:
     def save(self, step: int, parts: checkpoint.Parts, extra: dict[str, Any], metrics: dict[str, float]) -> None:
         """Save the run as it is now; returns when it is copied, or with `checkpoint.background: false` written.
 
-        Collective. Waits first for the checkpoint before, and raises on all ranks what went wrong with that.
+        Collective. Waits first for the previous checkpoint, and raises its failure on all ranks.
         """
         self.wait()
         check_best_metric(self._config, step, metrics)
@@ -225,7 +222,7 @@ class RunState:
 def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | None, RunState]:
     """The checkpoint that the run resumes from, verified, and its state; None for a new run. Collective.
 
-    Of the run's own, damaged ones are named and passed over.
+    Damaged checkpoints of the run itself are named and skipped.
 
     Raises:
         UserError: the checkpoint asked for is damaged, none is sound, or the newest sound one is another run's by its
@@ -329,7 +326,7 @@ class Keeper:
     def step_done(self, metrics: dict[str, float]) -> None:
         """After a step's row is written: save if it is time to, leave if any rank was asked to. Collective.
 
-        Raises on all ranks when the checkpoint before could not be written.
+        Raises on all ranks if the previous checkpoint could not be written.
         """
         self._metrics = metrics
         if self._config.every and self._state.step % self._config.every == 0:

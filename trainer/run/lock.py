@@ -1,7 +1,8 @@
 """One run, one process tree: the lock in a run's folder, which its ranks and their guardians hold.
 
-It is a flock(2) on `lock` in the run's folder, so it goes when the last process that has inherited the descriptor goes,
-however that ends. Rank 0 takes it alone; as soon as the ranks have found each other, all of them share it.
+It is a flock(2) on `lock` in the run's folder, so it is released when the last process that has inherited the
+descriptor ends, however it ends. Rank 0 takes it alone; as soon as the ranks have found each other, all of them share
+it.
 """
 
 import errno
@@ -23,7 +24,7 @@ class RunLock:
     """The lock of one run's folder, open but not taken yet.
 
     Attributes:
-        descriptor: who inherits it, by fork or exec, holds the lock as well.
+        descriptor: a process that inherits it, by fork or exec, holds the lock as well.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,7 +41,7 @@ class RunLock:
     def take(self, seconds: float) -> None:
         """Take it, for rank 0. Waits up to `seconds` for another run, which may be saving, and says so.
 
-        Raises UserError naming the other run's host and process if it is still there then.
+        Raises UserError naming the other run's host and process if that still holds it.
         """
         began, told = time.monotonic(), False
         while not self._try(fcntl.LOCK_EX):

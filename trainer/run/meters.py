@@ -1,8 +1,7 @@
 """Seconds and memory of each phase of a step, and the phase's name for the watchdog: all from one `with`.
 
-Memory of this process, now and at its peak in each phase, is measured without a sampling thread.
-
-A trace of some steps of rank 0: its calls of torch, its kernels, and the phases they are in.
+`MemoryMeter` measures this process's memory and its peak in each phase, without a sampling thread. `StepProfiler`
+traces some steps of rank 0: its calls of torch, its kernels, and the phases they are in.
 """
 
 import os
@@ -73,7 +72,8 @@ class MemoryMeter:
         """memory/trainer_gib_<phase> of every phase since the last call.
 
         On CUDA, of torch's allocator since then, between phases, too: memory/peak_allocated_bytes,
-        memory/peak_reserved_bytes, and memory/alloc_retries, how often it had to give all its free blocks back first.
+        memory/peak_reserved_bytes, and memory/alloc_retries, the number of times it had to free all its unused blocks
+        first.
         """
         metrics = {f"memory/trainer_gib_{name}": peak for name, peak in self._peaks.items()}
         if self._device.type == "cuda":

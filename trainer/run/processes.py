@@ -3,8 +3,8 @@
 Three mechanisms, each for an ending the others cannot see:
 
 - two guardians above the rank (`guardian.py`), for a rank that is killed, and for each other: vLLM's engine core has no
-  death pipe and would live on;
-- a death signal from the kernel, for a torchrun launcher that is killed: its ranks would train on without it;
+  death pipe and would keep running;
+- a death signal from the kernel, for a torchrun launcher that is killed: its ranks would continue without it;
 - signal handlers with a deadline, for a rank that is asked to end while its main thread sits in a collective, where
   Python runs no handler. SIGTERM may be given a grace period before that (`hold_sigterm`), in which the run can save.
 
@@ -159,8 +159,8 @@ def install_signal_handlers(
 ) -> None:
     """From now on SIGINT and SIGTERM raise `Interrupted` in the main thread, and end the process in any case.
 
-    If it is still there after `grace_seconds`, or gets a second signal, it exits with 128 + the signal's number.
-    `phase` tells what the rank is doing, for the message. Call it from the main thread.
+    A process that still exists after `grace_seconds`, or gets a second signal, exits with 128 + the signal's number.
+    `phase` returns the rank's current phase, for the message. Call it from the main thread.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

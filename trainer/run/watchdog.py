@@ -5,9 +5,9 @@ rank whose phase takes too long raises the alarm there; within a second every ra
 stacks, and exits. It does not depend on collectives, which is what a hung rank hangs in.
 
 Each rank listens to the beat of the next one, so that one whose process or machine is gone is noticed even when no rank
-gets an error: on several nodes each launcher sees its own ranks only, and a kernel that waits for a peer waits on.
+gets an error: on several nodes each launcher sees its own ranks only, and a kernel that waits for a peer keeps waiting.
 
-By the same way a rank that is asked to end lets all others know, and learns whether they are alive (`call_all`).
+A rank that is asked to end informs the others in the same way, and learns whether they are alive (`call_all`).
 
 A Python thread cannot run while C code keeps the interpreter's lock. For that, the same deadline plus a margin is set
 in `faulthandler`, whose timer runs without the interpreter.
@@ -59,7 +59,7 @@ class Watchdog:
 
     Args:
         store: any c10d store; the watchdog works on a clone of it.
-        exit_process: what to do last; a test passes its own.
+        exit_process: called last; a test passes its own.
 
     Attributes:
         called_at: when this rank has heard that one of them was asked to end (time.monotonic()), or None.
@@ -168,7 +168,7 @@ class Watchdog:
             self._store.set(f"watchdog/here/{self._rank}", "")
 
     def _is_silent(self) -> bool:
-        """Beat, and tell whether the next rank has not for too long, though it did before.
+        """Beat, and return True if the next rank has stopped beating for too long.
 
         Counted in beats of our own: what stops a whole machine stops both.
         """
