@@ -1,10 +1,7 @@
-"""The ranks' process group: joining it, leaving it, and the store they met at.
+"""The ranks' process group: joining it, leaving it, and the store they met at. Exchanges are in `sharding.ranks`.
 
-Exchanges are in `sharding.ranks`.
-
-What ranks unpickle of each other: the classes that torch.distributed.checkpoint exchanges, and nothing else.
-
-It sends its plans as pickles over gloo (torch 2.13: `_DistWrapper`), whose connections are not authenticated: another
+Ranks unpickle only the classes that torch.distributed.checkpoint exchanges. It sends its plans as pickles over gloo
+(torch 2.13: `_DistWrapper` in torch/distributed/checkpoint/utils.py), whose connections are not authenticated: another
 user of the machine who is quick enough could be at the other end. Our own exchanges need no pickle.
 """
 

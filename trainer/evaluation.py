@@ -1,8 +1,7 @@
 """Held-out prompts, and the figures of the answers to them: in training between two steps, or by `hotbunk eval`.
 
-What k answers to a prompt would be worth, estimated from n ≥ k of them without bias and without drawing.
-
-Both are expectations over all subsets of k of the n answers, computed in whole numbers, and so exact for any n.
+pass@k and majority@k are estimated from n ≥ k answers without bias and without drawing: they are expectations over all
+subsets of k of the n answers, computed in whole numbers, and so exact for any n.
 """
 
 import random

@@ -1,12 +1,11 @@
 """Memory that a rank's device needs, worked out from a recipe and the model's config.json.
 
-Weights, optimizer state, staging and KV cache are exact under FSDP2, for the rank that has the most, and all but exact
-under ZeRO; what forward and backward need is so to a few per cent (`trainer.estimates.memory`). What CUDA, NCCL and a
-sleeping engine keep is an estimate, and the allocator's fragments are not counted.
+Weights, optimizer state, staging and KV cache are exact under FSDP2, for the rank that has the most, and nearly exact
+under ZeRO. Memory that CUDA, NCCL and a sleeping engine keep is an estimate, and the allocator's fragments are not
+counted.
 
-What an update needs on a rank's device for a while, beside what it keeps: the largest of a few moments of backward.
-
-Compared with `torch.distributed._tools.FSDPMemTracker`, which follows the same update on tensors without data.
+An update needs more for a while: the largest of a few moments of backward (`largest_moment`), right to a few per cent.
+Tests compare it with `torch.distributed._tools.FSDPMemTracker`, which follows the same update on tensors without data.
 """
 
 import math

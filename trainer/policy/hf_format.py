@@ -1,15 +1,13 @@
-"""Checkpoint names of parameters, and the pieces they are stored in.
+"""Sharded parameters from a checkpoint in Hugging Face format and back, one piece at a time.
 
-Transformers 5 keeps some weights fused in memory, a mixture's experts above all, while checkpoints (and vLLM, which
-reads them) have one tensor for each expert. Loading, saving and the weight sync all need the same answer: which stretch
-of the parameter's elements is which checkpoint tensor.
+Names. Transformers 5 keeps some weights fused in memory, a mixture's experts above all, while checkpoints (and vLLM,
+which reads them) have one tensor for each expert. Loading, saving and the weight sync all need the same answer: which
+stretch of a parameter's elements is which checkpoint tensor.
 
-From a checkpoint in Hugging Face format to sharded parameters and back, one piece at a time.
+Loading. No rank ever holds the whole model: it is built without data, sharded, and then each rank reads only the rows
+that it owns from the safetensors files.
 
-No rank ever holds the whole model: it is built without data, sharded, and then each rank reads from the safetensors
-files the rows it owns, and no others.
-
-Writing a sharded model in Hugging Face format: gathered one parameter at a time, written by rank 0.
+Saving. Parameters are gathered one at a time and written by rank 0.
 """
 
 import copy

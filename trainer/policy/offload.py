@@ -1,4 +1,4 @@
-"""Device memory that is given back for a while, its contents waiting in the host's memory."""
+"""Device memory that is given back for a while; the host's memory keeps its contents."""
 
 import itertools
 import weakref

@@ -1,4 +1,4 @@
-"""AdamW over sharded parameters, and the learning rate as a function of how far the run has come.
+"""AdamW over sharded parameters, and the learning rate as a function of the run's progress.
 
 `Updates` and `Figures` are common to all models, whatever shards them.
 """

@@ -1,4 +1,4 @@
-"""A run's files: each write leaves the old file or the new one; read back whatever state the run was left in."""
+"""A run's files: each write leaves the old file or the new one, and they can be read after any kind of end."""
 
 import json
 import os
