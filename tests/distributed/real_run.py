@@ -208,12 +208,12 @@ def summary(output: str) -> list[str]:
 
 def listening(pids: set[int]) -> dict[int, set[str]]:
     """The addresses that processes listen at, by TCP: their descriptors against the kernel's tables."""
-    owners = {}
-    for pid in pids:
+    owners: dict[str, int] = {}
+    for pid in sorted(pids):  # a child, until it execs, has its parent's
         with contextlib.suppress(OSError):  # it has ended
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
-                    owners[os.readlink(descriptor)] = pid
+                    owners.setdefault(os.readlink(descriptor), pid)
     found: dict[int, set[str]] = {}
     for table, family, length in (("tcp", socket.AF_INET, 8), ("tcp6", socket.AF_INET6, 32)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
