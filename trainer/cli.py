@@ -19,6 +19,7 @@ from trainer.config.checks import check_config
 from trainer.config.machine import check_torch_libraries
 from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import RolloutConfig, TrainConfig
+from trainer.config.section import OneOf
 from trainer.errors import UserError
 from trainer.estimates.gpus import GPUS
 from trainer.rewards import RewardPool
@@ -140,38 +141,61 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def describe_keys(width: int) -> str:
-    """Every key of a recipe with type, default and meaning, wrapped to `width` columns."""
-    lines = []
+    """Every key of a recipe with type, default and meaning, and what its values mean, wrapped to `width` columns."""
+    lines: list[str] = []
+
+    def add(text: str, first: int, further: int) -> None:
+        lines.extend(
+            textwrap.wrap(
+                text, width, initial_indent=" " * first, subsequent_indent=" " * further, break_on_hyphens=False
+            )
+        )
+
     for key, field in known_keys():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            lines += ["", *textwrap.wrap(f"{key}: {field.annotation.__doc__}", width)]
-        else:
-            line = f"  --{key}  {describe_type(field.annotation)}{_default(field)}"
-            lines += textwrap.wrap(line, width, subsequent_indent=" " * 8, break_on_hyphens=False)
-            lines += textwrap.wrap(field.description or "", width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            lines.append("")
+            add(f"{key}: {field.annotation.__doc__}", 0, 0)
+            continue
+        start = "" if field.is_required() else json.dumps(field.default, ensure_ascii=False, default=str)
+        add(f"--{key}  {_type(_annotation(field))}{f' = {start}' if start else ', required'}", 2, 8)
+        add(field.description or "", 8, 8)
+        for value, meaning in value_meanings(field).items():
+            add(f"{value}: {meaning}", 10, 12)
     return "\n".join(lines)
 
 
-def describe_type(annotation: Any) -> str:
+def value_meanings(field: FieldInfo) -> dict[str, str]:
+    """What each of a key's values means, where it has only some."""
+    own: Any = field.json_schema_extra or {}
+    tables = [choice.table for choice in _choices(_annotation(field))]
+    return own.get("values", {}) | {name: entry.meaning for table in tables for name, entry in table.items()}
+
+
+def _annotation(field: FieldInfo) -> Any:
+    """The type as it was written: Pydantic takes apart what is annotated."""
+    return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+
+
+def _choices(annotation: Any) -> list[OneOf]:
+    found = list(getattr(annotation, "__metadata__", ()))
+    return [each for each in found if isinstance(each, OneOf)] + [
+        choice for part in get_args(annotation) if not isinstance(part, str | int) for choice in _choices(part)
+    ]
+
+
+def _type(annotation: Any) -> str:
     """A type as a person writes it: `int`, `auto|cpu|cuda`, `float|null`, `list`."""
     if get_origin(annotation) is Annotated:
-        return describe_type(get_args(annotation)[0])
+        first, *others = get_args(annotation)
+        table = next((other for other in others if isinstance(other, OneOf)), None)
+        return "|".join([*table.table, *["file.py:fn"] * table.own]) if table else _type(first)
     if get_origin(annotation) is Literal:
         return "|".join(map(str, get_args(annotation)))
     if get_origin(annotation) in (list, dict, tuple):
-        return "list" if get_origin(annotation) is not dict else "mapping"
+        return "mapping" if get_origin(annotation) is dict else "list"
     if get_args(annotation):  # a union; None is null in YAML
-        return "|".join(describe_type(part) for part in get_args(annotation))
-    return {type(None): "null", Path: "path", str: "text"}.get(
-        annotation, getattr(annotation, "__name__", str(annotation))
-    )
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return ", required"
-    value: Any = list(field.default) if isinstance(field.default, tuple) else field.default
-    return f" = {value if isinstance(value, Path) else json.dumps(value, ensure_ascii=False)}"
+        return "|".join(map(_type, get_args(annotation)))
+    return {type(None): "null", Path: "path", str: "text"}.get(annotation, getattr(annotation, "__name__", ""))
 
 
 class _Parser(argparse.ArgumentParser):

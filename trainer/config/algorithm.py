@@ -120,17 +120,13 @@ class AlgorithmConfig(Section):
     teacher: Text | None = key(None, "model with the same tokenizer to learn from (advantage: distill)")
     normalize_std: bool = key(True, "divide a group's advantages by their standard deviation (advantage: group)")
     combine_rewards: Literal["sum", "normalize_then_sum"] = key(
-        "sum",
-        "several reward functions",
-        sum="their weighted sum is the reward",
-        normalize_then_sum="each is made relative to its group first (GDPO)",
-    )
+        "sum", "several reward functions",
+        sum="their weighted sum is the reward", normalize_then_sum="each is made relative to its group first (GDPO)",
+    )  # fmt: skip
     credit: Literal["outcome", "turns"] = key(
-        "outcome",
-        "what of an episode is rewarded",
-        outcome="all of it, by one reward",
-        turns="each turn, by its own rewards and those of later turns",
-    )
+        "outcome", "what of an episode is rewarded",
+        outcome="all of it, by one reward", turns="each turn, by its own rewards and those of later turns",
+    )  # fmt: skip
     gamma: Share = key(1.0, "discount of rewards from turn to turn, or from token to token where those count")
     gae_lambda: Share = key(0.95, "lambda of generalised advantage estimation (advantage: gae)")
 
@@ -174,11 +170,9 @@ class AlgorithmConfig(Section):
         1.0, "prompts sampled for each group that is wanted; surplus groups are dropped"
     )
     at_bound: Literal["fewer", "fill"] = key(
-        "fewer",
-        "after the last round, if groups are still missing",
-        fewer="train on those there are",
-        fill="fill up with groups whose rewards are all equal",
-    )
+        "fewer", "after the last round, if groups are still missing",
+        fewer="train on those there are", fill="fill up with groups whose rewards are all equal",
+    )  # fmt: skip
     drop_zero_variance: bool = key(False, "leave groups whose rewards are all equal out of the loss")
     overlong_filter: bool = key(False, "learn nothing from answers that were cut off")
     overlong_margin: Share | None = key(

@@ -4,11 +4,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from tests.conftest import ROOT
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.aggregation import AGGREGATIONS
+from trainer.algorithms.kl import ESTIMATORS
+from trainer.algorithms.losses import LEVELS, LOSSES
 from trainer.cli import describe_keys, split_overrides
+from trainer.config.algorithm import PRESETS
 from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
@@ -150,6 +156,27 @@ def test_every_key_is_explained_once() -> None:
     assert "--sampling.top_k  int = -1" in text
     assert "--engine.dtype  float32|bfloat16|null = null" in text
     assert "--model.path  text, required" in text
+
+
+def test_every_value_is_explained() -> None:
+    """Those of a fixed set, and the names in a table; each is a line of its own below its key."""
+
+    def values(annotation: Any) -> set[str]:
+        if get_origin(annotation) is Literal:
+            return set(map(str, get_args(annotation)))
+        return set().union(*(values(part) for part in get_args(annotation) if not isinstance(part, str)))
+
+    text = describe_keys(100)
+    entries = {entry.split()[0]: entry for entry in text.split("\n  --")[1:]}
+    for key, field in known_keys():
+        for value in values(field.annotation) if "." in key else ():
+            assert re.search(rf"\n {{10}}{value}: \S", entries[key]), (key, value)
+    tables = {"preset": PRESETS, "advantage": ADVANTAGES, "loss": LOSSES, "aggregation": AGGREGATIONS}
+    tables |= {"kl_estimator": ESTIMATORS, "ratio_level": LEVELS, "tis_level": LEVELS, "keep_level": LEVELS}
+    for name, table in tables.items():
+        for value, record in table.items():
+            assert f"\n          {value}: {record.meaning[:40]}" in entries[f"algorithm.{name}"]
+    assert '--algorithm.loss  clip|cispo|sapo|reinforce|file.py:fn = "clip"' in text
 
 
 def test_the_command_line_loads_no_torch() -> None:

@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.learning import Learner
 from trainer.types import MicroBatch
 
-EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
+EXAMPLES = Path(__file__).parents[4] / "scripts" / "examples"
 TAPERED = f"{EXAMPLES}/tapered_loss.py:tapered"
 MEDIAN = f"{EXAMPLES}/median_baseline.py:median_baseline"
 

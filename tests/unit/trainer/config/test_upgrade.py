@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.unit.test_old_checkpoint import SAVED
+from tests.unit.trainer.run.test_old_checkpoint import SAVED
 from trainer.cli import main
 from trainer.config.recipe import known_keys, load_config
 from trainer.config.renamed import RENAMED, Renamed
