@@ -1,11 +1,17 @@
 """Both ends of the weight path: sources and plan in the trainer, receiver in the vLLM worker, one manager over them.
 
-Names are loaded on first use: `worker_extension` is imported inside vLLM's workers, which need none of the trainer's
+Names are loaded on first use: the worker extension is imported inside vLLM's workers, which need none of the trainer's
 side.
 """
 
 from importlib import import_module
 from typing import Any
+
+WORKER_EXTENSION = "sharding.worker.extension.VllmInternalWorkerExtension"
+"""For `EngineSettings.worker_extension`: vLLM takes the class by its import path."""
+
+SHARING_WORKER = "sharding.worker.sharing_worker.SharingWorker"
+"""For `EngineSettings.worker_class`, on CUDA, where the trainer computes with the engine's weights."""
 
 _HOMES = {
     "BucketPlan": "send.plan",
@@ -15,10 +21,12 @@ _HOMES = {
     "StorageWriter": "apart.storage",
     "StreamSource": "send.source",
     "SyncError": "wire.channel",
+    "SyncSettings": "send.push",
     "VllmInternalWorkerExtension": "worker.extension",
     "WeightSource": "send.source",
+    "differences": "wire.manifest",
 }
-__all__ = sorted(_HOMES)
+__all__ = sorted(["SHARING_WORKER", "WORKER_EXTENSION", *_HOMES])
 
 
 def __getattr__(name: str) -> Any:

@@ -11,18 +11,16 @@ import math
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine, Leader, WorkerError
 from generation.engine.sampling import NotFiniteError
 from generation.engine.settings import LEAST_MODEL_LEN
-from generation.engine.thread import EngineThread
 from sharding.ranks import RemoteError, agree, agreed, exchange, gone, rank
 from sharding.send.plan import BucketPlan
 from sharding.send.push import AdapterFormat, Link, SyncReport, SyncSettings, announce, different_weights, push
@@ -37,6 +35,9 @@ from sharding.worker.sharing import open_shared
 PROBE_TOKENS = LEAST_MODEL_LEN - 1
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Largest mean gap (nats) of the log-probability probe; a stale or misplaced weight is off by more than 1."""
+
+ABORT_SECONDS = 5.0
+"""Longest wait for workers to leave an update that failed; they answer at once, unless they hang."""
 
 Probe = tuple[list[int], list[float]]
 """Token ids, and the policy's log-probability (nats) of each but the first."""
@@ -63,14 +64,6 @@ class VersionedPolicy(Tenant, Protocol):
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`. Collective: all ranks call it."""
-
-
-@dataclass
-class Leader:
-    """An engine and the thread it lives on, as the first rank of an engine group holds them."""
-
-    engine: VllmAsyncGenerationWorker
-    thread: EngineThread
 
 
 class ShardingManager:
@@ -144,7 +137,7 @@ class ShardingManager:
         self._make_room(policy, weights=False)
         self._make_room(*others, weights=True)
         with self._timed("wake"):
-            self._lead("waking the weights", lambda engine: engine.wake_up_async(["weights"]))
+            self._lead("waking the weights", lambda engine: engine.wake(["weights"]))
         with self._timed("sync"):
             self._sync(policy.version)
             if self._compute_in is not None and not self._in_place:
@@ -152,7 +145,7 @@ class ShardingManager:
         probe = self._probe(policy)
         self._make_room(policy, weights=True)
         with self._timed("wake"):
-            self._lead("waking the KV cache", lambda engine: engine.wake_up_async(["kv_cache"]))
+            self._lead("waking the KV cache", lambda engine: engine.wake(["kv_cache"]))
         if probe is not None:
             self._compare(probe)
 
@@ -163,7 +156,7 @@ class ShardingManager:
         """
         level = 2 if self._adapter is None and self._compute_in is None else 1
         with self._timed("sleep"):
-            self._lead("putting the engine to sleep", lambda engine: engine.sleep_async(level))
+            self._lead("putting the engine to sleep", lambda engine: engine.sleep(level))
         with self._timed("onload"):
             for tenant in self._tenants:
                 tenant.restore()
@@ -189,7 +182,7 @@ class ShardingManager:
         yield
         self.report.seconds[phase] = self.report.seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def _lead(self, phase: str, action: Callable[[VllmAsyncGenerationWorker], Coroutine[Any, Any, Any]]) -> None:
+    def _lead(self, phase: str, action: Callable[[Engine], Coroutine[Any, Any, Any]]) -> None:
         """Let leaders run a coroutine on their engine's thread; all ranks wait for all leaders."""
         with agreed(phase):
             if self._leader is not None:
@@ -197,7 +190,7 @@ class ShardingManager:
 
     def _sync(self, version: int) -> None:
         self._session += 1
-        call = self._start_receiving()
+        call = self._start_receiving(version)
         timeout = self._settings.timeout
         link = Link(self._channel, self._session, timeout, lambda: _raise_if_dead(call), self._device_id)
         try:
@@ -211,14 +204,19 @@ class ShardingManager:
                 raise RemoteError(f"rank {rank()} lost contact with {whom} during a weight update: {error}") from error
             raise
 
-    def _start_receiving(self) -> "Future[Any] | None":
+    def _start_receiving(self, version: int) -> "Future[Any] | None":
         """Leaders: from here on the engine holds no version, and its workers wait for weights."""
         with agreed("starting the update"):
             if self._leader is None:
                 return None
-            engine, timeout = self._leader.engine, self._settings.timeout
-            engine.state.begin_sync()
-            return self._leader.thread.submit(engine.call_workers("update_weights_via_ipc_zmq", self._session, timeout))
+            return self._leader.thread.submit(self._receive(self._leader.engine, version))
+
+    async def _receive(self, engine: Engine, version: int) -> list[dict[str, Any]]:
+        """On the leader's engine: one update. When it ends well, the engine holds `version`."""
+        session, timeout = self._session, self._settings.timeout
+        outcomes = await engine.receive("update_weights_via_ipc_zmq", session, timeout, version=version)
+        engine.adapter = None if self._adapter is None else session
+        return outcomes
 
     def _send(self, link: Link, version: int, check: DigestCheck) -> list[str]:
         """Returns the weights that a worker does not hold as the ranks do."""
@@ -301,19 +299,14 @@ class ShardingManager:
             if self._leader is not None and call is not None:
                 outcomes = call.result(self._settings.timeout)
                 self.report.ordinary = _together([outcome.get("ordinary") for outcome in outcomes])
-                self._leader.engine.state.finish_sync(version)
-                self._leader.engine.adapter = None if self._adapter is None else self._session
-        self._lead("resetting the prefix cache", lambda engine: engine.reset_prefix_cache_async())
 
     def _share(self, compute_in: Callable[[dict[str, torch.Tensor]], None]) -> None:
         """Have the trainer compute in the engine's memory, which holds its weights by now."""
         self._free_staging()
         with agreed("sharing the engine's weights"):
             assert self._leader is not None
-            engine, timeout = self._leader.engine, self._settings.timeout
-            shared = self._leader.thread.run(engine.call_workers("hotbunk_share_weights"), timeout, "sharing weights")
-            if shared[0]["error"]:
-                raise SyncError(shared[0]["error"])
+            asking = self._leader.engine.ask_workers("hotbunk_share_weights")
+            shared = self._leader.thread.run(asking, self._settings.timeout, "sharing weights")
             compute_in(open_shared(shared[0]["handle"], shared[0]["places"], self._parameters, self._device))
             self._wait_for_own_writes()
         self._in_place = True
@@ -322,10 +315,11 @@ class ShardingManager:
         """Get the workers out of their receive loops; the engine stays without a version until a complete sync."""
         link.abort()
         self._in_place = False  # the next update brings every weight, and shares them again
+        if call is not None:
+            wait([call], ABORT_SECONDS)
+            call.cancel()
         if self._leader is not None:
             self._leader.engine.state.fail_sync()
-        if call is not None:
-            call.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._free_staging()
 
     def _free_staging(self) -> None:
@@ -373,7 +367,9 @@ class ShardingManager:
 
 def _raise_if_dead(call: "Future[Any] | None") -> None:
     """Called while waiting for a worker: a call that ended early means that the engine, or its worker, is gone."""
-    if call is not None and call.done() and (error := call.exception()) is not None:
+    if call is None or not call.done() or (error := call.exception()) is None:
+        return
+    if not isinstance(error, WorkerError):  # what a worker complains of, it tells its rank itself
         raise SyncError(f"the engine died during a weight update: {type(error).__name__}: {error}") from error
 
 

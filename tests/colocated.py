@@ -7,30 +7,25 @@ from typing import Any, Self
 import torch
 from transformers import AutoModelForCausalLM
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine, Leader
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
-from generation.engine.thread import EngineThread
 from generation.exact_ids import Generation
-from sharding.manager import Leader, ShardingManager, SyncSettings
+from sharding import WORKER_EXTENSION
+from sharding.manager import ShardingManager, SyncSettings
 from sharding.send.source import FsdpWeightSource
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 
-def start_engine(folder: Path | str, plain: bool = True, **settings: object) -> Leader:
+def start_engine(folder: Path | str, plain: bool = True, kind: type[Engine] = Engine, **settings: object) -> Leader:
     """An engine for the model in `folder`, awake, of no version; on CPU unless `device_indices` is given."""
     defaults: dict[str, object] = {"max_model_len": 256, "kv_cache_bytes": 64 << 20, "max_num_seqs": 32}
-    thread = EngineThread()
-    engine = VllmAsyncGenerationWorker(
-        EngineSettings(model=str(folder), plain_cpu_weights=plain, **(defaults | settings))  # type: ignore[arg-type]
-    )
-    thread.run(engine.start(), 120, "starting a test engine")
-    return Leader(engine, thread)
+    own: Any = {"plain_cpu_weights": plain, "worker_extension": WORKER_EXTENSION} | defaults | settings
+    return Leader.start(kind(EngineSettings(model=str(folder), **own)), 120)
 
 
 def stop(leader: Leader) -> None:
-    leader.engine.close()
-    leader.thread.close()
+    leader.close()
 
 
 class HfPolicy:

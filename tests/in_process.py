@@ -6,12 +6,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from sharding.manager import Leader, ShardingManager
+from generation.engine.engine import Engine, Leader
+from generation.engine.settings import EngineSettings
+from sharding.manager import ShardingManager
 from sharding.send.push import SyncSettings
 from sharding.send.source import ShardedSource
 from sharding.worker import extension
@@ -67,23 +68,28 @@ class Worker(extension.VllmInternalWorkerExtension):
         return self.model
 
 
-class Engine:
-    """What an engine is to the manager, with one worker."""
+class IdleLLM:
+    """An AsyncLLM without requests."""
 
-    state = mock.MagicMock()
-    adapter = None
+    errored = False
+
+    def get_num_unfinished_requests(self) -> int:
+        return 0
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+
+class OneWorker(Engine):
+    """An engine with one worker, in this process."""
 
     def __init__(self, worker: Worker) -> None:
+        super().__init__(EngineSettings("none", 64))
+        self._llm = IdleLLM()  # type: ignore[assignment]
         self.worker = worker
 
-    async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
-        outcome = getattr(self.worker, method)(*arguments)
-        if outcome is not None and outcome["error"]:
-            raise RuntimeError(outcome["error"])
-        return [outcome]
-
-    async def reset_prefix_cache_async(self) -> None:
-        pass
+    async def call_workers(self, method: str, *arguments: Any, **_: Any) -> list[Any]:
+        return [getattr(self.worker, method)(*arguments)]
 
 
 class Thread:
@@ -112,7 +118,7 @@ class InProcess:
             torch.device("cpu"),
             SyncSettings(**({"verify": "full", "timeout": 20} | settings)),
             folder,
-            leader=Leader(Engine(self.worker), Thread()),  # type: ignore[arg-type]
+            leader=Leader(OneWorker(self.worker), Thread()),  # type: ignore[arg-type]
         )
         self.manager.connect()
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine, Leader
 from generation.rollouts.client import CapturingServer
-from sharding.manager import Leader, ShardingManager, SyncSettings
+from sharding.manager import ShardingManager, SyncSettings
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
 from trainer.config.machine import resolve_device
 from trainer.config.schema import ModelConfig, TrainConfig
@@ -24,7 +24,7 @@ from trainer.policy.lora import BaseOfPolicy, adapter_format, add_adapters, fact
 from trainer.run import processes
 
 
-async def start_server(engine: VllmAsyncGenerationWorker, **settings: Any) -> CapturingServer:
+async def start_server(engine: Engine, **settings: Any) -> CapturingServer:
     """The server that clients of rollouts talk to (level 6); `settings` are those of `ServerSettings`."""
     from generation.server import OpenAIServer, ServerSettings  # with vLLM's web framework, for level 6 only
 

@@ -1,20 +1,22 @@
 """The engine of an engine group: what it is started with, and its start on the group's leader."""
 
 import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine, Leader
 from generation.engine.logits.factories import engine_arguments, uses_v2
 from generation.engine.sampling import SamplingSettings
-from generation.engine.settings import EngineSettings
-from generation.engine.thread import EngineThread
-from sharding.manager import Leader
+from generation.engine.settings import EngineSettings, cpu_places
+from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.ranks import rank
 from trainer.config.schema import EngineConfig, HeldOutConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.policy.hf_format import resolve_folder
+from trainer.run import processes
 
 
 def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
@@ -22,8 +24,8 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
     engine, size = config.engine, config.engine.tensor_parallel_size
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = sorted(os.sched_getaffinity(0))
-    group = [local_rank + k for k in range(size)]
+    group = range(local_rank, local_rank + size)
+    places = cpu_places(group, local_ranks)
     return EngineSettings(
         model=str(resolve_folder(config.model.path)),
         tokenizer=config.model.tokenizer,
@@ -40,11 +42,13 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         shared_weights=config.sync.zero_copy,
         trust_remote_code=config.model.trust_remote_code,
         device_indices=tuple(group) if on_cuda else (),
-        cpu_threads=max(1, len(cores) // local_ranks),
-        cpu_cores=tuple(cores[k % len(cores)] for k in group) if size > 1 and not on_cuda else (),
+        cpu_threads=places["cpu_threads"],
+        cpu_cores=() if on_cuda else places["cpu_cores"],
         plain_cpu_weights=engine.plain_cpu_weights,
         fp32_head=config.policy.fp32_head,
         lora_rank=config.lora.rank if config.lora.engines_apply else 0,
+        worker_extension=WORKER_EXTENSION,
+        worker_class=SHARING_WORKER if config.sync.zero_copy and on_cuda else None,
         extra=_vllm_arguments(engine, on_cuda),
     )
 
@@ -69,24 +73,40 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
     """On the first rank of each engine group: start the engine. None on the other ranks."""
     if rank() % config.engine.tensor_parallel_size:
         return None
-    thread = EngineThread()
-    engine = VllmAsyncGenerationWorker(engine_settings(config, on_cuda))
+    return _start(engine_settings(config, on_cuda), config.engine.start_timeout_s)
+
+
+def _start(settings: EngineSettings, timeout: float) -> Leader:
     try:
-        thread.run(engine.start(), config.engine.start_timeout_s, f"starting the engine for {config.model.path}")
-    except (ValueError, TimeoutError) as error:  # what vLLM says of settings it does not take
-        stop_engine(Leader(engine, thread))
+        return Leader.start(Engine(settings), timeout)
+    except (ValueError, TimeoutError) as error:  # vLLM's own complaint about its settings
         raise UserError(f"the engine does not start with these settings of engine and model: {error}") from error
-    except BaseException:
-        stop_engine(Leader(engine, thread))
-        raise
-    return Leader(engine, thread)
 
 
 def stop_engine(leader: Leader | None) -> None:
     """Stop the engine's processes and its thread."""
     if leader is not None:
-        leader.engine.close()
-        leader.thread.close()
+        leader.close()
+
+
+def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader], int], timeout: float = 600.0) -> int:
+    """Run a command's job on an engine that holds a checkpoint's weights, and stop the engine.
+
+    Returns:
+        The job's exit status; 2, with a sentence on stderr, for mistakes that the user can mend.
+    """
+    processes.install_signal_handlers(lambda: command)
+    print(f"starting vLLM with {settings.model}", file=sys.stderr)
+    leader = None
+    try:
+        leader = _start(settings, timeout)
+        leader.engine.state.adopt_checkpoint(0)
+        return job(leader)
+    except (UserError, ValueError) as error:  # also a prompt that is too long, or a port that is taken
+        print(f"hotbunk: {error}", file=sys.stderr)
+        return 2
+    finally:
+        stop_engine(leader)
 
 
 def training_sampling(config: TrainConfig, stop_token_ids: list[int]) -> SamplingSettings:

@@ -11,6 +11,7 @@ import msgspec
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from generation.engine.engine import Leader
 from generation.engine.sampling import NotFiniteError
 from generation.importing import load
 from generation.rollouts.agent import Agent, environment_rollout, environment_tools, inline_rollout, tool_rollout
@@ -21,7 +22,6 @@ from generation.rollouts.sampler import Sampler, make_sampler, sample_batch
 from generation.rollouts.sampler_llm import prompt_batch
 from generation.rollouts.tools import ToolLimits, ToolRunner, call_parser, make_tool, tools_by_name
 from generation.trajectory import Trajectory, by_episode, checked_reward
-from sharding.manager import Leader
 from sharding.ranks import agreed, all_to_all_bytes, exchange, world_size
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.data import Prompt, prompt_messages

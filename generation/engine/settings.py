@@ -1,10 +1,12 @@
 """What one engine is started with."""
 
 import ast
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks of adapters that vLLM makes room for; a smaller one leaves part of it empty."""
@@ -86,9 +88,12 @@ class EngineSettings:
         plain_cpu_weights: keep weights on CPU in the layout of the checkpoint instead of packed for oneDNN: in-place
             updates, as on CUDA; faster for models of a few million parameters, slower from about 100 million on.
         sleep: free the engine's memory while the trainer works.
-        shared_weights: the trainer computes with this engine's weights (`sharding.worker.sharing`): they cannot sleep.
+        shared_weights: the trainer computes with this engine's weights: they cannot sleep.
         fp32_head: compute logits in float32 whatever `dtype` is.
         lora_rank: answer with a LoRA adapter of at most this rank, once the trainer has sent one; 0: none.
+        worker_extension: import path of the class that vLLM adds to its workers, such as `sharding.WORKER_EXTENSION`.
+            Weight updates, and sleep on CPU, need one; None: there are neither.
+        worker_class: import path of a class in place of vLLM's worker; None: vLLM's own.
         extra: further vLLM engine arguments, by vLLM's own names.
     """
 
@@ -112,10 +117,67 @@ class EngineSettings:
     plain_cpu_weights: bool = False
     fp32_head: bool = False
     lora_rank: int = 0
-    worker_extension: str = "sharding.worker.extension.VllmInternalWorkerExtension"
+    worker_extension: str | None = None
+    worker_class: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_vllm(cls, arguments: Mapping[str, Any], **own: Any) -> Self:
+        """Settings from engine arguments by vLLM's names, of which None says nothing.
+
+        Args:
+            arguments: those without a field here become `extra`.
+            own: fields by their own names.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None}
+        fields = {_VLLM_NAMES[name]: value for name, value in given.items() if name in _VLLM_NAMES}
+        extra = {name: value for name, value in given.items() if name not in _VLLM_NAMES}
+        return cls(**(fields | own), extra=extra)
 
     @property
     def on_cpu(self) -> bool:
         """Whether this engine runs on the CPU build."""
         return not self.device_indices
+
+
+_VLLM_NAMES = {
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "worker_extension_cls": "worker_extension",
+    "worker_cls": "worker_class",
+    **{
+        name: name
+        for name in (
+            "model",
+            "tokenizer",
+            "dtype",
+            "max_model_len",
+            "tensor_parallel_size",
+            "max_num_seqs",
+            "gpu_memory_utilization",
+            "enforce_eager",
+            "load_format",
+            "seed",
+            "trust_remote_code",
+        )
+    },
+}
+"""vLLM's engine arguments that `EngineSettings` has fields for, and the fields' names."""
+
+
+def cpu_places(workers: Sequence[int], processes: int) -> dict[str, Any]:
+    """`cpu_threads` and `cpu_cores` of an engine on CPU, within the cores that this process may use.
+
+    Args:
+        workers: the numbers of the engine's workers among all of the machine's; worker k gets core k.
+        processes: how many share the cores.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    bound = tuple(cores[k % len(cores)] for k in workers) if len(workers) > 1 else ()
+    return {"cpu_threads": max(1, len(cores) // processes), "cpu_cores": bound}
+
+
+def kv_elements(config: Mapping[str, Any]) -> int:
+    """Keys and values that one token adds to the cache, from a model's config.json."""
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    return int(2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PLAIN_WEIGHTS_VARIABLE = "HOTBUNK_PLAIN_CPU_WEIGHTS"
-"""Read by `sharding.worker.extension` when vLLM imports it, before the model is built."""
+"""Read by the worker extension when vLLM imports it, before the model is built."""
 
 FORK_VARIABLE = "HOTBUNK_FORK_ENGINE"
 """Set to 1 by tests: the engine core is forked instead of spawned, which saves the 5 s of its imports. Only on CPU,
@@ -149,9 +149,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "trust_remote_code": settings.trust_remote_code,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": settings.worker_extension,
-        "enable_sleep_mode": settings.sleep
-        and not settings.on_cpu,  # refused there (vllm/platforms/interface.py); the worker extension sleeps instead
+        "worker_extension_cls": settings.worker_extension or "",
+        # The CPU platform refuses it (vllm/platforms/interface.py); the worker extension sleeps instead.
+        "enable_sleep_mode": settings.sleep and not settings.on_cpu,
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "disable_log_stats": True,
         "enable_prefix_caching": True,
@@ -167,8 +167,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # vLLM's own choice for an AsyncLLM is 2048 (vllm/engine/arg_utils.py, get_batch_defaults), of which every
         # sequence that is being decoded takes one.
         arguments["max_num_batched_tokens"] = max(8192, settings.max_num_seqs)
-    if settings.shared_weights and not settings.on_cpu:
-        arguments["worker_cls"] = "sharding.worker.sharing_worker.SharingWorker"
+    if settings.worker_class is not None:
+        arguments["worker_cls"] = settings.worker_class
     if settings.lora_rank:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
@@ -185,11 +185,13 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
 
     Raises:
         ImportError: this vLLM is not one of those supported.
-        ValueError: it is built for the other kind of device, or an entry of `settings.extra` is not an engine argument.
+        ValueError: it is built for the other kind of device, a class for its workers is not there, or an entry of
+            `settings.extra` is not an engine argument.
     """
     with started_with(settings):
         check_version()
         check_build(settings)
+        check_worker_classes(settings)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -203,7 +205,7 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
         if _may_fork(settings):
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vllm/platforms/cpu.py has just forced "spawn"
             # Imported anew in the child, it goes by the child's environment.
-            sys.modules.pop(settings.worker_extension.rpartition(".")[0], None)
+            sys.modules.pop((settings.worker_extension or "").rpartition(".")[0], None)
         with inheritance_untouched():
             return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=True)
 
@@ -419,4 +421,21 @@ def check_build(settings: EngineSettings) -> None:
         raise ValueError(
             f"this engine was given CUDA devices {list(settings.device_indices)}, but the installed vLLM is built for "
             "CPUs: install the build for CUDA with HOTBUNK_DEVICE=cuda bash scripts/setup.sh, or set run.device to cpu"
+        )
+
+
+def check_worker_classes(settings: EngineSettings) -> None:
+    """Raise ValueError where a class for the workers is not there, or an engine on CPU has none to sleep by."""
+    for name in ("worker_extension", "worker_class"):
+        if (path := getattr(settings, name)) is not None:
+            try:
+                found = find_spec(path.rpartition(".")[0])
+            except (ImportError, ValueError):
+                found = None
+            if found is None:
+                raise ValueError(f"{name} is {path!r}, but its module is not here: name it as package.module.Class")
+    if settings.sleep and settings.on_cpu and settings.worker_extension is None:
+        raise ValueError(
+            "on CPU an engine sleeps by its worker extension, and this one has none: set worker_extension "
+            "(worker_extension_cls) to sharding.WORKER_EXTENSION, or sleep (colocated) to false"
         )

@@ -87,8 +87,8 @@ class ClientRollout:
             raise TimeoutError(f"the client did not finish within {self._timeout_s:g} s") from error
         finally:
             lost, trajectories = server.lost_keys(key), server.take(key)
-            if llm.engine.engine.errored:  # the client has only seen some request fail
-                llm.fatal = llm.engine.engine.dead_error
+            if llm.engine.llm.errored:  # the client has only seen some request fail
+                llm.fatal = llm.engine.llm.dead_error
         if lost:
             raise LostKey(f"the client lost its key: {lost} of its requests came without the api_key it was given")
         if not trajectories:

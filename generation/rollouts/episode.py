@@ -16,7 +16,7 @@ from generation.trajectory import Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from generation.engine.engine import VllmAsyncGenerationWorker
+    from generation.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PolicyLLM:
 
     def __init__(
         self,
-        engine: "VllmAsyncGenerationWorker",
+        engine: "Engine",
         tokenizer: "PreTrainedTokenizerBase",
         settings: RolloutSettings,
         prompt_index: int,

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine
 from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction, RolloutSettings, one_shot
 from generation.rollouts.user_code import contained, described
 from generation.trajectory import Trajectory, check_rewards
@@ -42,7 +42,7 @@ class EpisodeSetup:
 
 
 async def rollout(
-    engine: VllmAsyncGenerationWorker,
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     settings: RolloutSettings,
     claim: Claim,

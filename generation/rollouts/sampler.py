@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import RequestOutput
 
-    from generation.engine.engine import VllmAsyncGenerationWorker
+    from generation.engine.engine import Engine
 
 Sampler = Callable[[Any, Any, Any], Any]
 """A sampler as it is called: (llm, prompts, sampling_params) -> one result for each prompt, or an awaitable of them."""
@@ -114,7 +114,7 @@ def make_sampler(found: Any, kwargs: Mapping[str, Any] | None = None) -> Sampler
 
 
 async def sample_batch(
-    engine: "VllmAsyncGenerationWorker",
+    engine: "Engine",
     tokenizer: "PreTrainedTokenizerBase",
     sampler: Sampler,
     batch: Sequence[PromptText],

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import RequestOutput, SamplingParams
 
-    from generation.engine.engine import VllmAsyncGenerationWorker
+    from generation.engine.engine import Engine
 
     _Work = Coroutine[Any, Any, list[RequestOutput]]
 
@@ -207,7 +207,7 @@ class SamplerLLM:
 
     def __init__(
         self,
-        engine: "VllmAsyncGenerationWorker",
+        engine: "Engine",
         tokenizer: "PreTrainedTokenizerBase",
         settings: RolloutSettings,
         loop: asyncio.AbstractEventLoop,

@@ -11,7 +11,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine
 from generation.server.bodies import (
     Answer,
     Body,
@@ -40,7 +40,7 @@ class Gate:
     def __init__(
         self,
         app: ASGIApp,
-        worker: VllmAsyncGenerationWorker,
+        worker: Engine,
         settings: ServerSettings,
         conversations: Conversations,
         limits: Limits,

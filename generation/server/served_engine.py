@@ -5,7 +5,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
 from generation.engine.vllm_compat import request_errors, told_error
@@ -32,7 +32,7 @@ class ServedEngine:
 
     def __init__(
         self,
-        worker: VllmAsyncGenerationWorker,
+        worker: Engine,
         tokenizer: Any,
         eos_token_ids: tuple[int, ...],
         limits: Limits,
@@ -42,7 +42,7 @@ class ServedEngine:
         self._limits, self._conversations = limits, conversations
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker.engine, name)
+        return getattr(self._worker.llm, name)
 
     def check(self, request: Any) -> None:
         """Look at a request that vLLM has parsed, before anything is done for it, and fill in what it leaves open."""
@@ -134,10 +134,10 @@ def _told(call: Call) -> Iterator[None]:
         raise
 
 
-def check_ready(worker: VllmAsyncGenerationWorker, call: Call) -> int:
+def check_ready(worker: Engine, call: Call) -> int:
     """The version of the weights that will answer. Refuses with 503 while there is none, or not the one asked for."""
     try:
-        if worker.engine.errored:
+        if worker.llm.errored:
             raise EngineStateError("the engine has died")
         version = worker.state.usable_version()
         if call.conversation is not None and call.conversation.policy_version is not None:

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, Any, Self
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings
 from generation.engine.vllm_compat import build_openai_app
 from generation.server.bodies import Limits, error_response, sentence_of
@@ -42,7 +42,7 @@ class OpenAIServer:
         self._task = asyncio.ensure_future(self._serve())
 
     @classmethod
-    async def start(cls, worker: VllmAsyncGenerationWorker, settings: ServerSettings | None = None) -> Self:
+    async def start(cls, worker: Engine, settings: ServerSettings | None = None) -> Self:
         """Serve a running engine; returns when requests are answered.
 
         Raises:
@@ -134,16 +134,16 @@ class OpenAIServer:
 
 
 async def _application(
-    worker: VllmAsyncGenerationWorker, settings: ServerSettings, local: bool
+    worker: Engine, settings: ServerSettings, local: bool
 ) -> tuple[Gate, Any, Conversations]:
     """vLLM's application on the engine: behind the gate, and by itself; and the conversations that it captures."""
     from fastapi.exceptions import RequestValidationError
 
     if worker.settings.extra.get("skip_tokenizer_init"):
         raise ValueError("an OpenAI server needs the engine's tokenizer: leave skip_tokenizer_init out")
-    tokenizer = worker.engine.get_tokenizer()
+    tokenizer = worker.llm.get_tokenizer()
     conversations = Conversations(tokenizer, settings.eos_token_ids, settings.max_conversations)
-    config = worker.engine.model_config
+    config = worker.llm.model_config
     limits = Limits(settings.max_choices, settings.max_answers, config.max_model_len, config.get_vocab_size())
     engine = ServedEngine(worker, tokenizer, settings.eos_token_ids, limits, conversations)
     names = settings.model_name, worker.settings.model

@@ -21,10 +21,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
+from generation.engine.engine import Leader
 from generation.engine.settings import EngineSettings
-from generation.engine.thread import EngineThread
-from sharding.manager import Leader, ShardingManager, SyncSettings
+from sharding import SHARING_WORKER, WORKER_EXTENSION
+from sharding.manager import ShardingManager, SyncSettings
 from sharding.send.source import FsdpWeightSource
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.distributed import destroy_process_group, init_process_group
@@ -130,8 +131,9 @@ def random_policy(
 def start_engine(folder: Path, device: torch.device, extra: dict[str, Any] | None = None, **settings: Any) -> Leader:
     """An engine with random weights of its own, as this rank's leader holds it; `extra` are arguments of vLLM's."""
     defaults = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_bytes": 256 << 20}
-    defaults |= {"cpu_threads": torch.get_num_threads()}
-    thread = EngineThread()
+    defaults |= {"cpu_threads": torch.get_num_threads(), "worker_extension": WORKER_EXTENSION}
+    if settings.get("shared_weights") and device.type == "cuda":
+        defaults["worker_class"] = SHARING_WORKER
     engine = VllmAsyncGenerationWorker(
         EngineSettings(
             model=str(folder),
@@ -141,8 +143,7 @@ def start_engine(folder: Path, device: torch.device, extra: dict[str, Any] | Non
             **(defaults | settings),
         )
     )
-    thread.run(engine.start(), TIMEOUT, "starting the engine")
-    return Leader(engine, thread)
+    return Leader.start(engine, TIMEOUT)
 
 
 def ask_worker(leader: Leader, method: str, *args: Any) -> Any:

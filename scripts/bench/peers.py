@@ -16,7 +16,7 @@ import torch
 from common import TIMEOUT, ask_worker, seconds, total
 from torch.distributed.tensor import DTensor
 
-from sharding.manager import Leader
+from generation.engine.engine import Leader
 from sharding.send.plan import BucketPlan
 from sharding.send.source import FsdpWeightSource
 from sharding.wire.channel import Listener
@@ -117,7 +117,7 @@ class VllmIpc:
 
         request = WeightTransferInitRequest(init_info={"packed": True} if packed_at_start() else {})
         self.leader.thread.run(
-            self.leader.engine.engine.init_weight_transfer_engine(request), TIMEOUT, "vLLM's IPC engine"
+            self.leader.engine.llm.init_weight_transfer_engine(request), TIMEOUT, "vLLM's IPC engine"
         )
         times = seconds(
             lambda: self.leader.thread.run(self.update(), TIMEOUT, "vLLM's IPC engine"), rounds, self.device
@@ -134,7 +134,7 @@ class VllmIpc:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
-        engine, uuid = self.leader.engine.engine, str(torch.cuda.get_device_properties(self.device).uuid)
+        engine, uuid = self.leader.engine.llm, str(torch.cuda.get_device_properties(self.device).uuid)
         gathered = ((name, whole(weight, self.dtype)) for name, weight in self.weights)
         self.chunks = 0
         await engine.start_weight_update()

@@ -36,7 +36,7 @@ from common import (
     write_config,
 )
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings, sample_seed, vllm_sampling_params
 from generation.rollouts.run import RolloutSettings, rollout
 from generation.trajectory import Trajectory
@@ -45,7 +45,7 @@ Tokens = dict[tuple[int, int], list[int]]
 """(prompt, sample) -> what was sampled."""
 
 
-async def bare(engine: VllmAsyncGenerationWorker, prompts: list[list[int]], settings: RolloutSettings) -> Tokens:
+async def bare(engine: Engine, prompts: list[list[int]], settings: RolloutSettings) -> Tokens:
     """vLLM by itself."""
 
     async def one(prompt: int, sample: int) -> list[int]:
@@ -60,7 +60,7 @@ async def bare(engine: VllmAsyncGenerationWorker, prompts: list[list[int]], sett
     return dict(zip(places, await asyncio.gather(*(one(*place) for place in places)), strict=True))
 
 
-async def ours(engine: VllmAsyncGenerationWorker, prompts: list[list[int]], settings: RolloutSettings) -> Tokens:
+async def ours(engine: Engine, prompts: list[list[int]], settings: RolloutSettings) -> Tokens:
     """The training loop's way."""
     unclaimed = iter(range(len(prompts)))
 
@@ -89,9 +89,7 @@ class Round:
         return [self.speed("bare"), self.speed("ours"), self.speed("ours") / self.speed("bare"), equal]
 
 
-async def compare(
-    engine: VllmAsyncGenerationWorker, prompts: list[list[int]], options: argparse.Namespace
-) -> list[Round]:
+async def compare(engine: Engine, prompts: list[list[int]], options: argparse.Namespace) -> list[Round]:
     """Both ways in every round; the first round does not count."""
     rounds = []
     for step in range(options.rounds + 1):
@@ -99,7 +97,7 @@ async def compare(
         settings = RolloutSettings(options.group, sampling, policy_version=0, seed=0, step=step)
         current = Round({}, {})
         for way in (bare, ours) if step % 2 else (ours, bare):
-            await engine.reset_prefix_cache_async()
+            await engine.reset_prefix_cache()
             start = time.perf_counter()
             sampled = await way(engine, prompts, settings)
             current.seconds[way.__name__] = time.perf_counter() - start

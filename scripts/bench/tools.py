@@ -25,7 +25,7 @@ from common import command_line, median, save, show, start, start_engine, this_d
 from make_tiny import make_tiny_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.agent import Agent, tool_rollout
 from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
@@ -55,7 +55,7 @@ def make_agent(tokenizer: PreTrainedTokenizerBase, seconds: float) -> Agent:
 
 
 async def run(
-    engine: VllmAsyncGenerationWorker, tokenizer: PreTrainedTokenizerBase, step: int, pause: float, count: int
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, step: int, pause: float, count: int
 ) -> tuple[float, int, int]:
     """One round: its seconds, the tokens sampled and the calls made."""
     # A sixteenth of all ids ends an answer, so that answers end by themselves, after 16 tokens on average.
@@ -66,7 +66,7 @@ async def run(
     async def score(trajectory: Trajectory) -> None:
         trajectory.reward = 1.0
 
-    await engine.reset_prefix_cache_async()
+    await engine.reset_prefix_cache()
     prompts = [[30 + i % 200, *range(40, 72)] for i in range(count)]
     episodes = EpisodeSetup(tool_rollout(make_agent(tokenizer, pause)), tokenizer)
     start = time.perf_counter()
@@ -75,9 +75,7 @@ async def run(
     return took, sum(sum(t.loss_mask) for t in done), int(sum(t.metrics.get("tools/calls", 0) for t in done))
 
 
-async def compare(
-    engine: VllmAsyncGenerationWorker, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
-) -> list[list[float]]:
+async def compare(engine: Engine, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> list[list[float]]:
     """Seconds of both ways and their difference, and the calls, in every round; the first round does not count."""
     rows = []
     for step in range(options.rounds + 1):

@@ -11,12 +11,12 @@ import openai
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from transformers import AutoTokenizer
 
+from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.client import Client, ClientRollout
 from generation.rollouts.episode import PolicyLLM, RolloutSettings
 from generation.server import OpenAIServer, ServerSettings
 from generation.trajectory import Trajectory
-from sharding.manager import Leader
 from tests.engine.bad_requests import Request
 from trainer.build import start_server
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -12,10 +11,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from torch.distributed import HashStore
 
+from generation.engine.engine import Leader
 from generation.engine.sampling import NotFiniteError
 from generation.rollouts.run import RolloutSettings
 from generation.trajectory import by_episode
-from sharding.manager import Leader
 from trainer.build import start_server
 from trainer.commands.generate import model_folder
 from trainer.config.checks import check_config
@@ -23,7 +22,7 @@ from trainer.config.machine import resolve_device, unwritable
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
 from trainer.data import load_tokenizer
-from trainer.engines import end_token_ids, start_engine, stop_engine
+from trainer.engines import end_token_ids, engine_settings, on_checkpoint
 from trainer.errors import UserError
 from trainer.evaluation import HeldOut, accuracies, dataset_figures, load_held_outs, standard_error
 from trainer.learning.answers import Answer
@@ -148,23 +147,19 @@ class Evaluation:
 
 def evaluate(evaluation: Evaluation, folder: Path) -> int:
     """Start the engine, sample, and leave results in `folder` and on the screen."""
-    processes.install_signal_handlers(lambda: "eval")
     config, began = evaluation.config, time.perf_counter()
-    print(f"starting vLLM with {config.model.path}", file=sys.stderr)
-    leader = None
-    try:
-        leader = start_engine(config, resolve_device(config) == "cuda")
-        assert leader is not None  # as there are no other ranks
-        leader.engine.state.adopt_checkpoint(0)
-        answers = evaluation.answers(leader)
-    except (UserError, ValueError) as error:  # a model that vLLM does not take
-        print(f"hotbunk: {error}", file=sys.stderr)
-        return 2
-    except NotFiniteError as error:
-        print(f"hotbunk: {error}: look at the weights of {config.model.path} and at engine.dtype", file=sys.stderr)
-        return 2
-    finally:
-        stop_engine(leader)
+    answers: dict[str, list[Answer]] = {}
+
+    def job(leader: Leader) -> int:
+        try:
+            answers.update(evaluation.answers(leader))
+        except NotFiniteError as error:
+            raise UserError(f"{error}: look at the weights of {config.model.path} and at engine.dtype") from error
+        return 0
+
+    settings = engine_settings(config, resolve_device(config) == "cuda")
+    if status := on_checkpoint("eval", settings, job, config.engine.start_timeout_s):
+        return status
     results = evaluation.results(answers) | {"seconds": round(time.perf_counter() - began, 3)}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "eval.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")

@@ -5,20 +5,18 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from generation.engine.devices import first_devices
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
-from generation.engine.settings import EngineSettings
-from generation.engine.thread import EngineThread
+from generation.engine.settings import EngineSettings, cpu_places, kv_elements
 from generation.rollouts.episode import encode_following, without_second_end
 from trainer.config.model_file import model_config
 from trainer.config.schema import ModelConfig
 from trainer.data import load_tokenizer
-from trainer.engines import end_token_ids
+from trainer.engines import end_token_ids, on_checkpoint
 from trainer.errors import UserError
 from trainer.run import processes
 
@@ -69,15 +67,8 @@ def engine_settings(name: str) -> EngineSettings:
         kv_cache_bytes=(length + _SPARE) * kv_elements(config) * (4 if dtype == "float32" else 2),
         sleep=False,
         device_indices=first_devices(1),
-        cpu_threads=len(os.sched_getaffinity(0)),
+        **cpu_places([0], 1),
     )
-
-
-def kv_elements(config: dict[str, Any]) -> int:
-    """Keys and values that one token leaves in the cache."""
-    heads = config["num_attention_heads"]
-    width = config.get("head_dim") or config["hidden_size"] // heads
-    return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
 
 
 class Chat:
@@ -105,24 +96,17 @@ class Chat:
 
 def converse(settings: EngineSettings, chat: Chat, sampling: SamplingSettings) -> int:
     """Answer the prompt that `chat` holds already, or else whatever is typed, until Ctrl-D."""
-    processes.install_signal_handlers(lambda: "generate")
-    thread, engine = EngineThread(), VllmAsyncGenerationWorker(settings)
-    print(f"starting vLLM with {settings.model}", file=sys.stderr)
-    try:
-        thread.run(engine.start(), 600, f"starting the engine for {settings.model}")
-        engine.state.adopt_checkpoint(0)
+
+    def job(leader: Leader) -> int:
         for prompt in [chat.ids] if chat.ids else _typed(chat):
-            request = engine.complete(prompt, sampling, seed=int.from_bytes(os.urandom(7)), policy_version=0)
-            answer = thread.run(request, 3600, "the answer")
+            request = leader.engine.complete(prompt, sampling, seed=int.from_bytes(os.urandom(7)), policy_version=0)
+            answer = leader.thread.run(request, 3600, "the answer")
             chat.ids = prompt + answer.token_ids
             text = chat.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
             print(f"{text} […]" if answer.finish_reason == "length" else text, flush=True)
         return 0
-    except ValueError as error:  # a prompt that is too long, or a model that vLLM does not take
-        print(f"hotbunk: {error}", file=sys.stderr)
-        return 2
-    finally:
-        engine.close()
+
+    return on_checkpoint("generate", settings, job)
 
 
 def _typed(chat: Chat) -> Iterator[list[int]]:

@@ -5,14 +5,13 @@ import sys
 import time
 from dataclasses import replace
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Leader
 from generation.engine.settings import EngineSettings
-from generation.engine.thread import EngineThread
 from generation.server import OpenAIServer, ServerSettings, is_loopback
 from trainer.commands.generate import engine_settings
 from trainer.config.schema import ModelConfig
 from trainer.data import load_tokenizer
-from trainer.engines import end_token_ids
+from trainer.engines import end_token_ids, on_checkpoint
 from trainer.errors import UserError
 from trainer.run import processes
 
@@ -45,20 +44,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 def serve(settings: EngineSettings, server_settings: ServerSettings) -> int:
     """Answer requests until a signal comes, or the engine dies."""
-    processes.install_signal_handlers(lambda: "serve")
-    thread, engine = EngineThread(), VllmAsyncGenerationWorker(settings)
-    print(f"starting vLLM with {settings.model}", file=sys.stderr)
-    try:
-        thread.run(engine.start(), 600, f"starting the engine for {settings.model}")
-        engine.state.adopt_checkpoint(0)
-        server = thread.run(OpenAIServer.start(engine, server_settings), 120, "starting the server")
+
+    def job(leader: Leader) -> int:
+        server = leader.thread.run(OpenAIServer.start(leader.engine, server_settings), 120, "starting the server")
         print(f"{server_settings.model_name} answers at {server.base_url}", flush=True)
-        while not engine.engine.errored:
+        while not leader.engine.llm.errored:
             time.sleep(_LOOK_SECONDS)
         print("hotbunk: the engine has died", file=sys.stderr)
         return 1
-    except ValueError as error:  # a port that is taken, or a model that vLLM does not take
-        print(f"hotbunk: {error}", file=sys.stderr)
-        return 2
-    finally:
-        engine.close()
+
+    return on_checkpoint("serve", settings, job)

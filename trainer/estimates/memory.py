@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from generation.engine.settings import kv_elements
 from sharding.send.plan import BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS
-from trainer.commands.generate import kv_elements
 from trainer.config.machine import resolve_device
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.model_sizes import (

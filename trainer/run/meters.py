@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from sharding.manager import Leader
+from generation.engine.engine import Leader
 from sharding.ranks import all_reduce_max, all_reduce_sum, world_size
 from trainer.config.machine import host_gib
 from trainer.estimates.gpus import peak_flops

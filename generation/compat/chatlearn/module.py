@@ -32,10 +32,9 @@ from omegaconf import OmegaConf
 
 from generation.compat.chatlearn.settings import ChatLearnSettings, read_settings
 from generation.engine.devices import first_devices
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine, Leader
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
-from generation.engine.thread import EngineThread
 from generation.exact_ids import sampled_logprobs
 from generation.rollouts.episode import RolloutSettings
 from generation.rollouts.sampler_llm import PromptText, SamplerLLM
@@ -65,7 +64,7 @@ class PromptPipeline:
         """Prompts with more than `max_prompt_length` tokens are dropped, or cut at their beginning where `cut` is set.
 
         Raises:
-            ValueError: a prompt is empty, or `max_prompt_length` is no whole number above 0.
+            ValueError: a prompt is empty, or `max_prompt_length` is not a whole number above 0.
         """
         if not isinstance(max_prompt_length, int) or max_prompt_length < 1:
             raise ValueError("Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0")
@@ -139,12 +138,12 @@ _INTERNALS = ("scheduler", "schedule", "build_scheduler", "block_manager", "cach
 
 
 class VLLMModule:
-    """A policy that answers prompts by vLLM. All methods but `generate` are there to be overridden.
+    """A policy that answers prompts by vLLM. All methods except `generate` may be overridden.
 
     Attributes:
         model_args: the hyper-parameters as they were given, includes merged in.
-        settings: what they come to.
-        llm: what samples: anything with vLLM's `generate`.
+        settings: the settings made of them.
+        llm: anything with vLLM's `generate`.
         tokenizer: the model's; `tokenizer.tokenizer` is the plain one.
     """
 
@@ -156,7 +155,7 @@ class VLLMModule:
         self.settings: ChatLearnSettings = read_settings(self.model_args)
         self.llm = llm
         self._tokenizer = None if llm is None else ModuleTokenizer(llm.get_tokenizer())
-        self._own: tuple[EngineThread, VllmAsyncGenerationWorker] | None = None
+        self._own: Leader | None = None
         self._queue: list[tuple[Any, list[int], SamplingParams]] = []
         self._eval_mode = False
         self._given: SamplingParams | None = None
@@ -257,9 +256,7 @@ class VLLMModule:
         """Stop the module's own engine, if it has one."""
         own, self._own = self._own, None
         if own is not None:
-            thread, engine = own
-            engine.close()
-            thread.close()
+            own.close()
             self.llm = None
 
     def __enter__(self) -> Self:
@@ -320,28 +317,22 @@ class VLLMModule:
 
     def _renew_llm(self, iteration: int) -> None:
         assert self._own is not None
-        thread, engine = self._own
-        sampling = SamplingSettings(self.settings.max_new_tokens)
+        engine, sampling = self._own.engine, SamplingSettings(self.settings.max_new_tokens)
         rollout = RolloutSettings(1, sampling, policy_version=0, seed=engine.settings.seed, step=iteration)
-        self.llm = SamplerLLM(engine, self.tokenizer.tokenizer, rollout, thread.loop)
+        self.llm = SamplerLLM(engine, self.tokenizer.tokenizer, rollout, self._own.thread.loop)
 
 
-def start_engine(settings: ChatLearnSettings) -> tuple[EngineThread, VllmAsyncGenerationWorker]:
-    """An engine with the weights of a checkpoint, which nobody updates."""
+def start_engine(settings: ChatLearnSettings) -> Leader:
+    """An engine with the weights of a checkpoint, which are never updated."""
     if "model" not in settings.engine:
         raise ValueError("model is missing: set it to a folder in Hugging Face format, or give the module an llm")
-    thread = EngineThread()
     devices = first_devices(settings.engine.get("tensor_parallel_size", 1))
-    lengths: dict[str, Any] = {"max_model_len": settings.seq_length, "sleep": False, "device_indices": devices}
-    engine = VllmAsyncGenerationWorker(EngineSettings(**lengths, extra=settings.vllm, **settings.engine))
-    try:
-        thread.run(engine.start(), START_SECONDS, f"starting the engine for {settings.engine['model']}")
-    except BaseException:
-        engine.close()
-        thread.close()
-        raise
-    engine.state.adopt_checkpoint(0)
-    return thread, engine
+    arguments = settings.engine | {"max_model_len": settings.seq_length}
+    leader = Leader.start(
+        Engine(EngineSettings.from_vllm(arguments, sleep=False, device_indices=devices)), START_SECONDS
+    )
+    leader.engine.state.adopt_checkpoint(0)
+    return leader
 
 
 def get_model(provider: Callable[[], Any], *_: Any) -> Any:

@@ -22,20 +22,16 @@ _SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
     "frequency_penalty": (lambda v: -2 <= v <= 2, "in [-2, 2]"),
     "repetition_penalty": (lambda v: v > 0, "above 0"),
 }
-_ENGINE = {  # EngineSettings' own name for it
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "kv_cache_memory_bytes": "kv_cache_bytes",
-    "enforce_eager": "enforce_eager",
-    "tokenizer": "tokenizer",
-    "model": "model",
-    "dtype": "dtype",
-    "tensor_model_parallel_size": "tensor_parallel_size",
-    "tensor_parallel_size": "tensor_parallel_size",
-    "seed": "seed",
-    "trust_remote_code": "trust_remote_code",
-}
-_CONCURRENCY = ("max_concurrent_requests", "max_num_seqs", "generation_batch_size", "micro_batch_size")
-_VLLM = (
+_ENGINE = (  # vLLM's own names
+    "model",
+    "tokenizer",
+    "dtype",
+    "seed",
+    "trust_remote_code",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "enforce_eager",
     "max_num_batched_tokens",
     "block_size",
     "kv_offloading_size",
@@ -43,16 +39,26 @@ _VLLM = (
     "disable_sliding_window",
     "disable_custom_all_reduce",
 )
+_CONCURRENCY = ("max_concurrent_requests", "max_num_seqs", "generation_batch_size", "micro_batch_size")
 _PROMPTS = ("seq_length", "max_new_tokens", "new_token_limit", "vllm_input_ids_key", "vllm_prompt_key")
-_OWN = ("n", "ignore_eos", "use_beam_search", "stop_token_list", "prompt_logprobs", "includes")
+_RANKS = "tensor_model_parallel_size"  # ChatLearn's name for tensor_parallel_size
+_OWN = (
+    "tensor_model_parallel_size",
+    "n",
+    "ignore_eos",
+    "use_beam_search",
+    "stop_token_list",
+    "prompt_logprobs",
+    "includes",
+)
 KNOWN = frozenset(
-    [*_SAMPLING, *(f"eval_{name}" for name in _SAMPLING), *_ENGINE, *_CONCURRENCY, *_VLLM, *_PROMPTS, *_OWN, *_GONE]
+    [*_SAMPLING, *(f"eval_{name}" for name in _SAMPLING), *_ENGINE, *_CONCURRENCY, *_PROMPTS, *_OWN, *_GONE, _RANKS]
 )
 
 
 @dataclass(frozen=True)
 class ChatLearnSettings:
-    """What the hyper-parameters come to.
+    """Settings made of the hyper-parameters.
 
     Attributes:
         seq_length: tokens of prompt and answer together.
@@ -61,8 +67,8 @@ class ChatLearnSettings:
         n: answers to each prompt, requests of their own.
         sampling, eval_sampling: fields of vLLM's `SamplingParams`, for training and for evaluation.
         stop: strings that end an answer.
-        engine, vllm: fields of `EngineSettings`, and vLLM's own engine arguments.
-        input_ids_key, prompt_key: what the rows of a dataset call a prompt's ids and its text.
+        engine: vLLM's engine arguments, by vLLM's names.
+        input_ids_key, prompt_key: the keys of a prompt's ids and its text in the rows of a dataset.
     """
 
     seq_length: int
@@ -73,7 +79,6 @@ class ChatLearnSettings:
     eval_sampling: dict[str, Any] = field(default_factory=dict)
     stop: list[str] = field(default_factory=list)
     engine: dict[str, Any] = field(default_factory=dict)
-    vllm: dict[str, Any] = field(default_factory=dict)
     input_ids_key: str = "input_ids"
     prompt_key: str = "prompt"
 
@@ -99,7 +104,7 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
             raise ValueError(f"{key} is gone: {_GONE[key]}")
         if key not in KNOWN:
             close = difflib.get_close_matches(key, KNOWN, n=1)
-            raise ValueError(f"{key} is no hyper-parameter" + (f"; did you mean {close[0]}?" if close else ""))
+            raise ValueError(f"{key} is not a hyper-parameter" + (f"; did you mean {close[0]}?" if close else ""))
     if given.get("use_beam_search"):
         raise ValueError(
             "use_beam_search: beams are not samples of the policy, and vLLM no longer has them: set it to false, "
@@ -113,7 +118,6 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
         eval_sampling=sampling | _sampling(given, "eval_"),
         stop=_stop_strings(given.get("stop_token_list", "")),
         engine=_engine(given),
-        vllm=_vllm(given),
         input_ids_key=str(given.get("vllm_input_ids_key", "input_ids")),
         prompt_key=str(given.get("vllm_prompt_key", "prompt")),
     )
@@ -159,28 +163,21 @@ def _stop_strings(listed: str) -> list[str]:
 
 
 def _engine(given: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {own: given[key] for key, own in _ENGINE.items() if key in given}
-    share = fields.get("gpu_memory_utilization", 1)
+    arguments = {key: given[key] for key in _ENGINE if key in given}
+    if _RANKS in given:
+        arguments.setdefault("tensor_parallel_size", given[_RANKS])
+    share = arguments.get("gpu_memory_utilization", 1)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ValueError(f"gpu_memory_utilization is {share!r}, but should be in (0, 1]")
-    named = [key for key in _CONCURRENCY if key in given]
-    if named:
-        fields["max_num_seqs"] = _whole(given, named[0], 1)
-    return fields
-
-
-def _vllm(given: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {key: given[key] for key in _VLLM if key in given}
-    if "block_size" in fields:
-        fields["block_size"] = _whole(given, "block_size", 1)  # tokens: the page's MB are a mistake
-    if "max_num_batched_tokens" in fields:
-        tokens = _whole(given, "max_num_batched_tokens", 1)
-        at_once = _engine(given).get("max_num_seqs", 0)
-        if tokens < at_once:
-            warnings.warn(
-                f"max_num_batched_tokens = {tokens} lets fewer than {at_once} answers grow at once", stacklevel=2
-            )
-    return fields
+    for key in ("block_size", "max_num_batched_tokens"):  # tokens, both; the page's "16 MB" is a mistake
+        if key in given:
+            _whole(given, key, 1)
+    if named := [key for key in _CONCURRENCY if key in given]:
+        at_once = arguments["max_num_seqs"] = _whole(given, named[0], 1)
+        if (tokens := arguments.get("max_num_batched_tokens", at_once)) < at_once:
+            text = f"max_num_batched_tokens = {tokens} lets fewer than {at_once} answers grow at once"
+            warnings.warn(text, stacklevel=2)
+    return arguments
 
 
 def _whole(given: Mapping[str, Any], key: str, lowest: int, default: int | None = None) -> int:

@@ -1,242 +1,24 @@
-"""Batches as dictionaries whose values all have one entry a sample, and the check that they are padded on the right.
+"""Generation by right-padded batches, as NeMo RL has it: what goes in and out, and the way to single requests.
 
-Between right-padded batches and single requests: a batch taken apart, and its answers put together again.
-
-What every generation backend takes and gives: token ids in, token ids out, in right-padded batches.
+A batch is a dictionary whose values all have one entry a sample. Token ids in, token ids out.
 """
 
 import copy
 from abc import ABC, abstractmethod
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, NotRequired, Self, TypedDict, TypeVar
 
 import torch
+from torch.nn.functional import pad
 
 from generation.exact_ids import Generation
 
 Spec = TypeVar("Spec")
 
 _LENGTHS = {"input_ids": "input_lengths", "output_ids": "unpadded_sequence_lengths"}
-
-
-class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
-    """A batch: tensors and lists by name, all with the same number of entries, the samples, in their first dimension.
-
-    `BatchedDataDict[GenerationDatumSpec]` says which names there are. Every method but `to` leaves its batch as it is.
-    """
-
-    @property
-    def size(self) -> int:
-        """How many samples there are; 0 for a batch without keys.
-
-        Raises:
-            ValueError: values of different lengths, naming them.
-        """
-        lengths = {key: len(value) for key, value in self.data.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"the values of a batch must be equally long, these are: {lengths}")
-        return next(iter(lengths.values()), 0)
-
-    @classmethod
-    def from_batches(
-        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
-    ) -> Self:
-        """One batch after the other. Tensors of two and more dimensions are padded on the right of dimension 1.
-
-        Args:
-            pad_value_dict: what to pad each key with; 0 where it does not say.
-
-        Raises:
-            KeyError: a key that some batches have and others, not empty, lack.
-        """
-        filled = [batch for batch in batches if len(batch)]
-        for key in sorted({key for batch in filled for key in batch}):
-            if lacking := [i for i, batch in enumerate(batches) if len(batch) and key not in batch]:
-                raise KeyError(f"key {key!r} is missing from non-empty batches {lacking}")
-        pads = pad_value_dict or {}
-        return cls({key: _joined([b[key] for b in filled], pads.get(key, 0)) for key in (filled[0] if filled else ())})
-
-    def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """The samples at `indices`, in that order."""
-        places = torch.as_tensor(indices, dtype=torch.long).tolist()
-        if outside := [i for i in places if not 0 <= i < self.size]:
-            raise IndexError(f"a batch of {self.size} samples has none at {outside}")
-        return self._of(lambda value: value[places] if isinstance(value, torch.Tensor) else [value[i] for i in places])
-
-    def slice(self, start: int, end: int) -> Self:
-        """Samples `start` to `end`, the latter not included; both must lie within the batch."""
-        if not 0 <= start <= end <= self.size:
-            raise IndexError(f"samples {start} to {end} of a batch of {self.size}")
-        return self._of(lambda value: value[start:end])
-
-    def chunk(self, rank: int, chunks: int) -> Self:
-        """The `rank`-th of `chunks` equal parts."""
-        if chunks < 1 or self.size % chunks or not 0 <= rank < chunks:
-            raise ValueError(f"there is no part {rank} of {chunks} equal parts of {self.size} samples")
-        width = self.size // chunks
-        return self.slice(rank * width, (rank + 1) * width)
-
-    def shard_by_batch_size(
-        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
-    ) -> list[Self]:
-        """Cut every `batch_size` consecutive samples (all of them if None) into `shards` consecutive parts; shard k has
-        the k-th part of each.
-
-        With `allow_uneven_shards` the parts hold ceil(size / shards) samples, the last ones fewer, or none.
-
-        Raises:
-            ValueError: sizes that do not divide.
-        """
-        if allow_uneven_shards and batch_size is not None:
-            raise ValueError("shards of uneven size are cut from the whole batch: leave batch_size out")
-        whole = self.size if batch_size is None else batch_size
-        divides = whole > 0 and self.size % whole == 0 and whole % shards == 0 if self.size else True
-        if shards < 1 or not (allow_uneven_shards or divides):
-            raise ValueError(f"{self.size} samples in batches of {whole} cannot be cut into {shards} equal shards")
-        width = max(1, -(-whole // shards))
-        places = range(self.size)
-        return [
-            self.select_indices([i for i in places if i % max(1, whole) // width == shard]) for shard in range(shards)
-        ]
-
-    def reorder_data(self, order: Sequence[int]) -> Self:
-        """Sample i moves to place `order[i]`: undoes a `select_indices(order)`.
-
-        Raises:
-            ValueError: `order` does not hold every place once.
-        """
-        if sorted(order) != list(range(self.size)):
-            raise ValueError(f"the new places of {self.size} samples must be 0 to {self.size - 1}, each once")
-        return self.select_indices(torch.argsort(torch.tensor(order, dtype=torch.long)))
-
-    def repeat_interleave(self, count: int) -> Self:
-        """Every sample `count` times in a row; what lists hold is copied."""
-
-        def repeated(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return value.repeat_interleave(count, dim=0)
-            return [copy.deepcopy(item) for item in value for _ in range(count)]
-
-        return self._of(repeated)
-
-    def truncate_tensors(self, dim: int, length: int) -> Self:
-        """Tensors that have dimension `dim`, cut to `length` in it; a negative `dim` does not count from the end."""
-        if dim < 1 or length < 0:
-            raise ValueError(f"dimension {dim} cannot be cut to {length}: dimension 0 is the samples'")
-        return self._of(
-            lambda value: (
-                value.narrow(dim, 0, min(length, value.shape[dim]))
-                if isinstance(value, torch.Tensor) and value.dim() > dim
-                else value
-            )
-        )
-
-    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
-        """Consecutive parts of `microbatch_size` samples, which must divide the batch."""
-        if microbatch_size < 1 or self.size % microbatch_size:
-            raise ValueError(f"{self.size} samples cannot be cut into micro-batches of {microbatch_size}")
-        return (self.slice(start, start + microbatch_size) for start in range(0, self.size, microbatch_size))
-
-    def get_batch(self, batch_idx: int, batch_size: int) -> Self:
-        """The `batch_idx`-th part of `batch_size` samples."""
-        return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move all tensors, in place."""
-        for key, value in self.data.items():
-            if isinstance(value, torch.Tensor):
-                self.data[key] = value.to(device)
-        return self
-
-    def _of(self, part: Any) -> Self:
-        return type(self)({key: part(value) for key, value in self.data.items()})
-
-
-def _joined(values: Sequence[Any], pad: float) -> Any:
-    """Lists as one list, tensors as one tensor, each padded in dimension 1 to the widest."""
-    if not isinstance(values[0], torch.Tensor):
-        return [item for value in values for item in value]
-    if values[0].dim() < 2:
-        return torch.cat(list(values))
-    width = max(value.shape[1] for value in values)
-    return torch.cat([_widened(value, width, pad) for value in values])
-
-
-def _widened(value: torch.Tensor, width: int, pad: float) -> torch.Tensor:
-    wide = value.new_full((value.shape[0], width, *value.shape[2:]), pad)
-    wide[:, : value.shape[1]] = value
-    return wide
-
-
-def verify_right_padding(
-    data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = False
-) -> tuple[bool, str | None]:
-    """Whether every row holds `pad_value` alone to the right of its length.
-
-    Looks at `input_ids` [B, S] with `input_lengths` [B], or else at `output_ids` with `unpadded_sequence_lengths`.
-    What stands left of the length is not looked at: it may hold `pad_value`, too.
-
-    Returns:
-        (True, None), or (False, what is wrong).
-
-    Raises:
-        ValueError: what is wrong, with `raise_error`.
-        TypeError: not a batch, or no pad value.
-    """
-    if not isinstance(data, BatchedDataDict):
-        raise TypeError(f"data must be a BatchedDataDict, not {type(data).__name__}")
-    if pad_value is None:
-        raise TypeError("pad_value must be a token id, not None")
-    problem = _padding_problem(data, pad_value)
-    if problem is not None and raise_error:
-        raise ValueError(problem)
-    return problem is None, problem
-
-
-def _padding_problem(data: Mapping[str, Any], pad_value: int) -> str | None:
-    pair = next(((ids, lengths) for ids, lengths in _LENGTHS.items() if ids in data and lengths in data), None)
-    if pair is None:
-        return (
-            "could not find (input_ids, input_lengths) or (output_ids, unpadded_sequence_lengths); "
-            f"the keys are {_listed(data)}"
-        )
-    ids, lengths = data[pair[0]], data[pair[1]]
-    return _shape_problem(pair, ids, lengths) or _content_problem(ids, lengths, pad_value)
-
-
-def _shape_problem(pair: tuple[str, str], ids: Any, lengths: Any) -> str | None:
-    for name, value, dim in (pair[0], ids, 2), (pair[1], lengths, 1):
-        if not isinstance(value, torch.Tensor) or value.dim() != dim or value.is_floating_point():
-            found = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            return f"{name} must be a tensor of integers with {dim} dimension{'s'[: dim - 1]}, not {found}"
-    if len(ids) != len(lengths):
-        return f"{pair[0]} has {len(ids)} rows, {pair[1]} has {len(lengths)} entries: they must be equally many"
-    return None
-
-
-def _content_problem(ids: torch.Tensor, lengths: torch.Tensor, pad_value: int) -> str | None:
-    """One comparison over the whole batch; rows are looked at only to word the first problem."""
-    lengths, width = lengths.to(ids.device), ids.shape[1]
-    wrong = (lengths < 0) | (lengths > width)
-    stray = (ids != pad_value) & (torch.arange(width, device=ids.device) >= lengths[:, None])
-    bad = wrong | stray.any(dim=1)
-    if not bool(bad.any()):
-        return None
-    row = int(bad.nonzero()[0])
-    length = int(lengths[row])
-    if length < 0:
-        return f"length {length} at index {row} is negative"
-    if length > width:
-        return f"length {length} at index {row} exceeds the tensor's width {width}"
-    positions = stray[row].nonzero().flatten().tolist()
-    return f"tokens other than the padding {pad_value} after the length {length} at index {row}: positions {positions}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 class ResourcesConfig(TypedDict, total=False):
@@ -273,8 +55,8 @@ class GenerationConfig(TypedDict):
 
 
 class GenerationDatumSpec(TypedDict):
-    """What is generated from: `input_ids` [B, S], right-padded integers; `input_lengths` [B]; stop strings by sample
-    (None where it has none of its own).
+    """The batch to generate from: `input_ids` [B, S], right-padded integers; `input_lengths` [B]; stop strings by
+    sample (None where it has none of its own).
     """
 
     input_ids: torch.Tensor
@@ -284,7 +66,7 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """What was generated, on the CPU.
+    """The generated batch, on the CPU.
 
     Attributes:
         output_ids: [B, S + the longest response], the input's dtype: each row its prompt, its response, padding.
@@ -293,8 +75,8 @@ class GenerationOutputSpec(TypedDict):
         logprobs: as `output_ids`, float32: the log-probability (nats) of the token at the same place under the
             distribution it was drawn from; 0 on prompt and padding.
         truncated: [B] bool, whether the response was cut at its longest length, or where the context ends.
-        errors: B strings, empty for a sample that was generated; otherwise what went wrong with this one, whose row
-            then holds its prompt alone.
+        errors: B strings, empty for a sample that was generated; otherwise the error of this sample, whose row then
+            holds its prompt alone.
     """
 
     output_ids: torch.Tensor
@@ -304,6 +86,146 @@ class GenerationOutputSpec(TypedDict):
     truncated: torch.Tensor
     errors: list[str]
     __extra__: NotRequired[Any]
+
+
+class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
+    """A batch: tensors and lists by name, all with the same number of entries, the samples, in their first dimension.
+
+    `BatchedDataDict[GenerationDatumSpec]` says which names there are. Every method except `to` returns a new batch.
+    """
+
+    @property
+    def size(self) -> int:
+        """How many samples there are; 0 for a batch without keys.
+
+        Raises:
+            ValueError: values of different lengths, naming them.
+        """
+        lengths = {key: len(value) for key, value in self.data.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the values of a batch must be equally long, these are: {lengths}")
+        return next(iter(lengths.values()), 0)
+
+    @classmethod
+    def from_batches(
+        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
+    ) -> Self:
+        """One batch after the other. Tensors of two and more dimensions are padded on the right of dimension 1.
+
+        Args:
+            pad_value_dict: the padding of each key; 0 for those it does not name.
+
+        Raises:
+            KeyError: a key that some batches have and others, not empty, lack.
+        """
+        filled = [batch for batch in batches if len(batch)]
+        for key in sorted({key for batch in filled for key in batch}):
+            if lacking := [i for i, batch in enumerate(batches) if len(batch) and key not in batch]:
+                raise KeyError(f"key {key!r} is missing from non-empty batches {lacking}")
+        pads = pad_value_dict or {}
+        return cls({key: _joined([b[key] for b in filled], pads.get(key, 0)) for key in (filled[0] if filled else ())})
+
+    def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
+        """The samples at `indices`, in that order."""
+        places = torch.as_tensor(indices, dtype=torch.long).tolist()
+        if outside := [i for i in places if not 0 <= i < self.size]:
+            raise IndexError(f"a batch of {self.size} samples has none at {outside}")
+        return self._of(lambda value: value[places] if isinstance(value, torch.Tensor) else [value[i] for i in places])
+
+    def slice(self, start: int, end: int) -> Self:
+        """Samples `start` to `end`, the latter not included; both must lie within the batch."""
+        if not 0 <= start <= end <= self.size:
+            raise IndexError(f"samples {start} to {end} of a batch of {self.size}")
+        return self._of(lambda value: value[start:end])
+
+    def chunk(self, rank: int, chunks: int) -> Self:
+        """The `rank`-th of `chunks` equal parts."""
+        if chunks < 1 or self.size % chunks or not 0 <= rank < chunks:
+            raise ValueError(f"there is no part {rank} of {chunks} equal parts of {self.size} samples")
+        return self.get_batch(rank, self.size // chunks)
+
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+    ) -> list[Self]:
+        """Cut every `batch_size` consecutive samples (all of them if None) into `shards` consecutive parts; shard k has
+        the k-th part of each.
+
+        With `allow_uneven_shards` the parts hold ceil(size / shards) samples, the last ones fewer, or none.
+
+        Raises:
+            ValueError: sizes that do not divide.
+        """
+        if allow_uneven_shards and batch_size is not None:
+            raise ValueError("shards of uneven size are cut from the whole batch: leave batch_size out")
+        whole = self.size if batch_size is None else batch_size
+        divides = whole > 0 and self.size % whole == 0 and whole % shards == 0 if self.size else True
+        if shards < 1 or not (allow_uneven_shards or divides):
+            raise ValueError(f"{self.size} samples in batches of {whole} cannot be cut into {shards} equal shards")
+        width = max(1, -(-whole // shards))
+        shard_of = [i % max(1, whole) // width for i in range(self.size)]
+        return [self.select_indices([i for i, own in enumerate(shard_of) if own == shard]) for shard in range(shards)]
+
+    def reorder_data(self, order: Sequence[int]) -> Self:
+        """Sample i moves to place `order[i]`: undoes a `select_indices(order)`.
+
+        Raises:
+            ValueError: `order` does not hold every place once.
+        """
+        if sorted(order) != list(range(self.size)):
+            raise ValueError(f"the new places of {self.size} samples must be 0 to {self.size - 1}, each once")
+        return self.select_indices(torch.argsort(torch.tensor(order, dtype=torch.long)))
+
+    def repeat_interleave(self, count: int) -> Self:
+        """Every sample `count` times in a row; entries of lists are copied."""
+        return self._of(
+            lambda value: (
+                value.repeat_interleave(count, dim=0)
+                if isinstance(value, torch.Tensor)
+                else [copy.deepcopy(item) for item in value for _ in range(count)]
+            )
+        )
+
+    def truncate_tensors(self, dim: int, length: int) -> Self:
+        """Tensors that have dimension `dim`, cut to `length` in it; a negative `dim` does not count from the end."""
+        if dim < 1 or length < 0:
+            raise ValueError(f"dimension {dim} cannot be cut to {length}: dimension 0 is the samples'")
+
+        def cut(value: Any) -> Any:
+            has = isinstance(value, torch.Tensor) and value.dim() > dim
+            return value.narrow(dim, 0, min(length, value.shape[dim])) if has else value
+
+        return self._of(cut)
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
+        """Consecutive parts of `microbatch_size` samples, which must divide the batch."""
+        if microbatch_size < 1 or self.size % microbatch_size:
+            raise ValueError(f"{self.size} samples cannot be cut into micro-batches of {microbatch_size}")
+        return (self.get_batch(part, microbatch_size) for part in range(self.size // microbatch_size))
+
+    def get_batch(self, batch_idx: int, batch_size: int) -> Self:
+        """The `batch_idx`-th part of `batch_size` samples."""
+        return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move all tensors, in place."""
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor):
+                self.data[key] = value.to(device)
+        return self
+
+    def _of(self, part: Callable[[Any], Any]) -> Self:
+        return type(self)({key: part(value) for key, value in self.data.items()})
+
+
+def _joined(values: Sequence[Any], padding: float) -> Any:
+    """Lists as one list, tensors as one tensor, each padded in dimension 1 to the widest."""
+    if not isinstance(values[0], torch.Tensor):
+        return [item for value in values for item in value]
+    if values[0].dim() < 2:
+        return torch.cat(list(values))
+    width = max(value.shape[1] for value in values)
+    unchanged = [0, 0] * (values[0].dim() - 2)
+    return torch.cat([pad(value, [*unchanged, 0, width - value.shape[1]], value=padding) for value in values])
 
 
 class GenerationInterface(ABC):
@@ -323,7 +245,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Take the memory that generation needs. Free of charge when it is held already."""
+        """Take the memory that generation needs. Cheap when it is held already."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -346,17 +268,75 @@ class GenerationInterface(ABC):
         raise NotImplementedError(f"{type(self).__name__} takes no weights by broadcast")
 
 
+def verify_right_padding(
+    data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = False
+) -> tuple[bool, str | None]:
+    """Whether every row holds `pad_value` alone to the right of its length.
+
+    Looks at `input_ids` [B, S] with `input_lengths` [B], or else at `output_ids` with `unpadded_sequence_lengths`.
+    Tokens left of the length are not looked at: they may be `pad_value`, too.
+
+    Returns:
+        (True, None), or (False, the problem).
+
+    Raises:
+        ValueError: the problem, with `raise_error`.
+        TypeError: not a batch, or no pad value.
+    """
+    if not isinstance(data, BatchedDataDict):
+        raise TypeError(f"data must be a BatchedDataDict, not {type(data).__name__}")
+    if pad_value is None:
+        raise TypeError("pad_value must be a token id, not None")
+    problem = _padding_problem(data, pad_value)
+    if problem is not None and raise_error:
+        raise ValueError(problem)
+    return problem is None, problem
+
+
+def _padding_problem(data: Mapping[str, Any], pad_value: int) -> str | None:
+    pair = next(((ids, lengths) for ids, lengths in _LENGTHS.items() if ids in data and lengths in data), None)
+    if pair is None:
+        wanted = "(input_ids, input_lengths) or (output_ids, unpadded_sequence_lengths)"
+        return f"could not find {wanted}; the keys are {', '.join(data) or 'none'}"
+    ids, lengths = data[pair[0]], data[pair[1]]
+    for name, value, dim in (pair[0], ids, 2), (pair[1], lengths, 1):
+        if not isinstance(value, torch.Tensor) or value.dim() != dim or value.is_floating_point():
+            found = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            return f"{name} must be a tensor of integers with {dim} dimension{'s'[: dim - 1]}, not {found}"
+    if len(ids) != len(lengths):
+        return f"{pair[0]} has {len(ids)} rows, {pair[1]} has {len(lengths)} entries: they must be equally many"
+    return _content_problem(ids, lengths.to(ids.device), pad_value)
+
+
+def _content_problem(ids: torch.Tensor, lengths: torch.Tensor, pad_value: int) -> str | None:
+    """One comparison over the whole batch; rows are looked at only to word the first problem."""
+    width = ids.shape[1]
+    stray = (ids != pad_value) & (torch.arange(width, device=ids.device) >= lengths[:, None])
+    bad = (lengths < 0) | (lengths > width) | stray.any(dim=1)
+    if not bool(bad.any()):
+        return None
+    row = int(bad.nonzero()[0])
+    length = int(lengths[row])
+    if length < 0:
+        return f"length {length} at index {row} is negative"
+    if length > width:
+        return f"length {length} at index {row} exceeds the tensor's width {width}"
+    positions = stray[row].nonzero().flatten().tolist()
+    return f"tokens other than the padding {pad_value} after the length {length} at index {row}: positions {positions}"
+
+
 @dataclass(frozen=True)
 class Row:
-    """One sample of a batch: its place there, its prompt without padding, and the stop strings it brought."""
+    """One sample of a batch: its place there, its prompt as token ids or as text, and the stop strings it brought."""
 
     index: int
     token_ids: list[int]
     stop: list[str]
+    text: str = ""
 
 
 def rows_of(data: BatchedDataDict[GenerationDatumSpec], pad_value: int) -> list[Row]:
-    """The samples of a batch of `input_ids` and `input_lengths`.
+    """The samples of a batch of `input_ids` and `input_lengths`, without padding.
 
     Raises:
         ValueError: a key is missing, the padding is not on the right, or there is not one entry a sample.
@@ -366,13 +346,27 @@ def rows_of(data: BatchedDataDict[GenerationDatumSpec], pad_value: int) -> list[
             f"generation needs {' and '.join(missing)} in its batch, which has {', '.join(data) or 'none'}"
         )
     verify_right_padding(data, pad_value, raise_error=True)
-    stops = stop_strings_of(data, data.size)
-    lengths = data["input_lengths"].tolist()
-    prompts = [ids[:length] for ids, length in zip(data["input_ids"].tolist(), lengths, strict=True)]
-    return [Row(i, ids, stop) for i, (ids, stop) in enumerate(zip(prompts, stops, strict=True))]
+    stops, lengths = _stop_strings(data, data.size), data["input_lengths"].tolist()
+    rows = zip(data["input_ids"].tolist(), lengths, stops, strict=True)
+    return [Row(index, ids[:length], stop) for index, (ids, length, stop) in enumerate(rows)]
 
 
-def stop_strings_of(data: Mapping[str, Any], size: int) -> list[list[str]]:
+def text_rows(data: Mapping[str, Any], has_tokenizer: bool) -> list[Row]:
+    """The samples of a batch of texts, `prompts`.
+
+    Raises:
+        ValueError: there are none, they are not texts, or there is no tokenizer for them.
+    """
+    prompts = data.get("prompts")
+    if not isinstance(prompts, list) or any(not isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("generation from texts needs `prompts` in its batch, a list of strings")
+    if not has_tokenizer:
+        raise ValueError("texts need the tokenizer: set vllm_cfg.skip_tokenizer_init to false")
+    stops = _stop_strings(data, len(prompts))
+    return [Row(index, [], stop, text) for index, (text, stop) in enumerate(zip(prompts, stops, strict=True))]
+
+
+def _stop_strings(data: Mapping[str, Any], size: int) -> list[list[str]]:
     """Each sample's own stop strings; none where the batch, or the sample, has none."""
     stops = data.get("stop_strings") or [None] * size
     if any(isinstance(stop, str) for stop in stops) or len(stops) != size:
@@ -383,7 +377,7 @@ def stop_strings_of(data: Mapping[str, Any], size: int) -> list[list[str]]:
 def padded_output(
     data: BatchedDataDict[GenerationDatumSpec], completions: Sequence[Generation], pad_value: int
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """What was generated for the rows of `data`, in their order: as wide as the input and the longest response."""
+    """The responses to the rows of `data`, in their order: as wide as the input and the longest response."""
     input_ids, input_lengths = data["input_ids"].cpu(), data["input_lengths"].cpu().long()
     counts = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.long)
     width = input_ids.shape[1] + max((len(c.token_ids) for c in completions), default=0)
@@ -415,20 +409,6 @@ def sequence_output(
         {"input_ids": data["input_ids"][row.index : row.index + 1, :length], "input_lengths": torch.tensor([length])}
     )
     return padded_output(alone, [completion], pad_value)
-
-
-def texts_of(data: Mapping[str, Any], has_tokenizer: bool) -> list[str]:
-    """The prompts of a batch of texts.
-
-    Raises:
-        ValueError: there are none, they are not texts, or nobody could tell their tokens.
-    """
-    prompts = data.get("prompts")
-    if not isinstance(prompts, list) or any(not isinstance(prompt, str) for prompt in prompts):
-        raise ValueError("generation from texts needs `prompts` in its batch, a list of strings")
-    if not has_tokenizer:
-        raise ValueError("texts need the tokenizer: set vllm_cfg.skip_tokenizer_init to false")
-    return prompts
 
 
 def text_output(answers: Sequence[tuple[str, str]]) -> BatchedDataDict[Any]:

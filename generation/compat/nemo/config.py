@@ -1,4 +1,4 @@
-"""`VllmConfig`, the dictionary that describes engines and sampling at once, and what it comes to here.
+"""`VllmConfig`, the dictionary that describes engines and sampling at once, and the settings made of it.
 
 Every key is taken with its meaning or refused with a sentence; none is dropped.
 """
@@ -11,7 +11,7 @@ import psutil
 
 from generation.compat.nemo.batch import GenerationConfig
 from generation.engine.sampling import SamplingSettings
-from generation.engine.settings import EngineSettings
+from generation.engine.settings import EngineSettings, cpu_places, kv_elements
 
 CPU_KV_CACHE_BYTES = 4 << 30
 """Largest KV cache on CPU where the configuration gives no size; pages that no request has used yet cost nothing."""
@@ -23,7 +23,7 @@ _SPARE_TOKENS = 32  # vLLM rounds up to blocks
 
 
 class VllmSpecificArgs(TypedDict):
-    """What only vLLM engines have.
+    """The part of the configuration that only vLLM engines have.
 
     Attributes:
         max_model_len: tokens, prompt and response together.
@@ -58,8 +58,15 @@ class VllmSpecificArgs(TypedDict):
     seed: NotRequired[int]
 
 
+_OWN = {"async_engine", "expose_http_server", "num_replicas", "precision", "expert_parallel_size"}
+"""Keys of `vllm_cfg` that are not vLLM's names of engine arguments."""
+
+
 class VllmConfig(GenerationConfig):
-    """A `GenerationConfig` for vLLM. `vllm_kwargs` are further engine arguments, by vLLM's own names."""
+    """A `GenerationConfig` for vLLM. `vllm_kwargs` are further engine arguments, by vLLM's own names.
+
+    `worker_extension_cls` among them is what weight updates and memory need: `sharding.WORKER_EXTENSION`.
+    """
 
     vllm_cfg: VllmSpecificArgs
     vllm_kwargs: NotRequired[dict[str, Any]]
@@ -69,10 +76,42 @@ def check_config(config: Mapping[str, Any]) -> None:
     """Raise a ValueError that names what is missing from a `VllmConfig`, unknown in it, or out of its range."""
     _check_keys("generation", config, VllmConfig)
     _check_keys("generation.vllm_cfg", config["vllm_cfg"], VllmSpecificArgs)
-    if config["backend"] != "vllm":
-        raise ValueError(f"generation.backend is {config['backend']!r}: this backend is 'vllm'")
-    _check_sampling(config)
-    _check_engine(config["vllm_cfg"])
+    top_k, top_p, stop = config.get("top_k"), config.get("top_p", 1.0), config.get("stop_strings")
+    _check(
+        config,
+        "generation",
+        {
+            "backend": (config["backend"] == "vllm", "'vllm'"),
+            "max_new_tokens": (config["max_new_tokens"] >= 1, "at least 1"),
+            "temperature": (config["temperature"] >= 0, "0, which is greedy, or more"),
+            "top_p": (0 < top_p <= 1, "more than 0, and 1 at most"),
+            "top_k": (top_k is None or top_k == -1 or top_k >= 1, "at least 1, or -1 or None for all tokens"),
+            "stop_strings": (not isinstance(stop, str), "a list of strings"),
+        },
+    )
+    engine: Mapping[str, Any] = config["vllm_cfg"]
+    size = engine.get("tensor_parallel_size", 1)
+    counts = ("max_model_len", "tensor_parallel_size", "num_replicas", "max_num_seqs")
+    one_stage = "1, since weights reach tensor parallel workers only: raise tensor_parallel_size instead"
+    updates = "auto, or vllm_kwargs.worker_extension_cls sharding.WORKER_EXTENSION: no update could bring weights"
+    _check(
+        engine,
+        "generation.vllm_cfg",
+        {key: (engine.get(key, 1) >= 1, "at least 1") for key in counts}
+        | {
+            "pipeline_parallel_size": (engine.get("pipeline_parallel_size", 1) == 1, one_stage),
+            "expert_parallel_size": (
+                engine.get("expert_parallel_size", 1) in (1, size),
+                f"1, or {size} as tensor_parallel_size",
+            ),
+            "gpu_memory_utilization": (
+                0 < engine.get("gpu_memory_utilization", 1.0) <= 1,
+                "more than 0, and 1 at most",
+            ),
+            "precision": (engine.get("precision", "float32") in ("float32", "bfloat16"), "float32 or bfloat16"),
+            "load_format": (engine.get("load_format") != "dummy" or _extension(config) is not None, updates),
+        },
+    )
 
 
 def _check_keys(where: str, given: Mapping[str, Any], spec: Any) -> None:
@@ -83,41 +122,14 @@ def _check_keys(where: str, given: Mapping[str, Any], spec: Any) -> None:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
 
 
-def _check_sampling(config: Mapping[str, Any]) -> None:
-    top_k, top_p = config.get("top_k"), config.get("top_p", 1.0)
-    ranges = {
-        "max_new_tokens": (config["max_new_tokens"] >= 1, "at least 1"),
-        "temperature": (config["temperature"] >= 0, "0, which is greedy, or more"),
-        "top_p": (0 < top_p <= 1, "more than 0, and 1 at most"),
-        "top_k": (top_k is None or top_k == -1 or top_k >= 1, "at least 1, or -1 or None for all tokens"),
-    }
-    for key, (fits, wanted) in ranges.items():
+def _check(given: Mapping[str, Any], where: str, rules: Mapping[str, tuple[bool, str]]) -> None:
+    for key, (fits, wanted) in rules.items():
         if not fits:
-            raise ValueError(f"generation.{key} is {config.get(key)}: it must be {wanted}")
-    if isinstance(config.get("stop_strings"), str):
-        raise ValueError("generation.stop_strings must be a list of strings")
-
-
-def _check_engine(engine: Mapping[str, Any]) -> None:
-    size = engine.get("tensor_parallel_size", 1)
-    for key in ("max_model_len", "tensor_parallel_size", "num_replicas", "max_num_seqs"):
-        if engine.get(key, 1) < 1:
-            raise ValueError(f"generation.vllm_cfg.{key} is {engine[key]}: it must be at least 1")
-    if engine.get("pipeline_parallel_size", 1) != 1:
-        raise ValueError(
-            "generation.vllm_cfg.pipeline_parallel_size must be 1: weights reach tensor parallel workers only; "
-            "raise tensor_parallel_size instead"
-        )
-    if engine.get("expert_parallel_size", 1) not in (1, size):
-        raise ValueError(f"generation.vllm_cfg.expert_parallel_size must be 1, or {size} as tensor_parallel_size")
-    if not 0 < engine.get("gpu_memory_utilization", 1.0) <= 1:
-        raise ValueError("generation.vllm_cfg.gpu_memory_utilization must be more than 0, and 1 at most")
-    if engine.get("precision", "float32") not in ("float32", "bfloat16"):
-        raise ValueError(f"generation.vllm_cfg.precision is {engine['precision']!r}: it must be float32 or bfloat16")
+            raise ValueError(f"{where}.{key} is {given.get(key)!r}: it must be {wanted}")
 
 
 def configure_generation_config(config: VllmConfig, tokenizer: Any, is_eval: bool = False) -> VllmConfig:
-    """A copy in which the tokenizer has decided what was left open: padding, and what ends a response.
+    """A copy in which the tokenizer has decided what was left open: padding, and the ids that end a response.
 
     Where it does not say how to load, training starts without weights, which come with the first update, and
     evaluation reads the checkpoint. The engine has a tokenizer of its own only for texts, stop strings or the server.
@@ -156,64 +168,49 @@ def engine_settings(
     size, on_cpu = engine.get("tensor_parallel_size", 1), not device_indices
     if device_indices and len(device_indices) != size:
         raise ValueError(f"an engine with tensor_parallel_size {size} needs {size} devices, not {len(device_indices)}")
-    kv_cache_bytes = engine.get("kv_cache_memory_bytes")
-    if kv_cache_bytes is None and on_cpu:
-        kv_cache_bytes = _cpu_kv_cache_bytes(config)
-    cores = sorted(os.sched_getaffinity(0))
-    threads = max(1, len(cores) // (size * replicas(config)))
-    return EngineSettings(
-        model=config["model_name"],
-        max_model_len=engine["max_model_len"],
-        dtype=engine.get("precision", "float32" if on_cpu else "bfloat16"),
-        tensor_parallel_size=size,
-        max_num_seqs=engine.get("max_num_seqs", MAX_NUM_SEQS),
-        kv_cache_bytes=kv_cache_bytes,
-        gpu_memory_utilization=engine.get("gpu_memory_utilization", 0.9),
-        enforce_eager=engine.get("enforce_eager", on_cpu),
-        load_format=engine.get("load_format", "auto"),
-        seed=engine.get("seed", 0) if seed is None else seed,
-        sleep=colocated(config),
-        trust_remote_code=engine.get("trust_remote_code", False),
-        device_indices=tuple(device_indices),
-        cpu_threads=min(threads, int(os.environ.get("OMP_NUM_THREADS") or threads)),
-        cpu_cores=tuple(cores[k % len(cores)] for k in range(size)) if on_cpu and size > 1 else (),
-        plain_cpu_weights=False,
-        extra=_extra(config),
-    )
+    arguments: dict[str, Any] = {
+        "model": config["model_name"],
+        "dtype": engine.get("precision", "float32" if on_cpu else "bfloat16"),
+        "max_num_seqs": MAX_NUM_SEQS,
+        "gpu_memory_utilization": 0.9,
+        "enforce_eager": on_cpu,
+        **{key: value for key, value in engine.items() if key not in _OWN},
+        **(config.get("vllm_kwargs") or {}),
+    }
+    if engine.get("expert_parallel_size", 1) > 1:
+        arguments["enable_expert_parallel"] = True
+    if seed is not None:
+        arguments["seed"] = seed
+    if on_cpu and arguments.get("kv_cache_memory_bytes") is None:
+        arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(config)
+    places = cpu_places(range(size), size * replicas(config)) if on_cpu else {}
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        places["cpu_threads"] = min(places.get("cpu_threads", 1), int(threads))
+    return EngineSettings.from_vllm(arguments, sleep=colocated(config), device_indices=tuple(device_indices), **places)
 
 
 def _cpu_kv_cache_bytes(config: Mapping[str, Any]) -> int:
-    """Enough for `max_num_seqs` of the longest sequences, within what memory there is. vLLM itself would take a share
-    of all memory, used or not, and minutes to cut so much of it into blocks for a small model.
+    """Enough for `max_num_seqs` of the longest sequences in float32, within the free memory.
+
+    vLLM itself would take a share of all memory, used or not, and minutes to cut so much of it into blocks.
     """
-    engine = config["vllm_cfg"]
-    free = psutil.virtual_memory().available * engine.get("gpu_memory_utilization", 0.9)
-    room = min(CPU_KV_CACHE_BYTES, int(free / 2 / replicas(config)))
-    longest = engine["max_model_len"] + _SPARE_TOKENS
-    return min(room, longest * engine.get("max_num_seqs", MAX_NUM_SEQS) * _kv_bytes(config))
-
-
-def _kv_bytes(config: Mapping[str, Any]) -> int:
-    """What one token leaves in the KV cache, in float32."""
     from transformers import AutoConfig
 
-    trust = config["vllm_cfg"].get("trust_remote_code", False)
+    engine = config["vllm_cfg"]
+    trust = engine.get("trust_remote_code", False)
     try:
         model = AutoConfig.from_pretrained(config["model_name"], trust_remote_code=trust).get_text_config()
     except OSError as error:
         raise ValueError(f"generation.model_name is {config['model_name']!r}: there is no such model here") from error
-    heads = model.num_attention_heads
-    width = getattr(model, "head_dim", None) or model.hidden_size // heads
-    return 2 * 4 * model.num_hidden_layers * (getattr(model, "num_key_value_heads", None) or heads) * width
+    free = psutil.virtual_memory().available * engine.get("gpu_memory_utilization", 0.9)
+    room = min(CPU_KV_CACHE_BYTES, int(free / 2 / replicas(config)))
+    tokens = (engine["max_model_len"] + _SPARE_TOKENS) * engine.get("max_num_seqs", MAX_NUM_SEQS)
+    return min(room, tokens * 4 * kv_elements(model.to_dict()))
 
 
-def _extra(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine arguments without a field in `EngineSettings`."""
-    engine = config["vllm_cfg"]
-    extra = {key: engine[key] for key in ("skip_tokenizer_init", "kv_cache_dtype") if key in engine}
-    if engine.get("expert_parallel_size", 1) > 1:
-        extra["enable_expert_parallel"] = True
-    return extra | (config.get("vllm_kwargs") or {})
+def _extension(config: Mapping[str, Any]) -> str | None:
+    """The worker extension that the configuration names."""
+    return (config.get("vllm_kwargs") or {}).get("worker_extension_cls")
 
 
 def pad_token_id(config: Mapping[str, Any]) -> int:

@@ -17,9 +17,8 @@ from generation.compat.nemo.batch import (
     padded_output,
     rows_of,
     sequence_output,
-    stop_strings_of,
     text_output,
-    texts_of,
+    text_rows,
 )
 from generation.compat.nemo.config import VllmConfig, check_config, colocated, pad_token_id, replicas
 from generation.compat.nemo.worker import VllmGenerationWorker, collected
@@ -32,10 +31,10 @@ class VllmGeneration(GenerationInterface):
     """Engines for a `VllmConfig`, as children of this process: `num_replicas` of them, each on
     `tensor_parallel_size` CUDA devices of its own, or on the CPU where there are none.
 
-    Each request goes to the engine with the fewest unfinished ones. Which one that is changes nothing about what is
-    sampled: seeds depend on the configuration's, the number of the call and the place in the batch.
+    Each request goes to the engine with the fewest unfinished ones. The choice does not change what is sampled: seeds
+    depend on the configuration's, the number of the call and the place in the batch.
 
-    A context manager. Without one, `shutdown` runs when the object goes, or the process ends.
+    A context manager. Without one, `shutdown` runs when the object is collected, or the process ends.
 
     Attributes:
         workers: one for each engine.
@@ -45,7 +44,7 @@ class VllmGeneration(GenerationInterface):
         """Start the engines; `timeout` (s) bounds every wait.
 
         Raises:
-            ValueError: a configuration that is incomplete or cannot be, naming the key.
+            ValueError: a configuration that is incomplete or contradicts itself, naming the key.
         """
         check_config(config)
         self.config, self.timeout = config, timeout
@@ -83,7 +82,7 @@ class VllmGeneration(GenerationInterface):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """One response to every prompt, in the order of the prompts; an empty batch gives an empty batch.
 
-        A sample that fails is told in `errors`, and takes nobody with it.
+        A sample that fails has its error in `errors`, and does not affect the others.
 
         Raises:
             ValueError: a batch that is not right-padded, or lacks something.
@@ -127,13 +126,9 @@ class VllmGeneration(GenerationInterface):
                 yield place, text_output([answer])
 
     def _text_futures(self, data: BatchedDataDict[Any], greedy: bool) -> list[Future[tuple[str, str]]]:
-        prompts, call = texts_of(data, self.workers[0].engine.has_tokenizer), next(self._calls)
+        rows, call = text_rows(data, self.workers[0].engine.has_tokenizer), next(self._calls)
         self._check_usable()
-        stops = stop_strings_of(data, len(prompts))
-        return [
-            self._worker(p).answer_text(p, s, i, greedy, call)
-            for i, (p, s) in enumerate(zip(prompts, stops, strict=True))
-        ]
+        return [self._worker(row.text).answer_text(row, greedy, call) for row in rows]
 
     def _worker(self, prompt: list[int] | str) -> VllmGenerationWorker:
         return self.workers[self._balancer.select_actor(prompt)]
@@ -172,12 +167,11 @@ class VllmGeneration(GenerationInterface):
         workers. One future an engine; wait for them when the trainer's ranks are joining.
         """
         size = (world_size - train_world_size) // len(self.workers)
-        return [
-            worker.thread.submit(
-                worker.engine.init_collective_async(number * size, ip, port, world_size, train_world_size)
-            )
+        joins = [
+            worker.engine.init_collective_async(number * size, ip, port, world_size, train_world_size)
             for number, worker in enumerate(self.workers)
         ]
+        return [worker.thread.submit(join) for worker, join in zip(self.workers, joins, strict=True)]
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
         """Announce what weights will be broadcast: name -> (shape, dtype)."""

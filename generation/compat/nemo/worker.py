@@ -1,10 +1,11 @@
 """One vLLM engine for callers that block: the asynchronous worker on an event loop of its own."""
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Self, TypeVar
 
 from generation.compat.load_balancer import EngineLoad
+from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
 from generation.compat.nemo.batch import (
     BatchedDataDict,
     GenerationDatumSpec,
@@ -12,40 +13,35 @@ from generation.compat.nemo.batch import (
     Row,
     padded_output,
     rows_of,
-    stop_strings_of,
     text_output,
-    texts_of,
+    text_rows,
 )
 from generation.compat.nemo.config import VllmConfig
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Leader
 from generation.engine.lifecycle import Memory
-from generation.engine.thread import EngineThread
 from generation.exact_ids import Generation
 
 T = TypeVar("T")
 
 
-class VllmGenerationWorker:
-    """A started engine. Every method may be called from any thread but the engine's, and waits `timeout` seconds.
+class VllmGenerationWorker(EngineLoad):
+    """A started engine. Every method may be called from any thread except the engine's, and waits `timeout` seconds.
 
     Attributes:
         engine: the asynchronous worker, for coroutines on the thread's loop.
-        load: the requests submitted here that have not finished.
+        thread: its event loop.
     """
 
     def __init__(
-        self,
-        config: VllmConfig,
-        device_indices: Sequence[int] = (),
-        seed: int | None = None,
-        timeout: float = 1800.0,
+        self, config: VllmConfig, device_indices: Sequence[int] = (), seed: int | None = None, timeout: float = 1800.0
     ) -> None:
         """Start the engine on these CUDA devices, or on CPU where there are none; `seed` replaces the config's."""
-        self.timeout, self.load = timeout, EngineLoad()
+        super().__init__()
+        self.timeout = timeout
         self.engine = VllmAsyncGenerationWorker.from_config(config, device_indices, seed)
-        self.thread = EngineThread()
+        self._leader = Leader.start(self.engine, timeout)
+        self.thread = self._leader.thread
         try:
-            self._wait(self.engine.start(), f"starting the engine for {config['model_name']}")
             self._wait(self.engine.post_init_async(), "preparing the engine")
         except BaseException:
             self.shutdown()
@@ -57,28 +53,20 @@ class VllmGenerationWorker:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def _counted(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the engine's loop, counted as a request until it ends."""
-        self.load.submitted()
+        self.submitted()
         future = self.thread.submit(coroutine)
-        future.add_done_callback(lambda _: self.load.finished())
+        future.add_done_callback(lambda _: self.finished())
         return future
 
     def answer(self, row: Row, greedy: bool, call: int) -> Future[Generation]:
         """Start to generate for one sample of a batch; see `VllmAsyncGenerationWorker.answer`."""
-        return self.submit(self.engine.answer(row, greedy, call))
+        return self._counted(self.engine.answer(row, greedy, call))
 
-    def answer_text(self, prompt: str, stop: list[str], place: int, greedy: bool, call: int) -> Future[tuple[str, str]]:
+    def answer_text(self, row: Row, greedy: bool, call: int) -> Future[tuple[str, str]]:
         """Start to generate for one text."""
-        return self.submit(self.engine.answer_text(prompt, stop, place, greedy, call))
-
-    def get_num_unfinished_requests(self) -> int:
-        """Requests submitted and not finished."""
-        return self.load.get_num_unfinished_requests()
-
-    def get_cache_usage(self) -> float | None:
-        """Share of the KV cache in use; None, since nobody reports it to this worker."""
-        return self.load.get_cache_usage()
+        return self._counted(self.engine.answer_text(row, greedy, call))
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -86,53 +74,35 @@ class VllmGenerationWorker:
         """One response to every prompt; see `GenerationInterface.generate`."""
         rows, call = rows_of(data, self.engine.pad_token_id), self.engine.next_call()
         self.engine.state.usable_version()
-        futures = [self.answer(row, greedy, call) for row in rows]
-        return padded_output(data, collected(futures, self.timeout), self.engine.pad_token_id)
+        completions = collected([self.answer(row, greedy, call) for row in rows], self.timeout)
+        return padded_output(data, completions, self.engine.pad_token_id)
 
     def generate_text(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """{"texts": responses, "errors": what went wrong} for the texts in `data["prompts"]`."""
-        prompts, call = texts_of(data, self.engine.has_tokenizer), self.engine.next_call()
+        rows, call = text_rows(data, self.engine.has_tokenizer), self.engine.next_call()
         self.engine.state.usable_version()
-        stops = stop_strings_of(data, len(prompts))
-        futures = [self.answer_text(p, s, i, greedy, call) for i, (p, s) in enumerate(zip(prompts, stops, strict=True))]
-        return text_output(collected(futures, self.timeout))
+        return text_output(collected([self.answer_text(row, greedy, call) for row in rows], self.timeout))
 
-    def report_device_id(self) -> list[str]:
-        """The device of each of the engine's workers."""
-        return self._wait(self.engine.report_device_id_async(), "asking the workers for their devices")
-
-    def init_collective(self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int) -> None:
-        """Join the process group that weights are broadcast in, with all its other ranks."""
-        join = self.engine.init_collective_async(rank_prefix, ip, port, world_size, train_world_size)
-        self._wait(join, "joining the process group of the weights")
-
-    def prepare_refit_info(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
-        """Announce the weights that will be broadcast: name -> (shape, dtype)."""
-        self._wait(self.engine.prepare_refit_info_async(state_dict_info), "announcing weights")
-
-    def update_weights_via_ipc_zmq(self, session: int = 0) -> bool:
-        """Receive one update from the trainer's ranks on the workers' devices. True; a failure raises."""
-        return self._wait(self.engine.update_weights_via_ipc_zmq_async(session), "a weight update")
-
-    def update_weights_from_collective(self) -> bool:
-        """Receive one update by broadcast. True; a failure raises."""
-        return self._wait(self.engine.update_weights_from_collective_async(), "a weight update")
-
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
-        self._wait(self.engine.reset_prefix_cache_async(), "resetting the prefix cache")
+    def __getattr__(self, name: str) -> Any:
+        """What the asynchronous worker has as `NAME_async`, blocking: `report_device_id`, `init_collective`,
+        `prepare_refit_info`, `update_weights_via_ipc_zmq`, `update_weights_from_collective`, `reset_prefix_cache`.
+        """
+        method = None if "engine" not in self.__dict__ else getattr(self.engine, f"{name}_async", None)
+        if method is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return lambda *args, **kwargs: self._wait(method(*args, **kwargs), name.replace("_", " "))
 
     def sleep(self, level: int = 2) -> None:
-        """Give memory back, if the engine is not asleep already; see `VllmAsyncGenerationWorker.sleep_async`."""
+        """Give memory back, if the engine is not asleep already; see `Engine.sleep`."""
         if self.engine.state.memory is not Memory.ASLEEP:
-            self._wait(self.engine.sleep_async(level), "putting the engine to sleep")
+            self._wait(self.engine.sleep(level), "putting the engine to sleep")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back what is not held already of the memory called `tags`; all of it by default."""
         held = {Memory.AWAKE: {"weights", "kv_cache"}, Memory.WEIGHTS: {"weights"}}
         wanted = ("weights", "kv_cache") if tags is None else tags
         missing = [tag for tag in wanted if tag not in held.get(self.engine.state.memory, set())]
-        self._wait(self.engine.wake_up_async(missing), "waking the engine")
+        self._wait(self.engine.wake(missing), "waking the engine")
 
     def shutdown(self) -> None:
         """Stop the server, the engine's processes and the loop; safe to call twice."""
@@ -140,8 +110,7 @@ class VllmGenerationWorker:
             if self.engine.server is not None:
                 self._wait(self.engine.shutdown(), "stopping the engine and its server")
         finally:
-            self.engine.close()
-            self.thread.close()
+            self._leader.close()
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         return self.thread.run(coroutine, self.timeout, what)

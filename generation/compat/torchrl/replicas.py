@@ -1,26 +1,34 @@
-"""One engine of a service, in the process that holds it: this one, or a Ray actor's.
-
-The two kinds of replicas of an `AsyncVLLM`, seen from the service: child processes, and Ray actors.
-
-Ray is imported when the first actor is made, and not before.
+"""The engines of an `AsyncVLLM`: the one in the process that holds it, and the two ways to hold it, as child processes
+and in Ray actors. Ray is imported when the first actor is made, and not before.
 """
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from generation.compat.load_balancer import EngineLoad
 from generation.engine.devices import device_count
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
-from generation.engine.vllm_compat import cache_usage_logger, start_async_llm, unfinished_requests
+from generation.engine.vllm_compat import cache_usage_logger, unfinished_requests
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.5
+"""How often a Ray actor is asked, in the background, how full its KV cache is."""
+
+ACTOR_NAMESPACE = "hotbunk"
+
+CONCURRENT_CALLS = 1 << 16
+"""Requests that an actor takes at the same time; its engine queues them, not Ray."""
 
 
 class UpdateGate:
@@ -73,33 +81,28 @@ class UpdateGate:
             updated.set()
 
 
-class _MeteredWorker(VllmAsyncGenerationWorker):
-    """Knows how full its KV cache is, as the engine's scheduler last said."""
-
-    cache_usage = 0.0  # nothing is in it before the first step
-
-    async def start(self) -> None:
-        def note(usage: float) -> None:
-            self.cache_usage = usage
-
-        self._engine = start_async_llm(self.settings, [cache_usage_logger(note)])
-
-
-class ServiceEngine:
-    """What `AsyncVLLM` asks of each of its engines. All coroutines run on one event loop."""
+class ServiceEngine(Engine):
+    """An engine with the methods that `AsyncVLLM` calls. All coroutines run on one event loop."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._worker = _MeteredWorker(settings)
+        super().__init__(settings)
         self._gate = UpdateGate()
-        self._requests = 0
+        self._cache_usage = 0.0  # as of the last scheduler step
 
-    async def start(self) -> None:
+    async def start(self, stat_loggers: list[Any] | None = None) -> None:
         """Start the engine, and let it generate one token: only then is it ready."""
         from vllm import SamplingParams
 
-        await self._worker.start()
-        await self._worker.post_init_async()
-        await self._final_output({"prompt_token_ids": [0]}, SamplingParams(max_tokens=1, temperature=0.0), {})
+        def note(usage: float) -> None:
+            self._cache_usage = usage
+
+        await super().start([*(stat_loggers or ()), cache_usage_logger(note)])
+        if self.settings.load_format != "dummy":
+            self.state.adopt_checkpoint(0)
+        async for _ in self.submit(
+            {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1, temperature=0.0), "the first request"
+        ):
+            pass
 
     async def generate(
         self,
@@ -122,119 +125,60 @@ class ServiceEngine:
         """
         try:
             async with asyncio.timeout(timeout), self._gate.request():
-                held = self._worker.state.usable_version()
-                if held < version:
-                    self._worker.state.check_can_generate(version)
-                output = await self._final_output(prompt, params, options or {})
+                held = self.state.usable_version()
+                output = await self.request(prompt, params, policy_version=max(held, version), **(options or {}))
         except TimeoutError as error:
             raise TimeoutError(f"vLLM generation timed out after {timeout} seconds") from error
         output.weight_version = held  # type: ignore[attr-defined]
         return output
 
-    async def _final_output(
-        self, prompt: dict[str, Any], params: "SamplingParams", options: dict[str, Any]
-    ) -> "RequestOutput":
-        self._requests += 1
-        final = None
-        async for output in self._worker.submit(prompt, params, f"service-{self._requests}", **options):
-            final = output
-        if final is None:
-            raise RuntimeError("vLLM ended a request without an output")
-        return final
-
-    def cache_usage_now(self) -> float:
-        """Share of the KV cache in use, 0 to 1: after the scheduler's latest step, which an abort is none of."""
-        return self._worker.cache_usage if unfinished_requests(self._worker.engine) else 0.0
-
     async def cache_usage(self) -> float:
-        """`cache_usage_now` for those in another process."""
+        """Share of the KV cache in use, 0 to 1, as of the last scheduler step; an abort does not count as one."""
         return self.cache_usage_now()
 
+    def cache_usage_now(self) -> float:
+        """`cache_usage` for callers in the same process."""
+        return self._cache_usage if unfinished_requests(self.llm) else 0.0
+
     async def unfinished_requests(self) -> int:
-        """What vLLM itself counts; the service counts at its own end."""
-        return unfinished_requests(self._worker.engine)
+        """The requests that vLLM itself counts; the service counts at its own end."""
+        return unfinished_requests(self.llm)
 
-    async def collective_rpc(
-        self, method: str, timeout: float | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        """Call a method of every worker of this engine; results in worker order."""
-        engine = self._worker.engine
-        return await self._worker._unless_dead(engine.collective_rpc(method, timeout=timeout, args=args, kwargs=kwargs))
-
-    async def join_weights_group(self, rank_prefix: int, ip: str, port: int, world_size: int, timeout: float) -> None:
-        """Let the workers join the process group that weights are broadcast in; returns when all members are there."""
-        await self._on_workers("init_collective", rank_prefix, ip, port, world_size, 1, timeout)
-
-    async def update_weights(self, method: str, arguments: tuple[Any, ...], timeout: float) -> int:
+    async def update_weights(self, method: str, arguments: tuple[Any, ...], timeout: float) -> int | None:
         """Let the workers take weights by one of the extension's methods, with no request in the engine.
 
         Returns:
-            The version of the weights, as whoever sent them says.
+            The version of the weights, as the sender says.
 
         Raises:
-            RuntimeError: what any worker complains of. The engine then holds no version.
+            WorkerError: the complaints of the workers. The engine then holds no version.
         """
-        state = self._worker.state
         async with self._gate.update(timeout):
-            state.begin_sync()
-            try:
-                outcomes = await self._on_workers(method, *arguments)
-                await self._worker.reset_prefix_cache_async()
-            except BaseException:
-                state.fail_sync()
-                raise
-            state.finish_sync(outcomes[0]["version"])
-        return int(outcomes[0]["version"])
-
-    async def _on_workers(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """Call one of the extension's methods that answer with an outcome each, instead of raising."""
-        outcomes = await self._worker.call_workers(method, *arguments)
-        if errors := [outcome["error"] for outcome in outcomes if outcome["error"]]:
-            raise RuntimeError("; ".join(errors))
-        return outcomes
+            await self.receive(method, *arguments)
+        return self.state.version
 
     async def shutdown(self) -> None:
         """Stop the engine's processes; safe to call twice."""
-        await asyncio.to_thread(self._worker.close)  # it stops a task of this loop, too
+        await asyncio.to_thread(self.close)  # it stops a task of this loop, too
 
 
-log = logging.getLogger(__name__)
-
-WATCH_SECONDS = 0.5
-"""How often a Ray actor is asked, in the background, how full its KV cache is."""
-
-ACTOR_NAMESPACE = "hotbunk"
-
-CONCURRENT_CALLS = 1 << 16
-"""Requests that an actor takes at the same time; queueing them is its engine's work, not Ray's."""
-
-
-class Replica(Protocol):
+class Replica(EngineLoad, ABC):
     """One engine as the service sees it; its load is counted here, at submit and finish."""
 
-    def submit(self, method: str, *args: Any) -> Future[Any]:
-        """Call a coroutine method of the replica's `ServiceEngine`; cancelling the future cancels it there."""
-
+    @abstractmethod
     def launch(self) -> Future[Any]:
         """Start the engine; the future is done when it can generate."""
 
+    @abstractmethod
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a coroutine method of the replica's `ServiceEngine`; cancelling the future cancels it there."""
+
+    @abstractmethod
     async def close(self) -> None:
         """Stop the engine's processes, whatever state it is in."""
 
-    def submitted(self) -> None:
-        """See `EngineLoad`."""
 
-    def finished(self) -> None:
-        """See `EngineLoad`."""
-
-    def get_num_unfinished_requests(self) -> int:
-        """See `EngineLoad`."""
-
-    def get_cache_usage(self) -> float | None:
-        """See `EngineLoad`."""
-
-
-class LocalReplica(EngineLoad):
+class LocalReplica(Replica):
     """An engine whose processes are children of this one, served by the service's event loop."""
 
     def __init__(self, settings: EngineSettings, thread: EngineThread) -> None:
@@ -245,20 +189,20 @@ class LocalReplica(EngineLoad):
         """Start the engine; blocks the service's event loop meanwhile."""
         return self.submit("start")
 
-    def submit(self, method: str, *args: Any) -> Future[Any]:
-        """Call a coroutine method of the engine on the service's event loop."""
-        return self._thread.submit(getattr(self._engine, method)(*args))
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See `Replica`."""
+        return self._thread.submit(getattr(self._engine, method)(*args, **kwargs))
 
     def get_cache_usage(self) -> float | None:
-        """Share of the KV cache in use after the scheduler's latest step."""
+        """See `EngineLoad`."""
         return self._engine.cache_usage_now()
 
     async def close(self) -> None:
-        """Stop the engine's processes."""
+        """See `Replica`."""
         await self._engine.shutdown()
 
 
-class RayReplica(EngineLoad):
+class RayReplica(Replica):
     """An engine in a Ray actor, on a node of the cluster that has its devices free."""
 
     def __init__(
@@ -273,18 +217,9 @@ class RayReplica(EngineLoad):
         """Create the actor and start the engine in it."""
         # One actor takes all devices of its engine, so they are on one node; Ray tells it which by
         # CUDA_VISIBLE_DEVICES, and the engine's workers are the actor's children.
-        self._actor = (
-            ray_module()
-            .remote(self._class)
-            .options(
-                name=self._name,
-                namespace=ACTOR_NAMESPACE,
-                num_cpus=1,
-                num_gpus=len(self._settings.device_indices),
-                max_concurrency=CONCURRENT_CALLS,
-            )
-            .remote(self._settings)
-        )
+        options = {"num_cpus": 1, "num_gpus": len(self._settings.device_indices), "max_concurrency": CONCURRENT_CALLS}
+        actor = ray_module().remote(self._class)
+        self._actor = actor.options(name=self._name, namespace=ACTOR_NAMESPACE, **options).remote(self._settings)
         return self._thread.submit(self._start())
 
     async def _start(self) -> None:
@@ -301,22 +236,22 @@ class RayReplica(EngineLoad):
         finally:
             self.cache_usage = None
 
-    def submit(self, method: str, *args: Any) -> Future[Any]:
-        """Call a coroutine method of the actor."""
-        return self._thread.submit(self._call(method, *args))
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See `Replica`."""
+        return self._thread.submit(self._call(method, *args, **kwargs))
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        answer = getattr(self._actor, method).remote(*args)
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        answer = getattr(self._actor, method).remote(*args, **kwargs)
         try:
             return await answer
         except asyncio.CancelledError:
             ray_module().cancel(answer)
             raise
         except ray_module().exceptions.RayTaskError as error:
-            raise error.cause from error  # what was raised in the actor, as a local replica raises it
+            raise error.cause from error  # the actor's own error, as a local replica raises it
 
     async def close(self) -> None:
-        """Stop the engine's processes, then the actor; one that is dead already is no error."""
+        """Stop the engine's processes, then the actor; a dead actor is not an error."""
         actor, self._actor = self._actor, None
         if actor is None:
             return
@@ -350,10 +285,9 @@ def make_replicas(
     """A replica for each of `settings`, none of them started."""
     if backend == "local":
         return [LocalReplica(each, thread) for each in settings]
-    names = [f"async-vllm-replica-{service_id}-{i}" for i in range(len(settings))]
-    return [
-        RayReplica(each, thread, name, actor_class or ServiceEngine) for each, name in zip(settings, names, strict=True)
-    ]
+    kind = actor_class or ServiceEngine
+    name = f"async-vllm-replica-{service_id}"
+    return [RayReplica(each, thread, f"{name}-{number}", kind) for number, each in enumerate(settings)]
 
 
 def local_address(backend: str) -> str:

@@ -8,7 +8,7 @@ import logging
 import random
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -42,7 +42,7 @@ class AsyncVLLM(WeightUpdates):
 
     Attributes:
         actors: the replicas, while the service is launched.
-        settings: of each engine, but for its devices.
+        settings: of each engine, except for its devices.
         weight_version: of the weights that answers are given with: 0 for the checkpoint's, then those of updates.
             Each output carries the version it was made with as `weight_version`.
     """
@@ -55,6 +55,7 @@ class AsyncVLLM(WeightUpdates):
         enable_prefix_caching: bool | None = None,
         *,
         backend: Literal["local", "ray"] | None = None,
+        carriers: Any = None,
     ) -> None:
         """Nothing is started yet; `start` does it.
 
@@ -63,11 +64,12 @@ class AsyncVLLM(WeightUpdates):
             actor_class: a subclass of `ServiceEngine` for Ray's actors; implies `backend="ray"`.
             enable_prefix_caching: overrides `engine_args`; None leaves it at what they say.
             backend: "local" runs replicas as processes of this machine, "ray" as actors on a cluster that is there.
+            carriers: the package `sharding`, for weight updates; without it answers are given with the checkpoint's.
 
         Raises:
             ImportError, ValueError: vLLM is not installed; arguments contradict each other.
         """
-        super().__init__()
+        super().__init__(carriers)
         require_vllm()
         if num_replicas < 1:
             raise ValueError(f"num_replicas must be at least 1, not {num_replicas}")
@@ -76,6 +78,8 @@ class AsyncVLLM(WeightUpdates):
         settings = as_settings(engine_args)
         if enable_prefix_caching is not None:
             settings = replace(settings, extra=settings.extra | {"enable_prefix_caching": enable_prefix_caching})
+        if carriers is not None:
+            settings = replace(settings, worker_extension=carriers.WORKER_EXTENSION)
         self.settings = settings
         self.num_replicas = num_replicas
         self.backend = backend or ("local" if actor_class is None else "ray")
@@ -261,17 +265,17 @@ class AsyncVLLM(WeightUpdates):
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> Any:
         """Requests submitted and not finished: of one engine, or a list of those of all; asks nobody."""
-        self._require_launched("getting request counts")
-        if actor_index is not None:
-            return self.actors[self._checked_index(actor_index)].get_num_unfinished_requests()
-        return [replica.get_num_unfinished_requests() for replica in self.actors]
+        return self._of_actors("getting request counts", actor_index, Replica.get_num_unfinished_requests)
 
     def get_cache_usage(self, actor_index: int | None = None) -> Any:
         """Share of the KV cache in use, or None where it is not known: of one engine, or a list of those of all."""
-        self._require_launched("getting cache usage")
+        return self._of_actors("getting cache usage", actor_index, lambda replica: replica.get_cache_usage())
+
+    def _of_actors(self, action: str, actor_index: int | None, read: Callable[[Replica], Any]) -> Any:
+        self._require_launched(action)
         if actor_index is not None:
-            return self.actors[self._checked_index(actor_index)].get_cache_usage()
-        return [replica.get_cache_usage() for replica in self.actors]
+            return read(self.actors[self._checked_index(actor_index)])
+        return [read(replica) for replica in self.actors]
 
     def get_random_actor_index(self) -> int:
         """The index of any engine, from a generator with a seed."""
@@ -301,7 +305,8 @@ class AsyncVLLM(WeightUpdates):
             TimeoutError: an engine did not answer within `timeout` seconds (without one: the service's time to start).
         """
         self._require_launched("calling workers")
-        calls = [replica.submit("collective_rpc", method, timeout, args, kwargs or {}) for replica in self.actors]
+        named = {"timeout": timeout, **(kwargs or {})}
+        calls = [replica.submit("call_workers", method, *args, **named) for replica in self.actors]
         return results_of(calls, timeout or start_timeout(), f"the workers' {method}")
 
     def _require_launched(self, action: str) -> None:
@@ -337,6 +342,7 @@ def make_async_vllm_engine(
     compile: bool = True,
     enable_fp32_output: bool = False,
     backend: Literal["local", "ray"] = "local",
+    carriers: Any = None,
     **engine_args: Any,
 ) -> AsyncVLLM:
     """A started `AsyncVLLM` for a model.
@@ -347,6 +353,7 @@ def make_async_vllm_engine(
         verbose: let vLLM log what it does.
         compile: torch.compile and CUDA graphs; without, engines start sooner and generate slower.
         enable_fp32_output: compute logits in float32, whatever the weights' dtype.
+        carriers: see `AsyncVLLM`.
         engine_args: fields of vLLM's `AsyncEngineArgs`, by name.
 
     Raises:
@@ -358,4 +365,4 @@ def make_async_vllm_engine(
         for name in ("vllm", "vllm.engine.metrics"):
             logging.getLogger(name).setLevel(logging.INFO)
     settings = resolve(model_name, num_devices, compile, enable_fp32_output, **engine_args)
-    return AsyncVLLM.launch(settings, num_replicas, backend=backend)
+    return AsyncVLLM.launch(settings, num_replicas, backend=backend, carriers=carriers)

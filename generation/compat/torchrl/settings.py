@@ -1,4 +1,4 @@
-"""What the engines of an `AsyncVLLM` are started with, from vLLM's own argument names."""
+"""Settings of the engines of an `AsyncVLLM`, from vLLM's own argument names."""
 
 import dataclasses
 import os
@@ -6,26 +6,10 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from generation.engine.settings import EngineSettings
+from generation.engine.settings import EngineSettings, cpu_places
 
 TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
 """Environment variable: seconds that all engines of a service together may take to start; 300 without it."""
-
-_FIELDS = {
-    "model": "model",
-    "tokenizer": "tokenizer",
-    "dtype": "dtype",
-    "max_model_len": "max_model_len",
-    "tensor_parallel_size": "tensor_parallel_size",
-    "max_num_seqs": "max_num_seqs",
-    "enforce_eager": "enforce_eager",
-    "load_format": "load_format",
-    "seed": "seed",
-    "trust_remote_code": "trust_remote_code",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "kv_cache_memory_bytes": "kv_cache_bytes",
-}
-"""vLLM's names of what `EngineSettings` has fields for; everything else goes to `extra`."""
 
 
 def require_vllm() -> None:
@@ -61,12 +45,19 @@ def gpus_per_replica(engine_args: Any) -> int:
 def as_settings(engine_args: Any) -> EngineSettings:
     """`EngineSettings` as they are, or those of an `AsyncEngineArgs`, of which only what differs from vLLM's defaults
     is taken. `engine_args` is not changed.
+
+    Raises:
+        ValueError: an argument that a service cannot honour.
     """
     if isinstance(engine_args, EngineSettings):
-        return _checked(engine_args)
-    plain = type(engine_args)(model=engine_args.model)
-    given = {field.name: getattr(engine_args, field.name) for field in dataclasses.fields(engine_args)}
-    return from_arguments({n: value for n, value in given.items() if n == "model" or value != getattr(plain, n)})
+        settings = dataclasses.replace(engine_args, sleep=False)
+    else:
+        plain = type(engine_args)(model=engine_args.model)
+        given = {field.name: getattr(engine_args, field.name) for field in dataclasses.fields(engine_args)}
+        settings = from_arguments({n: v for n, v in given.items() if n == "model" or v != getattr(plain, n)})
+    if settings.extra.get("data_parallel_size", 1) > 1:
+        raise ValueError("data_parallel_size: a service's replicas are its data parallelism; set num_replicas instead")
+    return settings
 
 
 def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
@@ -76,24 +67,15 @@ def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
         ValueError: an argument that a service cannot honour.
     """
     if "worker_extension_cls" in arguments:
-        raise ValueError("worker_extension_cls is the service's own: weights arrive through it")
+        raise ValueError("worker_extension_cls is the service's own, which carriers=sharding sets: leave it out")
     given = {name: value for name, value in arguments.items() if value is not None}
-    fields = {_FIELDS[name]: value for name, value in given.items() if name in _FIELDS}
-    extra = {name: value for name, value in given.items() if name not in _FIELDS}
-    if extra.get("pipeline_parallel_size", 1) > 1:
-        extra.setdefault("distributed_executor_backend", "mp")
-    if "max_model_len" not in fields:
-        fields["max_model_len"] = _longest_context(fields["model"], fields.get("trust_remote_code", False))
-    # What vLLM itself takes where nothing is said; `EngineSettings` has defaults for engines that share a device.
-    defaults: dict[str, Any] = {"dtype": "auto", "enforce_eager": False, "max_num_seqs": 256}
-    defaults["gpu_memory_utilization"] = 0.9
-    return _checked(EngineSettings(**(defaults | fields), sleep=False, extra=extra))
-
-
-def _checked(settings: EngineSettings) -> EngineSettings:
-    if settings.extra.get("data_parallel_size", 1) > 1:
-        raise ValueError("data_parallel_size: a service's replicas are its data parallelism; set num_replicas instead")
-    return settings
+    if given.get("pipeline_parallel_size", 1) > 1:
+        given.setdefault("distributed_executor_backend", "mp")
+    if "max_model_len" not in given:
+        given["max_model_len"] = _longest_context(given["model"], given.get("trust_remote_code", False))
+    # vLLM's own defaults; those of `EngineSettings` are for engines that share a device.
+    defaults = {"dtype": "auto", "enforce_eager": False, "max_num_seqs": 256, "gpu_memory_utilization": 0.9}
+    return EngineSettings.from_vllm(defaults | given, sleep=False)
 
 
 def _longest_context(model: str, trust_remote_code: bool) -> int:
@@ -113,7 +95,7 @@ def resolve(
     pipeline_parallel_size: int | None = None,
     **engine_args: Any,
 ) -> EngineSettings:
-    """What `make_async_vllm_engine` starts engines with.
+    """The settings that `make_async_vllm_engine` starts engines with.
 
     Raises:
         ValueError: sizes that contradict each other.
@@ -143,9 +125,8 @@ def of_replicas(settings: EngineSettings, num_replicas: int, gpus: int, shared: 
     spare = max(0, gpus - size * num_replicas)
     devices = settings.device_indices or tuple(range(spare, gpus))
     if not devices:
-        cores = sorted(os.sched_getaffinity(0))
-        bound = tuple(cores[k % len(cores)] for k in range(size)) if size > 1 else ()
-        return [dataclasses.replace(settings, cpu_cores=settings.cpu_cores or bound)] * num_replicas
+        bound = settings.cpu_cores or cpu_places(range(size), size)["cpu_cores"]
+        return [dataclasses.replace(settings, cpu_cores=bound)] * num_replicas
     if len(devices) < size * num_replicas or (settings.device_indices and len(devices) > size * num_replicas):
         raise ValueError(
             f"{num_replicas} replicas of {size} devices each need {num_replicas * size} devices, not {len(devices)}"

@@ -1,12 +1,11 @@
 """How an `AsyncVLLM` gets new weights: by broadcast from a trainer, or from a folder.
 
-The carriers and their rules (every weight accounted for, none cast in silence) live in the package `sharding`. It is
-found by import string, as the workers' extension is, so that generation does not depend on it.
+The carriers and their rules (every weight accounted for, none cast in silence) live in the package `sharding`, which
+the service is given when it is made.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +21,6 @@ NO_DEVICE_LEFT = "every GPU of this machine has an engine, and NCCL cannot join 
 
 UPDATE_SECONDS = 300.0
 """Longest single wait of an update: for requests in flight to end, for a worker, for a bucket."""
-
-
-def _sharding(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(import_module(f"sharding.{module}"), attribute)
 
 
 class _CurrentSource:
@@ -51,10 +45,10 @@ class WeightUpdates:
     settings: EngineSettings
     backend: str
     weight_version: int
-    collective_rpc: Callable[..., list[list[Any]]]
     _require_launched: Callable[[str], None]
 
-    def __init__(self) -> None:
+    def __init__(self, carriers: Any) -> None:
+        self._carriers = carriers
         self._taken: set[int] = set()  # devices of this machine that have an engine
         self._sender: Any = None
         self._source: _CurrentSource | None = None
@@ -70,21 +64,32 @@ class WeightUpdates:
         return {name: (getattr(torch, dtype), torch.Size(shape)) for name, (shape, dtype) in self._manifest().items()}
 
     def check_model_metadata(self, trainer: "Mapping[str, tuple[torch.dtype, Iterable[int]]]") -> None:
-        """Compare what a trainer would send with what the engines need.
+        """Compare the weights that a trainer would send with those that the engines need.
 
         Raises:
             ValueError: naming the weights that are missing, unknown, or of another shape or dtype.
         """
         sent = {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (dtype, shape) in trainer.items()}
-        if complaints := _sharding("wire.manifest:differences")(sent, self._manifest()):
+        manifest = self._manifest()
+        if complaints := self._carriers.differences(sent, manifest):
             raise ValueError("the trainer's weights are not the engines': " + "; ".join(complaints))
 
     def _manifest(self) -> dict[str, list[Any]]:
-        self._require_launched("asking for model metadata")
-        manifests = [o["weights"] for o in _checked_outcomes(self.collective_rpc("hotbunk_model_metadata"))]
+        self._require_carriers("asking for model metadata")
+        calls = [replica.submit("ask_workers", "hotbunk_model_metadata") for replica in self.actors]
+        outcomes = [outcome for each in results_of(calls, UPDATE_SECONDS, "model metadata") for outcome in each]
+        manifests = [outcome["weights"] for outcome in outcomes]
         if any(manifest != manifests[0] for manifest in manifests):
             raise RuntimeError("the engines hold different models: their weights' names, shapes or dtypes differ")
         return manifests[0]
+
+    def _require_carriers(self, action: str) -> None:
+        self._require_launched(action)
+        if self._carriers is None:
+            raise RuntimeError(
+                f"{action} needs the package that carries weights: import sharding, and start the service with "
+                "AsyncVLLM(..., carriers=sharding)"
+            )
 
     def get_master_address(self) -> str:
         """Where this process listens for the engines: loopback, unless a Ray cluster has other nodes."""
@@ -101,18 +106,18 @@ class WeightUpdates:
         return int(self._sender.port)
 
     def init_weight_update_group(self, master_address: str, master_port: int | str) -> list[Future[Any]]:
-        """Let all workers join the group of a trainer's own `sharding.apart.broadcast.CollectiveSender`, whose `ip` and
-        `port` these are: rank 0 is the trainer, workers follow in the engines' order.
+        """Let all workers join the group of a trainer's own `sharding.CollectiveSender`, whose `ip` and `port` these
+        are: rank 0 is the trainer, workers follow in the engines' order.
 
         Returns:
             One future an engine, for `CollectiveSender.connect`; they end when the whole group stands.
         """
         self._require_launched("initializing weight update group")
         size = gpus_per_replica(self.settings)
-        world, offsets = _sharding("apart.broadcast:engine_ranks")(len(self.actors), size)
+        address = master_address, int(master_port), 1 + size * len(self.actors), 1, UPDATE_SECONDS
         return [
-            replica.submit("join_weights_group", offset - 1, master_address, int(master_port), world, UPDATE_SECONDS)
-            for replica, offset in zip(self.actors, offsets, strict=True)
+            replica.submit("ask_workers", "init_collective", number * size, *address)
+            for number, replica in enumerate(self.actors)
         ]
 
     def receive_weights(self) -> list[Future[int]]:
@@ -121,30 +126,32 @@ class WeightUpdates:
         Returns:
             One future an engine, for `CollectiveSender.send`; they give the version.
         """
+        return self._updates("update_weights_from_collective")
+
+    def _updates(self, method: str, *arguments: Any) -> list[Future[int]]:
         self._require_launched("updating weights")
-        return [
-            replica.submit("update_weights", "update_weights_from_collective", (UPDATE_SECONDS,), UPDATE_SECONDS)
-            for replica in self.actors
-        ]
+        call = method, (*arguments, UPDATE_SECONDS), UPDATE_SECONDS
+        return [replica.submit("update_weights", *call) for replica in self.actors]
 
     def update_weights(self, weights: Any, version: int | None = None) -> Any:
         """Broadcast new weights from this process to all engines, bucket by bucket; blocks.
 
         Args:
             weights: (name, tensor) pairs, by names of the checkpoint and in any order, none held longer than needed;
-                or a `sharding.send.source.WeightSource`.
+                or a `sharding.WeightSource`.
             version: of these weights; one more than the last by default.
 
         Returns:
-            What was sent, a `sharding.send.push.SyncReport`.
+            What was sent, a `SyncReport`.
 
         Raises:
             RemoteError: naming what is missing, unknown, sent twice or of the wrong shape, and the engine that failed.
                 Engines whose weights cannot be trusted refuse to generate until an update succeeds.
         """
-        self._require_launched("updating weights")
+        self._require_carriers("updating weights")
         version = self.weight_version + 1 if version is None else version
-        source = weights if hasattr(weights, "gather_into") else self._stream(weights)
+        sends = hasattr(weights, "gather_into")
+        source = weights if sends else self._carriers.StreamSource(self._manifest(), weights)
         try:
             sender = self._connected_sender(source)
             report = sender.send(version, self.receive_weights())
@@ -155,20 +162,16 @@ class WeightUpdates:
             self.weight_version = version  # engines that hold older weights must not be asked any more
         return report
 
-    def _stream(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> Any:
-        return _sharding("send.source:StreamSource")(self._manifest(), weights)
-
     def _connected_sender(self, source: Any) -> Any:
         """The sender of the updates before, or a new one that all workers have joined."""
         if self._sender is not None and self._source is not None:
             self._source.source = source
             return self._sender
         self._source = _CurrentSource(source)
-        device = self._sending_device()
-        settings = _sharding("send.push:SyncSettings")(timeout=UPDATE_SECONDS)
+        settings = self._carriers.SyncSettings(timeout=UPDATE_SECONDS)
         workers = len(self.actors) * gpus_per_replica(self.settings)
-        self._sender = _sharding("apart.broadcast:CollectiveSender")(
-            self._source, device, settings, workers, host=self.get_master_address()
+        self._sender = self._carriers.CollectiveSender(
+            self._source, self._sending_device(), settings, workers, host=self.get_master_address()
         )
         calls = self.init_weight_update_group(self._sender.ip, self._sender.port)
         self._sender.connect(calls)
@@ -194,7 +197,7 @@ class WeightUpdates:
         self._sender = self._source = None
 
     def load_weights_from_storage(self, path: Path | str) -> int:
-        """Let all engines load the latest complete update of a folder (`sharding.apart.storage.StorageWriter`).
+        """Let all engines load the latest complete update in a folder that a `sharding.StorageWriter` writes.
 
         Returns:
             Its version.
@@ -202,21 +205,10 @@ class WeightUpdates:
         Raises:
             RuntimeError: naming the engine and the weight; it refuses to generate until an update succeeds.
         """
-        self._require_launched("updating weights")
-        calls = [
-            replica.submit("update_weights", "load_weights_from_storage", (str(path), UPDATE_SECONDS), UPDATE_SECONDS)
-            for replica in self.actors
-        ]
-        versions = results_of(calls, 2 * UPDATE_SECONDS, "loading weights")
+        versions = results_of(
+            self._updates("load_weights_from_storage", str(path)), 2 * UPDATE_SECONDS, "loading weights"
+        )
         if len(set(versions)) > 1:  # the trainer wrote meanwhile
             raise RuntimeError(f"engines loaded versions {sorted(set(versions))}, since the folder changed: load again")
         self.weight_version = versions[0]
         return self.weight_version
-
-
-def _checked_outcomes(per_engine: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """All workers' outcomes; raises what any of them complains of."""
-    outcomes = [outcome for outcomes in per_engine for outcome in outcomes]
-    if errors := [outcome["error"] for outcome in outcomes if outcome["error"]]:
-        raise RuntimeError("; ".join(errors))
-    return outcomes

@@ -16,13 +16,13 @@ def check_ranks(model: str, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from generation.engine.engine import VllmAsyncGenerationWorker
+    from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
+    from generation.engine.engine import Leader
     from generation.engine.sampling import SamplingSettings
     from generation.engine.settings import EngineSettings
-    from generation.engine.thread import EngineThread
+    from sharding import WORKER_EXTENSION
     from sharding.apart.broadcast import CollectiveSender
     from sharding.apart.storage import StorageWriter
-    from sharding.manager import Leader
     from sharding.ranks import RemoteError, rank
     from sharding.send.push import SyncSettings
     from sharding.send.source import FsdpWeightSource
@@ -31,13 +31,9 @@ def check_ranks(model: str, folder: str) -> None:
     from trainer.policy.hf_format import checkpoint_views, parameter_names
 
     def start_engine() -> Leader:
-        thread = EngineThread()
-        settings = EngineSettings(
-            model, 128, tensor_parallel_size=2, cpu_cores=(0, 1), kv_cache_bytes=16 << 20, plain_cpu_weights=True
-        )
-        engine = VllmAsyncGenerationWorker(settings)
-        thread.run(engine.start(), 270, "starting an engine of two workers")
-        return Leader(engine, thread)
+        two = {"tensor_parallel_size": 2, "cpu_cores": (0, 1), "worker_extension": WORKER_EXTENSION}
+        settings = EngineSettings(model, 128, kv_cache_bytes=16 << 20, plain_cpu_weights=True, **two)  # type: ignore
+        return Leader.start(VllmAsyncGenerationWorker(settings), 270)
 
     init_process_group(280, "cpu")
     leader = start_engine() if rank() == 0 else None

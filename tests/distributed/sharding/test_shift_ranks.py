@@ -16,7 +16,10 @@ from unittest import mock
 
 import pytest
 
+from generation.engine.engine import Engine
+from generation.engine.settings import EngineSettings
 from tests.distributed.launch import ROOT, leave, run_ranks
+from tests.in_process import IdleLLM
 
 WORKER = """
 import os, sys
@@ -32,13 +35,12 @@ while True:
 """
 
 
-class StandIn:
-    """What a manager needs of an engine."""
+class StandIn(Engine):
+    """An engine whose one worker is another process, with nothing but its end of a channel."""
 
     def __init__(self) -> None:
-        from generation.engine.lifecycle import EngineLifecycle
-
-        self.state, self.adapter = EngineLifecycle(), None
+        super().__init__(EngineSettings("none", 64))
+        self._llm = IdleLLM()  # type: ignore[assignment]
         self.worker: subprocess.Popen[str]
 
     def start_worker(self, endpoint: str, secret: str) -> None:
@@ -50,15 +52,12 @@ class StandIn:
         if self.worker.stdout.readline() != "ended\n":
             raise RuntimeError("the engine core is gone")
 
-    async def call_workers(self, method: str, *arguments: Any) -> list[dict[str, str]]:
+    async def call_workers(self, method: str, *arguments: Any, **_: Any) -> list[dict[str, None]]:
         if method == "hotbunk_connect":
             self.start_worker(*arguments[0]["cpu:0"])
         else:
             await asyncio.to_thread(self.one_update)
-        return [{}]
-
-    async def reset_prefix_cache_async(self) -> None:
-        return None
+        return [{"error": None}]
 
 
 def check_failures(folder: str) -> None:
@@ -66,8 +65,9 @@ def check_failures(folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    from generation.engine.engine import Leader
     from generation.engine.thread import EngineThread
-    from sharding.manager import Leader, ShardingManager, SyncSettings
+    from sharding.manager import ShardingManager, SyncSettings
     from sharding.ranks import RemoteError, rank
     from sharding.send.source import FsdpWeightSource
     from trainer.distributed import init_process_group

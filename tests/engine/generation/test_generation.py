@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.engine.settings import OWN_ARGUMENTS, EngineSettings, engine_argument_names
 from generation.engine.vllm_compat import engine_arguments
 from generation.rollouts.run import RolloutSettings, rollout
 from generation.trajectory import Trajectory
-from sharding.manager import Leader
 from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import TinyModel
 from trainer import engines

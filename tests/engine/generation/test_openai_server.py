@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from generation.engine.engine import Leader
 from generation.rollouts.client import LostKey, verifiers_client
 from generation.rollouts.user_code import UserCodeError
 from generation.server import OpenAIServer, ServerSettings, TooManyConversations
-from sharding.manager import Leader
 from tests.colocated import HfPolicy, start_engine, stop
 from tests.engine.bad_requests import GOOD, by_hand, from_schema
 from tests.engine.hostile_requests import Hostile, complaint, known_cases, outside, send
@@ -309,10 +309,10 @@ def test_an_engine_that_sleeps_or_is_being_updated_is_503(server: OpenAIServer, 
         client(server, key).chat.completions.create(model="policy", messages=QUESTION)
     assert taken(server, leader, key) == []
     engine.state.version = 0
-    thread.run(engine.sleep_async(level=1), 30, "sleeping")
+    thread.run(engine.sleep(level=1), 30, "sleeping")
     assert "asleep" in refusal() and "asleep" in refusal(stream=True)
     assert httpx.get(f"{root(server)}/health").status_code == 200
-    thread.run(engine.wake_up_async(), 30, "waking")
+    thread.run(engine.wake(), 30, "waking")
     assert client(server).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
 
 
@@ -324,10 +324,10 @@ def test_an_answer_that_sleep_cuts_off_is_an_error_and_not_captured(free: OpenAI
         model="policy", messages=QUESTION, stream=True, extra_body=endless
     )
     next(chunks)
-    leader.thread.run(leader.engine.sleep_async(level=1), 30, "sleeping")
+    leader.thread.run(leader.engine.sleep(level=1), 30, "sleeping")
     with pytest.raises(openai.APIError, match="put to sleep before the answer was finished"):
         list(chunks)
-    leader.thread.run(leader.engine.wake_up_async(), 30, "waking")
+    leader.thread.run(leader.engine.wake(), 30, "waking")
     assert taken(free, leader, key) == []
 
 

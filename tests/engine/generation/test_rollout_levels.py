@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings, sample_seed, vllm_sampling_params
 from generation.rollouts.agent import Agent, environment_rollout, inline_rollout, tool_rollout
 from generation.rollouts.episode import PolicyLLM, RolloutFunction, custom_rollout, one_shot
@@ -25,7 +26,6 @@ from generation.rollouts.tools import (
     tools_by_name,
 )
 from generation.trajectory import Trajectory
-from sharding.manager import Leader
 from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import TinyModel
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from generation.compat.chatlearn.module import VLLMModule, get_model, print_rank_0
+from generation.engine.engine import Leader
 from generation.engine.logits.factories import engine_arguments
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.run import RolloutSettings, rollout
 from generation.rollouts.sampler import FnCallRolloutSampler, OneShotRolloutSampler, make_sampler, sample_batch
 from generation.rollouts.sampler_llm import PromptText, SamplerLLM, prompt_batch
 from generation.trajectory import Trajectory
-from sharding.manager import Leader
 from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import TinyModel
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
 from generation.engine.sampling import SamplingSettings
 from sharding.apart.broadcast import CollectiveSender, engine_ranks
 from sharding.apart.storage import StorageWriter
@@ -34,7 +34,7 @@ class Apart:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.policy = HfPolicy(folder)
-        self.engines = [start_engine(folder, plain=True), start_engine(folder, plain=False)]
+        self.engines = [start_engine(folder, plain, VllmAsyncGenerationWorker) for plain in (True, False)]
         self.sender = self.join(SETTINGS)
 
     def source(self) -> FsdpWeightSource:
@@ -42,7 +42,7 @@ class Apart:
         layout = lambda name, shape: checkpoint_views(model, name, shape)  # noqa: E731
         return FsdpWeightSource(list(parameter_names(model).items()), torch.float32, layout)
 
-    def call(self, action: Callable[[VllmAsyncGenerationWorker], Coroutine[Any, Any, Any]]) -> list[Future[Any]]:
+    def call(self, action: Callable[[Any], Coroutine[Any, Any, Any]]) -> list[Future[Any]]:
         return [leader.thread.submit(action(leader.engine)) for leader in self.engines]
 
     def join(self, settings: SyncSettings) -> CollectiveSender:

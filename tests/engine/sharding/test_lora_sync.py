@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from generation.engine.engine import Leader
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings
-from sharding.manager import Leader, ShardingManager, SyncSettings
+from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import RemoteError
 from sharding.send.source import FsdpWeightSource, WeightSource, one_piece
 from tests.colocated import start_engine, stop
@@ -112,7 +113,7 @@ def test_an_adapter_alone_is_what_peft_says(
         check_shifts(shifts, leader, policy, tiny_qwen2, tmp_path)
         assert shifts.report.verified == "probe"
         assert shifts.report.nbytes < 100_000, "the adapter, not the model"
-        held = leader.thread.run(leader.engine.engine.list_loras(), 60, "the adapters held")
+        held = leader.thread.run(leader.engine.llm.list_loras(), 60, "the adapters held")
         assert held == [2], "one, and never a number twice"
     check_prefix_mismatch(leader, policy)
 

@@ -160,7 +160,7 @@ def test_a_refused_reset_of_the_prefix_cache_is_an_error(both: Colocated, monkey
     if both.leader.engine.state.memory.value != "asleep":
         both.manager.sleep()
     with monkeypatch.context() as patch:
-        patch.setattr(both.leader.engine.engine, "reset_prefix_cache", refuse)
+        patch.setattr(both.leader.engine.llm, "reset_prefix_cache", refuse)
         with pytest.raises(RemoteError, match="refused to reset its prefix cache"):
             both.manager.wake(both.policy)
     assert_repaired(both)

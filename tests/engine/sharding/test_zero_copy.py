@@ -124,7 +124,7 @@ def test_an_update_of_shared_weights_interrupted_at_any_message_leaves_no_versio
 def test_an_engine_whose_weights_are_shared_refuses_to_drop_them(trained: Any) -> None:
     engine, thread = trained.leader.engine, trained.leader.thread
     with pytest.raises(ValueError, match="let it sleep at level 1"):
-        thread.run(engine.sleep_async(2), 60, "sleeping")
+        thread.run(engine.sleep(2), 60, "sleeping")
 
 
 def test_weights_that_are_not_kept_as_sent_are_refused_by_name(tiny_model: TinyModel) -> None:

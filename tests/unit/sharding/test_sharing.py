@@ -1,18 +1,19 @@
 """Which weights an engine can share with the trainer, and where they lie in its memory."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from generation.engine.settings import EngineSettings
 from generation.engine.vllm_compat import engine_arguments
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.worker.loader import WeightLoader
 from sharding.worker.sharing import SharedWeights, contiguous_runs, open_shared
 from tests.in_process import SmallModel, Worker, small_weights
+from trainer import engines
+from trainer.config.schema import TrainConfig
 
 CPU = torch.device("cpu")
 
@@ -115,7 +116,10 @@ def test_on_cuda_weights_come_from_memory_that_has_an_ipc_handle_and_only_they(m
     with worker._maybe_get_memory_pool_context("weights") as pool:
         assert pool is None
     assert worker._maybe_get_memory_pool_context("kv_cache") == "the pool for kv_cache"
-    settings = EngineSettings("model", 64, shared_weights=True)
-    assert "worker_cls" not in engine_arguments(settings)
-    on_cuda = engine_arguments(replace(settings, device_indices=(0,)))
-    assert on_cuda["worker_cls"] == f"{SharingWorker.__module__}.{SharingWorker.__name__}"
+    recipe: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "sync": {"zero_copy": True}}
+    monkeypatch.setattr(engines, "resolve_folder", lambda path: path)
+    on_cpu, on_cuda = (
+        engines.engine_settings(TrainConfig.model_validate(recipe), on_cuda) for on_cuda in (False, True)
+    )
+    assert on_cpu.shared_weights and "worker_cls" not in engine_arguments(on_cpu)
+    assert engine_arguments(on_cuda)["worker_cls"] == f"{SharingWorker.__module__}.{SharingWorker.__name__}"

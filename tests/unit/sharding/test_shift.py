@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from generation.engine.engine import Leader
 from generation.engine.sampling import NotFiniteError
-from sharding.manager import Leader, ShardingManager, SyncSettings
+from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import rank
 from sharding.send.source import FsdpWeightSource
 from tests.unit.learning_steps import on_ranks
@@ -27,10 +28,10 @@ class FakeEngine:
     def __init__(self, events: Events) -> None:
         self.events = events
 
-    async def wake_up_async(self, tags: list[str]) -> None:
+    async def wake(self, tags: list[str]) -> None:
         self.events.append(f"engine maps {tags[0]}")
 
-    async def sleep_async(self, level: int) -> None:
+    async def sleep(self, level: int) -> None:
         self.events.append("engine sleeps" if level == 2 else "KV cache sleeps")
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:

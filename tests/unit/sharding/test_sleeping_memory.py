@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.v1.worker.gpu_worker import Worker as CudaWorker
 
-from generation.engine.engine import VllmAsyncGenerationWorker
+from generation.engine.engine import Engine, Leader
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.settings import EngineSettings
-from sharding.manager import Leader, ShardingManager
+from sharding.manager import ShardingManager
 from sharding.ranks import RemoteError
 from sharding.send.push import SyncSettings
 from sharding.send.source import FsdpWeightSource
@@ -120,7 +120,12 @@ class FakeLLM:
     def __init__(self, worker: SleepingWorker, allocator: Allocator) -> None:
         self.worker, self.allocator = worker, allocator
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    def get_num_unfinished_requests(self) -> int:
+        return 0
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> list[Any]:
         with self.allocator:
             return [getattr(self.worker, method)(*args)]
 
@@ -171,8 +176,8 @@ class Shifts:
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
         monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (1 << 30, 2 << 30))
         monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
-        self.engine = VllmAsyncGenerationWorker(EngineSettings("none", 64, device_indices=(0,)))
-        self.engine._engine = FakeLLM(SleepingWorker(self.model), self.allocator)  # type: ignore[assignment]
+        self.engine = Engine(EngineSettings("none", 64, device_indices=(0,)))
+        self.engine._llm = FakeLLM(SleepingWorker(self.model), self.allocator)  # type: ignore[assignment]
         self.thread = Thread()
         self.manager = ShardingManager(
             FsdpWeightSource(list(self.policy.weights.items()), torch.float32),
@@ -233,11 +238,11 @@ def test_nothing_of_what_sleep_has_dropped_is_used_in_any_shift(shifts: Shifts) 
 def test_weights_that_are_kept_are_there_after_sleep_without_an_update(shifts: Shifts) -> None:
     shifts.policy.train()
     shifts.manager.wake(shifts.policy)
-    asyncio.run(shifts.engine.sleep_async(1))
+    asyncio.run(shifts.engine.sleep(1))
     assert shifts.events[-1] == "engine sleeps, saving ['weights']"
     with pytest.raises(EngineStateError):
         shifts.generate()
-    asyncio.run(shifts.engine.wake_up_async())
+    asyncio.run(shifts.engine.wake())
     torch.testing.assert_close(shifts.generate(), expected(shifts.policy.weights))
 
 
@@ -258,24 +263,24 @@ def no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sync_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = VllmAsyncGenerationWorker.wake_up_async
+    real = Engine.wake
 
     async def wake_up(engine: Any, tags: Any) -> None:
         if tags == ["weights"]:
             engine.state.wake_weights()
         else:
-            await engine.engine.wake_up(["weights"])
+            await engine.llm.wake_up(["weights"])
             await real(engine, tags)
 
-    monkeypatch.setattr(VllmAsyncGenerationWorker, "wake_up_async", wake_up)
+    monkeypatch.setattr(Engine, "wake", wake_up)
 
 
 def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     async def wake_up(engine: Any, tags: Any) -> None:
-        await engine.engine.wake_up(["weights"] if tags == ["weights"] else [])
+        await engine.llm.wake_up(["weights"] if tags == ["weights"] else [])
         {"weights": engine.state.wake_weights, "kv_cache": engine.state.wake_kv_cache}[tags[0]]()
 
-    monkeypatch.setattr(VllmAsyncGenerationWorker, "wake_up_async", wake_up)
+    monkeypatch.setattr(Engine, "wake", wake_up)
 
 
 @pytest.mark.parametrize(

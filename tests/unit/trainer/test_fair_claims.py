@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
 from generation.engine.thread import EngineThread
 from generation.exact_ids import Generation
 from generation.rollouts.episode import one_shot
 from generation.rollouts.run import RolloutSettings
-from sharding.manager import Leader
 from trainer.data import Prompt
 from trainer.rollouts import Rollouts
 

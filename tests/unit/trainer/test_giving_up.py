@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from generation.engine.engine import Leader
 from generation.engine.thread import EngineThread
 from generation.rollouts.run import RolloutSettings
-from sharding.manager import Leader
 from trainer.rollouts import Rollouts, StepAbandoned, unless
 
 

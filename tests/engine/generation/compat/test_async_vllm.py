@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm import AsyncEngineArgs, SamplingParams
 
+import sharding
 from generation.compat.torchrl.results import PromptErrors
 from generation.compat.torchrl.service import AsyncVLLM, make_async_vllm_engine
 from generation.compat.torchrl.settings import as_settings
@@ -42,7 +43,7 @@ def model(tiny_model: TinyModel) -> Path:
 @pytest.fixture(scope="module")
 def service(model: Path) -> Iterator[AsyncVLLM]:
     with make_async_vllm_engine(
-        model_name=str(model), num_replicas=2, verbose=False, compile=False, **SMALL
+        model_name=str(model), num_replicas=2, verbose=False, compile=False, carriers=sharding, **SMALL
     ) as service:
         yield service
 

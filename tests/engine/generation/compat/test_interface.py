@@ -16,13 +16,14 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
+from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
 from generation.compat.nemo.batch import BatchedDataDict, rows_of, verify_right_padding
 from generation.compat.nemo.config import VllmConfig, VllmSpecificArgs
 from generation.compat.nemo.generation import VllmGeneration
-from generation.engine.engine import VllmAsyncGenerationWorker
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import unfinished_requests
+from sharding import WORKER_EXTENSION
 from sharding.apart.broadcast import CollectiveSender
 from sharding.send.plan import BucketPlan
 from sharding.send.push import Link, SyncSettings, announce, push
@@ -55,6 +56,7 @@ def config(model: Path, **changes: Any) -> VllmConfig:
         stop_token_ids=[2],
         colocated={"enabled": True},
         vllm_cfg=engine,
+        vllm_kwargs={"worker_extension_cls": WORKER_EXTENSION},
         **changes,
     )
 
@@ -314,7 +316,7 @@ def test_who_stops_listening_leaves_no_request_behind(generation: VllmGeneration
         with pytest.raises(EngineStateError, match="requests would go on with other weights"):
             await worker.engine.update_weights_from_collective_async()
         await results.aclose()
-        return unfinished_requests(worker.engine.engine)
+        return unfinished_requests(worker.engine.llm)
 
     assert worker.thread.run(listen_once(), 60, "a test") == 0
     assert generation.invalidate_kv_cache() is True  # no block is in use, either

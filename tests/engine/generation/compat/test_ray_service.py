@@ -10,6 +10,7 @@ import pytest
 import ray
 from vllm import SamplingParams
 
+import sharding
 from generation.compat.torchrl.replicas import ServiceEngine
 from generation.compat.torchrl.results import PromptErrors
 from generation.compat.torchrl.service import AsyncVLLM
@@ -50,7 +51,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def service(cluster: None, model: Path) -> Iterator[AsyncVLLM]:
-    with AsyncVLLM(resolve(str(model), compile=False, **SMALL), 2, actor_class=greeter()) as service:
+    with AsyncVLLM(resolve(str(model), compile=False, **SMALL), 2, actor_class=greeter(), carriers=sharding) as service:
         service.create_load_balancer()
         yield service
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
+from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
 from generation.compat.nemo.batch import BatchedDataDict, GenerationInterface, padded_output, rows_of, sequence_output
 from generation.compat.nemo.config import (
     VllmConfig,
@@ -25,10 +26,10 @@ from generation.compat.nemo.config import (
     sampling_settings,
 )
 from generation.compat.nemo.worker import collected
-from generation.engine.engine import VllmAsyncGenerationWorker
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.thread import as_ready
 from generation.exact_ids import Generation
+from sharding import WORKER_EXTENSION
 
 
 def numbered(size: int) -> BatchedDataDict:
@@ -180,6 +181,7 @@ CONFIG = VllmConfig(
         "skip_tokenizer_init": True,
         "kv_cache_memory_bytes": 1 << 20,
     },
+    vllm_kwargs={"worker_extension_cls": WORKER_EXTENSION},
 )
 
 
@@ -188,7 +190,7 @@ def test_a_configuration_becomes_settings() -> None:
     config: VllmConfig = {
         **CONFIG,
         "stop_strings": ["x"],
-        "vllm_kwargs": {"block_size": 16},
+        "vllm_kwargs": {"block_size": 16, "worker_extension_cls": WORKER_EXTENSION},
         "colocated": {"enabled": True},
     }  # type: ignore[typeddict-item]
     sampling, engine = sampling_settings(config), engine_settings(config, seed=7)
@@ -208,14 +210,15 @@ def test_a_configuration_becomes_settings() -> None:
         ({"top_p": 0.0}, "generation.top_p is 0.0"),
         ({"temperature": -1}, "generation.temperature"),
         ({"max_new_tokens": 0}, "generation.max_new_tokens"),
-        ({"stop_strings": "abc"}, "stop_strings must be a list"),
+        ({"stop_strings": "abc"}, "stop_strings is 'abc': it must be a list of strings"),
         ({"max_new_token": 5}, "generation has no key max_new_token"),
         ({"vllm_cfg": {}}, "generation.vllm_cfg lacks max_model_len"),
         ({"vllm_cfg": {"max_model_len": 8, "tensor_parallel": 2}}, "vllm_cfg has no key tensor_parallel"),
-        ({"vllm_cfg": {"max_model_len": 8, "pipeline_parallel_size": 2}}, "pipeline_parallel_size must be 1"),
+        ({"vllm_cfg": {"max_model_len": 8, "pipeline_parallel_size": 2}}, "pipeline_parallel_size is 2: it must be 1"),
         ({"vllm_cfg": {"max_model_len": 8, "expert_parallel_size": 3}}, "expert_parallel_size"),
         ({"vllm_cfg": {"max_model_len": 8, "precision": "half"}}, "it must be float32 or bfloat16"),
         ({"vllm_cfg": {"max_model_len": 8, "gpu_memory_utilization": 9}}, "gpu_memory_utilization"),
+        ({"vllm_kwargs": {}}, r"load_format is 'dummy': .*worker_extension_cls sharding\.WORKER_EXTENSION"),
     ],
 )
 @pytest.mark.covers("N1")

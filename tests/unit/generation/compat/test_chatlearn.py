@@ -70,12 +70,12 @@ def test_every_hyper_parameter_of_the_page_is_known() -> None:
         ({"new_token_limit": False}, "max_prompt_length", 63),
         ({"prompt_logprobs": 1}, "sampling.prompt_logprobs", 1),
         ({"prompt_logprobs": None}, "sampling", {"ignore_eos": False}),
-        ({"max_num_batched_tokens": 4096}, "vllm.max_num_batched_tokens", 4096),
+        ({"max_num_batched_tokens": 4096}, "engine.max_num_batched_tokens", 4096),
         ({"max_paddings": None}, "n", 1),
-        ({"block_size": 16}, "vllm.block_size", 16),
+        ({"block_size": 16}, "engine.block_size", 16),
         ({"gpu_memory_utilization": 0.5}, "engine.gpu_memory_utilization", 0.5),
-        ({"kv_cache_memory_bytes": 1 << 26}, "engine.kv_cache_bytes", 1 << 26),
-        ({"kv_offloading_size": 4}, "vllm.kv_offloading_size", 4),
+        ({"kv_cache_memory_bytes": 1 << 26}, "engine.kv_cache_memory_bytes", 1 << 26),
+        ({"kv_offloading_size": 4}, "engine.kv_offloading_size", 4),
         ({"sliding_window": None}, "n", 1),
         ({"tokenizer": "some/where"}, "engine.tokenizer", "some/where"),
         ({"vllm_input_ids_key": "ids", "vllm_prompt_key": "text"}, "input_ids_key", "ids"),
@@ -107,7 +107,7 @@ def test_hyper_parameters_mean_what_they_mean_today(args: dict[str, Any], where:
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
         ({"swap_space": 4}, "swap_space is gone: .*kv_offloading_size"),
         ({"sliding_window": 128}, r"sliding_window is gone: .*config\.json.*disable_sliding_window"),
-        ({"temperatur": 1}, "temperatur is no hyper-parameter; did you mean temperature"),
+        ({"temperatur": 1}, "temperatur is not a hyper-parameter; did you mean temperature"),
         ({"seq_length": None}, "seq_length is missing"),
         ({"max_new_tokens": 64}, "must be an integer greater than 0: seq_length - max_new_tokens = 64 - 64"),
     ],
@@ -129,9 +129,9 @@ def test_suspicious_values_are_warned_of() -> None:
 @pytest.mark.covers("C13", "C37")
 def test_hyper_parameters_come_from_files_that_include_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.yaml").write_text("seq_length: ${HOTBUNK_TEST_LENGTH:32}\ntemperature: 0.5\n")
-    (tmp_path / "vllm.yaml").write_text("includes: [model.yaml]\nmax_new_tokens: 8\ntemperature: 0.9\n")
+    (tmp_path / "engine.yaml").write_text("includes: [model.yaml]\nmax_new_tokens: 8\ntemperature: 0.9\n")
     monkeypatch.setenv("HOTBUNK_TEST_LENGTH", "48")
-    made = VLLMModule(tmp_path / "vllm.yaml", FakeLLM())
+    made = VLLMModule(tmp_path / "engine.yaml", FakeLLM())
     assert made.model_args == {"seq_length": 48, "temperature": 0.9, "max_new_tokens": 8}
 
 

@@ -298,7 +298,7 @@ def test_ranks_of_the_workers() -> None:
     futures = service.init_weight_update_group("127.0.0.1", "4711")
     assert [future.result(0) for future in futures] == [None, None]
     assert [r.calls for r in replicas] == [
-        [("join_weights_group", rank - 1, "127.0.0.1", 4711, 5, 300.0)] for rank in (1, 3)
+        [("ask_workers", "init_collective", rank - 1, "127.0.0.1", 4711, 5, 1, 300.0)] for rank in (1, 3)
     ]
 
 

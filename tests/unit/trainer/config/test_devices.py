@@ -223,7 +223,6 @@ def test_no_entry_point_poisons_the_fork_of_an_engine_nor_forks_one(
         raise RuntimeError("started")
 
     monkeypatch.setattr("generation.engine.engine.start_async_llm", start)
-    monkeypatch.setattr("generation.compat.torchrl.replicas.start_async_llm", start)
     for name in ("install_signal_handlers", "start_guardian"):
         monkeypatch.setattr(processes, name, lambda *_: None)
     monkeypatch.setattr(processes, "run", lambda job: job())

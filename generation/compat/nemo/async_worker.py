@@ -1,0 +1,212 @@
+"""One vLLM engine with NeMo RL's asynchronous methods, for batches padded on the right."""
+
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Self
+
+from generation.compat.nemo.batch import (
+    BatchedDataDict,
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    Row,
+    rows_of,
+    sequence_output,
+    text_output,
+    text_rows,
+)
+from generation.compat.nemo.config import VllmConfig, engine_settings, pad_token_id, sampling_settings
+from generation.engine.engine import Engine
+from generation.engine.sampling import SamplingSettings, sample_seed
+from generation.engine.settings import EngineSettings
+from generation.engine.thread import as_ready
+from generation.engine.vllm_compat import request_errors
+from generation.exact_ids import Generation
+from generation.server import OpenAIServer, ServerSettings
+
+
+class VllmAsyncGenerationWorker(Engine):
+    """An `Engine` that generates for batches and takes weights by NeMo RL's method names.
+
+    Attributes:
+        sampling: how `generate_async` and `generate_text_async` draw.
+        pad_token_id: what rows of batches are padded with.
+        device_ids: the device of each worker, known after `post_init_async`.
+        server: the OpenAI-compatible server that `post_init_async` started, if it was asked to.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        sampling: SamplingSettings | None = None,
+        pad_token_id: int = 0,
+        expose_http_server: bool = False,
+    ) -> None:
+        super().__init__(settings)
+        self.sampling, self.pad_token_id = sampling, pad_token_id
+        self.device_ids: list[str] = []
+        self.server: OpenAIServer | None = None
+        self._expose_http_server = expose_http_server
+        self._calls = itertools.count()
+
+    @classmethod
+    def from_config(cls, config: VllmConfig, device_indices: Sequence[int] = (), seed: int | None = None) -> Self:
+        """A worker for what a `VllmConfig` describes, not yet started; on CPU without `device_indices`."""
+        settings, sampling = engine_settings(config, device_indices, seed), sampling_settings(config)
+        serve = config["vllm_cfg"].get("expose_http_server", False)
+        return cls(settings, sampling, pad_token_id(config), serve)
+
+    async def post_init_async(self) -> None:
+        """After `start`: learn the workers' devices, take the checkpoint's weights, if they were loaded, for version 0,
+        and start the server, if there is to be one.
+        """
+        self.device_ids = await self.report_device_id_async()
+        if self.settings.load_format != "dummy":
+            self.state.adopt_checkpoint(0)
+        if self._expose_http_server:
+            self.server = await OpenAIServer.start(self, ServerSettings(sampling=self.sampling))
+
+    async def report_dp_openai_server_base_url(self) -> str | None:
+        """Where the OpenAI-compatible server answers, such as `http://127.0.0.1:4711/v1`; None without one."""
+        return None if self.server is None else self.server.base_url
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether texts and stop strings can be used."""
+        return not self.settings.extra.get("skip_tokenizer_init")
+
+    def next_call(self) -> int:
+        """A number for one call with a batch, from which its samples' seeds are made."""
+        return next(self._calls)
+
+    async def answer(self, row: Row, greedy: bool, call: int) -> Generation:
+        """One sample of a batch. Its seed depends on (engine seed, `call`, place in the batch), not on the engine.
+
+        A request that fails is a completion with `error` set. An engine in the wrong state, or dead, raises.
+        """
+        version = self.state.usable_version()
+        sampling, seed = self._sampling(row.stop, greedy), sample_seed(self.settings.seed, call, row.index, 0)
+        try:
+            completion = await self.complete(row.token_ids, sampling, seed=seed, policy_version=version)
+        except request_errors() as error:
+            return Generation([], [], "error", f"{type(error).__name__}: {error}")
+        if completion.finish_reason in ("stop", "length"):
+            return completion
+        return Generation([], [], "error", f"vLLM ended the request with {completion.finish_reason!r}")
+
+    async def answer_text(self, row: Row, greedy: bool, call: int) -> tuple[str, str]:
+        """The response to `row.text`, and the error; one of them is empty. Otherwise as `answer`."""
+        tokenizer = self.llm.get_tokenizer()
+        # vLLM's own texts lack a character that is incomplete at an answer's end (vllm/v1/engine/detokenizer.py).
+        completion = await self.answer(replace(row, token_ids=tokenizer.encode(row.text)), greedy, call)
+        return tokenizer.decode(completion.token_ids, skip_special_tokens=True), completion.error
+
+    def _sampling(self, stop: list[str], greedy: bool) -> SamplingSettings:
+        """This worker's settings, with a sample's own stop strings added."""
+        if self.sampling is None:
+            raise ValueError("this worker has no sampling settings: construct it with some, or with from_config")
+        if (stop or self.sampling.stop) and not self.has_tokenizer:
+            raise ValueError("stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init to false")
+        temperature = 0.0 if greedy else self.sampling.temperature
+        return replace(self.sampling, temperature=temperature, stop=[*self.sampling.stop, *stop])
+
+    async def generate_async(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+        """Yields (place in the batch, its output without padding) as responses are ready; nothing for an empty batch.
+
+        Raises:
+            ValueError: a batch that is not right-padded, or lacks something.
+            EngineStateError: unless awake, with weights.
+        """
+        rows, call = rows_of(data, self.pad_token_id), self.next_call()
+        self.state.usable_version()
+        async with aclosing(as_ready(self.answer(row, greedy, call) for row in rows)) as answers:
+            async for place, completion in answers:
+                yield place, sequence_output(data, rows[place], completion, self.pad_token_id)
+
+    async def generate_text_async(
+        self, data: BatchedDataDict[Any], greedy: bool = False
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
+        """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready.
+
+        `stop_strings` in the batch hold by sample; a response ends with the one that ended it.
+        """
+        rows, call = text_rows(data, self.has_tokenizer), self.next_call()
+        self.state.usable_version()
+        async with aclosing(as_ready(self.answer_text(row, greedy, call) for row in rows)) as answers:
+            async for place, answer in answers:
+                yield place, text_output([answer])
+
+    async def report_device_id_async(self) -> list[str]:
+        """The device each worker runs on, in worker order: a UUID on CUDA, `cpu:<rank>` on CPU.
+
+        Workers without an extension cannot be asked; theirs follow from the settings.
+        """
+        if self.settings.worker_extension is not None:
+            return await self.call_workers("report_device_id")
+        if self.settings.on_cpu:
+            return [f"cpu:{rank}" for rank in range(self.settings.tensor_parallel_size)]
+        import torch
+
+        return [str(torch.cuda.get_device_properties(index).uuid) for index in self.settings.device_indices]
+
+    async def reset_prefix_cache_async(self) -> None:
+        """See `Engine.reset_prefix_cache`."""
+        await self.reset_prefix_cache()
+
+    async def init_collective_async(
+        self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int, timeout_s: float = 300.0
+    ) -> None:
+        """Join the process group that weights are broadcast in: worker k becomes its rank `train_world_size +
+        rank_prefix + k`. Returns when all `world_size` ranks are there.
+        """
+        await self.ask_workers("init_collective", rank_prefix, ip, port, world_size, train_world_size, timeout_s)
+
+    async def prepare_refit_info_async(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
+        """Announce what every update brings from now on: name -> (shape, dtype); an empty one takes it back."""
+        announced = state_dict_info.items()
+        plain = {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in announced}
+        await self.ask_workers("prepare_refit_info", plain)
+
+    async def update_weights_via_ipc_zmq_async(
+        self, session: int = 0, timeout_s: float = 300.0, version: int | None = None
+    ) -> bool:
+        """Receive one update from the trainer's rank on each worker's device, which must be connected.
+
+        Args:
+            session: the number that the ranks' messages carry.
+            timeout_s: how long (s) a worker waits for a message.
+            version: see `Engine.receive`.
+
+        Returns:
+            True. An update that fails raises, and leaves the engine without a version.
+        """
+        return bool(await self.receive("update_weights_via_ipc_zmq", session, timeout_s, version=version))
+
+    async def update_weights_from_collective_async(self, timeout_s: float = 300.0, version: int | None = None) -> bool:
+        """Receive one update by broadcast, in the group of `init_collective_async`; otherwise as the one by IPC."""
+        return bool(await self.receive("update_weights_from_collective", timeout_s, version=version))
+
+    async def load_weights_from_storage_async(
+        self, path: str, timeout_s: float = 300.0, version: int | None = None
+    ) -> bool:
+        """Load the latest complete update in a folder (`sharding.storage`); otherwise as the update by IPC."""
+        return bool(await self.receive("load_weights_from_storage", path, timeout_s, version=version))
+
+    async def sleep_async(self, level: int = 2) -> None:
+        """See `Engine.sleep`."""
+        await self.sleep(level)
+
+    async def wake_up_async(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """See `Engine.wake`."""
+        await self.wake(tags)
+
+    async def shutdown(self) -> bool:
+        """Stop the server, if there is one, and the engine's processes. Returns True: a failure raises."""
+        server, self.server = self.server, None
+        if server is not None:
+            await server.stop()
+        self.close()
+        return True
