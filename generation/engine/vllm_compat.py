@@ -1,4 +1,4 @@
-"""What vLLM keeps private or changes between releases, in one place: 0.32, whose builds for CPU and CUDA have the same
+"""The parts of vLLM that are private or change between releases: 0.32, whose builds for CPU and CUDA have the same
 Python sources. `scripts/try_vllm.sh VERSION` says what another release breaks.
 
 Everything an engine's processes read from the environment is set around its start only, and taken back afterwards: the
@@ -10,13 +10,11 @@ docs/vllm-notes.md lists what is relied on here, with upstream's issues and file
 
 import dataclasses
 import gc
-import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -275,15 +273,6 @@ def request_errors() -> tuple[type[Exception], ...]:
     return (ValueError, EngineGenerateError, VLLMClientError)
 
 
-def told_error(status: int, sentence: str) -> Exception:
-    """The one error that vLLM's handlers hand on to the client, also within a stream, without logging a traceback."""
-    from vllm.exceptions import GenerationError
-
-    error = GenerationError(sentence)
-    error.status_code = HTTPStatus(status)
-    return error
-
-
 def unfinished_requests(engine: "AsyncLLM") -> int:
     """Requests that this process has submitted and that have not finished; at once, also before the scheduler saw
     them.
@@ -309,76 +298,6 @@ def cache_usage_logger(report: Callable[[float], None]) -> type:
             pass
 
     return CacheUsageLogger
-
-
-@contextmanager
-def _root_logging_kept() -> Iterator[None]:
-    """The root logger's levels stay what they were: importing part of vLLM's server changes them for the whole process,
-    and only handlers are restored there (vllm/entrypoints/serve/sagemaker/api_router.py).
-    """
-    root = logging.getLogger()
-    level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        for handler, own in handlers:
-            handler.setLevel(own)
-
-
-async def build_openai_app(
-    engine: Any,
-    model_name: str,
-    model: str,
-    tool_parser: str | None,
-    reasoning_parser: str | None,
-    check: Callable[[Any], None],
-) -> Any:
-    """vLLM's own OpenAI-compatible FastAPI application on an engine that is running already.
-
-    `check` is given each request for answers as vLLM has parsed it, before anything is done for it.
-
-    Raises:
-        ValueError: vLLM has no parser of that name.
-    """
-    with _root_logging_kept():
-        app = await _build_openai_app(engine, model_name, model, tool_parser, reasoning_parser)
-    for serving, method in (("chat", "create_chat_completion"), ("completion", "create_completion")):
-        if (handler := getattr(app.state, f"openai_serving_{serving}", None)) is not None:
-            setattr(handler, method, _checked_first(check, getattr(handler, method)))
-    return app
-
-
-def _checked_first(check: Callable[[Any], None], handle: Callable[..., Any]) -> Callable[..., Any]:
-    async def checked(request: Any, *arguments: Any, **named: Any) -> Any:
-        check(request)
-        return await handle(request, *arguments, **named)
-
-    return checked
-
-
-async def _build_openai_app(
-    engine: Any, model_name: str, model: str, tool_parser: str | None, reasoning_parser: str | None
-) -> Any:
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    words = ["--model", model, "--served-model-name", model_name]
-    if tool_parser is not None:
-        words += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
-    if reasoning_parser is not None:
-        words += ["--reasoning-parser", reasoning_parser]
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
-    try:
-        validate_parsed_serve_args(arguments)
-        tasks = await engine.get_supported_tasks()
-        app = build_app(arguments, tasks, engine.model_config)
-        await init_app_state(engine, app.state, arguments, tasks)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"vLLM's server does not start with these settings: {error}") from error
-    return app
 
 
 SUPPORTED = ((0, 32), (0, 33))

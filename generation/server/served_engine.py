@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from generation.engine.engine import Engine
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
-from generation.engine.vllm_compat import request_errors, told_error
+from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
 from generation.server.bodies import Limits, fill_sampling, short
 from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused
+from generation.server.vllm_app import told_error
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings
-from generation.engine.vllm_compat import build_openai_app
 from generation.server.bodies import Limits, error_response, sentence_of
 from generation.server.conversations import Conversations
 from generation.server.gate import PLACES, SERVED, Gate
 from generation.server.served_engine import ServedEngine
 from generation.server.settings import ServerSettings, is_loopback
+from generation.server.vllm_app import build_openai_app
 from generation.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -13,10 +13,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from generation.engine.engine import Engine, Leader
+from generation.engine.lifecycle import Memory
 from generation.engine.sampling import NotFiniteError, SamplingSettings
+from generation.engine.settings import EngineSettings
 from generation.trajectory import Trajectory
 from tests.unit.learning_steps import as_answers
 from tests.unit.small_tokenizer import small_tokenizer
+from trainer import engines
 from trainer.commands import evaluate
 from trainer.commands.evaluate import Evaluation, table
 from trainer.config.checks import _check_evaluation, _check_lengths
@@ -234,12 +238,14 @@ def test_evaluation_of_a_model_that_is_not_finite_ends_in_a_sentence(
     def answers(leader: Any) -> Any:
         raise NotFiniteError("the engine of rank 0 sampled a token with a log-probability of nan")
 
-    leader = SimpleNamespace(engine=SimpleNamespace(state=SimpleNamespace(adopt_checkpoint=lambda version: None)))
-    monkeypatch.setattr(evaluate.processes, "install_signal_handlers", lambda phase: None)
-    monkeypatch.setattr(evaluate, "start_engine", lambda *_: leader)
-    monkeypatch.setattr(evaluate, "stop_engine", lambda leader: None)
+    engine = Engine(EngineSettings("m", 64))
+    thread = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(engines.processes, "install_signal_handlers", lambda phase: None)
+    monkeypatch.setattr(engines.Leader, "start", lambda *_: Leader(engine, thread))
+    monkeypatch.setattr(evaluate, "engine_settings", lambda *_: engine.settings)
     asked: Any = SimpleNamespace(config=config(run={"device": "cpu"}), answers=answers)
     assert evaluate.evaluate(asked, tmp_path / "eval") == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("hotbunk: the engine of rank 0 sampled a token with a log-probability of nan: look at")
     assert not (tmp_path / "eval").exists()
+    assert engine.state.memory is Memory.CLOSED
