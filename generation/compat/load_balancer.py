@@ -9,9 +9,8 @@ import hashlib
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -21,18 +20,8 @@ SAME_USAGE = 1e-6
 """KV-cache uses (shares of 1) closer than this are a tie."""
 
 
-class Engine(Protocol):
-    """What the balancer reads of an engine; both answers must be at hand, without asking another process."""
-
-    def get_num_unfinished_requests(self) -> int:
-        """Requests submitted and not finished."""
-
-    def get_cache_usage(self) -> float | None:
-        """Share of the KV cache in use, 0 to 1, or None where it is not known."""
-
-
 class EngineLoad:
-    """The load of one engine as its front process knows it; an `Engine`, from any thread.
+    """The load of one engine as its front process knows it; from any thread.
 
     Attributes:
         cache_usage: share of the KV cache in use, as last reported; None before the first report.
@@ -52,15 +41,6 @@ class EngineLoad:
         """A submitted request has ended, however it ended."""
         with self._lock:
             self._unfinished -= 1
-
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """Counts one request for as long as the block runs."""
-        self.submitted()
-        try:
-            yield
-        finally:
-            self.finished()
 
     def get_num_unfinished_requests(self) -> int:
         """Requests submitted and not finished."""
@@ -96,7 +76,8 @@ class LoadBalancer:
         """Balance over `engines`, which may gain and lose members while the balancer is in use.
 
         Args:
-            engines: an `AsyncVLLM`, or a list of objects as `Engine` describes them.
+            engines: an `AsyncVLLM`, or a list of objects with the two methods of `EngineLoad` that read the load;
+                neither may ask another process.
             strategy: one strategy or several in order; by default "prefix-aware", then "requests".
             prefix_length: tokens (of a text: words) that decide where a prompt goes.
             overload_threshold: an engine with more than this many times the engines' mean requests is overloaded,
@@ -107,13 +88,18 @@ class LoadBalancer:
         Raises:
             ValueError: for engines, strategies or numbers that make no sense.
         """
-        self._service = engines if hasattr(engines, "actors") else None
-        if self._service is None and not isinstance(engines, list):
+        self.actors: list[Any] = getattr(engines, "actors", engines)
+        if not isinstance(self.actors, list):
             raise ValueError("actors must be either an AsyncVLLM instance or a list of actors")
-        self.actors: list[Any] = engines if self._service is None else self._service.actors
         if not self.actors:
             raise ValueError("No actors provided")
-        self.strategies = _checked_strategies(strategy)
+        chosen = ["prefix-aware", "requests"] if strategy is None else strategy
+        self.strategies = [chosen] if isinstance(chosen, str) else list(chosen)
+        if unknown := [name for name in self.strategies if name not in STRATEGIES]:
+            known = ", ".join(map(repr, STRATEGIES))
+            raise ValueError(f"Invalid strategy '{unknown[0]}'. Must be one of {{{known}}}")
+        if not self.strategies:
+            raise ValueError("At least one strategy must be provided")
         self.strategy = self.strategies[0]
         if prefix_length < 1 or overload_threshold <= 0 or overload_floor < 0:
             needed = "prefix_length must be at least 1, overload_threshold above 0, overload_floor not negative"
@@ -181,13 +167,9 @@ class LoadBalancer:
         return stats
 
     def _counts(self) -> list[int]:
-        if self._service is not None:
-            return self._service.get_num_unfinished_requests()
         return [engine.get_num_unfinished_requests() for engine in self.actors]
 
     def _usages(self) -> list[float | None]:
-        if self._service is not None:
-            return self._service.get_cache_usage()
         return [engine.get_cache_usage() for engine in self.actors]
 
     def _fewest_requests(self, counts: list[int]) -> int:
@@ -222,11 +204,9 @@ class LoadBalancer:
         except Exception as error:  # a prefix's engine is a good choice without knowing loads, too
             log.warning("Could not check actor load: %s", error)
             return preferred
-        return self._fewest_requests(counts) if self._overloaded(preferred, counts) else preferred
-
-    def _overloaded(self, index: int, counts: list[int]) -> bool:
-        own = counts[index]
-        return own >= self.overload_floor and own * len(counts) > sum(counts) * self.overload_threshold
+        own = counts[preferred]
+        overloaded = own >= self.overload_floor and own * len(counts) > sum(counts) * self.overload_threshold
+        return self._fewest_requests(counts) if overloaded else preferred
 
 
 def routing_key(prompt: Any, prefix_length: int) -> bytes:
@@ -250,15 +230,3 @@ def routing_key(prompt: Any, prefix_length: int) -> bytes:
         if (found := inner(name)) is not None:
             return routing_key(found, prefix_length)
     raise ValueError(f"Unsupported prompt type: {type(prompt).__name__}")
-
-
-def _checked_strategies(strategy: str | Sequence[str] | None) -> list[str]:
-    if strategy is None:
-        return ["prefix-aware", "requests"]
-    strategies = [strategy] if isinstance(strategy, str) else list(strategy)
-    for name in strategies:
-        if name not in STRATEGIES:
-            raise ValueError(f"Invalid strategy '{name}'. Must be one of {{{', '.join(map(repr, STRATEGIES))}}}")
-    if not strategies:
-        raise ValueError("At least one strategy must be provided")
-    return strategies
