@@ -133,9 +133,7 @@ class OpenAIServer:
             await asyncio.wait({self._task}, timeout=STOP_SECONDS)
 
 
-async def _application(
-    worker: Engine, settings: ServerSettings, local: bool
-) -> tuple[Gate, Any, Conversations]:
+async def _application(worker: Engine, settings: ServerSettings, local: bool) -> tuple[Gate, Any, Conversations]:
     """vLLM's application on the engine: behind the gate, and by itself; and the conversations that it captures."""
     from fastapi.exceptions import RequestValidationError
 

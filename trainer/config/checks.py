@@ -15,6 +15,7 @@ from generation.engine.devices import cuda_problem, gpu_visible, sharing_problem
 from generation.engine.settings import LEAST_MODEL_LEN, LORA_RANKS, OWN_ARGUMENTS, engine_argument_names
 from trainer.config.algorithm import check_algorithm
 from trainer.config.machine import device_gib, host_gib, rank_count, resolve_device, unwritable
+from trainer.config.model_facts import NO_ADAPTER_ON_CPU, PACKABLE_LAYERS, REPROCESSED_KEYS
 from trainer.config.model_file import HUB_NAME, model_config, position_limit
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError, shown
@@ -35,9 +36,6 @@ IDENTITY_KEYS = (
     "run.seed",
 )
 """What a resumed run is compared by (`trainer.run.keeper`): digests, whole sections of the recipe, and single keys."""
-
-PACKABLE_LAYERS = ("full_attention", "sliding_attention")
-"""Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.attention`)."""
 
 _MOST_ANSWERS = 2**20  # of a step, which are all in memory
 _OWN_TEMPLATE_KEYS = (
@@ -360,7 +358,7 @@ def _check_profile(config: TrainConfig) -> Iterator[str]:
 
 def _check_kept_as_sent(model: dict[str, Any]) -> Iterator[str]:
     """vLLM shuffles the weights of experts, and keeps products of those of latent attention."""
-    for key, what in (("num_experts", "experts"), ("n_routed_experts", "experts"), ("kv_lora_rank", "attention")):
+    for key, what in REPROCESSED_KEYS.items():
         if model.get(key):
             yield f"sync.zero_copy: vLLM does not keep the {what} of this model as trained ({key}): set it to false"
 
@@ -384,7 +382,7 @@ def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
     limit = position_limit(model)
     if limit is not None and config.engine.max_model_len > limit:
         yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
-    if config.lora.engines_apply and "num_experts" in model and resolve_device(config) == "cpu":
+    if config.lora.engines_apply and NO_ADAPTER_ON_CPU in model and resolve_device(config) == "cpu":
         yield "lora.sync is adapter, but vLLM on CPU has none for mixtures of experts: set it to merged"
     size = config.engine.tensor_parallel_size
     if heads := model.get("num_attention_heads"):

@@ -19,6 +19,7 @@ from sharding.send.plan import BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS
 from trainer.config.machine import resolve_device
+from trainer.config.model_facts import REPROCESSED
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.model_sizes import (
     ModelSizes,
@@ -160,9 +161,6 @@ def _zero_buckets(policy: PolicyConfig, w: int) -> float:
 GIB = 2**30
 _MASTER, _MOMENTS, _GRADIENT = 4, 8, 4
 """Bytes for each parameter: float32 weights, Adam's two moments, and gradients as they are summed."""
-
-REPROCESSED = (".experts.", ".kv_b_proj.")
-"""In the names of weights that engines do not keep as they are loaded: experts are shuffled, MLA keeps products."""
 
 _CONTEXT, _COMMUNICATOR, _GRAPHS = 0.5 * GIB, 0.5 * GIB, 2.5 * GIB
 """Of a process on a CUDA device, of a group of ranks in NCCL, and of an engine's CUDA graphs with their workspaces: by

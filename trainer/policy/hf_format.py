@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from sharding.ranks import agree, is_main
+from trainer.config.model_facts import LOGIT_CHANGES
 from trainer.errors import UserError
 from trainer.policy import attention
 from trainer.policy.lora import is_adapter, low_rank
@@ -90,10 +91,6 @@ class _ViewProbe(Tensor):
         if func is Tensor.contiguous:
             return args[0]
         return super().__torch_function__(func, types, args, kwargs or {})
-
-
-# Settings by which some models change their logits after the output head. The chunked head does not apply them.
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 def resolve_folder(path: str) -> Path:
