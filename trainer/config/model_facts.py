@@ -4,7 +4,7 @@ A worker of the engine decides by the module that it has before it (`sharding.wo
 """
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Settings by which models change their logits after the output head. The trainer's chunked head does not apply them."""
+"""Settings by which models change their logits after the output head, which the trainer's chunked head does not do."""
 
 PACKABLE_LAYERS = ("full_attention", "sliding_attention")
 """Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.attention`)."""
