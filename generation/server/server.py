@@ -62,7 +62,7 @@ class OpenAIServer:
         sock = bind(settings.host, settings.port)
         try:
             gate, app, conversations = await _application(worker, settings, is_loopback(sock.getsockname()[0]))
-            server = uvicorn.Server(uvicorn.Config(gate, timeout_keep_alive=120, **options))
+            server = uvicorn.Server(uvicorn.Config(gate, **options))
             app.state.server = server  # vLLM tells it to stop when the engine has died
         except BaseException:
             sock.close()
