@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
-# Checks the CUDA lock, as far as a machine without a GPU can: it is installed and complete; with an empty libcuda.so.1 and
-# eight made-up H100s, everything that a run imports can be imported, and vLLM makes of our arguments what we mean; on fake CUDA tensors
-# no device is mixed and nothing waits for it; unit tests and the tests of several ranks (gloo, CPU tensors) pass on its torch. Nothing
-# that needs a kernel or a driver is run.
+# Checks the CUDA lock, as far as a machine without a GPU can:
+#
+# - it can be installed, and is complete;
+# - with an empty libcuda.so.1 and eight made-up H100s, everything that a run imports can be imported, and vLLM's configuration is the
+#   one that our arguments ask for;
+# - on fake CUDA tensors no device is mixed, and nothing waits for the device;
+# - unit tests and the tests of several ranks (gloo, CPU tensors) pass on its torch.
+#
+# Nothing that needs a kernel or a driver is run.
 #
 #   --resolve              first resolve the lock anew, as close to cpu.txt as it can be, and rewrite cuda.txt and cuda_metadata.json
 #   HOTBUNK_VENV=FOLDER    the environment (default: .venv.cuda)
@@ -14,8 +19,8 @@ venv=${HOTBUNK_VENV:-$PWD/.venv.cuda}
 lock=scripts/requirements/cuda.txt
 failed=()
 
-# uv takes the versions of the file that it writes to where they fit, here cpu.txt's, then those of the Python before. The lock is what
-# all three Pythons need. NVIDIA's cuda-python has to be of torch's CUDA; FlashInfer would take an older one for the sake of cuda-bindings.
+# Where they fit, uv takes the versions in the file that it writes to: here cpu.txt's, then those of the previous Python. The lock holds
+# the packages of all three Pythons. NVIDIA's cuda-python must match torch's CUDA; left to itself, FlashInfer's requirements choose an older one.
 resolve() {
     local made version comments
     made=$(mktemp -d)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main job, small enough for a laptop: set up, make a tiny model, warm-start it on additions that mostly forget their carries,
-# and let it learn to carry by reinforcement, on two ranks with real vLLM engines. Arguments go to the reinforcement:
+# Training, small enough for a laptop: install, make a tiny model, warm-start it on additions that mostly forget their carries, and
+# let it learn to carry by reinforcement, on two ranks with real vLLM engines. Arguments go to the reinforcement:
 #
 #   bash scripts/smoke.sh [--section.key value ...]
 set -euo pipefail

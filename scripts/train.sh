@@ -60,8 +60,8 @@ if [ "$nodes" != 1 ]; then
 fi
 # A mistake in the recipe is reported once, in a sentence, before there are ranks.
 WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check || exit
-# Ranks that have not ended this long after SIGTERM are killed. They end themselves, some seconds after checkpoint.grace_s;
-# torchrun must only not be quicker. A variable, as older torchruns know no such flag.
+# Ranks that have not ended this long after SIGTERM are killed. They end themselves some seconds after checkpoint.grace_s, so
+# torchrun must only not be faster. It is a variable because older torchruns lack the flag.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # The ranks end with their launcher, which has the number of this process.
 export HOTBUNK_LAUNCHER=$$

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Reports what another release of vLLM breaks, on CPU: bash scripts/try_vllm.sh VERSION [pytest's arguments]
 #
-# Makes .venv.vllm-VERSION from the CPU lock with that release in place of its own and whatever else it asks for; imports all that is ours
-# and what it uses of vLLM; runs the tests of engines. The last lines say what failed. Half an hour on two cores; .venv stays as it is.
+# Makes .venv.vllm-VERSION from the CPU lock, with that release in place of its own and the release's further requirements. Imports all our
+# modules and the parts of vLLM they use; runs the tests of engines. The last lines say what failed. Half an hour on two cores; .venv stays as it is.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ ${1:-} =~ ^[0-9]+\.[0-9]+ ]] || { echo "try_vllm: name a release: bash scripts/try_vllm.sh 0.33.0" >&2; exit 2; }
