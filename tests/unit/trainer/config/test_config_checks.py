@@ -1,6 +1,7 @@
 """What is checked before anything loads: between keys, and against the machine and the model."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,7 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
 def test_what_is_wrong_is_named(config: dict, changes: dict, world: int, sentence: str) -> None:
     found = problems(config, changes, WORLD_SIZE=str(world))
     assert len(found) == 1, found
-    with pytest.raises(AssertionError, match=sentence):
-        raise AssertionError(found[0])
+    assert re.search(sentence, found[0]), found[0]
 
 
 @pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 20), ("top_k", 1), ("min_p", 0.05)])
