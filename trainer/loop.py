@@ -153,7 +153,7 @@ class RLTrainer:
             sampled = self.sample_groups(step)
         with self.meter.phase("update"):
             metrics = rollout_metrics(sampled.answers) | sampled.metrics()
-            metrics |= self.learner.learn(sampled.kept(), step)
+            metrics |= self.learner.learn(*sampled.kept(), step)
         metrics |= {"time/step": time.perf_counter() - began}
         self.state.count_step(metrics)
         if self.held_outs and (step % config.eval.every == 0 or step == config.run.steps):

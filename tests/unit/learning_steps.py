@@ -13,6 +13,7 @@ from generation.trajectory import Trajectory
 from sharding.ranks import all_gather_bytes, all_reduce_sum, rank, world_size
 from trainer.config.schema import TrainConfig
 from trainer.learning.answers import Answer, gather_answers
+from trainer.learning.groups import Group, make_groups
 from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats
 
 VOCABULARY = 11
@@ -47,6 +48,12 @@ def as_answers(trajectories: list[Trajectory]) -> list[Answer]:
     """As the learner knows them, where each rank is given all: it has sampled those of every so manieth prompt."""
     own = [t for t in trajectories if t.prompt_index % world_size() == rank()]
     return gather_answers(own, details=True)
+
+
+def as_step(trajectories: list[Trajectory]) -> tuple[list[Answer], list[Group]]:
+    """A step's answers, and their groups."""
+    answers = as_answers(trajectories)
+    return answers, make_groups(answers)
 
 
 def random_step(prompts: int, samples: int, seed: int) -> list[Trajectory]:

@@ -6,9 +6,9 @@ mask is 1 on trainable tokens, those the policy sampled, and 0 elsewhere; tool o
 They are put together like this, and every step is a choice:
 
     rewards    shaping, kl.penalty               [P, G] or [B, T]
-    advantages advantages, returns               [B] or [B, T]
-    ratio      ratios.log_ratio                  [B, T], of tokens or of whole sequences
-    loss       losses, kl, entropy, values       [B, T]
+    advantages advantages                        [B] or [B, T]
+    ratio      losses.log_ratio                  [B, T], of tokens or of whole sequences
+    loss       losses, kl                        [B, T]
     correction corrections                       [B, T], multiplies the loss or the mask
     number     (loss * aggregation.weights).sum()
 

@@ -2,6 +2,9 @@
 
 A weight is divided by a count over the *whole* step and all ranks. Then neither micro-batches nor ranks nor padding
 change the loss: summing `loss * weight` over everything, in any order, gives the global mean once.
+
+Functions take the mask [B, T] and return weights [B, T] float32, 0 where masked. Counts are of the whole step, all
+ranks, and may be 0: `tokens` of trainable ones, `sequences` of those with a trainable token.
 """
 
 from __future__ import annotations
@@ -15,28 +18,12 @@ if TYPE_CHECKING:
 
 
 def token_mean_weights(mask: Tensor, tokens: float) -> Tensor:
-    """Every trainable token of the step weighs the same: DAPO's token-level loss (arXiv:2503.14476, equation 8).
-
-    Args:
-        mask: [B, T].
-        tokens: trainable ones in the whole step, all ranks; 0 gives weights of 0.
-
-    Returns:
-        [B, T] float32.
-    """
+    """Every trainable token of the step weighs the same: DAPO's token-level loss (arXiv:2503.14476, equation 8)."""
     return mask.float() / max(tokens, 1.0)
 
 
 def sequence_mean_weights(mask: Tensor, sequences: float) -> Tensor:
-    """Every sequence weighs the same, its tokens share the weight: GRPO (arXiv:2402.03300, equation 3).
-
-    Args:
-        mask: [B, T]; rows without a trainable token weigh nothing and are not counted.
-        sequences: with a trainable token in the whole step, all ranks.
-
-    Returns:
-        [B, T] float32.
-    """
+    """Every sequence weighs the same, its tokens share the weight: GRPO (arXiv:2402.03300, equation 3)."""
     tokens = mask.float().sum(dim=1, keepdim=True).clamp(min=1.0)
     return mask.float() / tokens / max(sequences, 1.0)
 
@@ -45,29 +32,14 @@ def sequence_sum_weights(mask: Tensor, sequences: float) -> Tensor:
     """The mean over sequences of the sum over their tokens: the policy gradient without any division by length.
 
     That is what the likelihood of a whole sequence asks for, as in RLOO (arXiv:2402.14740).
-
-    Args:
-        mask: [B, T].
-        sequences: with a trainable token in the whole step, all ranks.
-
-    Returns:
-        [B, T] float32.
     """
     return mask.float() / max(sequences, 1.0)
 
 
 def fixed_length_weights(mask: Tensor, sequences: float, longest: int) -> Tensor:
-    """The mean of sums, divided by one length for all: Dr. GRPO (arXiv:2503.20783).
+    """The mean of sums, divided by the longest possible answer, in tokens: Dr. GRPO (arXiv:2503.20783).
 
     A constant in place of the answer's own length, which favours long answers among the bad ones.
-
-    Args:
-        mask: [B, T].
-        sequences: with a trainable token in the whole step, all ranks.
-        longest: the longest answer that could be sampled, tokens.
-
-    Returns:
-        [B, T] float32.
     """
     return sequence_sum_weights(mask, sequences) / longest
 

@@ -4,6 +4,9 @@ In the *loss*, what counts is the estimator's gradient, not its value (Liu et al
 2025, arXiv:2506.09477): k2's is that of the divergence while the policy is the one that sampled, k3's is biased, and
 k1's is 0 on average, so k1 does nothing there but add noise. With the importance weight, k3's is right off-policy too.
 In the *reward* only values count, and k1 is the one whose expectation is exact; that is `penalty`.
+
+Estimators take log-probabilities [B, T]: `logprobs` under the policy, which carry the gradient, and, treated as
+constant, `old_logprobs` under the policy that sampled and `reference_logprobs`. They return nats a token, [B, T].
 """
 
 from __future__ import annotations
@@ -22,18 +25,13 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
     Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 
-    Args:
-        logprobs: [B, T] under the policy that sampled the tokens; carries the gradient.
-        reference_logprobs: [B, T], treated as constant.
-
-    Returns:
-        [B, T], nats a token, within +-MAX_LOG_RATIO. Beyond the bound the gradient is 0, that of all estimators here.
+    Within +-MAX_LOG_RATIO; beyond it the gradient is 0, that of all estimators here.
     """
     return (logprobs - reference_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Half the square of k1: biased, but its gradient k1 * grad(logprobs) is that of the divergence. Args as for k1."""
+    """Half the square of k1: biased, but its gradient k1 * grad(logprobs) is that of the divergence."""
     return 0.5 * k1(logprobs, reference_logprobs).square()
 
 
@@ -42,13 +40,6 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
     Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html); the form in GRPO's equation 4
     (arXiv:2402.03300).
-
-    Args:
-        logprobs: [B, T] under the policy that sampled the tokens; carries the gradient.
-        reference_logprobs: [B, T], treated as constant.
-
-    Returns:
-        [B, T], nats a token.
     """
     difference = -k1(logprobs, reference_logprobs)
     return torch.expm1(difference) - difference
@@ -61,14 +52,6 @@ def unbiased_k3(logprobs: Tensor, old_logprobs: Tensor, reference_logprobs: Tens
     it is what turns k3's gradient into that of the divergence. Where the difference to the reference is beyond its
     bound, k3 is a constant, and the ratio is one, too: by itself its gradient would be k3's value, 4.9e8 at 20 nats, in
     the wrong direction. NeMo RL does the same (`calculate_kl` in nemo_rl/algorithms/utils.py).
-
-    Args:
-        logprobs: [B, T] under the policy being trained; carries the gradient.
-        old_logprobs: [B, T] under the policy that sampled, treated as constant.
-        reference_logprobs: [B, T], treated as constant.
-
-    Returns:
-        [B, T], nats a token.
     """
     ratio = torch.exp((logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     bounded = (logprobs - reference_logprobs).abs() > MAX_LOG_RATIO

@@ -1,7 +1,8 @@
 """Policy-gradient losses, one number a token, and what goes into them: importance ratios, entropy, values; records.
 
-A loss function returns the loss [B, T] and a mask [B, T] bool of the tokens on which its bounds took effect. How tokens
-are averaged is up to `aggregation`.
+A loss function takes `log_ratio` [B, T] and `logprobs` [B, T], which carry the gradient unless it says otherwise, and
+`advantages` [B] or [B, T], treated as constant. `clip_low` and `clip_high` are distances from 1, both >= 0. It returns
+the loss [B, T], which `aggregation` averages, and a mask [B, T] bool of the tokens on which its bounds took effect.
 """
 
 from __future__ import annotations
@@ -66,14 +67,7 @@ def clipped_surrogate(
     A < 0, max(the same min, c A): Ye et al. 2020 (arXiv:1912.09729), without which the loss of a token that
     has become much more likely is unbounded.
 
-    Args:
-        log_ratio: [B, T], see `losses.log_ratio`; carries the gradient.
-        advantages: [B] or [B, T]; treated as constant.
-        clip_low, clip_high: distances from 1, both >= 0.
-        dual_clip: a ratio above 1 + clip_high, such as 3 or 10.
-
-    Returns:
-        loss [B, T] (its gradient is 0 where clipped) and the mask [B, T] bool of tokens on which clipping took effect.
+    The gradient is 0 where clipped. `dual_clip` is a ratio above 1 + clip_high, such as 3 or 10.
     """
     advantages = _per_token(advantages)
     ratio = torch.exp(log_ratio)
@@ -91,16 +85,8 @@ def cispo(
 ) -> tuple[Tensor, Tensor]:
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p: the weight is clipped, and no token loses its gradient.
 
-    CISPO, MiniMax 2025 (arXiv:2506.13585), equations 4 and 5. The paper bounds ratios above only: clip_low = 1.
-
-    Args:
-        log_ratio: [B, T]; treated as constant.
-        logprobs: [B, T]; carries the gradient.
-        advantages: [B] or [B, T]; treated as constant.
-        clip_low, clip_high: distances from 1, both >= 0. Common upper bounds of r are 5 and more: clip_high = 4.
-
-    Returns:
-        loss [B, T] and the mask [B, T] bool of tokens whose weight was bounded.
+    CISPO, MiniMax 2025 (arXiv:2506.13585), equations 4 and 5; `log_ratio` is treated as constant. The paper bounds
+    ratios above only: clip_low = 1. Common upper bounds of a ratio are 5 and more: clip_high = 4.
     """
     ratio = torch.exp(log_ratio.detach())
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -112,15 +98,8 @@ def sapo(
 ) -> tuple[Tensor, Tensor]:
     """-(4 / t) sigmoid(t (r - 1)) A: a smooth gate in place of clipping, of slope 1 at r = 1 and flat far from it.
 
-    SAPO, Gao et al. 2025 (arXiv:2511.20347).
-
-    Args:
-        log_ratio: [B, T]; carries the gradient.
-        advantages: [B] or [B, T]; treated as constant.
-        sapo_temperatures: t where A > 0, and elsewhere; the higher, the sooner it is flat.
-
-    Returns:
-        loss [B, T] and a mask that is False throughout, since nothing is cut off.
+    SAPO, Gao et al. 2025 (arXiv:2511.20347). `sapo_temperatures` are t where A > 0, and elsewhere: the higher, the
+    sooner it is flat. Nothing is cut off.
     """
     advantages = _per_token(advantages)
     temperature = torch.where(advantages > 0, *sapo_temperatures)
@@ -132,13 +111,6 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
     """-A log p: the policy gradient itself, for samples of the policy as it is, one update a step.
 
     REINFORCE, Williams 1992 (doi:10.1007/BF00992696).
-
-    Args:
-        logprobs: [B, T]; carries the gradient.
-        advantages: [B] or [B, T]; treated as constant.
-
-    Returns:
-        loss [B, T] and a mask that is False throughout.
     """
     return -_per_token(advantages) * logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
 

@@ -26,31 +26,16 @@ COMPLETE_MARKER = "COMPLETE"
 IDENTITY_DIGESTS = ("data", "model", "tokenizer")
 IDENTITY_SECTIONS = ("algorithm",)
 IDENTITY_KEYS = (
-    "batch.prompts_per_step",
-    "batch.updates_per_step",
-    "lora.alpha",
-    "lora.rank",
-    "lora.target_modules",
-    "lora.use_rslora",
-    "reward.functions",
-    "run.seed",
-)
+    "batch.prompts_per_step", "batch.updates_per_step", "lora.alpha", "lora.rank", "lora.target_modules",
+    "lora.use_rslora", "reward.functions", "run.seed",
+)  # fmt: skip
 """What a resumed run is compared by (`trainer.run.keeper`): digests, whole sections of the recipe, and single keys."""
 
 _MOST_ANSWERS = 2**20  # of a step, which are all in memory
-_OWN_TEMPLATE_KEYS = (
-    "conversation",
-    "max_length",
-    "messages",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-)
+_OWN_TEMPLATE_KEYS = {
+    "conversation", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
+    "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 Command = Literal["train", "sft", "eval"]
 
@@ -80,11 +65,9 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
     if command == "sft":
         problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
     else:
-        problems += _check_rewards(config)
         problems += _check_evaluation(config)
         problems += _check_lengths(config)
         problems += _check_rollout(config)
-        problems += _check_template(config)
         problems += _check_extra(config)
         problems += _check_memory(config)
     if command == "train":
@@ -95,7 +78,6 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         updates = config.batch.updates_per_step * config.algorithm.num_iterations
         problems += check_algorithm(config.algorithm, updates, config.critic.shared)
         problems += _check_sampling(config)
-        problems += _check_probe(config)
         problems += _check_resume(config)
         problems += _check_retention(config)
         problems += _check_zero_copy(config, ranks)
@@ -209,29 +191,28 @@ def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
         yield "eval.every is set, but there is nothing to evaluate on: set data.eval_path or eval.datasets"
 
 
-def _check_rewards(config: TrainConfig) -> Iterator[str]:
-    if not config.reward.functions and not config.rollout.code:
-        yield "reward.functions is empty: name at least one, such as [{name: exact_match}]"
-
-
 def _check_sampling(config: TrainConfig) -> Iterator[str]:
     """When sampling is truncated, the engine renormalises over what is left and the trainer does not."""
-    sampling = config.sampling
-    for key, value, off in (
-        ("top_p", sampling.top_p, 1.0),
-        ("top_k", sampling.top_k, -1),
-        ("min_p", sampling.min_p, 0.0),
-    ):
+    for key, off in {"top_p": 1.0, "top_k": -1, "min_p": 0.0}.items():
+        value = getattr(config.sampling, key)
         if value != off and not (key == "top_k" and value == 0):
             yield (
                 f"sampling.{key} is {value:g}, but when sampling is truncated the engine's probabilities are not the "
                 f"policy's: training needs {off:g}"
             )
-    if sampling.temperature == 0:
+    if config.sampling.temperature == 0:
         yield "sampling.temperature is 0, but greedy answers to one prompt are all the same: training needs it above 0"
+    limit = config.engine.max_model_len
+    if config.sync.verify != "off" and limit < LEAST_MODEL_LEN:
+        yield (
+            f"engine.max_model_len is {limit}, but sync.verify asks the engines about {LEAST_MODEL_LEN - 1} tokens: "
+            f"make it at least {LEAST_MODEL_LEN}, or set sync.verify to off"
+        )
 
 
 def _check_evaluation(config: TrainConfig) -> Iterator[str]:
+    if not config.reward.functions and not config.rollout.code:
+        yield "reward.functions is empty: name at least one, such as [{name: exact_match}]"
     if "" in config.held_out and config.eval.datasets:
         yield "data.eval_path or eval_split and eval.datasets are both set: name all datasets in eval.datasets"
     for name, dataset in config.held_out.items():
@@ -254,15 +235,6 @@ def _check_lengths(config: TrainConfig) -> Iterator[str]:
             )
 
 
-def _check_probe(config: TrainConfig) -> Iterator[str]:
-    limit = config.engine.max_model_len
-    if config.sync.verify != "off" and limit < LEAST_MODEL_LEN:
-        yield (
-            f"engine.max_model_len is {limit}, but sync.verify asks the engines about {LEAST_MODEL_LEN - 1} tokens: "
-            f"make it at least {LEAST_MODEL_LEN}, or set sync.verify to off"
-        )
-
-
 def _check_rollout(config: TrainConfig) -> Iterator[str]:
     rollout, named = config.rollout, config.rollout.code
     if len(named) > 1:
@@ -275,10 +247,7 @@ def _check_rollout(config: TrainConfig) -> Iterator[str]:
         yield f"rollout.tool_parser is inline, which goes with rollout.tools only: rollout.{named[0]} takes messages"
     if "{error}" not in rollout.tool_error:
         yield f"rollout.tool_error is {rollout.tool_error!r}, but must say {{error}} where the error goes"
-
-
-def _check_template(config: TrainConfig) -> Iterator[str]:
-    for key in config.data.chat_template_kwargs.keys() & set(_OWN_TEMPLATE_KEYS):
+    for key in config.data.chat_template_kwargs.keys() & _OWN_TEMPLATE_KEYS:
         yield f"data.chat_template_kwargs may not hold {key}, which Hotbunk sets itself: leave it out"
 
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""From a recipe's file and overrides to a `TrainConfig`, or to a sentence about each key that is wrong."""
 
 import difflib
 import re
@@ -20,8 +20,6 @@ from trainer.config.schema import TrainConfig
 from trainer.errors import UserError, shown
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-
-
 _DEEPEST = 32  # lists and mappings in one another
 
 

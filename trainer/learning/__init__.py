@@ -1,7 +1,7 @@
 """From scored trajectories to optimizer steps.
 
-    groups        answers by prompt, failed ones left out; their rewards, shaped by length
-    minibatches   what each optimizer step learns from, and which rank trains on what
+    groups        answers by prompt, failed ones left out; their rewards, shaped by length; the batch of each optimizer
+                  step, and which rank trains on what
     credit        an advantage for every token
     policy_loss   the loss of one optimizer step, of the policy and of the critic
     metrics       a step's figures

@@ -7,7 +7,7 @@ from trainer.algorithms.shaping import SamplingDecision, dynamic_sampling
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt
 from trainer.learning.answers import Answer
-from trainer.learning.groups import informative, make_groups
+from trainer.learning.groups import Group, informative, make_groups
 from trainer.learning.metrics import Metrics
 
 
@@ -26,6 +26,7 @@ class StepSampling:
         self._selects = config.algorithm.selects_groups
         self.prompts: list[Prompt] = []
         self.answers: list[Answer] = []
+        self._groups: list[Group] = []
         self._decision = SamplingDecision([], math.ceil(self._wanted * config.algorithm.oversampling), 0)
 
     @property
@@ -44,12 +45,14 @@ class StepSampling:
         self._rounds += 1
         self.prompts += prompts
         self.answers += answers
+        self._groups += make_groups(answers)
         self._decision = self._decide()
 
-    def kept(self) -> list[Answer]:
-        """Those to train on, once nothing is missing."""
+    def kept(self) -> tuple[list[Answer], list[Group]]:
+        """The answers to train on, once nothing is missing, and their groups."""
         keep = set(self._decision.keep)
-        return [t for t in self.answers if t.prompt_index in keep]
+        answers = [answer for answer in self.answers if answer.prompt_index in keep]
+        return answers, [group for group in self._groups if group[0][0].prompt_index in keep]
 
     def metrics(self) -> Metrics:
         """How many rounds it took, how many groups are short of what was wanted, and how many were not used."""
@@ -65,7 +68,7 @@ class StepSampling:
         algorithm = self._config.algorithm
         if not self._selects:
             return SamplingDecision(list(range(len(self.prompts))), 0, 0)
-        with_signal = {group[0][0].prompt_index for group in make_groups(self.answers) if informative(group)}
+        with_signal = {group[0][0].prompt_index for group in self._groups if informative(group)}
         flags = [index in with_signal for index in range(len(self.prompts))]
         return dynamic_sampling(
             flags, self._wanted, self._rounds, algorithm.sampling_rounds, algorithm.oversampling, algorithm.at_bound

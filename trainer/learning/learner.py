@@ -7,7 +7,7 @@ from trainer.algorithms.losses import entropy_threshold, high_entropy_mask
 from trainer.config.schema import TrainConfig
 from trainer.learning.answers import Answer
 from trainer.learning.credit import assign_credit, has_signal
-from trainer.learning.groups import MiniBatch, informative, longest_answer, make_groups, prepare, split
+from trainer.learning.groups import Group, MiniBatch, informative, longest_answer, prepare, split
 from trainer.learning.metrics import Metrics, critic_metrics, engine_gap, gap_without_update, over_ranks, update_metrics
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
 from trainer.policy.critic import Critic
@@ -36,8 +36,10 @@ class Learner:
         self._config, self._policy, self._reference, self._critic = config, policy, reference, critic
         self._pad_id, self._reward_weights = pad_id, reward_weights or {}
 
-    def learn(self, answers: list[Answer], step: int) -> Metrics:
+    def learn(self, answers: list[Answer], groups: list[Group], step: int) -> Metrics:
         """All passes over the batch of step number `step`, from 1; returns its figures, the same on all ranks.
+
+        `groups` are those of the answers (`make_groups`).
 
         A step in which no token was better or worse than expected, and nothing else pulls, has a gradient of zero: the
         policy leaves it out, since Adam's momentum would move the weights all the same. A critic learns from it. Groups
@@ -47,7 +49,6 @@ class Learner:
         policy's.
         """
         config = self._config
-        groups = make_groups(answers)
         if config.algorithm.drop_zero_variance:
             groups = [group for group in groups if informative(group)]
         filters = config.algorithm.overlong_filter

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from generation.trajectory import Trajectory
-from tests.unit.learning_steps import as_answers, on_ranks
+from tests.unit.learning_steps import as_answers, as_step, on_ranks
 from trainer.config.schema import TrainConfig
 from trainer.learning import Learner, rollout_metrics
 from trainer.learning.groups import make_groups, prepare, split, to_sample
@@ -61,7 +61,7 @@ def test_a_sampled_pad_token_stays_in_the_loss() -> None:
     assert sample.engine_logprobs == [0.0, 0.0, -0.5, -0.5, -0.5]
     policy = RecordingPolicy()
     learner = Learner(config(), policy, None, pad_id=PAD)  # type: ignore[arg-type]
-    metrics = learner.learn(as_answers([trajectory(0, 0, 1.0, [PAD, 9, PAD]), trajectory(0, 1, 0.0, [PAD])]), step=1)
+    metrics = learner.learn(*as_step([trajectory(0, 0, 1.0, [PAD, 9, PAD]), trajectory(0, 1, 0.0, [PAD])]), step=1)
     assert metrics["train_tokens"] == 4
 
 
@@ -69,7 +69,7 @@ def test_failed_samples_are_left_out_before_the_groups_mean_is_taken() -> None:
     members = [trajectory(0, i, reward, [7]) for i, reward in enumerate([1.0, 0.0, 100.0])]
     members[2].error = "the request failed"
     policy = RecordingPolicy()
-    Learner(config(algorithm={"normalize_std": False}), policy, None, pad_id=PAD).learn(as_answers(members), step=1)  # type: ignore[arg-type]
+    Learner(config(algorithm={"normalize_std": False}), policy, None, pad_id=PAD).learn(*as_step(members), step=1)  # type: ignore[arg-type]
     assert sorted(policy.advantages) == [-0.5, 0.5]
 
 
@@ -77,7 +77,7 @@ def test_failed_samples_are_left_out_before_the_groups_mean_is_taken() -> None:
 def test_a_step_without_signal_updates_nothing() -> None:
     policy = RecordingPolicy()
     learner = Learner(config(), policy, None, pad_id=PAD)  # type: ignore[arg-type]
-    metrics = learner.learn(as_answers([trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)]), step=1)
+    metrics = learner.learn(*as_step([trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)]), step=1)
     assert policy.calls == ["score@1.0"]  # for the gap alone
     assert metrics["no_signal_steps"] == 1
 
@@ -86,7 +86,7 @@ def test_groups_without_signal_can_be_dropped_and_leave_the_count() -> None:
     mixed = [trajectory(0, s, float(s), [7, 8]) for s in range(2)] + [trajectory(1, s, 1.0, [7] * 9) for s in range(2)]
     for drop, tokens in ((False, 22), (True, 4)):
         learner = Learner(config(algorithm={"drop_zero_variance": drop}), RecordingPolicy(), None, pad_id=PAD)  # type: ignore[arg-type]
-        assert learner.learn(as_answers(mixed), step=1)["train_tokens"] == tokens
+        assert learner.learn(*as_step(mixed), step=1)["train_tokens"] == tokens
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_old_logprobs_are_computed_only_when_the_policy_changes_within_the_step(
         algorithm={"num_iterations": iterations}, batch={"updates_per_step": updates}, sampling={"temperature": 0.7}
     )
     steps = [trajectory(p, s, float(s), [7, 8]) for p in range(4) for s in range(2)]
-    Learner(settings, policy, None, pad_id=PAD).learn(as_answers(steps), step=1)  # type: ignore[arg-type]
+    Learner(settings, policy, None, pad_id=PAD).learn(*as_step(steps), step=1)  # type: ignore[arg-type]
     assert policy.calls == expected
 
 
@@ -130,7 +130,7 @@ def test_fewer_groups_than_updates_are_an_update_each_and_the_schedule_knows(
     )
     policy = RecordingPolicy()
     step = [trajectory(p, s, float(s if p < informative else 1), [7, 8]) for p in range(4) for s in range(2)]
-    metrics = Learner(settings, policy, None, pad_id=PAD).learn(as_answers(step), step=3)  # type: ignore[arg-type]
+    metrics = Learner(settings, policy, None, pad_id=PAD).learn(*as_step(step), step=3)  # type: ignore[arg-type]
     assert policy.places == pytest.approx(places, abs=1e-12) and metrics["updates"] == informative
     assert all(place == int(place) for place in policy.places) or informative == 3
 
@@ -147,7 +147,7 @@ def test_a_step_of_which_every_token_is_filtered_is_no_update(algorithm: dict[st
             for s in range(2)
         ]
         learner = Learner(settings, policy, reference if "kl_coef" in algorithm else None, PAD)  # type: ignore[arg-type]
-        metrics = learner.learn(as_answers(step), step=1)
+        metrics = learner.learn(*as_step(step), step=1)
         assert policy.calls.count("update@1.0") == metrics["updates"] == updates
         assert metrics["no_signal_steps"] == (updates == 0)
 
@@ -189,7 +189,7 @@ def test_the_gap_is_measured_where_nothing_is_learned(settings: dict[str, dict[s
         ]
     failed = Trajectory(1, 9, [5], finish_reason="error", error="x")
     learner = Learner(config(**settings), ShiftedPolicy(), None, pad_id=PAD)  # type: ignore[arg-type]
-    metrics = learner.learn(as_answers([*steps, failed]), step=1)
+    metrics = learner.learn(*as_step([*steps, failed]), step=1)
     distances = sorted(abs(token - 7) / 100 for t in steps for token in t.response_ids)
     assert metrics["gap/max"] == pytest.approx(distances[-1], abs=1e-6)
     assert metrics["gap/mean"] == pytest.approx(sum(distances) / len(distances), abs=1e-6)
@@ -200,7 +200,7 @@ def test_the_gap_of_a_large_step_is_measured_on_some_of_its_answers_alike_on_any
 
     def learned() -> tuple[dict[str, float], int]:
         policy = ShiftedPolicy()
-        return Learner(config(), policy, None, pad_id=PAD).learn(as_answers(list(steps)), step=1), policy.scored  # type: ignore[arg-type]
+        return Learner(config(), policy, None, pad_id=PAD).learn(*as_step(list(steps)), step=1), policy.scored  # type: ignore[arg-type]
 
     (alone, scored), *_ = on_ranks(1, learned)
     assert scored == GAP_ANSWERS
@@ -215,7 +215,7 @@ def test_the_gap_of_a_large_step_is_measured_on_some_of_its_answers_alike_on_any
 def test_a_gap_that_cannot_be_measured_is_absent() -> None:
     failed = [Trajectory(0, s, [5], finish_reason="error", error="x") for s in range(4)]
     policy = RecordingPolicy()
-    metrics = Learner(config(), policy, None, pad_id=PAD).learn(as_answers(failed), step=1)  # type: ignore[arg-type]
+    metrics = Learner(config(), policy, None, pad_id=PAD).learn(*as_step(failed), step=1)  # type: ignore[arg-type]
     assert not any(name.startswith("gap/") for name in metrics) and policy.calls == []
 
 
@@ -244,7 +244,7 @@ def test_a_critic_learns_from_a_step_without_a_signal_for_the_policy() -> None:
     policy, critic = RecordingPolicy(), RecordingCritic()
     settings = config(algorithm={"preset": "ppo", "gae_lambda": 1.0, "num_iterations": 2})
     steps = [trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)]
-    metrics = Learner(settings, policy, None, PAD, critic=critic).learn(as_answers(steps), step=1)  # type: ignore[arg-type]
+    metrics = Learner(settings, policy, None, PAD, critic=critic).learn(*as_step(steps), step=1)  # type: ignore[arg-type]
     assert "update@1.0" not in policy.calls and critic.calls == ["score", "update", "update"]
     assert critic.losses == pytest.approx([0.125] * 2) and metrics["value/loss"] == pytest.approx(0.125)
     assert metrics["no_signal_steps"] == 1 and metrics["value/return"] == 1 and metrics["value/explained"] == 0
@@ -255,7 +255,7 @@ def test_kl_or_entropy_alone_is_worth_an_update() -> None:
     for algorithm in ({"entropy_coef": 0.1}, {"kl_coef": 0.1}):
         policy, reference = RecordingPolicy(), RecordingPolicy()
         learner = Learner(config(algorithm=algorithm), policy, reference, PAD)  # type: ignore[arg-type]
-        assert learner.learn(as_answers(alike), step=1)["no_signal_steps"] == 0 and "update@1.0" in policy.calls
+        assert learner.learn(*as_step(alike), step=1)["no_signal_steps"] == 0 and "update@1.0" in policy.calls
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_kl_or_entropy_alone_is_worth_an_update() -> None:
 def test_what_credit_or_choice_depends_on_is_scored_before(algorithm: dict[str, object]) -> None:
     policy, reference = RecordingPolicy(), RecordingPolicy()
     learner = Learner(config(algorithm=algorithm), policy, reference, PAD)  # type: ignore[arg-type]
-    learner.learn(as_answers([trajectory(0, s, float(s), [7, 8]) for s in range(4)]), step=1)
+    learner.learn(*as_step([trajectory(0, s, float(s), [7, 8]) for s in range(4)]), step=1)
     assert policy.calls == ["score@1.0", "update@1.0"]
 
 

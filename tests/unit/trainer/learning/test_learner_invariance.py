@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.learning_steps import TableCritic, TablePolicy, as_answers, make_config, on_ranks, random_step
+from tests.unit.learning_steps import TableCritic, TablePolicy, as_step, make_config, on_ranks, random_step
 from trainer.learning import Learner, Metrics
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ def learned(
         reference = TablePolicy(seed=1) if config.algorithm.kl_coef or choice == "distill" else None
         critic = TableCritic() if choice == "gae" else None
         learner = Learner(config, policy, reference, 0, {"a": 1.0, "b": 0.5}, critic)  # type: ignore[arg-type]
-        metrics = learner.learn(as_answers(random_step(4, 3, seed)), step=1)
+        metrics = learner.learn(*as_step(random_step(4, 3, seed)), step=1)
         return torch.stack([policy.table, critic.table if critic else policy.table]), metrics
 
     (table, metrics), *others = on_ranks(ranks, rank)

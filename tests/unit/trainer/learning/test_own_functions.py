@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.learning_steps import TableCritic, TablePolicy, as_answers, make_config, on_ranks, random_step
+from tests.unit.learning_steps import TableCritic, TablePolicy, as_step, make_config, on_ranks, random_step
 from trainer.algorithms import losses
 from trainer.config.algorithm import check_algorithm
 from trainer.errors import UserError
@@ -37,7 +37,7 @@ class Watched(TablePolicy):
 def learned(policy: TablePolicy, critic: Any = None, **algorithm: Any) -> dict[str, float]:
     config = make_config(algorithm=algorithm, batch={"updates_per_step": 2})
     learner = Learner(config, policy, None, 0, critic=critic)  # type: ignore[arg-type]
-    return learner.learn(as_answers(random_step(4, 4, seed=1)), step=1)
+    return learner.learn(*as_step(random_step(4, 4, seed=1)), step=1)
 
 
 def problems(**algorithm: Any) -> list[str]:

@@ -8,6 +8,7 @@ from generation.trajectory import Trajectory
 from tests.unit.learning_steps import as_answers, make_config
 from trainer.data import Prompt, PromptDataset
 from trainer.learning import StepSampling
+from trainer.learning.groups import make_groups
 
 PROMPTS = PromptDataset([Prompt(i, (i,), {}) for i in range(30)])
 
@@ -36,8 +37,10 @@ def run_step(sampled: StepSampling, position: int) -> int:
 
 def kept(sampled: StepSampling) -> list[int]:
     """The prompts that are trained on, by number, each with both its answers."""
-    indices = [t.prompt_index for t in sampled.kept()]
+    kept, groups = sampled.kept()
+    indices = [t.prompt_index for t in kept]
     assert indices == sorted(list(dict.fromkeys(indices)) * 2)
+    assert groups == make_groups(kept)
     return [sampled.prompts[index].id for index in dict.fromkeys(indices)]
 
 
