@@ -1,6 +1,8 @@
-"""Puts the parts of a run together: policies, sharding manager, and the checkpoint that a run resumes from."""
+"""Puts the parts of a run together: its ranks, policies and sharding manager."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from generation.engine.engine import Engine, Leader
 from generation.rollouts.client import CapturingServer
 from sharding.manager import ShardingManager, SyncSettings
+from sharding.ranks import rank, world_size
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
 from trainer.config.machine import resolve_device
 from trainer.config.schema import ModelConfig, TrainConfig
 from trainer.data import load_tokenizer
+from trainer.distributed import destroy_process_group, init_process_group, store
 from trainer.errors import UserError
 from trainer.learning.learner import updates_asked
 from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
@@ -22,6 +26,8 @@ from trainer.policy.critic import Critic, make_critic
 from trainer.policy.hf_format import build_meta_model, checkpoint_views
 from trainer.policy.lora import BaseOfPolicy, adapter_format, add_adapters, factors, is_adapter, low_rank, peft_name
 from trainer.run import processes
+from trainer.run.lock import RunLock
+from trainer.run.watchdog import Watchdog
 
 
 async def start_server(engine: Engine, **settings: Any) -> CapturingServer:
@@ -29,6 +35,23 @@ async def start_server(engine: Engine, **settings: Any) -> CapturingServer:
     from generation.server import OpenAIServer, ServerSettings  # with vLLM's web framework, for level 6 only
 
     return await OpenAIServer.start(engine, ServerSettings(**settings))
+
+
+@contextmanager
+def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterator[Watchdog]:
+    """Among the ranks, with signal handlers and a watchdog; at the end all leave together.
+
+    Args:
+        timeout: seconds that a collective may take.
+        lock: that of the run's folder, which rank 0 has taken.
+    """
+    init_process_group(timeout, resolve_device(config))
+    if lock is not None:
+        lock.share(rank(), world_size())
+    with Watchdog(store(), rank(), world_size()) as watchdog:
+        processes.install_signal_handlers(watchdog.current_phase)
+        yield watchdog
+    destroy_process_group()
 
 
 def rank_device(config: TrainConfig) -> torch.device:
@@ -73,7 +96,15 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
     updates = config.run.steps * updates_asked(config)
     values = algorithm.advantage_record.takes("values")
     head = values and config.critic.shared
-    policy = make_policy(config.model, config.policy, device, updates, config.lora, head, config.sync.zero_copy)
+    policy = make_policy(
+        config.model,
+        config.policy,
+        device,
+        updates,
+        lora=config.lora,
+        value_head=head,
+        in_place=config.sync.zero_copy,
+    )
     if config.batch.packing:
         require_packing(policy.model)
     reference: Scorer | None = None
@@ -89,14 +120,17 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
 def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager:
     """The weight path from the policy to the engine, in the engine's dtype and under the checkpoint's names."""
     dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
-    alone = config.lora.engines_apply
-    source = adapter_source(policy, dtype) if alone else weight_source(policy, dtype)
-    adapter = adapter_format(policy.model, config.lora) if alone else None
-    settings = SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s, config.sync.replay)
-    folder = processes.private_folder()
-    size = config.engine.tensor_parallel_size
-    compute_in = policy.compute_in if isinstance(policy, InPlacePolicy) else None
-    return ShardingManager(source, policy.device, settings, folder, size, leader, adapter, compute_in)
+    adapters = config.lora.engines_apply
+    return ShardingManager(
+        adapter_source(policy, dtype) if adapters else weight_source(policy, dtype),
+        policy.device,
+        SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s, config.sync.replay),
+        processes.private_folder(),
+        tensor_parallel_size=config.engine.tensor_parallel_size,
+        leader=leader,
+        adapter=adapter_format(policy.model, config.lora) if adapters else None,
+        compute_in=policy.compute_in if isinstance(policy, InPlacePolicy) else None,
+    )
 
 
 def weight_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:

@@ -1,12 +1,12 @@
-"""Prompts: read once, tokenised once, in an order that is a pure function of seed, epoch and index."""
+"""Rows and prompts: read once, tokenised once, in an order that is a pure function of seed, epoch and index."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 _FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _NO_TEMPLATE = "the tokenizer has none, or data.apply_chat_template is false"
-_CHUNK = 1000  # prompts tokenised in one call, which the tokenizer spreads over threads
+_CHUNK = 1000  # rows tokenised in one call, which the tokenizer spreads over threads
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,11 @@ class PromptDataset:
     def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
         self._prompts = list(prompts)
         self.dropped = dropped
-        self.fingerprint = _fingerprint(self._prompts)
+        digest = hashlib.blake2b(digest_size=16)
+        for prompt in prompts:
+            line = json.dumps([prompt.id, prompt.token_ids, prompt.row], sort_keys=True, default=repr)
+            digest.update(line.encode())
+        self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -60,12 +66,17 @@ class PromptDataset:
         return iter(self._prompts)
 
     def take(self, position: int, count: int, seed: int) -> list[Prompt]:
-        """The `count` prompts from `position` on, in one permutation for each epoch, end to end.
+        """See `take`."""
+        return take(self._prompts, position, count, seed)
 
-        No state is kept between calls, so a resumed run needs only its position. The prompts may span epochs.
-        """
-        places = (divmod(place, len(self)) for place in range(position, position + count))
-        return [self._prompts[epoch_order(seed, epoch, len(self))[index]] for epoch, index in places]
+
+def take(items: Sequence[T], position: int, count: int, seed: int) -> list[T]:
+    """The `count` items from `position` on, in one permutation for each epoch, end to end.
+
+    Nothing is remembered from call to call, so a run that resumes needs only its position. A batch may span epochs.
+    """
+    places = (divmod(place, len(items)) for place in range(position, position + count))
+    return [items[epoch_order(seed, epoch, len(items))[index]] for epoch, index in places]
 
 
 @lru_cache(maxsize=4)
@@ -112,19 +123,14 @@ def load_held_out(dataset: HeldOutConfig, config: DataConfig, tokenizer: "PreTra
     rows = load_rows(dataset.path, dataset.subset, dataset.split)
     if dataset.size is not None:
         rows = rows.select(range(min(dataset.size, len(rows))))
-    if dataset.prompt_key not in (None, config.prompt_key):
-        rows = _renamed(rows, dataset, config.prompt_key)
+    if dataset.prompt_key not in (None, config.prompt_key):  # rollouts look for prompts in that column
+        if dataset.prompt_key not in rows.column_names:
+            there = f"{dataset.path} has only the columns {', '.join(rows.column_names)}"
+            raise UserError(f"prompt_key = {dataset.prompt_key!r} of eval.datasets is not a column: {there}")
+        others = [name for name in rows.column_names if name != config.prompt_key]
+        rows = rows.select_columns(others).rename_column(dataset.prompt_key, config.prompt_key)
     config = config.model_copy(update={"answer_key": dataset.answer_key or config.answer_key})
     return _prepare(rows, dataset.path, config, tokenizer, config.max_prompt_tokens)
-
-
-def _renamed(rows: "Dataset", dataset: HeldOutConfig, prompt_key: str) -> "Dataset":
-    """The dataset with its own prompts in the column `prompt_key`, where rollouts look for them."""
-    if dataset.prompt_key not in rows.column_names:
-        there = f"{dataset.path} has only the columns {', '.join(rows.column_names)}"
-        raise UserError(f"prompt_key = {dataset.prompt_key!r} of eval.datasets is not a column: {there}")
-    others = [name for name in rows.column_names if name != prompt_key]
-    return rows.select_columns(others).rename_column(dataset.prompt_key, prompt_key)
 
 
 def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
@@ -132,7 +138,7 @@ def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, once
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below, once
     source = Path(path)
     try:
         if not source.is_file():
@@ -163,65 +169,77 @@ def _check_rows(file: Path) -> None:
 def _prepare(
     rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
 ) -> PromptDataset:
-    _check_columns(rows, path, config)
-    everything = _tokenise(rows, path, config, tokenizer)
-    prompts = [prompt for prompt in everything if len(prompt.token_ids) <= max_prompt_tokens]
+    there = f"{path} has only the columns {', '.join(rows.column_names)}"
+    if config.prompt_key not in rows.column_names and config.messages_key not in rows.column_names:
+        keys = f"data.prompt_key = {config.prompt_key!r} nor data.messages_key = {config.messages_key!r}"
+        raise UserError(f"neither {keys} is a column: {there}")
+    if config.answer_key is not None and config.answer_key not in rows.column_names:
+        key = f"data.answer_key = {config.answer_key!r}"
+        raise UserError(f"{key} is not a column: {there}; set it to null if rewards need no answer")
+    prompts = [
+        prompt for prompt in _tokenise(rows, path, config, tokenizer) if len(prompt.token_ids) <= max_prompt_tokens
+    ]
     if not prompts:
         limit = f"data.max_prompt_tokens = {max_prompt_tokens}"
         raise UserError(f"all {len(rows)} prompts of {path} are longer than {limit}: raise it")
     return PromptDataset(prompts, dropped=len(rows) - len(prompts))
 
 
-def _check_columns(rows: "Dataset", path: str, config: DataConfig) -> None:
-    there = f"{path} has only the columns {', '.join(rows.column_names)}"
-    if config.prompt_key not in rows.column_names and config.messages_key not in rows.column_names:
-        keys = f"data.prompt_key = {config.prompt_key!r} nor data.messages_key = {config.messages_key!r}"
-        raise UserError(f"neither {keys} is a column: {there}")
-    if config.answer_key is not None and config.answer_key not in rows.column_names:
-        raise UserError(
-            f"data.answer_key = {config.answer_key!r} is not a column: {there}; "
-            "set it to null if rewards need no answer"
-        )
-
-
 def _tokenise(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Prompt]:
     """Prompts in the order of the rows, however long they are."""
     templated = config.apply_chat_template and tokenizer.chat_template is not None
+    settings = {"add_generation_prompt": True, **config.chat_template_kwargs}
     if config.system_prompt is not None and not templated:
         raise UserError(f"data.system_prompt needs a chat template: {_NO_TEMPLATE}")
-    for start in range(0, len(rows), _CHUNK):
-        chunk = [dict(row) for row in rows.select(range(start, min(start + _CHUNK, len(rows))))]
-        texts = []
-        for index, row in enumerate(chunk, start):
-            try:
-                texts.append(_render(row, config, tokenizer, templated))
-            except ValueError as error:
-                raise UserError(f"row {index} of {path} {error}") from error
+
+    def render(row: dict[str, Any]) -> str:
+        if not templated:
+            return str(prompt_content(row, config, templated))
+        messages = prompt_messages(row, config)
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **settings))
+        except Exception as error:  # a template is a program
+            raise ValueError(f"does not suit the chat template: {_one_line(error)}") from error
+
+    for chunk in in_chunks(rows, path, render):
         # A template writes its own special tokens; plain text still needs the tokenizer's.
-        encoded = tokenizer(texts, add_special_tokens=not templated)["input_ids"]
-        for index, (row, token_ids) in enumerate(zip(chunk, encoded, strict=True), start):
+        encoded = tokenizer([text for _, _, text in chunk], add_special_tokens=not templated)["input_ids"]
+        for (index, row, _), token_ids in zip(chunk, encoded, strict=True):
             if config.answer_key is not None:
                 row["answer"] = row[config.answer_key]
             yield Prompt(index, tuple(token_ids), row)
 
 
-def _render(row: dict[str, Any], config: DataConfig, tokenizer: "PreTrainedTokenizerBase", templated: bool) -> str:
-    """The text of a row's prompt, up to where the assistant begins. Raises ValueError saying what the row lacks."""
-    if templated:
-        return _apply_template(prompt_messages(row, config), config, tokenizer)
+def in_chunks(
+    rows: "Dataset", path: str, read: Callable[[dict[str, Any]], T]
+) -> Iterator[list[tuple[int, dict[str, Any], T]]]:
+    """Every row with its index and `read(row)`, as many at a time as a tokenizer takes well.
+
+    `read` may raise ValueError, a sentence about the row without its subject; that becomes a UserError naming the row.
+    """
+    for start in range(0, len(rows), _CHUNK):
+        chunk = []
+        for index, row in enumerate(map(dict, rows.select(range(start, min(start + _CHUNK, len(rows))))), start):
+            try:
+                chunk.append((index, row, read(row)))
+            except ValueError as error:
+                raise UserError(f"row {index} of {path} {error}") from error
+        yield chunk
+
+
+def prompt_content(row: dict[str, Any], config: DataConfig, templated: bool) -> Any:
+    """A row's prompt as it stands: text, or if `templated` messages. Raises ValueError saying what the row lacks."""
     content = row.get(config.prompt_key) or row.get(config.messages_key)
     if not content:
         raise ValueError(f"has neither {config.prompt_key!r} nor {config.messages_key!r}")
-    if not isinstance(content, str):
+    if not templated and not isinstance(content, str):
         raise ValueError(f"holds messages, which need a chat template: {_NO_TEMPLATE}")
     return content
 
 
 def prompt_messages(row: dict[str, Any], config: DataConfig) -> list[dict[str, Any]]:
     """A row's prompt as messages, the system prompt included. Raises ValueError saying what the row lacks."""
-    content = row.get(config.prompt_key) or row.get(config.messages_key)
-    if not content:
-        raise ValueError(f"has neither {config.prompt_key!r} nor {config.messages_key!r}")
+    content = prompt_content(row, config, templated=True)
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not isinstance(messages, list) or not all(isinstance(part, dict) and part.get("role") for part in messages):
         raise ValueError("has a prompt that is neither a string nor a list of messages with role and content")
@@ -230,22 +248,6 @@ def prompt_messages(row: dict[str, Any], config: DataConfig) -> list[dict[str, A
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     return messages
-
-
-def _apply_template(messages: list[dict[str, Any]], config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> str:
-    settings = {"add_generation_prompt": True, **config.chat_template_kwargs}
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **settings))
-    except Exception as error:  # a template is a program
-        raise ValueError(f"does not suit the chat template: {_one_line(error)}") from error
-
-
-def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        line = json.dumps([prompt.id, prompt.token_ids, prompt.row], sort_keys=True, default=repr)
-        digest.update(line.encode())
-    return digest.hexdigest()
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,8 +1,8 @@
-"""The ranks' process group: joining it, leaving it, and the store they met at. Exchanges are in `sharding.ranks`.
+"""The ranks' process group: joining it, leaving it, and the store they met at; what ranks may unpickle of each other.
 
-Ranks unpickle only the classes that torch.distributed.checkpoint exchanges. It sends its plans as pickles over gloo
-(torch 2.13: `_DistWrapper` in torch/distributed/checkpoint/utils.py), whose connections are not authenticated: another
-user of the machine who is quick enough could be at the other end. Our own exchanges need no pickle.
+torch.distributed.checkpoint sends its plans as pickles over gloo (torch 2.13: `_DistWrapper`), whose connections are
+not authenticated: another user of the machine who is quick enough could be at the other end. So only the classes that
+it exchanges are unpickled. Our own exchanges (`sharding.ranks`) need no pickle.
 """
 
 import builtins
@@ -25,56 +25,51 @@ from sharding.apart.group import own_address
 from sharding.ranks import introduce, is_main
 from trainer.errors import UserError
 
-_CLASSES = {
-    "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),  # the same in Python 3.13
-    "torch": ("Size",),
-    "torch.distributed.checkpoint.api": ("CheckpointException",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "torch.distributed.checkpoint.metadata": (
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.planner": (
-        "LoadItemType",
-        "LoadPlan",
-        "ReadItem",
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
-    ),
-    "torch.distributed.checkpoint.storage": ("WriteResult",),
-    "torch.serialization": ("_get_layout",),
-    "traceback": ("FrameSummary", "StackSummary"),  # with the exception of a rank that failed
+_DCP = "torch.distributed.checkpoint"
+TABLE_CLASSES = {
+    *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # the same class; the latter is its name in Python 3.13
+    f"{_DCP}.filesystem._StorageInfo",
+    f"{_DCP}.metadata.BytesStorageMetadata",
+    f"{_DCP}.metadata.ChunkStorageMetadata",
+    f"{_DCP}.metadata.Metadata",
+    f"{_DCP}.metadata.MetadataIndex",
+    f"{_DCP}.metadata.StorageMeta",
+    f"{_DCP}.metadata.TensorProperties",
+    f"{_DCP}.metadata.TensorStorageMetadata",
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
+    "torch.serialization._get_layout",
 }
+"""The classes in a checkpoint's table of tensors, besides torch.Size and dtypes."""
+
+_EXCHANGED = TABLE_CLASSES | {
+    f"{_DCP}.api.CheckpointException",
+    f"{_DCP}.filesystem._StoragePrefix",
+    *(f"{_DCP}.planner.{name}" for name in ("LoadItemType", "LoadPlan", "ReadItem", "SavePlan")),
+    *(f"{_DCP}.planner.{name}" for name in ("TensorWriteData", "WriteItem", "WriteItemType")),
+    f"{_DCP}.storage.WriteResult",
+    *("traceback.FrameSummary", "traceback.StackSummary"),  # with the exception of a rank that failed
+}
+_LISTENS, _LOOPBACK_6 = "0A", "00000000000000000000000001000000"  # as /proc/net/tcp6 writes them
+_store: dist.Store | None = None
+
+
+def is_size_or_dtype(module: str, name: str) -> bool:
+    """Whether a pickle means torch.Size or a dtype by this name."""
+    return module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known = name in _CLASSES.get(module, ()) or _is_exception(module, name)
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        found = getattr(builtins, name, None) if module == "builtins" else None
+        exception = isinstance(found, type) and issubclass(found, BaseException)
+        if exception or f"{module}.{name}" in _EXCHANGED or is_size_or_dtype(module, name):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not among the classes that ranks exchange")
-
-
-def _is_exception(module: str, name: str) -> bool:
-    found = getattr(builtins, name, None) if module == "builtins" else None
-    return isinstance(found, type) and issubclass(found, BaseException)
 
 
 def restrict_exchanged_objects() -> None:
     """From now on torch's exchanges of objects between ranks, in this process, raise UnpicklingError for others."""
     distributed_c10d._unpickler = _Unpickler  # type: ignore[misc, assignment]
-
-
-_LISTENS, _LOOPBACK_6 = "0A", "00000000000000000000000001000000"  # as /proc/net/tcp6 writes them
-_store: dist.Store | None = None
 
 
 def init_process_group(timeout_seconds: float, device: str = "auto") -> None:

@@ -18,11 +18,13 @@ import numpy
 import torch
 
 from generation.engine.sampling import SamplingSettings
+from generation.rollouts.episode import RolloutSettings
 from generation.trajectory import by_episode
 from trainer.config.schema import DataConfig, EvalConfig, TrainConfig
 from trainer.data import PromptDataset, load_held_out
 from trainer.engines import evaluation_sampling
 from trainer.learning.answers import Answer
+from trainer.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,6 +121,27 @@ def load_held_outs(
         )
         for name, dataset in config.held_out.items()
     ]
+
+
+def sample_held_out(
+    config: TrainConfig, rollouts: Rollouts, held_out: HeldOut, version: int = 0, step: int = -1
+) -> list[Answer]:
+    """All engines' answers to a dataset's prompts, scored, with details and votes. Collective.
+
+    Args:
+        version: of the weights that the engines hold.
+        step: chooses the samples' seeds: -1 before a run's first step, one less after each.
+    """
+    settings = RolloutSettings(
+        held_out.samples,
+        held_out.sampling,
+        policy_version=version,
+        seed=config.run.seed,
+        step=step,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
+    deadline, voting = config.run.first_step_deadline_s, bool(config.eval.k)
+    return rollouts.run(list(held_out.prompts), settings, deadline, voting=voting, details=True)
 
 
 @contextmanager

@@ -10,21 +10,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from generation.engine.sampling import NotFiniteError, SamplingSettings
-from generation.rollouts.run import RolloutSettings
-from sharding.ranks import agreed, all_reduce_sum, rank, world_size
-from trainer.build import build_models, build_sharding, check_model, check_teacher, rank_device, start_server
-from trainer.config.machine import resolve_device
+from generation.engine.sampling import NotFiniteError
+from generation.rollouts.episode import RolloutSettings
+from sharding.ranks import agreed, rank, world_size
+from trainer.build import build_models, build_sharding, check_model, check_teacher, joined, rank_device, start_server
 from trainer.config.schema import TrainConfig
-from trainer.data import Prompt, load_prompts, load_tokenizer
-from trainer.distributed import destroy_process_group, init_process_group, store
+from trainer.data import load_prompts, load_tokenizer
+from trainer.distributed import store
 from trainer.engines import end_token_ids, fetch_model, start_engine, stop_engine, training_sampling
-from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept
+from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept, sample_held_out
 from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
 from trainer.learning.answers import Answer
 from trainer.rewards.pool import RewardPool
 from trainer.rollouts import RolloutLevel, Rollouts, StepAbandoned, answer_rows
-from trainer.run import processes
 from trainer.run.checkpoint import load
 from trainer.run.finish import export_and_report
 from trainer.run.keeper import Keeper, find_checkpoint, make_run_tracker, run_identity
@@ -41,16 +39,11 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     `lock` is that of the run's folder, which rank 0 has taken.
     """
     # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
-    init_process_group(max(config.run.first_step_deadline_s, config.run.step_deadline_s), resolve_device(config))
-    if lock is not None:
-        lock.share(rank(), world_size())
-    with Watchdog(store(), rank(), world_size()) as watchdog:
-        processes.install_signal_handlers(watchdog.current_phase)
-        with ExitStack() as resources:
-            with watchdog.phase("start-up", config.run.first_step_deadline_s):
-                trainer = RLTrainer(config, watchdog, resources)
-            trainer.train()
-    destroy_process_group()
+    longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
+    with joined(config, longest, lock) as watchdog, ExitStack() as resources:
+        with watchdog.phase("start-up", config.run.first_step_deadline_s):
+            trainer = RLTrainer(config, watchdog, resources)
+        trainer.train()
 
 
 class RLTrainer:
@@ -64,64 +57,72 @@ class RLTrainer:
 
     def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
         """Build everything, cheapest and likeliest to fail first. `resources` closes it again, however the run ends."""
-        self.config, self.watchdog = config, watchdog
-        device = rank_device(config)
+        self.config = config
+        self.watchdog = watchdog
+        self.last_answers: list[dict[str, Any]] = []
         self.screen = Progress(config.run.steps, enabled=rank() == 0)
-        self.tokenizer = load_tokenizer(config.model)
-        check_model(config)
-        check_teacher(config, self.tokenizer)
-        self.level = RolloutLevel(config, self.tokenizer, start_server)
-        data = self.level.data
-        self.prompts = load_prompts(data, self.tokenizer)
-        self.screen.note(
-            f"{len(self.prompts)} prompts from {config.data.path}, {self.prompts.dropped} too long and left out"
-        )
-        self.end_ids = end_token_ids(config.model.path, self.tokenizer)
-        self.held_outs = load_held_outs(config, data, self.tokenizer, self.end_ids) if config.eval.every else []
+        level = self.load_inputs()
         identity = run_identity(config, self.prompts.fingerprint, self.tokenizer)
         start, self.state = find_checkpoint(config, identity)
-        self.rewards = RewardPool(config.reward)
-        # The engine before the policy: vLLM measures free memory while it starts, and asserts that none is freed
-        # (https://github.com/vllm-project/vllm/issues/56830).
-        self.screen.note(
-            f"starting {world_size() // config.engine.tensor_parallel_size} engine(s) for {config.model.path}"
-        )
-        with agreed("fetching the model"):
-            fetch_model(config)
-        with agreed("starting the engine"):
-            self.leader = start_engine(config, device.type == "cuda")
-        resources.callback(stop_engine, self.leader)
-        if self.leader is not None:
-            resources.enter_context(self.rewards)
+        self.start_engine(resources)
+        device = rank_device(config)
         self.policy, reference, critic = build_models(config, device)
         self.others = [critic] if critic is not None else []
         self.sharding = build_sharding(config, self.policy, self.leader)
         resources.callback(self.sharding.close)
         self.sharding.connect()
         self.sharding.sleep()
-        engines = world_size() // config.engine.tensor_parallel_size
+        engines, most_errors = world_size() // config.engine.tensor_parallel_size, config.rollout.max_error_rate
         self.rollouts = Rollouts(
-            self.leader, self.tokenizer, self.rewards, store(), self.level, engines, config.rollout.max_error_rate
+            self.leader, self.tokenizer, self.rewards, store(), level, engines=engines, max_error_rate=most_errors
         )
         resources.callback(self.rollouts.close)
-        self.learner = Learner(
-            config, self.policy, reference, self.tokenizer.pad_token_id, self.rewards.weights, critic
-        )
+        pad_id, weights = self.tokenizer.pad_token_id, self.rewards.weights
+        self.learner = Learner(config, self.policy, reference, pad_id=pad_id, reward_weights=weights, critic=critic)
         parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
         if start is not None:
             load(start, parts)
-        self.keeper = Keeper(config, watchdog, self.state, parts, identity)
+        self.keeper = Keeper(config, watchdog, self.state, parts=parts, identity=identity)
         resources.callback(self.keeper.close)
         self.tracker = make_run_tracker(config, self.state)
         resources.callback(self.tracker.close)
         works = {id(m.work): m.work for m in (self.policy, reference, critic) if m is not None}  # a base is its policy
-        self.meter = PhaseMeter(
-            device, self.leader, watchdog, config.run.first_step_deadline_s, [*works.values()], config.policy.dtype
-        )
-        self.profiler = StepProfiler(config.run.profile, config.run.folder / "profile", device, rank() == 0)
-        self.last_answers: list[dict[str, Any]] = []
+        deadline, dtype = config.run.first_step_deadline_s, config.policy.dtype
+        self.meter = PhaseMeter(device, self.leader, watchdog, deadline, works=[*works.values()], dtype=dtype)
+        self.profiler = StepProfiler(config.run.profile, config.run.folder / "profile", device, enabled=rank() == 0)
         gc.collect()
-        gc.freeze()  # what is there by now stays: the collections of each shift, 0.4 s each, need not look at it again
+        gc.freeze()  # the collections of each shift, 0.4 s each, need not look again at what is there by now
+
+    def load_inputs(self) -> RolloutLevel:
+        """Tokenizer, prompts and reward functions; the models are tried without their weights. Raises UserError."""
+        config = self.config
+        self.tokenizer = load_tokenizer(config.model)
+        check_model(config)
+        check_teacher(config, self.tokenizer)
+        level = RolloutLevel(config, self.tokenizer, start_server)
+        self.prompts = load_prompts(level.data, self.tokenizer)
+        found, dropped = len(self.prompts), self.prompts.dropped
+        self.screen.note(f"{found} prompts from {config.data.path}, {dropped} too long and left out")
+        self.end_ids = ends = end_token_ids(config.model.path, self.tokenizer)
+        self.held_outs = load_held_outs(config, level.data, self.tokenizer, ends) if config.eval.every else []
+        self.rewards = RewardPool(config.reward)
+        return level
+
+    def start_engine(self, resources: ExitStack) -> None:
+        """This rank's engine, if it leads one, and reward workers beside it.
+
+        Before the policy: vLLM measures free memory while it starts, and nobody may free any meanwhile
+        (https://github.com/vllm-project/vllm/issues/56830).
+        """
+        config, count = self.config, world_size() // self.config.engine.tensor_parallel_size
+        self.screen.note(f"starting {count} engine(s) for {config.model.path}")
+        with agreed("fetching the model"):
+            fetch_model(config)
+        with agreed("starting the engine"):
+            self.leader = start_engine(config, rank_device(config).type == "cuda")
+        resources.callback(stop_engine, self.leader)
+        if self.leader is not None:
+            resources.enter_context(self.rewards)
 
     def train(self) -> None:
         """Every step to the last, with evaluations and checkpoints where they are due; then the exports."""
@@ -142,30 +143,28 @@ class RLTrainer:
             deadline = config.run.step_deadline_s
         with self.watchdog.phase("finish", config.run.first_step_deadline_s):
             self.keeper.finish()
-            export_and_report(
-                config, self.policy, self.tokenizer, self.prompts, state, self.tracker, self.screen, self.last_answers
-            )
+            record: dict[str, Any] = {"tracker": self.tracker, "screen": self.screen, "answers": self.last_answers}
+            export_and_report(config, self.policy, self.tokenizer, self.prompts, state=state, **record)
 
     def train_step(self, step: int) -> None:
-        """Prompts, rollouts, rewards, advantages, update; then one row of figures."""
+        """Sample, score, credit, update, log."""
         config, began = self.config, time.perf_counter()
         with self.generation_shift():
-            sampled = self.sample_groups(step)
+            sampled = self.sample(step)  # by the engine; reward functions score each answer as soon as it is there
         with self.meter.phase("update"):
             metrics = rollout_metrics(sampled.answers) | sampled.metrics()
-            metrics |= self.learner.learn(*sampled.kept(), step)
+            metrics |= self.learner.learn(*sampled.kept(), step)  # scores by the models, credit, updates
         metrics |= {"time/step": time.perf_counter() - began}
         self.state.count_step(metrics)
         if self.held_outs and (step % config.eval.every == 0 or step == config.run.steps):
             metrics |= self.evaluate()
-        shown = sampled.answers[: max(config.tracking.completions_per_step, ANSWERS_SHOWN)]
-        rows = answer_rows(shown, sampled.prompts, self.tokenizer)
+        most = max(config.tracking.completions_per_step, ANSWERS_SHOWN)
+        rows = answer_rows(sampled.answers[:most], sampled.prompts, self.tokenizer)
         self.tracker.completions(step, rows)
         self.last_answers = self.last_answers if self.held_outs else rows
         if error := next((t.error for t in sampled.answers if t.error), ""):
-            self.screen.note(
-                f"step {step}: {metrics['rollout/failed']:.0f} episodes failed, the first by {error[:200]}"
-            )
+            failed = f"{metrics['rollout/failed']:.0f} episodes failed, the first by {error[:200]}"
+            self.screen.note(f"step {step}: {failed}")
         self.log(step, metrics | self.meter.take())
         # After the row, so that whenever the run is killed, the files have the steps that a checkpoint has.
         with self.meter.phase("checkpoint"):
@@ -178,6 +177,7 @@ class RLTrainer:
             try:
                 with self.sharding.generation_shift(self.policy, *self.others):
                     yield
+                    gc.collect()  # an OpenAI client, say, leaves cycles with 200 KiB of certificates, unknown to Python
                     self.meter.note_engine_memory("awake")
             except NotFiniteError as error:
                 self.sharding.sleep()  # all ranks are still in step, and the policy's weights in their place again
@@ -187,68 +187,53 @@ class RLTrainer:
         self.meter.note_offloaded(self.sharding.report.offloaded)
         self.state.syncs_verified += bool(self.sharding.report.verified)
 
-    def sample_groups(self, step: int) -> StepSampling:
-        """The step's prompts, from where the last step stopped, and their answers; in rounds, where that is asked."""
+    def sample(self, step: int) -> StepSampling:
+        """The step's prompts, from where the last step stopped, and all engines' answers to them with their rewards.
+
+        In rounds, where that is asked.
+        """
         config, sampled = self.config, StepSampling(self.config)
-        sampling = training_sampling(config, self.end_ids)
-        position = self.state.prompts
+        position, sampling = self.state.prompts, training_sampling(config, self.end_ids)
+        group, version, template = config.algorithm.group_size, self.policy.version, config.data.chat_template_kwargs
+        late, apart = self.keeper.late_to_leave, config.algorithm.rewards_apart
+        deadline = config.run.first_step_deadline_s
         while sampled.missing:
             prompts = self.prompts.take(position, sampled.missing, config.run.seed)
             position += len(prompts)
-            sampled.add(prompts, self.sample(prompts, step, config.algorithm.group_size, sampling, sampled.seed(step)))
-        self.state.prompts = position  # only now: an abandoned step has taken none
-        return sampled
-
-    def sample(
-        self,
-        prompts: list[Prompt],
-        step: int,
-        samples: int,
-        sampling: SamplingSettings,
-        seed: int,
-        phase: str = "rollout",
-    ) -> list[Answer]:
-        """All engines' answers to all prompts, scored; the run ends here when reward functions fail too often."""
-        template = self.config.data.chat_template_kwargs
-        settings = RolloutSettings(samples, sampling, self.policy.version, seed, step, template)
-        voting = phase == "eval" and bool(self.config.eval.k)
-        deadline = self.config.run.first_step_deadline_s
-        with self.meter.phase(phase):
-            if phase == "eval":
-                answers = self.rollouts.run(prompts, settings, deadline, voting, details=True)
-            else:
-                apart = self.config.algorithm.rewards_apart
-                late = self.keeper.late_to_leave
+            settings = RolloutSettings(
+                group, sampling, version, seed=sampled.seed(step), step=step, chat_template_kwargs=template
+            )
+            with self.meter.phase("rollout"):
                 answers = self.rollouts.run(prompts, settings, deadline, give_up=late, details=apart)
-        gc.collect()  # an OpenAI client, say, leaves cycles with 200 KiB of certificates that Python does not count
-        self.rewards.check_error_rate(all_reduce_sum(self.rewards.take_counts()))
-        return answers
+            sampled.add(prompts, answers)
+        self.state.prompts = position  # not before: a step that is given up has taken none
+        return sampled
 
     def evaluate(self) -> Metrics:
         """Answers to the held-out prompts with evaluation's own sampling settings, in a shift of their own.
 
-        The random numbers drawn here do not change those of training or of other datasets.
+        Nothing that is drawn here changes what training and other datasets get.
         """
         answers: dict[str, list[Answer]] = {}
-        seed, self.last_answers = self.config.run.seed, []
+        self.last_answers = []
+        version, step = self.policy.version, -1 - self.state.step
         with random_states_kept(), self.generation_shift():
             for held_out in self.held_outs:
-                prompts, step = list(held_out.prompts), -1 - self.state.step
-                found = self.sample(prompts, step, held_out.samples, held_out.sampling, seed, "eval")
+                with self.meter.phase("eval"):
+                    found = sample_held_out(self.config, self.rollouts, held_out, version=version, step=step)
                 answers[held_out.name] = found
-                self.last_answers += answer_rows(found[:ANSWERS_SHOWN], prompts, self.tokenizer)
-        # The recipe's first reward function decides which answers are right.
+                self.last_answers += answer_rows(found[:ANSWERS_SHOWN], list(held_out.prompts), self.tokenizer)
+        # The recipe's first reward function is the one that tells right from wrong.
         metrics = evaluation_metrics(answers, next(iter(self.rewards.labels), None), self.config.eval)
         self.state.count_evaluation(metrics["eval/reward"])
         return metrics
 
     def log(self, step: int, metrics: Metrics) -> None:
         """One row of figures: on disk, in Weights & Biases, on the screen."""
-        seconds = metrics.get("time/step", 0.0)
         if "time/rollout" in metrics and "rollout_tokens" in metrics:
             metrics["throughput/rollout_tokens_per_s"] = metrics["rollout_tokens"] / metrics["time/rollout"]
             metrics["throughput/train_tokens_per_s"] = metrics.get("train_tokens", 0.0) / metrics["time/update"]
-            metrics["throughput/tokens_per_s"] = metrics["rollout_tokens"] / seconds
+            metrics["throughput/tokens_per_s"] = metrics["rollout_tokens"] / metrics["time/step"]
             metrics["throughput/tokens_per_s_per_device"] = metrics["throughput/tokens_per_s"] / world_size()
         metrics |= {"sync/version": float(self.policy.version), "sync/verified": float(self.state.syncs_verified)}
         self.tracker.log(step, metrics)

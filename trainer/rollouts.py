@@ -22,7 +22,7 @@ from generation.rollouts.sampler import Sampler, make_sampler, sample_batch
 from generation.rollouts.sampler_llm import prompt_batch
 from generation.rollouts.tools import ToolLimits, ToolRunner, call_parser, make_tool, tools_by_name
 from generation.trajectory import Trajectory, by_episode, checked_reward
-from sharding.ranks import agreed, all_to_all_bytes, exchange, world_size
+from sharding.ranks import agreed, all_reduce_sum, all_to_all_bytes, exchange, world_size
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.data import Prompt, prompt_messages
 from trainer.errors import Interrupted, UserError
@@ -167,6 +167,7 @@ class Rollouts:
         Raises:
             RemoteError: on all ranks, when an engine failed on one.
             RolloutError: too many episodes failed.
+            RewardError: a reward function failed in too many calls.
             StepAbandoned: on all ranks, when `give_up()` became true on one whose engine was at work.
             NotFiniteError: on all ranks, when a log-probability of one's engine was not finite.
         """
@@ -190,6 +191,7 @@ class Rollouts:
             raise StepAbandoned(f"the rollouts of step {settings.step} were given up")
         answers = gather_answers(own, details)
         check_failures(answers, self._max_error_rate)
+        self._rewards.check_error_rate(all_reduce_sum(self._rewards.take_counts()))
         return answers
 
     def close(self) -> None:

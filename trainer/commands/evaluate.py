@@ -13,7 +13,6 @@ from torch.distributed import HashStore
 
 from generation.engine.engine import Leader
 from generation.engine.sampling import NotFiniteError
-from generation.rollouts.run import RolloutSettings
 from generation.trajectory import by_episode
 from trainer.build import start_server
 from trainer.commands.generate import model_folder
@@ -24,7 +23,7 @@ from trainer.config.schema import TrainConfig
 from trainer.data import load_tokenizer
 from trainer.engines import end_token_ids, engine_settings, on_checkpoint
 from trainer.errors import UserError
-from trainer.evaluation import HeldOut, accuracies, dataset_figures, load_held_outs, standard_error
+from trainer.evaluation import accuracies, dataset_figures, load_held_outs, sample_held_out, standard_error
 from trainer.learning.answers import Answer
 from trainer.rewards.pool import RewardPool
 from trainer.rollouts import RolloutLevel, Rollouts, answer_rows
@@ -101,20 +100,10 @@ class Evaluation:
         )
         try:
             with self.rewards:
-                return {held_out.name: self._sample(rollouts, held_out) for held_out in self.held_outs}
+                # The samples that a training run with this seed would draw before its first step.
+                return {held_out.name: sample_held_out(self.config, rollouts, held_out) for held_out in self.held_outs}
         finally:
             rollouts.close()
-
-    def _sample(self, rollouts: Rollouts, held_out: HeldOut) -> list[Answer]:
-        """The samples are those that a training run with this seed would draw before its first step."""
-        config = self.config
-        settings = RolloutSettings(
-            held_out.samples, held_out.sampling, 0, config.run.seed, -1, config.data.chat_template_kwargs
-        )
-        prompts, voting = list(held_out.prompts), bool(config.eval.k)
-        trajectories = rollouts.run(prompts, settings, config.run.first_step_deadline_s, voting, details=True)
-        self.rewards.check_error_rate(self.rewards.take_counts())
-        return trajectories
 
     def results(self, answers: dict[str, list[Answer]]) -> Results:
         """The figures of every dataset, with how it was sampled."""

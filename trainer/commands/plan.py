@@ -5,12 +5,13 @@ import math
 import os
 from collections.abc import Iterator
 
+import torch
 from rich.console import RenderableType
 from rich.table import Table
 
 from generation.engine.devices import cuda_problem
 from trainer.config.checks import find_problems
-from trainer.config.machine import rank_count, resolve_device
+from trainer.config.machine import host_gib, rank_count, resolve_device
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
@@ -18,7 +19,6 @@ from trainer.estimates.gpus import GPUS, Gpu
 from trainer.estimates.memory import GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, longest, model_sizes
 from trainer.estimates.time import Lengths, step_costs, step_flops
-from trainer.run.meters import device_total_gib
 from trainer.run.screen import make_console
 
 
@@ -36,9 +36,10 @@ def main(arguments: argparse.Namespace) -> int:
         problems = [problem for problem in problems if not problem.startswith("run.device")]
     if any(problem.startswith("model.path") and "*.safetensors" not in problem for problem in problems):
         raise UserError(*problems)  # nothing can be worked out without the model's sizes
-    gib = gpu.memory_gib if gpu else None
-    cuda = resolve_device(config) == "cuda" and cuda_problem() is None
-    total = arguments.device_gib or gib or device_total_gib(cuda)
+    total = arguments.device_gib or (gpu.memory_gib if gpu else None)
+    if total is None:
+        cuda = resolve_device(config) == "cuda" and cuda_problem() is None
+        total = torch.cuda.mem_get_info()[1] / GIB if cuda else host_gib()
     console = make_console()
     console.print(batch_table(config, ranks))
     model = model_sizes(config, config.model.path, config.lora)

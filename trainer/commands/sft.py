@@ -16,24 +16,20 @@ from transformers import PreTrainedTokenizerBase
 
 from sharding.ranks import agreed, is_main, rank, world_size
 from trainer.algorithms.aggregation import token_mean_weights
-from trainer.build import check_model
-from trainer.config.machine import resolve_device
-from trainer.config.schema import BatchConfig, DataConfig, TrainConfig
-from trainer.data import epoch_order, load_rows, load_tokenizer
-from trainer.distributed import destroy_process_group, init_process_group, store
+from trainer.build import check_model, joined, rank_device
+from trainer.config.schema import BatchConfig, TrainConfig
+from trainer.data import in_chunks, load_rows, load_tokenizer, prompt_content, prompt_messages, take
 from trainer.errors import UserError
 from trainer.learning.batching import assign_to_ranks, micro_batches
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
 from trainer.policy.attention import require_packing
 from trainer.policy.lora import save_adapter
 from trainer.rollouts import RolloutLevel
-from trainer.run import processes
 from trainer.run.lock import RunLock
-from trainer.run.tracking import NullTracker, make_tracker
+from trainer.run.tracking import make_tracker
 from trainer.run.watchdog import Watchdog
 from trainer.types import MicroBatch, Sample
 
-_CHUNK = 1000  # rows tokenised in one call
 Piece = tuple[str, bool]
 """A stretch of a transcript's text, and whether the assistant wrote it."""
 
@@ -45,29 +41,19 @@ class Transcripts:
     samples: list[Sample]
     dropped: int
 
-    def batch(self, step: int, size: int, seed: int) -> list[Sample]:
-        """The samples of a step: positions in one permutation for each epoch, end to end; a pure function."""
-        length = len(self.samples)
-        positions = (divmod(position, length) for position in range(step * size, (step + 1) * size))
-        return [self.samples[epoch_order(seed, epoch, length)[index]] for epoch, index in positions]
-
 
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     """Train `model.path` on the data for `sft.steps` steps and write the result to the run's folder, as `model`.
 
     `lock` is that of the run's folder, which rank 0 has taken.
     """
-    init_process_group(config.run.step_deadline_s, resolve_device(config))
-    if lock is not None:
-        lock.share(rank(), world_size())
-    with Watchdog(store(), rank(), world_size()) as watchdog:
-        processes.install_signal_handlers(watchdog.current_phase)
+    with joined(config, config.run.step_deadline_s, lock) as watchdog:
         with watchdog.phase("start-up", config.run.first_step_deadline_s):
             tokenizer = load_tokenizer(config.model)
             check_model(config)
             transcripts = load_transcripts(config, tokenizer)
             settings = config.policy.model_copy(update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps})
-            policy = make_policy(config.model, settings, _device(config), config.sft.steps, config.lora)
+            policy = make_policy(config.model, settings, rank_device(config), config.sft.steps, lora=config.lora)
             if config.batch.packing:
                 require_packing(policy.model)
         if is_main():
@@ -80,17 +66,18 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
             with agreed("writing the tokenizer"):
                 if is_main():
                     tokenizer.save_pretrained(config.run.folder / "model")
-    destroy_process_group()
 
 
 def train(config: TrainConfig, policy: Policy, transcripts: Transcripts, pad_id: int, watchdog: Watchdog) -> None:
     """All steps; a row in metrics.jsonl for each, a line on the terminal for some."""
-    tracker = _tracker(config)
+    # A warm start of a minute needs no run of its own in Weights & Biases.
+    tracker = make_tracker(config.run.folder, {}, name=config.run.name, wandb="disabled")
     steps = config.sft.steps
     for step in range(1, steps + 1):
         began = time.perf_counter()
         with watchdog.phase(f"step {step}", config.run.step_deadline_s):
-            samples = transcripts.batch(step - 1, config.sft.batch_size, config.run.seed)
+            size = config.sft.batch_size
+            samples = take(transcripts.samples, (step - 1) * size, size, config.run.seed)
             stats = train_step(policy, samples, config.batch, pad_id, step - 1)
         seconds = time.perf_counter() - began
         figures = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.learning_rate, "time/update": seconds}
@@ -131,14 +118,8 @@ def load_transcripts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) ->
     limit = config.data.max_prompt_tokens + config.sft.max_tokens
     templated = config.data.apply_chat_template and tokenizer.chat_template is not None
     samples: list[Sample] = []
-    for start in range(0, len(rows), _CHUNK):
-        transcripts = []
-        for index, row in enumerate(rows.select(range(start, min(start + _CHUNK, len(rows)))), start):
-            try:
-                transcripts.append(split_by_author(dict(row), config, tokenizer, templated))
-            except ValueError as error:
-                raise UserError(f"row {index} of {config.data.path} {error}") from error
-        samples += encode(transcripts, tokenizer, templated)
+    for chunk in in_chunks(rows, config.data.path, lambda row: split_by_author(row, config, tokenizer, templated)):
+        samples += encode([pieces for _, _, pieces in chunk], tokenizer, templated)
     kept = [sample for sample in samples if len(sample.input_ids) <= limit and sample.trainable]
     if not kept:
         raise UserError(f"no row of {config.data.path} has an assistant's words within {limit} tokens to learn from")
@@ -152,35 +133,20 @@ def split_by_author(
 
     Raises ValueError, a sentence about the row, when it lacks a prompt or a completion.
     """
-    prompt = row.get(config.data.prompt_key) or row.get(config.data.messages_key)
-    completion = row.get(config.sft.completion_key)
-    if not prompt:
-        raise ValueError(f"has neither {config.data.prompt_key!r} nor {config.data.messages_key!r}")
+    prompt, completion = prompt_content(row, config.data, templated), row.get(config.sft.completion_key)
     if isinstance(prompt, str) and completion is None:
         raise ValueError(f"has a prompt, but no completion in {config.sft.completion_key!r} (sft.completion_key)")
     if not templated:
-        if not isinstance(prompt, str):
-            raise ValueError("holds messages, which need a chat template: there is none, or it is switched off")
         return [(prompt, False), (str(completion), True)]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    # Arrow gives every message all the keys that any message has; None stands for those it did not have.
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    if config.data.system_prompt is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.data.system_prompt})
+    messages = prompt_messages(row, config.data)
     if completion is not None:
         messages.append({"role": "assistant", "content": str(completion)})
-    return _render(messages, config.data, tokenizer)
-
-
-def _render(messages: list[dict[str, Any]], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    """The template rendered up to each assistant turn and through it: the difference is the turn, markers and all."""
+    # The template is rendered up to each assistant turn and through it: the difference is the turn, markers and all.
     pieces: list[Piece] = []
     done = ""
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+    for index in [index for index, message in enumerate(messages) if message["role"] == "assistant"]:
         for end, mine in ((index, False), (index + 1, True)):
-            settings = {"add_generation_prompt": not mine, **config.chat_template_kwargs}
+            settings = {"add_generation_prompt": not mine, **config.data.chat_template_kwargs}
             text = str(tokenizer.apply_chat_template(messages[:end], tokenize=False, **settings))
             if not text.startswith(done):
                 raise ValueError(f"cannot be learned from: the chat template changes what came before message {end}")
@@ -219,12 +185,3 @@ def encode(transcripts: list[list[Piece]], tokenizer: PreTrainedTokenizerBase, t
 
 def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else []
-
-
-def _device(config: TrainConfig) -> torch.device:
-    return torch.device("cpu") if resolve_device(config) == "cpu" else torch.device("cuda", torch.cuda.current_device())
-
-
-def _tracker(config: TrainConfig) -> NullTracker:
-    """metrics.jsonl only: a warm start of a minute needs no run of its own in Weights & Biases."""
-    return make_tracker(config.run.folder, {}, name=config.run.name, wandb="disabled")

@@ -20,7 +20,6 @@ import os
 import random
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,18 +36,18 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from sharding.ranks import agreed, all_gather_bytes, exchange, is_main, rank, world_size
+from trainer.config.checks import COMPLETE_MARKER
 from trainer.errors import UserError
 from trainer.run.checkpoint_reading import METADATA, SHARDS, check_shard, misfit, read_metadata, read_tensors
-from trainer.run.records import write_whole
+from trainer.run.records import say, write_whole
 
-_MARKER = "COMPLETE"
 _EXTRA = "extra.json"
 _FILES = re.compile(rf"{SHARDS}|{re.escape(METADATA)}|rank_\d+\.json|extra\.json")
 _COUNT_LIMIT = 1 << 24  # of steps, and of ranks: each of these has a file
 _REASON_LIMIT = 160  # characters of an error that go into a sentence
 
 Parts = Mapping[str, Stateful]
-"""What a checkpoint keeps, by name: the policy, and whatever else learns."""
+"""The contents of a checkpoint by name: the policy, and whatever else learns."""
 
 
 class Damaged(UserError):
@@ -57,7 +56,7 @@ class Damaged(UserError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run between two steps: all that a checkpoint keeps of it on this rank.
+    """A run between two steps: this rank's share of a checkpoint.
 
     Attributes:
         tensors: those of each part's `state_dict`, by their dotted path, which begins with the part's name.
@@ -129,15 +128,17 @@ def verify(path: Path) -> dict[str, Any]:
         needed = [METADATA, *(f"rank_{number}.json" for number in range(extra["world_size"]))]
         names = sorted({entry.name for entry in path.iterdir() if _FILES.fullmatch(entry.name)}.union(digests, needed))
         if "digests" in extra and (unlisted := set(names) - digests.keys()):
-            raise ValueError(f"{_MARKER} has no digest of {min(unlisted)}")
+            raise ValueError(f"{COMPLETE_MARKER} has no digest of {min(unlisted)}")
         for name in names[rank() :: world_size()]:
             if name in digests:
                 _check_digest(path, name, digests)
-            else:
-                _check_undigested(path, name)
+            elif re.fullmatch(SHARDS, name):
+                check_shard(path / name, read_metadata(path))
+            elif name.startswith("rank_"):
+                _restore_random_states(path / name, on_trial=True)
         read_metadata(path)
-    if is_main() and "digests" not in extra:
-        print(f"[hotbunk] {path} is of an older version, without digests: only its form was checked", file=sys.stderr)
+    if "digests" not in extra:
+        say(f"{path} is of an older version, without digests: only its form was checked")
     return extra
 
 
@@ -179,7 +180,7 @@ def read_extra(path: Path) -> dict[str, Any]:
         if not all(type(count) is int and 0 <= count < _COUNT_LIMIT for count in counts):
             raise ValueError(f"{_EXTRA} does not say of which step it is, and of how many ranks")
         if "digests" in extra and not digests:
-            raise ValueError(f"{_MARKER} has lost the digests")
+            raise ValueError(f"{COMPLETE_MARKER} has lost the digests")
     except (OSError, ValueError) as error:
         raise Damaged(f"checkpoint {path} is damaged: {_phrase(error)}") from error
     return extra
@@ -201,7 +202,7 @@ def rewrite_extra(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
     if json.loads(old) == json.loads(new):
         return False
     if digests:
-        write_whole(path / _MARKER, "".join((digests | {_EXTRA: lines[1]}).values()))
+        write_whole(path / COMPLETE_MARKER, "".join((digests | {_EXTRA: lines[1]}).values()))
         _sync(path)
     write_whole(path / _EXTRA, new)
     _sync(path)
@@ -210,13 +211,12 @@ def rewrite_extra(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
 
 def all_complete(folder: Path) -> list[Path]:
     """The complete checkpoints, the newest first, as rank 0 finds them. Collective."""
-    names: list[str] = exchange([path.name for path in sorted(_complete(folder), key=_step, reverse=True)])[0]
-    return [folder / name for name in names]
+    return [folder / name for name in exchange([path.name for path in _complete(folder)])[0]]
 
 
 def latest_complete(folder: Path) -> Path | None:
     """The complete checkpoint with the largest step, or None."""
-    return max(_complete(folder), key=_step, default=None)
+    return next(iter(_complete(folder)), None)
 
 
 def prune(folder: Path, keep: int, keep_best: int = 0, metric: str = "") -> None:
@@ -227,7 +227,7 @@ def prune(folder: Path, keep: int, keep_best: int = 0, metric: str = "") -> None
     """
     if not is_main():
         return
-    paths = sorted(_complete(folder), key=_step, reverse=True)
+    paths = _complete(folder)
     merits = {path: merit for path in paths if keep_best and (merit := _merit(path, metric)) is not None}
     best = sorted(merits, key=lambda path: -merits[path])[:keep_best]
     for path in set(paths[max(keep, 1) :]) - set(best):
@@ -246,23 +246,25 @@ def drop_later(folder: Path, step: int) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete half-written checkpoints of a killed run. Rank 0 does it, before the first save."""
+    """Delete, with a line for each, the folders that a killed run has left without COMPLETE. Rank 0 does it."""
     if is_main() and folder.is_dir():
-        for path in folder.iterdir():
+        for path in sorted(folder.iterdir()):
             if re.fullmatch(r"step_\d+(\.tmp|\.old\.tmp)?", path.name) and not _is_complete(path):
+                say(f"removing {path}, which a run that was killed has left unfinished")
                 shutil.rmtree(path)
 
 
 def _complete(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("step_*") if _is_complete(path)]
+    """The newest first."""
+    return sorted(filter(_is_complete, folder.glob("step_*")), key=_step, reverse=True)
 
 
 def _is_complete(path: Path) -> bool:
-    return re.fullmatch(r"step_\d+", path.name) is not None and (path / _MARKER).is_file()
+    return re.fullmatch(r"step_\d+", path.name) is not None and (path / COMPLETE_MARKER).is_file()
 
 
 def _delete(path: Path) -> None:
-    (path / _MARKER).unlink()  # first, so that what is half deleted does not look complete
+    (path / COMPLETE_MARKER).unlink()  # first, so that what is half deleted does not look complete
     shutil.rmtree(path)
 
 
@@ -317,7 +319,7 @@ def _publish(temporary: Path, final: Path, digests: bytes) -> None:
     _sync(temporary)
     temporary.rename(final)
     _sync(final.parent)
-    write_whole(final / _MARKER, digests)
+    write_whole(final / COMPLETE_MARKER, digests)
     _sync(final)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -339,23 +341,16 @@ def _digest_line(folder: Path, name: str) -> str:
 
 def _read_digests(path: Path) -> dict[str, str]:
     """The lines of the marker by the file they are of; none for a checkpoint of an older version."""
-    lines = (path / _MARKER).read_bytes().splitlines(keepends=True)
+    lines = (path / COMPLETE_MARKER).read_bytes().splitlines(keepends=True)
     digests = {line[66:-1].decode(errors="replace"): line.decode(errors="replace") for line in lines}
     if bad := next((name for name in digests if not _FILES.fullmatch(name)), None):
-        raise ValueError(f"{_MARKER} is not what was written, at {bad[:40]!r}")
+        raise ValueError(f"{COMPLETE_MARKER} is not what was written, at {bad[:40]!r}")
     return digests
 
 
 def _check_digest(path: Path, name: str, digests: dict[str, str]) -> None:
     if _digest_line(path, name) != digests.get(name):
         raise ValueError(f"{name} is not what was written (SHA-256)")
-
-
-def _check_undigested(path: Path, name: str) -> None:
-    if re.fullmatch(SHARDS, name):
-        check_shard(path / name, read_metadata(path))
-    elif name.startswith("rank_"):
-        _restore_random_states(path / name, on_trial=True)
 
 
 def _read_json(path: Path) -> Any:
@@ -399,18 +394,18 @@ def _random_states() -> dict[str, Any]:
 
 
 def _restore_random_states(file: Path, on_trial: bool = False) -> None:
-    """Set the states that `_random_states` returned, or only check them. Raises ValueError for anything else."""
+    """Set the states that `_random_states` gave; `on_trial`, only on other generators. Raises ValueError."""
+
+    def as_tensor(digits: str) -> Tensor:
+        return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)
+
     states = _read_json(file)
     try:
         version, internal, gauss = states["python"]
         (random.Random() if on_trial else random).setstate((version, tuple(internal), gauss))
         (numpy.random.RandomState() if on_trial else numpy.random).set_state(("MT19937", *states["numpy"]))
-        (torch.Generator() if on_trial else torch.default_generator).set_state(_bytes_tensor(states["torch"]))
+        (torch.Generator() if on_trial else torch.default_generator).set_state(as_tensor(states["torch"]))
         if "cuda" in states and torch.cuda.is_available() and not on_trial:
-            torch.cuda.set_rng_state(_bytes_tensor(states["cuda"]))
+            torch.cuda.set_rng_state(as_tensor(states["cuda"]))
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
         raise ValueError(f"{file.name} holds no random states ({type(error).__name__}: {error})") from error
-
-
-def _bytes_tensor(digits: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)

@@ -2,9 +2,9 @@
 
 torch.distributed.checkpoint keeps its table of tensors, `.metadata`, as a pickle, which its own reader loads freely, as
 it does every entry that the table declares as bytes (torch 2.13: `FileSystemReader.read_metadata`,
-`DefaultLoadPlanner.load_bytes`). Here the table's classes are stand-ins that only keep what they are given; what they
-hold is checked, and a table built anew from it that knows nothing but tensors. Tensors themselves torch.distributed
-reads with `torch.load(weights_only=True)`.
+`DefaultLoadPlanner.load_bytes`). Here stand-ins take the place of the table's classes and only store their state. That
+is checked, and a new table of nothing but tensors is built from it. Tensors themselves torch.distributed reads with
+`torch.load(weights_only=True)`.
 """
 
 import io
@@ -27,26 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from trainer.distributed import TABLE_CLASSES, is_size_or_dtype
+
 METADATA = ".metadata"
 SHARDS = r"__\d+_\d+\.distcp"
 """Names of the files that hold tensors, as a regular expression."""
-
-_STAND_INS = {
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),  # the same in Python 3.13
-}
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -128,15 +113,15 @@ class _Unpickler(pickle.Unpickler):
     """Knows the table's classes by stand-ins of their names, made anew so that no pickle can change them for later."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _STAND_INS.get(module, ()):
+        if f"{module}.{name}" in TABLE_CLASSES:
             return type(name, (_Record,), {})
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+        if is_size_or_dtype(module, name):
             return getattr(torch, name)
         raise _Refused(f"names {module}.{name}, which is not part of a table of tensors")
 
 
 def _tensor(name: Any, entry: Any) -> TensorStorageMetadata:
-    _require(type(entry).__name__ == "TensorStorageMetadata", f"declares {name} as something else than a tensor")
+    _require(type(entry).__name__ == "TensorStorageMetadata", f"declares {name} as something other than a tensor")
     size, dtype = entry.state["size"], entry.state["properties"].state[0]
     chunks = [ChunkStorageMetadata(chunk.state["offsets"], chunk.state["sizes"]) for chunk in entry.state["chunks"]]
     shapes = [size, *(shape for chunk in chunks for shape in (chunk.offsets, chunk.sizes))]

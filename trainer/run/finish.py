@@ -32,38 +32,41 @@ def export_and_report(
     Args:
         answers: rows of the latest evaluation or step, for the screen.
     """
-    folder = config.run.folder
-    model = folder / "model" if config.checkpoint.export_hf else None
-    if model is not None:
-        policy.save_pretrained(model)
+    folder, paths = config.run.folder, {}
+    if config.checkpoint.export_hf:
+        paths["model"] = folder / "model"
+        policy.save_pretrained(paths["model"])
         if config.lora.rank:
             save_adapter(policy.model, config.lora, config.model.path, folder / "adapter")
     with agreed("writing the results"):
         if is_main():
-            if model is not None:
-                tokenizer.save_pretrained(model)
-            summary = {
-                "steps": state.step,
-                "train_seconds": round(state.seconds, 3),
-                "eval_reward_before": state.eval_before,
-                "eval_reward_after": state.eval_after,
-                "max_logprob_gap": state.largest_gap,
-                "syncs_verified": state.syncs_verified,
-                "updates": policy.version,
-                "prompts": len(prompts),
-                "prompts_dropped": prompts.dropped,
-            }
-            curves = plot_curves(folder)
-            tracker.summary(summary)
-            screen.report(_report(state, answers, folder, model, curves))
+            if "model" in paths:
+                tokenizer.save_pretrained(paths["model"])
+            paths |= {"curves": plot_curves(folder), "metrics": folder / "metrics.jsonl"}
+            paths |= {"answers": folder / "completions.jsonl", "checkpoints": folder / "checkpoints"}
+            tracker.summary(
+                {
+                    "steps": state.step,
+                    "train_seconds": round(state.seconds, 3),
+                    "eval_reward_before": state.eval_before,
+                    "eval_reward_after": state.eval_after,
+                    "max_logprob_gap": state.largest_gap,
+                    "syncs_verified": state.syncs_verified,
+                    "updates": policy.version,
+                    "prompts": len(prompts),
+                    "prompts_dropped": prompts.dropped,
+                }
+            )
+            screen.report(_report(state, answers, paths))
 
 
-def _report(state: RunState, answers: list[dict[str, Any]], folder: Path, model: Path | None, curves: Path) -> Report:
-    rows = read_rows(folder / "metrics.jsonl")
+def _report(state: RunState, answers: list[dict[str, Any]], paths: dict[str, Path]) -> Report:
+    rows = read_rows(paths["metrics"])
     accuracy = series(rows, "eval/accuracy")[1]
-    paths = {"curves": curves, "metrics": folder / "metrics.jsonl", "answers": folder / "completions.jsonl"}
-    if model is not None:
-        paths = {"model": model} | paths
+
+    def largest(prefix: str) -> float:
+        return max((v for row in rows for k, v in row.items() if k.startswith(prefix) and v is not None), default=0.0)
+
     return Report(
         steps=state.step,
         seconds=state.seconds,
@@ -71,20 +74,10 @@ def _report(state: RunState, answers: list[dict[str, Any]], folder: Path, model:
         after=accuracy[-1] if accuracy else None,
         rewards=series(rows, "reward/mean")[1],
         answers=answers,
-        memory=_memory(rows),
-        paths=paths | {"checkpoints": folder / "checkpoints"},
-        checkpoint=model,
+        memory={
+            "trainer": {"at its peak": largest("memory/trainer_gib")},
+            "engine": {"awake": largest("memory/engine_gib_awake"), "asleep": largest("memory/engine_gib_asleep")},
+        },
+        paths=paths,
         max_gap=state.largest_gap,
     )
-
-
-def _memory(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Largest figures of all steps, in GiB."""
-
-    def largest(prefix: str) -> float:
-        return max((v for row in rows for k, v in row.items() if k.startswith(prefix) and v is not None), default=0.0)
-
-    return {
-        "trainer": {"at its peak": largest("memory/trainer_gib")},
-        "engine": {"awake": largest("memory/engine_gib_awake"), "asleep": largest("memory/engine_gib_asleep")},
-    }

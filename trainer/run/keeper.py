@@ -1,19 +1,18 @@
-"""Lets a run outlast its process: checkpoints when they are due, and one more when it is asked to end.
+"""What lets a run outlast its process: the checkpoint it resumes from, those it writes, and an orderly early end.
 
-Leaving. Clusters send SIGTERM some time before they kill. Half a second after it reaches any rank, all ranks know. They
-agree on it at the end of the step, save and leave together. If rollouts are still under way when half of
-`checkpoint.grace_s` is over, the step is abandoned, and the policy is as after the previous step: no finished step is
-lost. An update or an evaluation is finished; if that takes longer than the grace period, the run ends without saving.
-
-Saving. `CheckpointWriter.save` copies the sharded tensors to host memory and returns; a thread writes the copy while
-training continues, one checkpoint at a time. The thread's exchanges between ranks have a process group of their own,
-since two threads that use one group mix up each other's messages. The copy takes each rank's share of the checkpoint's
-size in host memory until it is written.
-
-Identity. `run_identity` describes the data, the model and the algorithm of a run. It is kept beside every checkpoint
-and compared when a run resumes. It leaves out keys that change how a result is computed but not the result (ranks,
-micro-batches, backend, engine), and keys that people change on purpose between two sessions (run.steps, policy.lr,
+Resuming. Beside each checkpoint stands the run's identity: the data, the model and the algorithm that it belongs to. It
+is compared when a run resumes. Keys that change how a run is computed but not what (ranks, micro-batches, backend,
+engine) are left out, and so are those that people change on purpose between two sessions (run.steps, policy.lr,
 evaluation).
+
+Writing. A thread writes while training continues, one checkpoint at a time. `save` copies the sharded tensors to host
+memory, each rank's share of the checkpoint's size, and returns; what is written is the run at that moment. The thread's
+exchanges between ranks have a process group of their own: two threads that use one group mix up each other's messages.
+
+Leaving. SIGTERM on any rank, as clusters send it some time before they kill, is known to all ranks half a second later.
+They agree on it at the end of the step, save and leave together. A step whose rollouts are still under way when half of
+`checkpoint.grace_s` is over is given up, which leaves the policy as the step before did: every finished step is kept.
+An update or an evaluation is finished; what takes longer than the grace period ends without saving again.
 """
 
 import hashlib
@@ -21,7 +20,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -41,10 +39,175 @@ from trainer.config.schema import CheckpointConfig, TrainConfig
 from trainer.errors import UserError, shortened
 from trainer.policy.hf_format import resolve_folder
 from trainer.run import checkpoint, processes
-from trainer.run.checkpoint import Parts
-from trainer.run.records import write_whole
+from trainer.run.records import say, write_whole
 from trainer.run.tracking import NullTracker, make_tracker
 from trainer.run.watchdog import Watchdog
+
+_FLEETING = ("_name_or_path", "transformers_version")  # what saving a model again changes in its config.json
+_SAMPLE_BYTES = 1 << 16
+
+Identity = dict[str, Any]
+"""JSON values by key: data, model and tokenizer as digests, recipe keys by their dotted paths as they stand."""
+
+
+@dataclass
+class RunState:
+    """What a run carries from step to step besides the policy, and so what a checkpoint keeps of it.
+
+    Attributes:
+        step: steps done.
+        prompts: taken from the training data so far; the next step goes on from there.
+        seconds: spent in steps, all sessions of the run together.
+        largest_gap: of all steps so far, nats; NaN where one was; None before any was measured.
+        eval_before, eval_after: mean reward on held-out prompts, of the first and of the latest evaluation.
+    """
+
+    step: int = 0
+    prompts: int = 0
+    seconds: float = 0.0
+    largest_gap: float | None = None
+    syncs_verified: int = 0
+    eval_before: float | None = None
+    eval_after: float | None = None
+
+    def count_step(self, metrics: dict[str, float]) -> None:
+        """A step is done."""
+        self.step += 1
+        self.seconds += metrics["time/step"]
+        gaps = [gap for gap in (self.largest_gap, metrics.get("gap/max")) if gap is not None]
+        self.largest_gap = math.nan if any(map(math.isnan, gaps)) else max(gaps, default=None)
+
+    def count_evaluation(self, reward: float) -> None:
+        """An evaluation is done."""
+        self.eval_after = reward
+        if self.eval_before is None:
+            self.eval_before = reward
+
+
+def run_identity(config: TrainConfig, fingerprint: str, tokenizer: PreTrainedTokenizerBase) -> Identity:
+    """The identity of a run; `fingerprint` is that of its training data (`PromptDataset`)."""
+    return {
+        "data": fingerprint,
+        "model": model_digest(resolve_folder(config.model.path)),
+        "tokenizer": _digest(json.dumps(sorted(tokenizer.get_vocab().items())).encode()),
+        **_compared_keys(config),
+    }
+
+
+def model_digest(folder: Path) -> str:
+    """Of config.json and of some of the weights: size, beginning, middle and end of each file, so that it is quick."""
+    config = json.loads((folder / "config.json").read_text())
+    pieces = [json.dumps({key: config[key] for key in sorted(config.keys() - set(_FLEETING))}).encode()]
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        pieces.append(str(size).encode())
+        with file.open("rb") as stream:
+            for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+                stream.seek(start)
+                pieces.append(stream.read(_SAMPLE_BYTES))
+    return _digest(b"".join(pieces))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _compared_keys(config: TrainConfig) -> Identity:
+    sections = config.model_dump(mode="json").items()
+    recipe = {f"{section}.{name}": value for section, values in sections for name, value in values.items()}
+    del recipe["algorithm.preset"]  # the keys that it sets are there
+    return {
+        key: value
+        for key, value in recipe.items()
+        if key in IDENTITY_KEYS or key.partition(".")[0] in IDENTITY_SECTIONS
+    }
+
+
+def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str]) -> None:
+    """Raise UserError, one sentence, when the checkpoint at `path` belongs to another run than `identity` says.
+
+    With other data, another model or another algorithm it would be another experiment. A key that the recipe did not
+    have yet when the checkpoint was saved counts as its default, and one that had another name by today's.
+
+    Args:
+        extra: the checkpoint's.
+        allowed: keys, or sections of keys, that may differ (`checkpoint.resume_anyway`).
+    """
+    if not isinstance(extra.get("identity"), dict):
+        raise UserError(
+            f"{path} does not say which data, model and algorithm it belongs to, as it is of an older version: "
+            "start over with another run.name, or with checkpoint.resume=none"
+        )
+    defaults = _compared_keys(TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}))
+    saved = {key: value for key, value in defaults.items() if key in identity} | renewed(extra["identity"])
+    changed: dict[str, str] = {}
+    for key in saved | identity:
+        if key in allowed or key.partition(".")[0] in allowed or saved.get(key, "?") == identity.get(key, "?"):
+            continue
+        was, now = (shortened(json.dumps(of[key]), 50) if key in of else "unknown" for of in (saved, identity))
+        changed[key] = f"{key} = {was} (now {now})"
+    if changed:
+        raise UserError(
+            f"{path} was trained with {', '.join(changed.values())}: restore that, permit it by "
+            f"checkpoint.resume_anyway=[{','.join(changed)}], or start over with another run.name"
+        )
+
+
+def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | None, RunState]:
+    """The checkpoint that the run resumes from, verified, and the state in it; None where the run begins. Collective.
+
+    Of the run's own, damaged ones are named and passed over.
+
+    Raises:
+        UserError: the checkpoint asked for is damaged, none is sound, or the newest sound one is another run's by its
+            identity (checkpoint.resume_anyway permits it).
+    """
+    folder, wanted = config.run.folder / "checkpoints", config.checkpoint.resume
+    with agreed("removing unfinished checkpoints"):
+        checkpoint.remove_unfinished(folder)
+    if wanted == "none":
+        return None, RunState()
+    candidates = checkpoint.all_complete(folder) if wanted == "auto" else [Path(wanted)]
+    for path in candidates:
+        try:
+            extra = checkpoint.verify(path)
+        except checkpoint.Damaged as damage:
+            if wanted != "auto":
+                raise
+            say(f"{damage}; left out")
+            continue
+        check_identity(path, extra, identity, config.checkpoint.resume_anyway)
+        if path != candidates[0]:
+            say(f"resuming from {path}, the newest sound checkpoint")
+        try:
+            state = msgspec.convert(extra["state"], RunState)
+        except (KeyError, msgspec.ValidationError) as error:
+            raise UserError(f"{path} was saved by another version of Hotbunk: in extra.json, state: {error}") from error
+        if extra["identity"].get("data") != identity["data"]:
+            state.prompts = 0  # a position means nothing in other data
+        return path, state
+    if candidates:
+        raise UserError(
+            f"no checkpoint in {folder} is sound (see above): restore one from a copy, or start over with "
+            "checkpoint.resume=none"
+        )
+    return None, RunState()
+
+
+def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
+    """The run's record, with its resolved recipe beside it; metrics of steps after `state.step` are dropped."""
+    tracker = make_tracker(
+        config.run.folder,
+        config.model_dump(mode="json"),
+        name=config.run.name,
+        project=config.tracking.project,
+        wandb=config.tracking.wandb,
+        completions_per_step=config.tracking.completions_per_step,
+        resumed_from=state.step or None,
+    )
+    if is_main():
+        write_whole(config.run.folder / "config.yaml", to_yaml(config))
+    return tracker
 
 
 class CheckpointWriter:
@@ -52,7 +215,9 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, config: CheckpointConfig, timeout: float) -> None:
         """Collective. `timeout` (seconds) is the deadline of writing one checkpoint."""
-        self._folder, self._config, self._timeout = folder, config, timeout
+        self._folder = folder
+        self._config = config
+        self._timeout = timeout
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=this_device())
         self._writing: Future[None] | None = None
@@ -113,205 +278,18 @@ def check_best_metric(config: CheckpointConfig, step: int, metrics: dict[str, fl
         raise UserError(f"checkpoint.best_metric: step {step} has no figure {name!r}; there are {there}")
 
 
-_FLEETING = ("_name_or_path", "transformers_version")  # what saving a model again changes in its config.json
-_SAMPLE_BYTES = 1 << 16
-
-Identity = dict[str, Any]
-"""JSON values by key: data, model and tokenizer as digests, recipe keys by their dotted paths as they stand."""
-
-
-def run_identity(config: TrainConfig, fingerprint: str, tokenizer: PreTrainedTokenizerBase) -> Identity:
-    """The identity of a run; `fingerprint` is that of its training data (`PromptDataset`)."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
-    return {
-        "data": fingerprint,
-        "model": model_digest(resolve_folder(config.model.path)),
-        "tokenizer": _digest(vocabulary),
-        **_compared_keys(config),
-    }
-
-
-def model_digest(folder: Path) -> str:
-    """Of config.json and of some of the weights: size, beginning, middle and end of each file, so that it is quick."""
-    config = json.loads((folder / "config.json").read_text())
-    pieces = [json.dumps({key: config[key] for key in sorted(config.keys() - set(_FLEETING))}).encode()]
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        pieces.append(str(size).encode())
-        with file.open("rb") as stream:
-            for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
-                stream.seek(start)
-                pieces.append(stream.read(_SAMPLE_BYTES))
-    return _digest(b"".join(pieces))
-
-
-def differences(saved: Identity, current: Identity, allowed: list[str]) -> list[tuple[str, str]]:
-    """Keys that differ and must not, each with a phrase that has both values.
-
-    A key that the recipe did not have yet when the checkpoint was saved counts as its default, and one that had another
-    name by that of today.
-
-    Args:
-        allowed: keys, or sections of keys, that may differ (`checkpoint.resume_anyway`).
-    """
-    defaults = _compared_keys(TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}))
-    saved = {key: value for key, value in defaults.items() if key in current} | renewed(saved)
-    keys = [key for key in (saved | current) if key not in allowed and _section(key) not in allowed]
-    changed = [key for key in keys if saved.get(key, "unknown") != current.get(key, "unknown")]
-    return [(key, f"{key} = {_shown(saved, key)} (now {_shown(current, key)})") for key in changed]
-
-
-def _compared_keys(config: TrainConfig) -> dict[str, Any]:
-    recipe = dict(_flat(config.model_dump(mode="json")))
-    del recipe["algorithm.preset"]  # the keys that it sets are there
-    return {key: value for key, value in recipe.items() if key in IDENTITY_KEYS or _section(key) in IDENTITY_SECTIONS}
-
-
-def _flat(sections: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for section, values in sections.items():
-        for name, value in values.items():
-            yield f"{section}.{name}", value
-
-
-def _section(key: str) -> str:
-    return key.partition(".")[0]
-
-
-def _shown(identity: Identity, key: str) -> str:
-    return shortened(json.dumps(identity[key]), 50) if key in identity else "unknown"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-@dataclass
-class RunState:
-    """The state of a run besides the policy, which checkpoints keep.
-
-    Attributes:
-        step: steps done.
-        prompts: taken from the training data so far; the next step continues from there.
-        seconds: spent in steps, all sessions of the run together.
-        largest_gap: of all steps so far, nats; NaN where one was; None before any was measured.
-        eval_before, eval_after: mean reward on held-out prompts, of the first and of the latest evaluation.
-    """
-
-    step: int = 0
-    prompts: int = 0
-    seconds: float = 0.0
-    largest_gap: float | None = None
-    syncs_verified: int = 0
-    eval_before: float | None = None
-    eval_after: float | None = None
-
-    def count_step(self, metrics: dict[str, float]) -> None:
-        """A step is done."""
-        self.step += 1
-        self.seconds += metrics["time/step"]
-        gaps = [gap for gap in (self.largest_gap, metrics.get("gap/max")) if gap is not None]
-        self.largest_gap = math.nan if any(map(math.isnan, gaps)) else max(gaps, default=None)
-
-    def count_evaluation(self, reward: float) -> None:
-        """An evaluation is done."""
-        self.eval_after = reward
-        if self.eval_before is None:
-            self.eval_before = reward
-
-
-def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | None, RunState]:
-    """The checkpoint that the run resumes from, verified, and its state; None for a new run. Collective.
-
-    Damaged checkpoints of the run itself are named and skipped.
-
-    Raises:
-        UserError: the checkpoint asked for is damaged, none is sound, or the newest sound one is another run's by its
-            identity (checkpoint.resume_anyway permits it).
-    """
-    folder, wanted = config.run.folder / "checkpoints", config.checkpoint.resume
-    with agreed("removing unfinished checkpoints"):
-        checkpoint.remove_unfinished(folder)
-    if wanted == "none":
-        return None, RunState()
-    candidates = checkpoint.all_complete(folder) if wanted == "auto" else [Path(wanted)]
-    for path in candidates:
-        try:
-            extra = checkpoint.verify(path)
-        except checkpoint.Damaged as damage:
-            if wanted != "auto":
-                raise
-            _say(f"{damage}; left out")
-            continue
-        check_identity(path, extra, identity, config.checkpoint.resume_anyway)
-        if path != candidates[0]:
-            _say(f"resuming from {path}, the newest sound checkpoint")
-        return path, _saved_state(path, extra, identity)
-    if candidates:
-        raise UserError(
-            f"no checkpoint in {folder} is sound (see above): restore one from a copy, or start over with "
-            "checkpoint.resume=none"
-        )
-    return None, RunState()
-
-
-def _saved_state(path: Path, extra: dict[str, Any], identity: Identity) -> RunState:
-    try:
-        state = msgspec.convert(extra["state"], RunState)
-    except (KeyError, msgspec.ValidationError) as error:
-        raise UserError(f"{path} was saved by another version of Hotbunk: in extra.json, state: {error}") from error
-    if extra["identity"].get("data") != identity["data"]:
-        state.prompts = 0  # a position means nothing in other data
-    return state
-
-
-def _say(line: str) -> None:
-    if is_main():
-        print(f"[hotbunk] {line}", file=sys.stderr)
-
-
-def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str]) -> None:
-    """Raise UserError, one sentence, if a checkpoint's identity is not `identity`, apart from `allowed`.
-
-    A run that resumes with other data, another model or another algorithm is another experiment.
-    """
-    if not isinstance(extra.get("identity"), dict):
-        raise UserError(
-            f"{path} does not say which data, model and algorithm it belongs to, as it is of an older version: "
-            "start over with another run.name, or with checkpoint.resume=none"
-        )
-    if found := differences(extra["identity"], identity, allowed):
-        keys, phrases = zip(*found, strict=True)
-        raise UserError(
-            f"{path} was trained with {', '.join(phrases)}: restore that, permit it by "
-            f"checkpoint.resume_anyway=[{','.join(keys)}], or start over with another run.name"
-        )
-
-
-def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
-    """The run's record, with its resolved recipe beside it; metrics of steps after `state.step` are dropped."""
-    tracker = make_tracker(
-        config.run.folder,
-        config.model_dump(mode="json"),
-        name=config.run.name,
-        project=config.tracking.project,
-        wandb=config.tracking.wandb,
-        completions_per_step=config.tracking.completions_per_step,
-        resumed_from=state.step or None,
-    )
-    if is_main():
-        write_whole(config.run.folder / "config.yaml", to_yaml(config))
-    return tracker
-
-
 class Keeper:
     """Saves a run, and ends it when it is asked to end."""
 
     def __init__(
-        self, config: TrainConfig, watchdog: Watchdog, state: RunState, parts: Parts, identity: Identity
+        self, config: TrainConfig, watchdog: Watchdog, state: RunState, parts: checkpoint.Parts, identity: Identity
     ) -> None:
         """Collective. What is saved of the run is its `state` and the `parts` that learn, as they then are."""
-        self._config, self._watchdog = config.checkpoint, watchdog
-        self._state, self._parts, self._identity = state, parts, identity
+        self._config = config.checkpoint
+        self._watchdog = watchdog
+        self._state = state
+        self._parts = parts
+        self._identity = identity
         self._writer = CheckpointWriter(
             config.run.folder / "checkpoints", config.checkpoint, config.run.first_step_deadline_s
         )
@@ -353,8 +331,7 @@ class Keeper:
     def leave(self) -> None:
         """Save, then end the run as SIGTERM would have. Collective."""
         self.finish()
-        if is_main():
-            print(f"[hotbunk] asked to end: saved at step {self._state.step}", file=sys.stderr)
+        say(f"asked to end: saved at step {self._state.step}")
         processes.interrupt_now()
 
     def late_to_leave(self) -> bool:

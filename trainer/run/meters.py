@@ -1,13 +1,13 @@
-"""Seconds and memory of each phase of a step, and the phase's name for the watchdog: all from one `with`.
+"""Seconds, memory and operations of each phase of a step, and its name for the watchdog, all from one `with`.
 
-`MemoryMeter` measures this process's memory and its peak in each phase, without a sampling thread. `StepProfiler`
-traces some steps of rank 0: its calls of torch, its kernels, and the phases they are in.
+And a trace of some steps of rank 0: its calls of torch, its kernels, and the phases they are in.
 """
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,115 +17,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from generation.engine.engine import Leader
 from sharding.ranks import all_reduce_max, all_reduce_sum, world_size
-from trainer.config.machine import host_gib
 from trainer.estimates.gpus import peak_flops
 from trainer.flops import Work
 from trainer.run.watchdog import Watchdog
 
 _GIB = 1024**3
-
-
-def rss_gib(pid: int | None = None) -> float:
-    """Resident memory of a process (None: this one) in GiB: what it allocated and shared memory it has touched.
-
-    Pages of libraries and other files are left out: they are shared, and the kernel can drop them. Memory that
-    trainer and engine share counts on both sides.
-    """
-    return _allocated(_status(pid)) / _GIB
-
-
-def device_used_gib(device: torch.device) -> float:
-    """Memory in use on a CUDA device in GiB, by whichever process: torch's own counters do not see the engine's."""
-    free, total = torch.cuda.mem_get_info(device)
-    return (total - free) / _GIB
-
-
-def device_total_gib(cuda: bool) -> float:
-    """Memory of a CUDA device, or else of this machine, in GiB."""
-    if cuda:
-        return torch.cuda.mem_get_info()[1] / _GIB
-    return host_gib()
-
-
-class MemoryMeter:
-    """Peak memory of this process in each phase: `with meter.phase("update"): ...`, then `meter.metrics()`.
-
-    On CUDA it is the peak of torch's reserved memory, on CPU the peak resident size, which the kernel keeps count of.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._peaks: dict[str, float] = {}
-        self._allocator: dict[str, int] = {}
-        self._retries = 0
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measure the block as phase `name`; of several blocks of that name the largest counts."""
-        self._reset()
-        try:
-            yield
-        finally:
-            self._peaks[name] = max(self._peaks.get(name, 0.0), self._peak_gib())
-
-    def metrics(self) -> dict[str, float]:
-        """memory/trainer_gib_<phase> of every phase since the last call.
-
-        On CUDA, of torch's allocator since then, between phases, too: memory/peak_allocated_bytes,
-        memory/peak_reserved_bytes, and memory/alloc_retries, the number of times it had to free all its unused blocks
-        first.
-        """
-        metrics = {f"memory/trainer_gib_{name}": peak for name, peak in self._peaks.items()}
-        if self._device.type == "cuda":
-            self._note_allocator()
-            retries = torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
-            metrics |= {f"memory/{name}": float(value) for name, value in self._allocator.items()}
-            metrics["memory/alloc_retries"] = float(retries - self._retries)
-            self._retries = retries
-        self._peaks, self._allocator = {}, {}
-        return metrics
-
-    def _note_allocator(self) -> None:
-        """Before its peaks begin anew."""
-        statistics = torch.cuda.memory_stats(self._device)
-        for name in ("allocated", "reserved"):
-            key, peak = f"peak_{name}_bytes", statistics.get(f"{name}_bytes.all.peak", 0)
-            self._allocator[key] = max(self._allocator.get(key, 0), peak)
-
-    def _reset(self) -> None:
-        if self._device.type == "cuda":
-            self._note_allocator()
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            _reset_peak_rss()
-
-    def _peak_gib(self) -> float:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self._device) / _GIB
-        status = _status(None)
-        # The kernel's peak counts file pages too, those of libraries; they hardly change within a phase.
-        return max(status["VmHWM"] - status["RssFile"], _allocated(status)) / _GIB
-
-
-def _reset_peak_rss() -> None:
-    """Have the kernel start VmHWM anew. Where it may not (some sandboxes), a peak is that of the process's life."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
-
-
-def _status(pid: int | None) -> dict[str, int]:
-    """The sizes in /proc/PID/status, in bytes."""
-    lines = Path(f"/proc/{os.getpid() if pid is None else pid}/status").read_text().splitlines()
-    fields = (line.split() for line in lines if line.endswith(" kB"))
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in fields}
-
-
-def _allocated(status: dict[str, int]) -> int:
-    return status["RssAnon"] + status["RssShmem"]
-
-
 _ENGINE_STATES = ("awake", "asleep")
 
 
@@ -144,9 +40,12 @@ class PhaseMeter:
         """`works` are those of the models whose operations are counted, computed in `dtype`."""
         half = device.type == "cuda" and dtype == "bfloat16"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device)) if half else None
-        self._works, self._computed = works, np.zeros(2)
+        self._works = works
+        self._computed = np.zeros(2)
         self._memory = MemoryMeter(device)
-        self._leader, self._watchdog, self._deadline = leader, watchdog, deadline
+        self._leader = leader
+        self._watchdog = watchdog
+        self._deadline = deadline
         self._seconds: dict[str, float] = {}
         self._engine: dict[str, float] = {}
         self._offloaded = 0.0
@@ -179,8 +78,8 @@ class PhaseMeter:
     def take(self) -> dict[str, float]:
         """time/<phase> in seconds and memory/… in GiB since the last call, of the rank with the most. Collective.
 
-        And what updates did in the time of the slowest rank: throughput/update_tokens_per_s_per_device, prompts
-        included; throughput/mfu, the share of the devices' peak (`trainer.flops`), where that is known.
+        Of updates, in the time of the slowest rank, also throughput/update_tokens_per_s_per_device, prompts included,
+        and throughput/mfu, the share of the devices' peak (`trainer.flops`), where that is known.
         """
         metrics = {f"time/{name}": value for name, value in self._seconds.items()}
         metrics |= {f"memory/engine_gib_{state}": self._engine.get(state, 0.0) for state in _ENGINE_STATES}
@@ -197,6 +96,65 @@ class PhaseMeter:
     def _work_done(self) -> npt.NDArray[np.float64]:
         """Tokens learned from and operations on this rank so far, of all models."""
         return np.sum([[0.0, 0.0], *([work.tokens, work.flops] for work in self._works)], axis=0)
+
+
+class MemoryMeter:
+    """Peak memory of this process in each phase: `with meter.phase("update"): ...`, then `meter.metrics()`.
+
+    On CUDA it is the peak of torch's reserved memory. On CPU it is the peak resident size, which the kernel keeps count
+    of, so that no thread has to sample; memory that trainer and engine share counts on both sides.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peaks: dict[str, float] = {}
+        self._allocator: dict[str, int] = {}
+        self._retries = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the block as phase `name`; of several blocks of that name the largest counts."""
+        if self._device.type == "cuda":
+            self._note_allocator()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            with suppress(OSError):  # some sandboxes refuse: then a peak is that of the process's life
+                Path("/proc/self/clear_refs").write_text("5")
+        try:
+            yield
+        finally:
+            self._peaks[name] = max(self._peaks.get(name, 0.0), self._peak_gib())
+
+    def metrics(self) -> dict[str, float]:
+        """memory/trainer_gib_<phase> of every phase since the last call.
+
+        On CUDA, of torch's allocator since then, between phases, too: memory/peak_allocated_bytes,
+        memory/peak_reserved_bytes, and memory/alloc_retries, how often it had to give all its free blocks back first.
+        """
+        metrics = {f"memory/trainer_gib_{name}": peak for name, peak in self._peaks.items()}
+        if self._device.type == "cuda":
+            self._note_allocator()
+            retries = torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
+            metrics |= {f"memory/{name}": float(value) for name, value in self._allocator.items()}
+            metrics["memory/alloc_retries"] = float(retries - self._retries)
+            self._retries = retries
+        self._peaks, self._allocator = {}, {}
+        return metrics
+
+    def _note_allocator(self) -> None:
+        """Keep torch's peaks before they are reset."""
+        statistics = torch.cuda.memory_stats(self._device)
+        for name in ("allocated", "reserved"):
+            key, peak = f"peak_{name}_bytes", statistics.get(f"{name}_bytes.all.peak", 0)
+            self._allocator[key] = max(self._allocator.get(key, 0), peak)
+
+    def _peak_gib(self) -> float:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self._device) / _GIB
+        # psutil knows neither this peak nor shared memory apart from mapped files. The peak counts the pages of files
+        # too, those of libraries, which are everybody's; they hardly change within a phase.
+        sizes = dict(re.findall(r"(VmHWM|RssFile):\s+(\d+) kB", Path("/proc/self/status").read_text()))
+        return (int(sizes["VmHWM"]) - int(sizes["RssFile"])) * 1024 / _GIB
 
 
 class StepProfiler:

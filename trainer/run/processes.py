@@ -14,7 +14,6 @@ Called before anything heavy is imported, so this module uses the standard libra
 import ctypes
 import faulthandler
 import os
-import secrets
 import select
 import signal
 import sys
@@ -147,11 +146,6 @@ def private_folder() -> Path:
     if _folder is None:
         raise RuntimeError("there is no private folder before start_guardian()")
     return _folder
-
-
-def remove_at_end(path: Path) -> None:
-    """Have the guardian delete this file (of shared memory, say) when the process is gone, if it is still there."""
-    (private_folder() / f"remove-{secrets.token_hex(8)}").symlink_to(path.absolute())
 
 
 def install_signal_handlers(

@@ -50,6 +50,11 @@ def _seconds(*phases: str) -> Callable[[Metrics], str]:
     return show
 
 
+def _tokens_per_second(metrics: Metrics) -> str:
+    value = metrics.get("throughput/rollout_tokens_per_s")
+    return "" if value is None else f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
 def _memory(metrics: Metrics) -> str:
     """In GiB: the trainer's peak, and the engine's largest and smallest over the phases: awake and asleep."""
     trainer, engine = (
@@ -70,7 +75,7 @@ _COLUMNS = [
     _Column("entropy", 9, _number("entropy", ".3f")),
     _Column("length", 8, _number("length/mean", ".1f")),
     _Column("cut", 6, _number("length/truncated", ".0%")),
-    _Column("tok/s", 8, lambda metrics: _compact(metrics.get("throughput/rollout_tokens_per_s")), "cyan"),
+    _Column("tok/s", 8, _tokens_per_second, "cyan"),
     _Column("rollout s", 11, _seconds("rollout"), "dim"),
     _Column("sync", 6, _seconds("sync", "sleep", "wake"), "dim"),
     _Column("train", 7, _seconds("logprobs", "update"), "dim"),
@@ -82,7 +87,8 @@ class Progress:
     """Prints a run's progress on rank 0; on other ranks it takes everything and prints nothing."""
 
     def __init__(self, total_steps: int, *, enabled: bool, console: Console | None = None) -> None:
-        self._total, self._rows = total_steps, 0
+        self._total = total_steps
+        self._rows = 0
         self._times: list[float] = []  # when the first and the latest row came
         self.console = console or make_console(enabled)
 
@@ -93,7 +99,10 @@ class Progress:
     def step(self, step: int, metrics: Metrics) -> None:
         """The row of a step; every so often the header again."""
         if self._rows % _ROWS_PER_HEADER == 0:
-            self._print(_header(len(str(self._total))))
+            header = Text("step".rjust(2 * len(str(self._total)) + 1), "bold underline")
+            for column in _COLUMNS:
+                header.append(f"{column.title:>{column.width}}")
+            self._print(header.append(f"{'left':>11}"))
         self._rows += 1
         self._times = [*self._times[:1], time.monotonic()]
         row = Text(f"{step:>{len(str(self._total))}}/{self._total}", "dim")
@@ -102,20 +111,16 @@ class Progress:
         if skipped := metrics.get("skipped_steps"):
             row.append(f"{f'{skipped:.0f} skipped':>11}", "bold red")
         else:
-            row.append(f"{self._left(step):>11}", "dim")
+            left = ""
+            if self._rows > 1 and step < self._total:  # at the pace since the first row
+                left = duration((self._times[-1] - self._times[0]) / (self._rows - 1) * (self._total - step))
+            row.append(f"{left:>11}", "dim")
         self._print(row)
 
     def report(self, report: "Report") -> None:
         """The end of the run."""
         self.console.print()
         self.console.print(report.render())
-
-    def _left(self, step: int) -> str:
-        """Time to the last step, at the pace since the first row."""
-        if self._rows == 1 or step >= self._total:
-            return ""
-        pace = (self._times[-1] - self._times[0]) / (self._rows - 1)
-        return duration(pace * (self._total - step))
 
     def _print(self, row: Text) -> None:
         self.console.print(row, no_wrap=True, overflow="crop", crop=True, highlight=False)
@@ -130,8 +135,7 @@ class Report:
         rewards: mean reward of every step, for the little curve.
         answers: sampled rows with `prompt`, `text`, `reward`; the first `ANSWERS_SHOWN` are shown.
         memory: side ("trainer", "engine") -> state ("at its peak", "asleep") -> GiB.
-        paths: what it is ("checkpoint", "curves", "metrics") -> where.
-        checkpoint: in Hugging Face format, to chat with.
+        paths: what it is ("model", "curves", "metrics") -> where; with a model, in Hugging Face format, one can chat.
         max_gap: largest log-probability gap between trainer and engine over all steps, nats; None: not measured.
     """
 
@@ -143,7 +147,6 @@ class Report:
     answers: list[dict[str, Any]]
     memory: dict[str, dict[str, float]]
     paths: dict[str, Path]
-    checkpoint: Path | None
     max_gap: float | None
 
     def render(self) -> RenderableType:
@@ -151,18 +154,23 @@ class Report:
         parts: list[RenderableType] = [self._figures(), Text()]
         parts += [_answer(row) for row in self.answers[:ANSWERS_SHOWN]]
         parts += [_pairs({name: Text(str(path), "cyan") for name, path in self.paths.items()})]
-        if self.checkpoint is not None:
-            parts += [
-                Text(),
-                Text.assemble("Chat with it:  ", (f"{_command()} generate {self.checkpoint}", "bold cyan")),
-            ]
+        if "model" in self.paths:
+            installed = Path(sys.prefix) / "bin" / "hotbunk"
+            known = shutil.which("hotbunk") or not installed.exists()
+            command = f"{'hotbunk' if known else os.path.relpath(installed)} generate {self.paths['model']}"
+            parts += [Text(), Text.assemble("Chat with it:  ", (command, "bold cyan"))]
         title = f"[bold]{self.steps} steps in {duration(self.seconds)}[/bold]"
         return Panel(Group(*parts), title=title, box=box.ROUNDED, border_style="green", padding=(1, 2), width=WIDTH)
 
     def _figures(self) -> Table:
         rows: dict[str, Text] = {}
         if self.after is not None:
-            rows["accuracy"] = _accuracy(self.before, self.after)
+            rows["accuracy"] = text = Text()
+            if self.before is not None:
+                text.append(f"{self.before:.1%}").append("  →  ", "dim")
+            better = self.before is None or self.after > self.before
+            text.append(f"{self.after:.1%}", "bold green" if better else "bold red")
+            text.append("  on held-out prompts", "dim")
         if self.rewards:
             first, last = self.rewards[0], self.rewards[-1]
             curve = sparkline(self.rewards, 40)
@@ -172,12 +180,6 @@ class Report:
         for side, states in self.memory.items():
             rows[f"{side} memory"] = Text(", ".join(f"{gib:.2f} GiB {state}" for state, gib in states.items()))
         return _pairs(rows)
-
-
-def _command() -> str:
-    """The command that calls us: by its name, or from the environment it is installed in."""
-    installed = Path(sys.prefix) / "bin" / "hotbunk"
-    return "hotbunk" if shutil.which("hotbunk") or not installed.exists() else os.path.relpath(installed)
 
 
 def make_console(enabled: bool = True) -> Console:
@@ -206,27 +208,6 @@ def sparkline(values: list[float], width: int) -> str:
     low, high = min(means, default=0.0), max(means, default=0.0)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
-
-
-def _header(digits: int) -> Text:
-    header = Text("step".rjust(2 * digits + 1), "bold underline")
-    for column in _COLUMNS:
-        header.append(f"{column.title:>{column.width}}")
-    return header.append(f"{'left':>11}")
-
-
-def _compact(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
-
-
-def _accuracy(before: float | None, after: float) -> Text:
-    text = Text()
-    if before is not None:
-        text.append(f"{before:.1%}").append("  →  ", "dim")
-    text.append(f"{after:.1%}", "bold green" if before is None or after > before else "bold red")
-    return text.append("  on held-out prompts", "dim")
 
 
 def _answer(row: dict[str, Any]) -> RenderableType:

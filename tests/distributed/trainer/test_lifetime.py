@@ -49,19 +49,15 @@ RANK = """
         spawn.Process(target=worker, args=(unmarked,)).start()
         spawn.Process(target=stubborn).start()
         memory = shared_memory.SharedMemory(create=True, size=4096)
-        told = Path("/dev/shm") / f"told-{os.getpid()}"
         workers = Path("/dev/shm") / f"vllm_dist_{os.getpid()}-tp:0-[0-1]-cpushm_0"  # what vLLM's workers do on CPU
-        mapped = []  # which also tells other tests that these are in use
-        for path in (told, workers):
-            path.write_text("x")
-            with path.open("r+b") as file:
-                mapped.append(mmap.mmap(file.fileno(), 1))
-        processes.remove_at_end(told)
+        workers.write_text("x")
+        with workers.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 1)  # which also tells other tests that it is in use
         socket.socket(socket.AF_UNIX).bind(str(folder / "engine.sock"))
         time.sleep(1.5)  # the guardian looks every second
         while not unmarked.exists():
             time.sleep(0.05)
-        report(folder, f"/dev/shm/{memory.name} {told} {workers}")
+        report(folder, f"/dev/shm/{memory.name} {workers}")
         if "fail" in sys.argv and os.environ["RANK"] == "1":
             while not (Path(sys.argv[1]) / "0").exists():
                 time.sleep(0.05)

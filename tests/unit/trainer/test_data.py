@@ -176,8 +176,9 @@ def test_datasets_to_evaluate_on_may_have_columns_of_their_own(tmp_path: Path) -
     datasets = held_out(config, maths=maths, same={"path": config.path})
     assert texts(datasets["maths"]) == ["p0", "p1"] and texts(datasets["same"]) == ["t"]
     assert [(p.row["prompt"], p.row["answer"]) for p in datasets["maths"]] == [("p0", 0), ("p1", 1)]
-    sentence = r"prompt_key = 'question' of eval.datasets is not a column: .* problem, prompt"
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(
+        UserError, match=r"prompt_key = 'question' of eval.datasets is not a column: .* problem, prompt"
+    ):
         held_out(config, maths=maths | {"prompt_key": "question"})
 
 

@@ -60,7 +60,10 @@ def claimed_by_engine(prompts: int, waiting: list[bool], late: bool = False) -> 
     """
     store = SlowStore(prompts)
     plan = SimpleNamespace(function=one_shot, messages=lambda prompts: None)
-    tokenizer, rewards = SimpleNamespace(decode=lambda *_, **__: ""), SimpleNamespace(labels=[])
+    tokenizer, rewards = (
+        SimpleNamespace(decode=lambda *_, **__: ""),
+        SimpleNamespace(labels=[], take_counts=dict, check_error_rate=lambda counts: None),
+    )
     asked = [Prompt(index, (3, 4), {}) for index in range(prompts)]
 
     def take(number: int) -> int:

@@ -188,7 +188,9 @@ def test_killed_at_every_write_the_newest_complete_one_loads(tmp_path: Path, mon
 
 
 @pytest.mark.covers("P20")
-def test_unfinished_checkpoints_are_invisible_and_refused(tmp_path: Path) -> None:
+def test_unfinished_checkpoints_are_invisible_refused_and_named_when_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint.save(tmp_path, 9, {"policy": constant(9.0)}, {})
     checkpoint.save(tmp_path, 10, {"policy": constant(10.0)}, {})
     (tmp_path / "step_10" / "COMPLETE").unlink()
@@ -202,6 +204,9 @@ def test_unfinished_checkpoints_are_invisible_and_refused(tmp_path: Path) -> Non
             checkpoint.load(tmp_path / name, {"policy": TinyPolicy()})
     checkpoint.remove_unfinished(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_9"]
+    lines = capsys.readouterr().err.splitlines()
+    removed = [tmp_path / name for name in ("step_10", "step_11.tmp")]
+    assert lines == [f"[hotbunk] removing {path}, which a run that was killed has left unfinished" for path in removed]
     checkpoint.remove_unfinished(tmp_path / "nowhere")
 
 

@@ -229,7 +229,7 @@ def hostile_tables(path: Path, mark: Path) -> Iterator[tuple[bytes, str]]:
     yield b"ctorch\nload\n.", "names torch.load"
     yield b"ctorch.distributed.checkpoint.filesystem\nFileSystem\n.", unknown
     as_bytes = changed(lambda m, _: m.state_dict_metadata.update({"part.weight": BytesStorageMetadata()}))
-    yield as_bytes, "declares part.weight as something else than a tensor"
+    yield as_bytes, "declares part.weight as something other than a tensor"
     yield changed(lambda m, _: m.state_dict_metadata.update({"other": BytesStorageMetadata()})), "declares other as"
     yield changed(lambda m, _: setattr(place(m), "relative_path", "../step_1/__0_0.distcp")), "in another file"
     yield changed(lambda m, _: setattr(place(m), "relative_path", mark)), "in another file"
@@ -295,7 +295,7 @@ def test_a_hostile_file_of_tensors_is_refused_and_nothing_in_it_is_run(
     if declared == "bytes":  # which torch's own planner unpickles freely
         metadata.state_dict_metadata["part.weight"] = BytesStorageMetadata()
         metadata.storage_data[MetadataIndex("part.weight")] = place
-        said = "cannot be loaded: .metadata declares part.weight as something else than a tensor"
+        said = "cannot be loaded: .metadata declares part.weight as something other than a tensor"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     digest_again(path)  # whoever writes files writes digests, too
     with pytest.raises(UserError, match=f"step_2 {said}") as refused:
