@@ -8,7 +8,10 @@
 # listened at) and, where 29500 is taken, MASTER_PORT; scripts/slurm.sh does so. --help and --dry-run answer at once, without ranks.
 set -euo pipefail
 trap 'exit 130' INT # one that reaches bash alone would be lost while it waits for a command
-python=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=$root/.venv/bin/python
+# The folder this is started in may have a trainer, a generation or a sharding of its own.
+export PYTHONSAFEPATH=1 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 die() {
     echo "train: $1" >&2

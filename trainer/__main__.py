@@ -2,7 +2,10 @@
 
 import sys
 
-from trainer.cli import main
+from trainer.run import processes
 
 if __name__ == "__main__":  # reward workers and engines import this module again
+    processes.put_current_folder_last()
+    from trainer.cli import main
+
     sys.exit(main())

@@ -23,6 +23,7 @@ from trainer.config.section import OneOf
 from trainer.errors import UserError
 from trainer.estimates.gpus import GPUS
 from trainer.rewards import RewardPool
+from trainer.run import processes
 from trainer.run.last_words import leave_word
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # pkg.mod:Name finds the user's code whichever way this was started
+    processes.put_current_folder_last()
     arguments = parse(argv)
     check_torch_libraries()
     if arguments.command in _OTHERS:
@@ -81,7 +81,6 @@ def _train(arguments: argparse.Namespace) -> int:
         check_inputs(config, arguments.command)
         print(to_yaml(config), end="")
         return 0
-    from trainer.run import processes
     from trainer.run.lock import RunLock
 
     lock = RunLock(config.run.folder)

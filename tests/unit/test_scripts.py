@@ -197,9 +197,12 @@ def test_setup_refuses_the_cuda_lock_where_the_driver_is_older_than_its_cuda(
 def launched(clone: Path) -> Callable[..., list[str]]:
     """Runs train.sh with a Python that prints what it is started with: a line an argument, then two variables.
 
+    Its own packages come first, whatever folder it is started in.
+
     The check of the recipe, which comes first, passes unless CHECK_FAILS is set.
     """
-    says = 'printf "%s\\n" "$@" "OMP=$OMP_NUM_THREADS" "WORLD=$WORLD_SIZE"'
+    ours = f'[ "$PYTHONSAFEPATH" = 1 ] && [ "${{PYTHONPATH%%:*}}" = {clone} ] || exit 3'
+    says = f'{ours}; printf "%s\\n" "$@" "OMP=$OMP_NUM_THREADS" "WORLD=$WORLD_SIZE"'
     write_stub(clone / ".venv/bin/python", f'case "$*" in *--check) exit ${{CHECK_FAILS:-0}} ;; *) {says} ;; esac')
 
     def train(*arguments: str, **environment: str) -> list[str]:

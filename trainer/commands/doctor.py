@@ -41,7 +41,7 @@ OLDEST_CAPABILITY = (8, 0)
 """Ampere. Older devices lack bfloat16 and the attention kernels that packed micro-batches use."""
 
 TRIAL_SECONDS = 900.0
-TRIAL_MODULE = ["-m", "trainer.commands.doctor_trials"]
+TRIAL_MODULE = ["-P", "-m", "trainer.commands.doctor_trials"]  # the current folder may have a trainer of its own
 _LAST_LINES = 40  # of a trial's output that go to doctor.json where it failed
 
 

@@ -51,6 +51,18 @@ class _Hold:
     over: bool = False
 
 
+def put_current_folder_last() -> None:
+    """Have `pkg.mod:Name` find the user's code in the current folder, whichever way this process was started.
+
+    It comes behind our own packages on sys.path, here and in spawned processes, which inherit that: a folder of the
+    user's may be named `generation`, too.
+    """
+    ours, here = str(Path(__file__).parents[2]), os.getcwd()
+    if sys.path[0] in ("", here) and here != ours:  # by python -m
+        del sys.path[0]
+    sys.path += [folder for folder in (ours, here) if folder not in sys.path]
+
+
 def start_guardian(*kept: int) -> Path:
     """Put two guardians above this process, and make its private folder. The first thing a rank does.
 
