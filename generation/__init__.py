@@ -35,7 +35,7 @@ _HOMES = {
     "VllmAsyncGenerationWorker": "compat.nemo.async_worker",
     "VllmConfig": "compat.nemo.config",
     "VllmGeneration": "compat.nemo.generation",
-    "VllmGenerationWorker": "compat.nemo.worker",
+    "VllmGenerationWorker": "compat.nemo.generation",
     "broadcast_across_tp": "compat.broadcast",
     "configure_generation_config": "compat.nemo.config",
     "make_async_vllm_engine": "compat.torchrl.service",

@@ -28,7 +28,7 @@ def read_yaml(path: Path, environ: Mapping[str, str] = os.environ) -> DictConfig
     """A file's mapping with its includes merged in and its defaults filled in; `${a.b}` is left to be resolved.
 
     Raises:
-        ValueError: a file is missing, is no valid YAML or no mapping, or includes itself; it is named, and the files
+        ValueError: a file is missing, is not a mapping in valid YAML, or includes itself; it is named, and the files
             that led to it.
     """
     merged = OmegaConf.create(_read(path, environ, ()))
@@ -76,7 +76,7 @@ def _read(path: Path, environ: Mapping[str, str], above: tuple[Path, ...]) -> di
 def _with_includes(
     values: dict[str, Any], key: str, path: Path, environ: Mapping[str, str], above: tuple[Path, ...]
 ) -> dict[str, Any]:
-    """What the files that `values` includes hold, overridden by `values` itself."""
+    """The contents of the files that `values` includes, overridden by `values` itself."""
     if INCLUDES not in values:
         return values
     own = dict(values)
@@ -108,5 +108,5 @@ def _load(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, as far as its first line goes; its type where it says nothing."""
+    """The first line of an error's text; its type where it has none."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The engine of an engine group: what it is started with, and its start on the group's leader."""
+"""The engine of an engine group: its settings, its start on the group's leader, and how it samples."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ from trainer.run import processes
 
 
 def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
-    """What this rank's engine group starts its engine with. Ranks of a group are consecutive, on one machine."""
+    """The settings of this rank's engine group. Ranks of a group are consecutive, on one machine."""
     engine, size = config.engine, config.engine.tensor_parallel_size
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

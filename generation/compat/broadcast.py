@@ -31,7 +31,7 @@ def broadcast_across_tp(obj: Any = None, src: int = 0, group: dist.ProcessGroup 
             payload = msgspec.msgpack.encode(obj)
         except (TypeError, OverflowError) as error:
             payload, problem = str(error).encode(), "yes"
-    # A negative length says that what follows is an error, so that nobody is left waiting for the object.
+    # A negative length says that what follows is an error, so that no rank is left waiting for the object.
     length = torch.tensor([-len(payload) if problem else len(payload)], dtype=torch.int64)
     dist.broadcast(length, group=group, group_src=src)
     data = torch.empty(abs(int(length)), dtype=torch.uint8)

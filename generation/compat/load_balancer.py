@@ -1,8 +1,7 @@
-"""Which of several engines a request goes to: by prompt prefix, by requests in flight, by KV-cache use, or in turn.
+"""The choice of an engine for a request: by prompt prefix, by requests in flight, by KV-cache use, or in turn.
 
-Nothing here asks an engine anything over a wire. Whoever submits a request counts it (`EngineLoad`), so a choice costs
-microseconds and sees the request that was submitted a moment ago; counts that are polled lag, and a burst routed on
-them lands on one engine.
+No engine is asked over a wire. Whoever submits a request counts it (`EngineLoad`), so a choice takes microseconds and
+sees the request that was submitted a moment ago; polled counts lag, and send a whole burst to one engine.
 """
 
 import hashlib

@@ -89,10 +89,10 @@ def first_devices(count: int) -> tuple[int, ...]:
 
 
 def this_device() -> Callable[[], None]:
-    """What a thread that the caller starts has to call first, to be on the CUDA device that the caller is on.
+    """A function for a new thread to call first, so that it is on the caller's CUDA device.
 
-    A thread of its own accord is on device 0: it would wait for the streams of that one, whichever device its tensors
-    are on, and by doing so set up a context there, half a gigabyte for every process
+    A new thread is on device 0: it would wait for the streams of that device, whichever one its tensors are on, and so
+    set up a context there, half a gigabyte for every process
     (https://docs.pytorch.org/docs/stable/notes/cuda.html).
     """
     torch = sys.modules.get("torch")
@@ -102,7 +102,7 @@ def this_device() -> Callable[[], None]:
 
 
 def sharing_problems(local_ranks: int, workers: int, environ: Mapping[str, str]) -> Iterator[str]:
-    """What keeps processes from sharing this machine's GPUs.
+    """Obstacles to several processes sharing this machine's GPUs.
 
     Args:
         local_ranks: ranks of the trainer on this machine.
@@ -128,7 +128,7 @@ def sharing_problems(local_ranks: int, workers: int, environ: Mapping[str, str])
 
 
 def _modes(visible: str) -> str:
-    """Compute mode and MIG mode of the visible GPUs, as nvidia-smi prints them; empty without it."""
+    """Compute mode and MIG mode of the visible GPUs, as nvidia-smi prints them; empty without nvidia-smi."""
     if visible.startswith("MIG"):
         return "Enabled"
     return _ask_driver("compute_mode,mig.mode.current", *([f"--id={visible}"] if visible else []))
@@ -145,7 +145,7 @@ def full_uuids(devices: list[str]) -> list[str]:
 
 
 def _ask_driver(figures: str, *options: str) -> str:
-    """What nvidia-smi prints of GPUs, a line for each; empty without it."""
+    """The output of nvidia-smi for these figures, a line for each GPU; empty without nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={figures}", "--format=csv,noheader", *options]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout

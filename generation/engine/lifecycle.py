@@ -1,4 +1,4 @@
-"""What an engine may do now: which memory it holds, and which weights are in it (no token comes from stale weights)."""
+"""The state of an engine: which memory it holds, which weights are in it, and so what it may do now."""
 
 from enum import Enum
 
@@ -101,5 +101,5 @@ class EngineLifecycle:
         self.syncing, self.version = False, None
 
     def close(self) -> None:
-        """The engine's processes are gone."""
+        """The engine's processes have ended."""
         self.memory, self.version, self.syncing = Memory.CLOSED, None, False

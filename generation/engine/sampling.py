@@ -36,7 +36,7 @@ def sample_seed(seed: int, step: int, prompt: int, sample: int, call: int = 0) -
 
 
 def response_budget(context_tokens: int, max_tokens: int, max_model_len: int) -> int:
-    """How many tokens a response may have after a context of so many: 0 when there is no room for any.
+    """The most tokens that a response may have after such a context; 0 when there is no room for any.
 
     The one place where this is computed, for first turns and later ones.
     """

@@ -1,4 +1,4 @@
-"""What one engine is started with."""
+"""The settings that one engine is started with."""
 
 import ast
 import os
@@ -15,6 +15,19 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 LEAST_MODEL_LEN = 49
 """The shortest engine.max_model_len with which weights can be verified by a prompt, and a token that is sampled."""
 
+_SAME_NAME = (
+    "dtype", "enforce_eager", "gpu_memory_utilization", "load_format", "max_model_len", "max_num_seqs",
+    "tensor_parallel_size",
+)  # fmt: skip
+"""Engine arguments of vLLM's that are called the same in a recipe, under `engine`, and in `EngineSettings`."""
+
+_NEVER = (
+    "data_parallel_size", "decode_context_parallel_size", "distributed_executor_backend", "enable_elastic_ep",
+    "generation_config", "logprobs_mode", "max_loras", "nnodes", "override_generation_config",
+    "pipeline_parallel_size", "prefill_context_parallel_size", "runner", "skip_tokenizer_init", "worker_cls",
+    "worker_extension_cls",
+)  # fmt: skip
+
 OWN_ARGUMENTS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
@@ -25,37 +38,8 @@ OWN_ARGUMENTS = {
     "enable_lora": "lora.rank",
     "kv_cache_memory_bytes": "engine.kv_cache_gib",
     "enable_sleep_mode": "engine.sleep",
-    **{
-        key: f"engine.{key}"
-        for key in (
-            "dtype",
-            "enforce_eager",
-            "gpu_memory_utilization",
-            "load_format",
-            "max_model_len",
-            "max_num_seqs",
-            "tensor_parallel_size",
-        )
-    },
-    **dict.fromkeys(
-        (
-            "data_parallel_size",
-            "decode_context_parallel_size",
-            "distributed_executor_backend",
-            "enable_elastic_ep",
-            "generation_config",
-            "logprobs_mode",
-            "max_loras",
-            "nnodes",
-            "override_generation_config",
-            "pipeline_parallel_size",
-            "prefill_context_parallel_size",
-            "runner",
-            "skip_tokenizer_init",
-            "worker_cls",
-            "worker_extension_cls",
-        )
-    ),
+    **{name: f"engine.{name}" for name in _SAME_NAME},
+    **dict.fromkeys(_NEVER),
 }
 """vLLM's arguments that `engine.extra` may not hold, with the key of the recipe that each follows, if one does."""
 
@@ -144,22 +128,7 @@ _VLLM_NAMES = {
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "worker_extension_cls": "worker_extension",
     "worker_cls": "worker_class",
-    **{
-        name: name
-        for name in (
-            "model",
-            "tokenizer",
-            "dtype",
-            "max_model_len",
-            "tensor_parallel_size",
-            "max_num_seqs",
-            "gpu_memory_utilization",
-            "enforce_eager",
-            "load_format",
-            "seed",
-            "trust_remote_code",
-        )
-    },
+    **{name: name for name in ("model", "tokenizer", "seed", "trust_remote_code", *_SAME_NAME)},
 }
 """vLLM's engine arguments that `EngineSettings` has fields for, and the fields' names."""
 

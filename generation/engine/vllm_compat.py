@@ -36,18 +36,11 @@ FORK_VARIABLE = "HOTBUNK_FORK_ENGINE"
 without tensor parallelism, and from a process that has no process group: a child that inherits one may take it for its
 own, or wait at its end for threads that only the parent has."""
 
-# A vLLM process that inherits these joins the trainer's process group, or waits for a store that nobody serves
+# A vLLM process that inherits these joins the trainer's process group, or waits for a store that no process serves
 # (https://github.com/pytorch/pytorch/pull/192113).
 _TORCHRUN = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 
 
 def _hidden_variables() -> list[str]:
@@ -59,7 +52,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
     env["GLOO_SOCKET_IFNAME"] = "lo"  # an engine is on one machine, whatever the trainer is on
     env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing is unpickled that came over a socket
-    env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines that concern nobody here
+    env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines of no use here
     if not settings.on_cpu:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(_physical_devices(settings.device_indices))
         return env | _CUDA_ENVIRONMENT | _apart_from_other_ranks()
@@ -92,7 +85,7 @@ _CUDA_ENVIRONMENT = {
 
 
 def _apart_from_other_ranks() -> dict[str, str]:
-    """What keeps engines that start in the same second out of each other's way.
+    """Variables that keep engines apart that start in the same second.
 
     vLLM looks for a free port and binds it later (https://github.com/vllm-project/vllm/issues/39015); started from a
     range of this process's own, below the system's, no two look at the same one. Some files of its compilation cache it
@@ -179,7 +172,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = None) -> "AsyncLLM":
     """Start an `AsyncLLM`, whose engine core and workers are children of this process; blocks until it can generate.
 
-    `stat_loggers` are told of every step, such as `cache_usage_logger`.
+    `stat_loggers` are called after every step, such as `cache_usage_logger`.
 
     Raises:
         ImportError: this vLLM is not one of those supported.
@@ -254,9 +247,10 @@ def worker_memory() -> set[Path]:
 
 
 def adapter_request(number: int | None) -> "LoRARequest | None":
-    """What makes a request be answered with the adapter of this number, which the workers hold already; None: no
-    adapter. vLLM would look for one that they do not hold at the path, and says so where there is nothing. Its prefix
-    cache is keyed by name and path (vllm/v1/core/kv_cache_utils.py, _gen_lora_extra_hash_keys).
+    """vLLM's name for the adapter of this number, which the workers hold already; None: no adapter.
+
+    vLLM would look at the path for an adapter that they do not hold. Its prefix cache is keyed by name and path
+    (vllm/v1/core/kv_cache_utils.py, _gen_lora_extra_hash_keys).
     """
     if number is None:
         return None
@@ -266,7 +260,7 @@ def adapter_request(number: int | None) -> "LoRARequest | None":
 
 
 def request_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises when one request is bad or fails; a dead engine raises something else, and ends the run."""
+    """The errors of vLLM for one bad or failed request; a dead engine raises something else, and ends the run."""
     from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineGenerateError
 

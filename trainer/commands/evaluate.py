@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Results = dict[str, Any]
-"""What eval.json holds."""
+"""The contents of eval.json."""
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -177,7 +177,7 @@ class VLLMModule:
         self.model_provider()
 
     def model_provider(self) -> Any:
-        """What samples: `llm` if it was given, else an engine with the model's weights, started now."""
+        """`llm` if it was given, else one on an engine with the model's weights, started now."""
         if self.llm is None:
             self._own = start_engine(self.settings)
             self._renew_llm(0)
@@ -246,7 +246,10 @@ class VLLMModule:
         if not self._queue and data is not None:
             self._hand_over(data)
         queue, self._queue = self._queue, []
-        prompts = [prompt if _stands_for(prompt, ids) else {"prompt_token_ids": ids} for prompt, ids, _ in queue]
+        prompts = [
+            prompt if isinstance(prompt, PromptText) and prompt.token_ids == ids else {"prompt_token_ids": ids}
+            for prompt, ids, _ in queue
+        ]
         outputs = self.llm.generate(prompts, [params for *_, params in queue], use_tqdm=False)
         for output, (prompt, *_) in zip(outputs, queue, strict=True):
             output.prompt = str(prompt)
@@ -346,7 +349,3 @@ def print_rank_0(message: str) -> None:
 
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)
-
-
-def _stands_for(prompt: Any, ids: list[int]) -> bool:
-    return isinstance(prompt, PromptText) and prompt.token_ids == ids

@@ -23,22 +23,10 @@ _SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
     "repetition_penalty": (lambda v: v > 0, "above 0"),
 }
 _ENGINE = (  # vLLM's own names
-    "model",
-    "tokenizer",
-    "dtype",
-    "seed",
-    "trust_remote_code",
-    "tensor_parallel_size",
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "enforce_eager",
-    "max_num_batched_tokens",
-    "block_size",
-    "kv_offloading_size",
-    "cpu_offload_gb",
-    "disable_sliding_window",
-    "disable_custom_all_reduce",
-)
+    "model", "tokenizer", "dtype", "seed", "trust_remote_code", "tensor_parallel_size", "gpu_memory_utilization",
+    "kv_cache_memory_bytes", "enforce_eager", "max_num_batched_tokens", "block_size", "kv_offloading_size",
+    "cpu_offload_gb", "disable_sliding_window", "disable_custom_all_reduce",
+)  # fmt: skip
 _CONCURRENCY = ("max_concurrent_requests", "max_num_seqs", "generation_batch_size", "micro_batch_size")
 _PROMPTS = ("seq_length", "max_new_tokens", "new_token_limit", "vllm_input_ids_key", "vllm_prompt_key")
 _RANKS = "tensor_model_parallel_size"  # ChatLearn's name for tensor_parallel_size

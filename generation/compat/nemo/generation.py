@@ -1,19 +1,23 @@
-"""`VllmGeneration`: one or several vLLM engines behind the blocking generation interface."""
+"""Blocking generation on vLLM: one engine (`VllmGenerationWorker`), or several behind NeMo RL's interface
+(`VllmGeneration`).
+"""
 
 import asyncio
 import itertools
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import aclosing
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from generation.compat.load_balancer import LoadBalancer
+from generation.compat.load_balancer import EngineLoad, LoadBalancer
+from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
 from generation.compat.nemo.batch import (
     BatchedDataDict,
     GenerationDatumSpec,
     GenerationInterface,
     GenerationOutputSpec,
+    Row,
     padded_output,
     rows_of,
     sequence_output,
@@ -21,13 +25,152 @@ from generation.compat.nemo.batch import (
     text_rows,
 )
 from generation.compat.nemo.config import VllmConfig, check_config, colocated, pad_token_id, replicas
-from generation.compat.nemo.worker import VllmGenerationWorker, collected
 from generation.engine.devices import device_count
+from generation.engine.engine import Leader
+from generation.engine.lifecycle import Memory
 from generation.engine.thread import as_ready
 from generation.exact_ids import Generation
 
+T = TypeVar("T")
 
-class VllmGeneration(GenerationInterface):
+
+class _Batches:
+    """Batches on one worker or on several; `_choose` gives the place of a prompt's worker among `workers`."""
+
+    workers: "list[VllmGenerationWorker]"
+    timeout: float
+    _pad: int
+    _calls: Iterator[int]
+    _choose: Callable[[Any], int]
+
+    def _rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> tuple[list[Row], int]:
+        """The samples of a batch of ids, and the number of this call; raises unless all engines can generate."""
+        rows = rows_of(data, self._pad)
+        for worker in self.workers:
+            worker.engine.state.usable_version()
+        return rows, next(self._calls)
+
+    def _texts(self, data: BatchedDataDict[Any], greedy: bool) -> list[Future[tuple[str, str]]]:
+        rows, call = text_rows(data, self.workers[0].engine.has_tokenizer), next(self._calls)
+        for worker in self.workers:
+            worker.engine.state.usable_version()
+        return [self.workers[self._choose(row.text)].answer_text(row, greedy, call) for row in rows]
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """One response to every prompt, in the order of the prompts; an empty batch gives an empty batch.
+
+        A sample that fails has its error in `errors`, and does not affect the others.
+
+        Raises:
+            ValueError: a batch that is not right-padded, or lacks something.
+            EngineStateError: an engine is asleep, or has no weights.
+        """
+        rows, call = self._rows(data)
+        futures = [self.workers[self._choose(row.token_ids)].answer(row, greedy, call) for row in rows]
+        return padded_output(data, collected(futures, self.timeout), self._pad)
+
+    def generate_text(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """{"texts": responses, "errors": what went wrong} for the texts in `data["prompts"]`."""
+        return text_output(collected(self._texts(data, greedy), self.timeout))
+
+
+class VllmGenerationWorker(_Batches, EngineLoad):
+    """A started engine. Every method may be called from any thread except the engine's, and waits `timeout` seconds.
+
+    Attributes:
+        engine: the asynchronous worker, for coroutines on the thread's loop.
+        thread: its event loop.
+    """
+
+    def __init__(
+        self, config: VllmConfig, device_indices: Sequence[int] = (), seed: int | None = None, timeout: float = 1800.0
+    ) -> None:
+        """Start the engine on these CUDA devices, or on CPU where there are none; `seed` replaces the config's."""
+        super().__init__()
+        self.timeout, self.workers = timeout, [self]
+        self._pad, self._calls = pad_token_id(config), itertools.count()
+        self.engine = VllmAsyncGenerationWorker.from_config(config, device_indices, seed)
+        self._leader = Leader.start(self.engine, timeout)
+        self.thread = self._leader.thread
+        try:
+            self._wait(self.engine.post_init_async(), "preparing the engine")
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _choose(self, _: Any) -> int:
+        return 0
+
+    def _counted(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the engine's loop, counted as a request until it ends."""
+        self.submitted()
+        future = self.thread.submit(coroutine)
+        future.add_done_callback(lambda _: self.finished())
+        return future
+
+    def answer(self, row: Row, greedy: bool, call: int) -> Future[Generation]:
+        """Start to generate for one sample of a batch; see `VllmAsyncGenerationWorker.answer`."""
+        return self._counted(self.engine.answer(row, greedy, call))
+
+    def answer_text(self, row: Row, greedy: bool, call: int) -> Future[tuple[str, str]]:
+        """Start to generate for one text."""
+        return self._counted(self.engine.answer_text(row, greedy, call))
+
+    def __getattr__(self, name: str) -> Any:
+        """The asynchronous worker's `NAME_async` for NAME, blocking: `report_device_id`, `init_collective`,
+        `prepare_refit_info`, `update_weights_via_ipc_zmq`, `update_weights_from_collective`, `reset_prefix_cache`.
+        """
+        method = None if "engine" not in self.__dict__ else getattr(self.engine, f"{name}_async", None)
+        if method is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return lambda *args, **kwargs: self._wait(method(*args, **kwargs), name.replace("_", " "))
+
+    def sleep(self, level: int = 2) -> None:
+        """Give memory back, if the engine is not asleep already; see `Engine.sleep`."""
+        if self.engine.state.memory is not Memory.ASLEEP:
+            self._wait(self.engine.sleep(level), "putting the engine to sleep")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what is not held already of the memory called `tags`; all of it by default."""
+        held = {Memory.AWAKE: {"weights", "kv_cache"}, Memory.WEIGHTS: {"weights"}}
+        wanted = ("weights", "kv_cache") if tags is None else tags
+        missing = [tag for tag in wanted if tag not in held.get(self.engine.state.memory, set())]
+        self._wait(self.engine.wake(missing), "waking the engine")
+
+    def shutdown(self) -> None:
+        """Stop the server, the engine's processes and the loop; safe to call twice."""
+        try:
+            if self.engine.server is not None:
+                self._wait(self.engine.shutdown(), "stopping the engine and its server")
+        finally:
+            self._leader.close()
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        return self.thread.run(coroutine, self.timeout, what)
+
+
+def collected(futures: Sequence[Future[T]], timeout: float) -> list[T]:
+    """The results in their order. The first error, or `timeout` seconds, end the others."""
+    done, unfinished = wait(futures, timeout, return_when=FIRST_EXCEPTION)
+    failed = next((future for future in futures if future in done and future.exception() is not None), None)
+    for future in unfinished:
+        future.cancel()
+    if failed is not None:
+        failed.result()
+    if unfinished:
+        raise TimeoutError(f"{len(unfinished)} of {len(futures)} requests did not finish within {timeout:.0f} s")
+    return [future.result() for future in futures]
+
+
+class VllmGeneration(_Batches, GenerationInterface):
     """Engines for a `VllmConfig`, as children of this process: `num_replicas` of them, each on
     `tensor_parallel_size` CUDA devices of its own, or on the CPU where there are none.
 
@@ -48,7 +191,7 @@ class VllmGeneration(GenerationInterface):
         """
         check_config(config)
         self.config, self.timeout = config, timeout
-        self.workers: list[VllmGenerationWorker] = []
+        self.workers = []
         self._pad, self._calls = pad_token_id(config), itertools.count()
         self._end = weakref.finalize(self, _stop, self.workers)
         try:
@@ -58,7 +201,7 @@ class VllmGeneration(GenerationInterface):
         except BaseException:
             self.shutdown()
             raise
-        self._balancer = LoadBalancer(self.workers, "requests")
+        self._choose = LoadBalancer(self.workers, "requests").select_actor
 
     def __enter__(self) -> Self:
         return self
@@ -77,26 +220,6 @@ class VllmGeneration(GenerationInterface):
         servers = [worker.engine.server for worker in self.workers]
         return [None if server is None else server.base_url for server in servers]
 
-    def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
-    ) -> BatchedDataDict[GenerationOutputSpec]:
-        """One response to every prompt, in the order of the prompts; an empty batch gives an empty batch.
-
-        A sample that fails has its error in `errors`, and does not affect the others.
-
-        Raises:
-            ValueError: a batch that is not right-padded, or lacks something.
-            EngineStateError: an engine is asleep, or has no weights.
-        """
-        rows, call = rows_of(data, self._pad), next(self._calls)
-        self._check_usable()
-        futures = [self._worker(row.token_ids).answer(row, greedy, call) for row in rows]
-        return padded_output(data, collected(futures, self.timeout), self._pad)
-
-    def generate_text(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """{"texts": responses, "errors": what went wrong} for the texts in `data["prompts"]`."""
-        return text_output(collected(self._text_futures(data, greedy), self.timeout))
-
     async def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
@@ -104,11 +227,10 @@ class VllmGeneration(GenerationInterface):
 
         `gen_leader_worker_idx` in an output is the number of the engine that it came from.
         """
-        rows, call = rows_of(data, self._pad), next(self._calls)
-        self._check_usable()
+        rows, call = self._rows(data)
         engines, futures = list[int](), list[Future[Generation]]()
         for row in rows:
-            engines.append(self._balancer.select_actor(row.token_ids))
+            engines.append(self._choose(row.token_ids))
             futures.append(self.workers[engines[-1]].answer(row, greedy, call))
         async with aclosing(as_ready(map(_awaited, futures), self.timeout)) as answers:
             async for place, completion in answers:
@@ -120,22 +242,10 @@ class VllmGeneration(GenerationInterface):
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
         """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready."""
-        calls = map(_awaited, self._text_futures(data, greedy))
+        calls = map(_awaited, self._texts(data, greedy))
         async with aclosing(as_ready(calls, self.timeout)) as answers:
             async for place, answer in answers:
                 yield place, text_output([answer])
-
-    def _text_futures(self, data: BatchedDataDict[Any], greedy: bool) -> list[Future[tuple[str, str]]]:
-        rows, call = text_rows(data, self.workers[0].engine.has_tokenizer), next(self._calls)
-        self._check_usable()
-        return [self._worker(row.text).answer_text(row, greedy, call) for row in rows]
-
-    def _worker(self, prompt: list[int] | str) -> VllmGenerationWorker:
-        return self.workers[self._balancer.select_actor(prompt)]
-
-    def _check_usable(self) -> None:
-        for worker in self.workers:
-            worker.engine.state.usable_version()
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
         """Wake the engines of a colocated configuration: all memory, or `["weights"]` before an update of the weights

@@ -39,8 +39,8 @@ class UpdateGate:
 
     def __init__(self) -> None:
         self._requests = 0
-        self._nobody_inside = asyncio.Event()
-        self._nobody_inside.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
         self._updated: asyncio.Event | None = None  # present while an update is under way
 
     @asynccontextmanager
@@ -49,13 +49,13 @@ class UpdateGate:
         while self._updated is not None:
             await self._updated.wait()
         self._requests += 1
-        self._nobody_inside.clear()
+        self._empty.clear()
         try:
             yield
         finally:
             self._requests -= 1
             if not self._requests:
-                self._nobody_inside.set()
+                self._empty.set()
 
     @asynccontextmanager
     async def update(self, timeout: float) -> AsyncIterator[None]:
@@ -70,7 +70,7 @@ class UpdateGate:
         self._updated = asyncio.Event()
         try:
             try:
-                await asyncio.wait_for(self._nobody_inside.wait(), timeout)
+                await asyncio.wait_for(self._empty.wait(), timeout)
             except TimeoutError as error:
                 raise TimeoutError(
                     f"{self._requests} requests did not end within {timeout:.0f} s, so no weights were updated"
@@ -206,10 +206,11 @@ class RayReplica(Replica):
     """An engine in a Ray actor, on a node of the cluster that has its devices free."""
 
     def __init__(
-        self, settings: EngineSettings, thread: EngineThread, name: str, actor_class: type = ServiceEngine
+        self, settings: EngineSettings, thread: EngineThread, name: str, actor_class: type | None = None
     ) -> None:
         super().__init__()
-        self._settings, self._thread, self._name, self._class = settings, thread, name, actor_class
+        self._settings, self._thread, self._name = settings, thread, name
+        self._class = actor_class or ServiceEngine
         self._actor: Any = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -231,7 +232,7 @@ class RayReplica(Replica):
             while True:
                 self.cache_usage = await self._call("cache_usage")
                 await asyncio.sleep(WATCH_SECONDS)
-        except ray_module().exceptions.RayError as error:  # requests fail with the same error, where somebody sees it
+        except ray_module().exceptions.RayError as error:  # requests raise the same error to their callers
             log.warning("Actor %s no longer reports its load: %s", self._name, error)
         finally:
             self.cache_usage = None
@@ -277,17 +278,6 @@ def ray_module() -> Any:
     except ImportError as error:
         raise ImportError("ray is not installed. Please install it with `pip install ray`.") from error
     return ray
-
-
-def make_replicas(
-    backend: str, settings: list[EngineSettings], thread: EngineThread, service_id: str, actor_class: type | None
-) -> list[Replica]:
-    """A replica for each of `settings`, none of them started."""
-    if backend == "local":
-        return [LocalReplica(each, thread) for each in settings]
-    kind = actor_class or ServiceEngine
-    name = f"async-vllm-replica-{service_id}"
-    return [RayReplica(each, thread, f"{name}-{number}", kind) for number, each in enumerate(settings)]
 
 
 def local_address(backend: str) -> str:

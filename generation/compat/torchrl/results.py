@@ -1,6 +1,5 @@
-"""What becomes of a service's calls: answers in order, errors that name their prompt, waits that end.
-
-The input forms of vLLM's `LLM.generate`, brought to one: a list of vLLM's prompt dictionaries.
+"""A service's calls: prompts in every form that vLLM's `LLM.generate` takes, answers in order, errors that name their
+prompt, and waits that end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,17 +37,14 @@ class PromptErrors(ExceptionGroup[Exception]):
 
 def wait_for_answers(futures: Sequence[Future[Any]], progress: bool) -> None:
     """Wait until all have ended, each by its own deadline; with a progress bar if asked for."""
-    if not progress:
-        wait(futures)
-        return
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-    for _ in tqdm(as_completed(futures), total=len(futures), desc="Processed prompts"):
+    for _ in tqdm(as_completed(futures), total=len(futures), desc="Processed prompts", disable=not progress):
         pass
 
 
 def answer_or_error(future: Future[Any], place: int) -> Any:
-    """What a future that has ended gives: its result, or its error with a note that names the prompt."""
+    """The result of a future that has ended, or its error with a note that names the prompt."""
     try:
         return future.result()
     except CancelledError:
@@ -106,7 +102,7 @@ def prompt_dictionaries(prompts: Any = None, prompt_token_ids: Any = None) -> tu
         prompt_token_ids: instead of `prompts`: token ids of one prompt, or a list of those of several.
 
     Raises:
-        ValueError: naming the prompt that is none.
+        ValueError: naming the first item that is not a prompt.
     """
     if prompt_token_ids is not None:
         if prompts is not None:
@@ -152,13 +148,11 @@ def sampling_for_each(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    if isinstance(sampling_params, (list, tuple)):
-        if len(sampling_params) != count:
-            raise ValueError(f"{len(sampling_params)} sampling parameters were given for {count} prompts")
-        each = [params.clone() for params in sampling_params]
-    else:
-        one: Any = sampling_params or SamplingParams()
-        each = [one.clone() for _ in range(count)]
+    several = isinstance(sampling_params, (list, tuple))
+    given: Any = sampling_params if several else [sampling_params or SamplingParams()] * count
+    if len(given) != count:
+        raise ValueError(f"{len(given)} sampling parameters were given for {count} prompts")
+    each = [params.clone() for params in given]
     for params in each:
         params.output_kind = RequestOutputKind.FINAL_ONLY
     return each

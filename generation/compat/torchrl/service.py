@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from generation.compat.load_balancer import LoadBalancer
-from generation.compat.torchrl.replicas import Replica, gpu_count, make_replicas
+from generation.compat.torchrl.replicas import LocalReplica, RayReplica, Replica, gpu_count
 from generation.compat.torchrl.results import (
     answer_or_error,
     answers,
@@ -139,7 +139,12 @@ class AsyncVLLM(WeightUpdates):
         self._thread = EngineThread(f"async-vllm-{self.service_id}")
         starts: list[Future[Any]] = []
         try:
-            self.actors += make_replicas(self.backend, each, self._thread, self.service_id, self._actor_class)
+            for number, settings in enumerate(each):
+                if self.backend == "local":
+                    self.actors.append(LocalReplica(settings, self._thread))
+                else:
+                    name = f"async-vllm-replica-{self.service_id}-{number}"
+                    self.actors.append(RayReplica(settings, self._thread, name, self._actor_class))
             starts += [replica.launch() for replica in self.actors]
             wait_until_started(starts, timeout)
         except BaseException:
@@ -180,7 +185,7 @@ class AsyncVLLM(WeightUpdates):
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
         return_exceptions: bool = False,
-        **gone: Any,
+        **removed: Any,
     ) -> Any:
         """Answer prompts as vLLM's `LLM.generate` does, each on the engine the load balancer chooses; blocks.
 
@@ -199,7 +204,7 @@ class AsyncVLLM(WeightUpdates):
             ValueError: before anything is submitted, for prompts or parameters of no known form.
             PromptErrors: some prompts of a list failed; it holds the others' outputs. One by itself raises its own.
         """
-        _refuse(gone)
+        _refuse(removed)
         listed, single = prompt_dictionaries(prompts, prompt_token_ids)
         each = sampling_for_each(sampling_params, len(listed))
         options = {} if lora_request is None else {"lora_request": lora_request}
@@ -264,7 +269,7 @@ class AsyncVLLM(WeightUpdates):
         return self._load_balancer
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> Any:
-        """Requests submitted and not finished: of one engine, or a list of those of all; asks nobody."""
+        """Requests submitted and not finished: of one engine, or a list of those of all; no engine is asked."""
         return self._of_actors("getting request counts", actor_index, Replica.get_num_unfinished_requests)
 
     def get_cache_usage(self, actor_index: int | None = None) -> Any:

@@ -50,14 +50,14 @@ def uses_v2(on_cpu: bool, environ: Mapping[str, str]) -> bool:
 
 
 def engine_arguments(named: Sequence[str | Mapping[str, Any]], v2: bool) -> dict[str, Any]:
-    """What vLLM is to be started with so that these processors run; nothing where none are named.
+    """vLLM's engine arguments for these processors; empty where none are named.
 
     Args:
         named: `pkg.mod:Name` or `path/file.py:Name`, or vLLM's former mapping with a `qualname`.
         v2: what `uses_v2` says.
 
     Raises:
-        ValueError: something named cannot be imported, is no processor, or is one for the other interface.
+        ValueError: something named cannot be imported, is not a processor, or is for the other interface.
     """
     specs = [importable(_spelled(entry)) for entry in named]
     factories = [spec for spec in specs if not _is_class_for(spec, v2)]
@@ -86,7 +86,7 @@ def _spelled(entry: str | Mapping[str, Any]) -> str:
 
 
 def _is_class_for(spec: str, v2: bool) -> bool:
-    """Whether it is one of vLLM's own kind of class; False: a factory. Raises ValueError where it is neither."""
+    """True for a class derived from vLLM's, False for a factory. Raises ValueError where it is neither."""
     found = load(spec)
     kinds = {True: _interface(_V2_INTERFACE), False: _interface("vllm.v1.sample.logits_processor")}
     for kind, base in kinds.items():

@@ -25,7 +25,7 @@ from generation.compat.nemo.config import (
     pad_token_id,
     sampling_settings,
 )
-from generation.compat.nemo.worker import collected
+from generation.compat.nemo.generation import collected
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.thread import as_ready
 from generation.exact_ids import Generation
