@@ -27,6 +27,14 @@ def test_turns_are_joined_and_what_lies_between_is_masked() -> None:
     assert (t.turns, t.finish_reason, t.weight_version, t.answer_start) == (2, "length", 3, 4)
 
 
+def test_a_turn_continues_the_turn_before_it_and_not_an_earlier_one() -> None:
+    """Its prompt begins with the ids of both."""
+    first = generation([1, 2], [10])
+    second = generation([*first.ids, 3], [11])
+    (t,) = captured(first, second, generation([*second.ids, 4], [12])).trajectories()
+    assert (t.turns, t.response_ids, t.loss_mask) == (3, [10, 3, 11, 4, 12], [1, 0, 1, 0, 1])
+
+
 def test_a_history_that_was_written_anew_begins_another_trajectory() -> None:
     first = generation([1, 2], [10, 11])
     other = generation([1, 2, 99], [12])
