@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -240,26 +240,31 @@ def _chat_key(messages: Sequence[Message]) -> str:
 def echoes(message: Message, text: str) -> bool:
     """Whether an assistant's message was made of a sampled text: it is the text, its end, or the tool calls in it."""
     content = content_text(message.get("content")).strip()
-    if calls := message.get("tool_calls"):
-        return content in text and all(_is_called(call.get("function", call), text) for call in calls)
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    for function in calls:  # name and arguments distinguish one sample's call from another's
+        arguments = parsed_arguments(function.get("arguments") or {})
+        values = arguments.values() if isinstance(arguments, Mapping) else [arguments]
+        spelled = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        if not all(part in text for part in [str(function.get("name")), *spelled]):
+            return False
+    if calls:
+        return content in text
     return text.strip().endswith(content) if content else not text.strip()
-
-
-def _is_called(function: Message, text: str) -> bool:
-    """Whether a text holds the name and all arguments of a call; they tell one sample's call from another's."""
-    arguments = parsed_arguments(function.get("arguments") or {})
-    values = arguments.values() if isinstance(arguments, Mapping) else [arguments]
-    spelled = [value if isinstance(value, str) else json.dumps(value) for value in values]
-    return all(part in text for part in [str(function.get("name")), *spelled])
 
 
 @dataclass(frozen=True)
 class KnownPrefix:
-    """Exact ids of the first `messages` messages, the last of which is an answer; `answer` is it, where it is known."""
+    """Exact ids of the first `messages` messages, the last of which is an answer.
+
+    Attributes:
+        answer: the recorded one; None where a client says what the ids are.
+        rendered: the same messages as the chat template renders them, without a generation prompt.
+    """
 
     ids: list[int]
     messages: int
     answer: Generation | None = field(default=None, compare=False)
+    rendered: list[int] = field(default_factory=list, compare=False)
 
 
 class ChatHistory(History):
@@ -289,14 +294,13 @@ class ChatHistory(History):
         known = self.known_prefix(messages)
         if known is None:
             return whole
-        return self.continued(
-            known, render(messages[: known.messages], add_generation_prompt=False, **template_kwargs), whole
-        )
+        rendered = render(messages[: known.messages], add_generation_prompt=False, **template_kwargs)
+        return self.continued(replace(known, rendered=rendered), whole)
 
-    def continued(self, known: KnownPrefix, until_answer: Sequence[int], whole: Sequence[int]) -> list[int]:
-        """The prompt, from the template's ids of the known messages and of all."""
+    def continued(self, known: KnownPrefix, whole: Sequence[int]) -> list[int]:
+        """The prompt that the template renders as `whole`, with the known ids where they can be kept."""
         try:
-            return replace_prefix_tokens(self._tokenizer, known.ids, until_answer, whole, self._ends)
+            return replace_prefix_tokens(self._tokenizer, known.ids, known.rendered, whole, self._ends)
         except ValueError:
             self.retemplated += 1
             return list(whole)

@@ -14,7 +14,7 @@ from typing import Any
 
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction
-from generation.rollouts.tools import CallParser, Tool, ToolCall, ToolRunner, make_tool, parse_inline, tools_by_name
+from generation.rollouts.tools import CallParser, Tool, ToolRunner, make_tool, parse_inline, tools_by_name
 from generation.trajectory import Trajectory, checked_reward
 
 OWN_METHODS = ("reset", "turn_reward", "get_reward", "close")
@@ -69,7 +69,13 @@ async def converse(
         if calls and not last:
             async with chat.llm.away():
                 replies = await agent.runner.run(agent.tools, calls, chat.metrics, in_order=in_order)
-            chat.add(tool_messages(calls, replies))
+            # Names and ids are for the templates that show them, some in nine characters.
+            chat.add(
+                [
+                    {"role": "tool", "content": reply, "name": call.name or "unknown", "tool_call_id": f"call{i:05d}"}
+                    for i, (call, reply) in enumerate(zip(calls, replies, strict=True))
+                ]
+            )
         if after_turn is not None:
             await after_turn()
         if not calls:
@@ -77,14 +83,6 @@ async def converse(
         if last:
             chat.finish_reason = "max_turns"
             return
-
-
-def tool_messages(calls: list[ToolCall], replies: list[str]) -> list[dict[str, Any]]:
-    """Replies as a chat template takes them; names and ids are for those that show them, some in nine characters."""
-    return [
-        {"role": "tool", "content": reply, "name": call.name or "unknown", "tool_call_id": f"call{index:05d}"}
-        for index, (call, reply) in enumerate(zip(calls, replies, strict=True))
-    ]
 
 
 @dataclass(frozen=True)

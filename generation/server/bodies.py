@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message, Send
 
 from generation.engine.sampling import SamplingSettings
-from generation.exact_ids import KnownPrefix
+from generation.exact_ids import KnownPrefix, replace_prefix_tokens
 from generation.server.conversations import STUMBLES, Call, Refused
 
 Body = dict[str, Any]
@@ -166,6 +166,14 @@ def readable_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The request's messages; none where they are something else, which vLLM will say."""
     messages = body.get("messages")
     return messages if isinstance(messages, list) and all(isinstance(m, dict) for m in messages) else []
+
+
+def exact_prompt(known: KnownPrefix, tokenizer: Any, whole: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+    """The prompt that the chat template renders as `whole`, with exact ids. Refused where they do not belong to it."""
+    try:
+        return replace_prefix_tokens(tokenizer, known.ids, known.rendered, whole, eos_token_ids)
+    except ValueError as error:
+        raise Refused(400, str(error)) from error
 
 
 def prefix_request(body: Mapping[str, Any], messages: int) -> Body:

@@ -2,13 +2,13 @@
 
 import hashlib
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from generation.engine.sampling import SamplingSettings, sample_seed
-from generation.exact_ids import ChatHistory, Generation, KnownPrefix, replace_prefix_tokens
+from generation.exact_ids import ChatHistory, Generation, KnownPrefix
 from generation.trajectory import Trajectory
 
 STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
@@ -60,20 +60,16 @@ class Conversation:
         return None if self.seed is None else sample_seed(self.seed, 0, 0, 0, self.requests)
 
 
-class Conversations:
-    """Each is kept until it is taken; at most `limit` at a time of the program's, and as many that requests opened."""
+class Conversations(dict[str, Conversation]):
+    """The open conversations by key. Each is kept until it is taken.
+
+    There are at most `limit` at a time of the program's, and as many that requests opened.
+    """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], limit: int) -> None:
+        super().__init__()
         self._tokenizer, self._ends, self._limit = tokenizer, tuple(eos_token_ids), limit
-        self._open: dict[str, Conversation] = {}
         self._places: dict[str, Conversation] = {}
-
-    def __getitem__(self, key: str) -> Conversation:
-        return self._open[key]
-
-    def get(self, key: str) -> Conversation | None:
-        """The conversation of that key, if it is open."""
-        return self._open.get(key)
 
     def at(self, place: str) -> Conversation | None:
         """The conversation at that address, if it is open."""
@@ -81,7 +77,7 @@ class Conversations:
 
     def check_room(self, by_request: bool) -> None:
         """Raise TooManyConversations unless one more can be opened."""
-        if sum(each.by_request == by_request for each in self._open.values()) >= self._limit:
+        if sum(each.by_request == by_request for each in self.values()) >= self._limit:
             raise TooManyConversations(429, f"{self._limit} trajectories are being captured and nobody takes them")
 
     def open(
@@ -100,12 +96,12 @@ class Conversations:
             TooManyConversations: as many as the server keeps have not been taken.
         """
         key = key or f"hotbunk-{secrets.token_urlsafe(24)}"
-        if key in self._open:
+        if key in self:
             raise ValueError(f"trajectory {key!r} is being captured already; take it first, or choose another key")
         self.check_room(by_request)
         history = ChatHistory(self._tokenizer, self._ends)
         opened = Conversation(key, history, by_request, sampling, seed, policy_version)
-        self._open[key] = self._places[opened.place] = opened
+        self[key] = self._places[opened.place] = opened
         return opened
 
     def take(self, key: str) -> list[Trajectory]:
@@ -113,7 +109,7 @@ class Conversations:
 
         Each says how many prompts were rendered anew because ids could not be kept. Raises KeyError if it is not open.
         """
-        taken = self._open.pop(key)
+        taken = self.pop(key)
         del self._places[taken.place]
         found = taken.history.trajectories()
         for trajectory in found:
@@ -122,33 +118,12 @@ class Conversations:
 
 
 @dataclass
-class ExactIds:
-    """Ids that the prompt has to begin with.
-
-    Attributes:
-        known: them, and the messages they stand for.
-        until_answer: those messages as the chat template renders them.
-        given: the client gave the ids, so the messages may belong to others.
-    """
-
-    known: KnownPrefix
-    until_answer: list[int]
-    given: bool
-
-    def prompt(self, tokenizer: Any, whole: list[int], eos_token_ids: Collection[int]) -> list[int]:
-        """The prompt that the chat template renders as `whole`, with these ids. Refused where they do not belong."""
-        try:
-            return replace_prefix_tokens(tokenizer, self.known.ids, self.until_answer, whole, eos_token_ids)
-        except ValueError as error:
-            raise Refused(400, str(error)) from error
-
-
-@dataclass
 class Call:
     """One request on its way through vLLM's handlers, for both sides of them.
 
     Attributes:
         opens: the key of a trajectory that is to be opened with the first answer.
+        exact: the ids that the prompt has to begin with, if any.
         open_ended: the client leaves the answer's length to the context.
         taken: the engine has begun to answer, so vLLM finds nothing wrong with the request.
         refused: why it cannot be answered, found out after vLLM took it over.
@@ -158,7 +133,7 @@ class Call:
     sampling: SamplingSettings | None
     conversation: Conversation | None = None
     opens: str = ""
-    exact: ExactIds | None = None
+    exact: KnownPrefix | None = None
     open_ended: bool = False
     taken: bool = False
     refused: Refused | None = None

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,18 +13,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from generation.engine.engine import Engine
+from generation.exact_ids import KnownPrefix
 from generation.server.bodies import (
     Answer,
     Body,
     Limits,
     as_json,
     error_response,
+    exact_prompt,
     parse_body,
     prefix_request,
     readable_messages,
     take_prefix,
 )
-from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, ExactIds, Refused
+from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused
 from generation.server.served_engine import check_ready
 from generation.server.settings import ServerSettings, is_loopback
 
@@ -162,7 +165,7 @@ class Gate:
             raise Refused(408, f"the request was not complete after {seconds:g} s") from late
         return bytes(body)
 
-    async def _exact(self, body: Body, call: Call) -> ExactIds | None:
+    async def _exact(self, body: Body, call: Call) -> KnownPrefix | None:
         """The ids that the prompt must begin with: those that the client gives, or the conversation remembers."""
         wanted = body.get("required_prefix_token_ids")
         given = take_prefix(body, self._limits.vocabulary)
@@ -184,13 +187,13 @@ class Gate:
         status, answer = await self._ask_tokenize(prefix_request(body, known.messages))
         if status != 200:
             raise Refused(status, answer["error"]["message"])
-        return ExactIds(known, answer["tokens"], known is given)
+        return replace(known, rendered=answer["tokens"])
 
-    async def _tokenize(self, request: Request, send: Send, exact: ExactIds, body: Body) -> None:
+    async def _tokenize(self, request: Request, send: Send, exact: KnownPrefix, body: Body) -> None:
         """As vLLM's, with exact ids."""
         status, answer = await self._ask_tokenize(body)
         if status == 200:
-            ids = exact.prompt(self._tokenizer, answer["tokens"], self._settings.eos_token_ids)
+            ids = exact_prompt(exact, self._tokenizer, answer["tokens"], self._settings.eos_token_ids)
             answer |= {"tokens": ids, "count": len(ids)}
             if answer.get("token_strs"):
                 answer["token_strs"] = self._tokenizer.convert_ids_to_tokens(ids)

@@ -10,7 +10,7 @@ from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
-from generation.server.bodies import Limits, fill_sampling, short
+from generation.server.bodies import Limits, exact_prompt, fill_sampling, short
 from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused
 from generation.server.vllm_app import told_error
 
@@ -101,9 +101,9 @@ class ServedEngine:
         ids, exact = list(prompt["prompt_token_ids"]), call.exact
         if exact is None:
             return ids
-        if call.conversation is not None and not exact.given:
-            return call.conversation.history.continued(exact.known, exact.until_answer, ids)
-        return exact.prompt(self._tokenizer, ids, self._ends)
+        if call.conversation is not None and exact.answer is not None:
+            return call.conversation.history.continued(exact, ids)
+        return exact_prompt(exact, self._tokenizer, ids, self._ends)
 
     def _params(self, call: Call, params: "SamplingParams", prompt_length: int) -> "SamplingParams":
         """The request's parameters, cut to the room there is, with the log-probability of each sampled token."""

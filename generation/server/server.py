@@ -16,7 +16,6 @@ from generation.trajectory import Trajectory
 
 if TYPE_CHECKING:
     import uvicorn
-    from fastapi.exceptions import RequestValidationError
     from starlette.responses import Response
 
 STOP_SECONDS = 5.0
@@ -148,13 +147,12 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
     app = await build_openai_app(engine, *names, settings.tool_parser, settings.reasoning_parser, engine.check)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in SERVED]
     app.user_middleware.clear()  # authentication is the gate's, and pages of other origins have no business here
-    app.exception_handler(RequestValidationError)(_invalid)
+
+    @app.exception_handler(RequestValidationError)  # vLLM's own lists all that pydantic has tried, over many lines
+    async def invalid(_: Any, error: RequestValidationError) -> "Response":
+        return error_response(400, sentence_of(error.errors(), error.body))
+
     return Gate(app, worker, settings, conversations, limits, tokenizer, local), app, conversations
-
-
-async def _invalid(_: Any, error: "RequestValidationError") -> "Response":
-    """vLLM's own handler lists all that pydantic has tried, over many lines."""
-    return error_response(400, sentence_of(error.errors(), error.body))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -59,36 +59,28 @@ def bind_rewards(functions: Iterable[tuple[str, dict[str, Any]]]) -> list[BoundR
 
 
 def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
-    function = _find(name)
+    function: Any = BUILTINS.get(name)
+    if ":" in name:
+        try:
+            function = load(name)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    elif function is None:
+        close = difflib.get_close_matches(name, BUILTINS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"the built-in ones are {', '.join(BUILTINS)}."
+        raise UserError(f"reward {name!r} is not known: {hint} Your own is written pkg.mod:Name or path/file.py:Name")
     if inspect.isclass(function):
-        function, kwargs = _construct(name, function, kwargs), {}
+        try:
+            function, kwargs = function(**kwargs), {}
+        except Interrupted:
+            raise
+        except BaseException as error:  # whatever the user's constructor raises
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"reward {name!r} cannot be set up with kwargs {shown(kwargs)}: {reason}") from error
     if not callable(function):
         raise UserError(f"reward {name!r} is {type(function).__name__}, not a function")
     extract = EXTRACTORS.get(name, getattr(function, "extract", str.strip))
     return BoundReward(label, function, _keywords(name, function, kwargs), kwargs, extract)
-
-
-def _find(name: str) -> Any:
-    if ":" in name:
-        try:
-            return load(name)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-    if name not in BUILTINS:
-        close = difflib.get_close_matches(name, BUILTINS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"the built-in ones are {', '.join(BUILTINS)}."
-        raise UserError(f"reward {name!r} is not known: {hint} Your own is written pkg.mod:Name or path/file.py:Name")
-    return BUILTINS[name]
-
-
-def _construct(name: str, cls: type, kwargs: dict[str, Any]) -> Any:
-    try:
-        return cls(**kwargs)
-    except Interrupted:
-        raise
-    except BaseException as error:  # whatever the user's constructor raises
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"reward {name!r} cannot be set up with kwargs {shown(kwargs)}: {reason}") from error
 
 
 def _keywords(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> frozenset[str]:

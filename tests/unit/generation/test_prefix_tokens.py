@@ -109,7 +109,7 @@ def test_without_an_end_there_is_no_splice(tokenizer: PreTrainedTokenizerFast) -
             spliced(tokenizer, QUESTIONS_END, ids, talk("a", "b", message))
     history = ChatHistory(tokenizer)
     until, whole = (rendered(tokenizer, QUESTIONS_END, talk(*said), len(said) == 3) for said in ("ab", "abc"))
-    assert history.continued(KnownPrefix(ids, 2), until, whole) == whole
+    assert history.continued(KnownPrefix(ids, 2, rendered=until), whole) == whole
     assert history.retemplated == 1
 
 
