@@ -289,7 +289,7 @@ def client_episode(client: Client, timeout_s: float = 30.0) -> list[Trajectory]:
     thread = EngineThread()
     function = ClientRollout(lambda *a: client(*a) if a[3]["bad"] else good(), capturing, timeout_s)
     alive = engine()
-    alive.engine = type("Alive", (), {"errored": False})  # type: ignore[attr-defined]
+    alive.llm = type("Alive", (), {"errored": False})  # type: ignore[attr-defined]
     waiting = [0, 1]
 
     async def score(trajectory: Trajectory) -> None: ...
