@@ -1,6 +1,7 @@
 """Advantages: how much better an answer was than what the policy usually says to the same prompt; their records.
 
-Groups of unequal size are given one at a time, as [1, G]. A turn is a run of trainable tokens: between two turns are
+Rewards are [P, G] of any floating dtype, masks [B, T], and results float32, 0 where masked. Groups of unequal size are
+given one at a time, as [1, G]. A turn is a run of trainable tokens: between two turns are
 masked ones, what a tool said or at least the template's. Rewards are summed from each turn or token on.
 """
 
@@ -25,12 +26,7 @@ def group_relative(rewards: Tensor, normalize_std: bool = True, epsilon: float =
     population's (divisor G), so that a group of one is defined; a group whose rewards are all equal says nothing and
     gets exactly 0, whatever the rounding of its mean.
 
-    Args:
-        rewards: [P, G], any floating dtype.
-        normalize_std: divide by (standard deviation + epsilon).
-
-    Returns:
-        [P, G] float32.
+    [P, G]; divided by (standard deviation + epsilon).
     """
     rewards = rewards.float()
     centred = rewards - rewards.mean(dim=1, keepdim=True)
@@ -50,12 +46,6 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     RLOO, Kool et al. 2019 ("Buy 4 REINFORCE samples, get a baseline for free!"); Ahmadian et al. 2024
     (arXiv:2402.14740). It is G / (G - 1) times the reward less the group's mean. Exactly 0 where all
     rewards are equal, which includes a group of one: nobody to compare with.
-
-    Args:
-        rewards: [P, G].
-
-    Returns:
-        [P, G] float32.
     """
     size = rewards.shape[1]
     return group_relative(rewards, normalize_std=False) * (size / max(size - 1, 1))
@@ -68,11 +58,7 @@ def max_rl(rewards: Tensor) -> Tensor:
     over the successes alone, so a prompt counts the more the rarer its successes are. A group without any, or with
     nothing else, gets exactly 0.
 
-    Args:
-        rewards: [P, G], none negative.
-
-    Returns:
-        [P, G] float32, at least -1.
+    No reward may be negative. [P, G], at least -1.
     """
     if rewards.numel() and rewards.min() < 0:
         raise ValueError(f"max_rl divides by the mean reward and needs rewards of at least 0, not {rewards.min():g}")
@@ -86,13 +72,7 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, epsilon: float = EPSILO
 
     GDPO, Liu et al. 2026 (arXiv:2601.05242); the normalisation over the whole step which follows there is `whiten`.
 
-    Args:
-        rewards: [R, P, G] of R reward functions.
-        weights: [R].
-        epsilon: added to each standard deviation.
-
-    Returns:
-        [P, G] float32.
+    Rewards [R, P, G] of R functions and their weights [R] give [P, G]; epsilon is added to each standard deviation.
     """
     return torch.stack([w * group_relative(r, True, epsilon) for r, w in zip(rewards, weights, strict=True)]).sum(dim=0)
 
@@ -100,12 +80,8 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, epsilon: float = EPSILO
 def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Count, sum and sum of squares: add them up over micro-batches and ranks, then `whiten`.
 
-    Args:
-        values: of any shape.
-        mask: of the same shape; None: all of them count.
-
-    Returns:
-        [3] float64: the difference of two sums of squares would be lost in float32.
+    Values and mask have any one shape (None: all of them count). [3] float64: in float32 the difference of two sums of
+    squares would be lost.
     """
     counted = values.detach().double().flatten() if mask is None else values.detach()[mask.bool()].double()
     count = torch.tensor(float(counted.numel()), dtype=torch.float64, device=values.device)
@@ -118,13 +94,8 @@ def whiten(values: Tensor, mask: Tensor, total: Tensor, epsilon: float = EPSILON
     The global normalisation of REINFORCE++, Hu et al. 2025 (arXiv:2501.03262): of every token's reward-to-go, or, in
     its baseline variant, of `group_relative(..., normalize_std=False)`; also PPO's of its advantages.
 
-    Args:
-        values: of any shape.
-        mask: of the same shape.
-        total: [3] float64, the sum of `moments` over everything the step trains on, all ranks.
-
-    Returns:
-        the values' shape, float32; 0 where masked, and everywhere if all values of the step are equal.
+    Values and mask have any one shape; `total` [3] float64 is the sum of `moments` over everything the step trains on,
+    all ranks. 0 everywhere if all values of the step are equal.
     """
     count, mean, square = total[0], total[1] / total[0].clamp(min=1), total[2] / total[0].clamp(min=1)
     variance = square - mean.square()
@@ -142,12 +113,7 @@ def informative(rewards: Tensor) -> Tensor:
 def at_turn_ends(rewards: Tensor, mask: Tensor) -> Tensor:
     """Each turn's reward on the turn's last token.
 
-    Args:
-        rewards: [B, K], in the order of turns; columns beyond a sequence's own turns are not looked at.
-        mask: [B, T].
-
-    Returns:
-        [B, T] float32, 0 elsewhere.
+    Rewards [B, K] in the order of turns, [B, T]; columns beyond a sequence's own turns are not looked at.
     """
     spread = spread_over_turns(rewards, mask)
     following = torch.nn.functional.pad(mask[:, 1:], (0, 1))
@@ -157,12 +123,7 @@ def at_turn_ends(rewards: Tensor, mask: Tensor) -> Tensor:
 def at_sequence_end(rewards: Tensor, mask: Tensor) -> Tensor:
     """An outcome's reward on the last trainable token; nowhere, where there is none.
 
-    Args:
-        rewards: [B].
-        mask: [B, T].
-
-    Returns:
-        [B, T] float32, 0 elsewhere.
+    Rewards [B], [B, T].
     """
     remaining = mask.flip(1).cumsum(dim=1).flip(1)  # trainable tokens from here on
     return torch.where(mask.bool() & (remaining == 1), rewards.float().unsqueeze(1), 0.0)
@@ -171,12 +132,7 @@ def at_sequence_end(rewards: Tensor, mask: Tensor) -> Tensor:
 def spread_over_turns(values: Tensor, mask: Tensor) -> Tensor:
     """Each turn's value on every token of the turn.
 
-    Args:
-        values: [B, K], in the order of turns, K at least the number of turns of any sequence.
-        mask: [B, T].
-
-    Returns:
-        [B, T] float32, 0 on masked tokens.
+    Values [B, K] in the order of turns, K at least the number of turns of any sequence, [B, T].
     """
     trained = mask.bool()
     before = torch.nn.functional.pad(trained[:, :-1], (1, 0))
@@ -194,13 +150,7 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     equation 3.8. REINFORCE++'s token-level return (arXiv:2501.03262) is this with gamma 1 on the outcome's reward
     (`at_sequence_end`) plus the KL `penalty`.
 
-    Args:
-        rewards: [B, T].
-        mask: [B, T].
-        gamma: the discount, in 0..1.
-
-    Returns:
-        [B, T] float32, 0 on masked positions.
+    Rewards [B, T], gamma in 0..1; [B, T].
     """
     trained = mask.bool()
     total = _accumulate(torch.where(trained, rewards.float(), 0.0), torch.where(trained, gamma, 1.0))
@@ -213,13 +163,8 @@ def turn_relative(returns: Tensor, taken: Tensor, normalize_std: bool = True, ep
     MT-GRPO, Zeng et al. 2025 (arXiv:2505.11821), for any number of turns. Mean and (population's) standard deviation
     are over the samples that got to this turn; where they are all alike, a single one included, it is exactly 0.
 
-    Args:
-        returns: [P, G, K], see `returns_to_go`.
-        taken: [P, G, K], 1 where the sample has this turn.
-        normalize_std: divide by (standard deviation + epsilon).
-
-    Returns:
-        [P, G, K] float32, 0 for turns that were not taken; `spread_over_turns` puts it on tokens.
+    Returns [P, G, K], see `returns_to_go`; `taken` [P, G, K] is 1 where the sample has this turn. [P, G, K], which
+    `spread_over_turns` puts on tokens.
     """
     there, values = taken.bool(), returns.float()
     count = there.sum(dim=1, keepdim=True).clamp(min=1)
@@ -238,15 +183,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda:
     A_t = d_t + gamma * gae_lambda * A_next with d_t = r_t + gamma * V_next - V_t: Schulman et al. 2015
     (arXiv:1506.02438), equations 11, 12 and 16. After the last trainable token A and V are 0, a truncated answer's too.
 
-    Args:
-        rewards: [B, T], on trainable tokens.
-        values: [B, T]: at t the value of the state in which token t was sampled; without gradient.
-        mask: [B, T].
-        gamma, gae_lambda: in 0..1.
-
-    Returns:
-        advantages and returns (advantages + values, what the value model is to learn), [B, T] float32, 0 on masked
-        tokens. Advantages are not whitened.
+    Rewards [B, T] on trainable tokens; values [B, T], at t that of the state in which token t was sampled, treated as
+    constant. Gives advantages, not whitened, and returns (advantages + values: what the critic is to learn), [B, T].
     """
     trained = mask.bool()
     values = torch.where(trained, values.detach().float(), 0.0)
@@ -264,13 +202,7 @@ def likeness(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Te
     On-policy distillation: Agarwal et al. 2023 (arXiv:2306.13649); as an advantage, not discounted: Lu et al. 2025,
     "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation).
 
-    Args:
-        old_logprobs: [B, T] under the policy that sampled the tokens.
-        teacher_logprobs: [B, T].
-        mask: [B, T].
-
-    Returns:
-        [B, T], nats, 0 on masked tokens.
+    [B, T], nats.
     """
     return torch.where(mask.bool(), -k1(old_logprobs, teacher_logprobs), 0.0)
 

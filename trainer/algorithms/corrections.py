@@ -20,13 +20,8 @@ def rollout_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, 
     trainer: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; of whole
     sequences: Liu et al. 2025, "When speed kills stability" (unbiased but for the cap, and noisy).
 
-    Args:
-        old_logprobs: [B, T], the trainer's own, before the step's first update.
-        engine_logprobs: [B, T], the engine's under its sampling distribution.
-        mask: [B, T].
-
-    Returns:
-        [B, T] without gradient, 1 on masked tokens.
+    Log-probabilities [B, T]: the trainer's before the step's first update, and the engine's under its sampling
+    distribution. [B, T] without gradient, 1 on masked tokens.
     """
     return torch.exp(log_ratio(old_logprobs.detach(), engine_logprobs, mask, level))
 
@@ -37,11 +32,7 @@ def within(ratios: Tensor, low: float, high: float) -> Tensor:
     On tokens, with the ratio itself as weight: IcePop, Ling Team 2025 (arXiv:2510.18855), 0.5 to 5 for example.
     On geometric means: a sequence is kept or left out as a whole, and the band has to be narrow, such as 0.99 to 1.01.
 
-    Args:
-        ratios: [B, T], see `rollout_ratios`.
-
-    Returns:
-        [B, T] bool.
+    Ratios [B, T], see `rollout_ratios`; [B, T] bool.
     """
     return (ratios >= low) & (ratios <= high)
 
@@ -53,15 +44,8 @@ def not_stale(logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, mas
     sequence's trainable tokens of log(engine / policy) exceeds the threshold. Staleness of both kinds counts, that of
     earlier updates in the step and that of the engine's kernels.
 
-    Args:
-        logprobs: [B, T] under the policy as it is now.
-        engine_logprobs: [B, T], the engine's under its sampling distribution.
-        advantages: [B] or [B, T].
-        mask: [B, T].
-        threshold: nats a token, > 0.
-
-    Returns:
-        [B, T] bool: what to keep; True on masked tokens.
+    Log-probabilities [B, T] under the policy as it is now, and the engine's; advantages [B] or [B, T]; the threshold is
+    above 0, nats a token. [B, T] bool: what to keep, True on masked tokens.
     """
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
     divergence = -log_ratio(logprobs.detach(), engine_logprobs, mask, "geometric")

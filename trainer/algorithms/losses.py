@@ -125,11 +125,7 @@ def entropy_bonus(entropy: Tensor, coefficient: float) -> Tensor:
 
     Williams and Peng 1991 (doi:10.1080/09540099108946587); Mnih et al. 2016 (arXiv:1602.01783), section 4.
 
-    Args:
-        entropy: [B, T], nats; carries the gradient.
-
-    Returns:
-        [B, T].
+    Entropies [B, T] in nats, which carry the gradient.
     """
     return -coefficient * entropy
 
@@ -140,13 +136,8 @@ def entropy_threshold(count: int, nth_smallest: Callable[[int], float], share: f
     The tokens are the trainable ones of the whole optimizer step and all ranks: with those of a micro-batch the choice
     would depend on what else is in it.
 
-    Args:
-        count: of tokens.
-        nth_smallest: of their entropies, in nats, by position from 0.
-        share: of tokens to keep, in 0..1; 0.2 in the paper (see `high_entropy_mask`).
-
-    Returns:
-        nats; infinity without tokens, so that none is chosen.
+    `nth_smallest` finds one of `count` entropies by its position from 0; the paper's share is 0.2. In nats; infinity
+    without tokens, so that none is chosen.
     """
     if count == 0:
         return math.inf
@@ -161,13 +152,7 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, threshold: float) -> Tensor
     Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939). There the policy loss is multiplied by
     this mask, and what it is divided by still counts all tokens.
 
-    Args:
-        entropy: [B, T], nats.
-        mask: [B, T].
-        threshold: from `entropy_threshold`.
-
-    Returns:
-        [B, T] bool, False wherever `mask` is 0.
+    Entropies [B, T] in nats, `entropy_threshold`'s result; [B, T] bool, False wherever the mask is 0.
     """
     return (entropy.detach().double() >= threshold) & mask.bool()
 

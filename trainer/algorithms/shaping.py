@@ -15,13 +15,8 @@ def soft_overlong_penalty(lengths: Tensor, longest: int, margin: int) -> Tensor:
 
     DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 13; there, 4096 of 20480 tokens are the margin.
 
-    Args:
-        lengths: [N], tokens the policy sampled.
-        longest: tokens, usually sampling.max_tokens.
-        margin: tokens, 0..longest; 0: a step.
-
-    Returns:
-        [N] float32, to be added to the reward.
+    Lengths [N] of the sampled tokens, `longest` (usually sampling.max_tokens) and `margin` (0..longest; 0: a step), all
+    in tokens; [N] float32, to be added to the reward.
     """
     excess = lengths.float() - (longest - margin)
     if margin == 0:
@@ -35,13 +30,7 @@ def length_normalized(rewards: Tensor, lengths: Tensor, strength: float) -> Tens
     Multiplicative, so that a wrong answer of reward 0 gains nothing by being short: GR3, Li et al. 2026
     (arXiv:2603.10535). A negative reward would be worth less the longer it is, which is the wrong way round.
 
-    Args:
-        rewards: [P, G], none negative.
-        lengths: [P, G], tokens the policy sampled.
-        strength: alpha, >= 0; 0 changes nothing.
-
-    Returns:
-        [P, G] float32.
+    Rewards [P, G], none negative; lengths [P, G] in tokens; strength >= 0 (alpha; 0 changes nothing). [P, G] float32.
     """
     if rewards.numel() and rewards.min() < 0:
         raise ValueError(f"rewards to be normalised by length must be at least 0, not {rewards.min():g}")
