@@ -164,7 +164,7 @@ def describe_keys(width: int) -> str:
 
 
 def value_meanings(field: FieldInfo) -> dict[str, str]:
-    """What each of a key's values means, where it has only some."""
+    """The meaning of each value of a key that takes a fixed set of them."""
     own: Any = field.json_schema_extra or {}
     tables = [choice.table for choice in _choices(_annotation(field))]
     return own.get("values", {}) | {name: entry.meaning for table in tables for name, entry in table.items()}

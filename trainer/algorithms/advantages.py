@@ -45,7 +45,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
     RLOO, Kool et al. 2019 ("Buy 4 REINFORCE samples, get a baseline for free!"); Ahmadian et al. 2024
     (arXiv:2402.14740). It is G / (G - 1) times the reward less the group's mean. Exactly 0 where all
-    rewards are equal, which includes a group of one: nobody to compare with.
+    rewards are equal, which includes a group of one.
     """
     size = rewards.shape[1]
     return group_relative(rewards, normalize_std=False) * (size / max(size - 1, 1))

@@ -18,7 +18,7 @@ def rollout_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, 
     `.clamp(max=cap)` makes truncated importance weights of it, which correct the gradient for samples drawn by another
     distribution: Espeholt et al. 2018 (IMPALA, arXiv:1802.01561, the rho of equation 1). Of tokens, between engine and
     trainer: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; of whole
-    sequences: Liu et al. 2025, "When speed kills stability" (unbiased but for the cap, and noisy).
+    sequences: Liu et al. 2025, "When speed kills stability" (unbiased except for the cap, and noisy).
 
     Log-probabilities [B, T]: the trainer's before the step's first update, and the engine's under its sampling
     distribution. [B, T] without gradient, 1 on masked tokens.
@@ -27,7 +27,7 @@ def rollout_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, 
 
 
 def within(ratios: Tensor, low: float, high: float) -> Tensor:
-    """Which ratios lie in [low, high]: what to keep.
+    """Whether ratios lie in [low, high], and so are kept.
 
     On tokens, with the ratio itself as weight: IcePop, Ling Team 2025 (arXiv:2510.18855), 0.5 to 5 for example.
     On geometric means: a sequence is kept or left out as a whole, and the band has to be narrow, such as 0.99 to 1.01.
@@ -53,7 +53,7 @@ def not_stale(logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, mas
 
 
 def correction_sums(weights: Tensor, cap: float, kept: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """What a correction did to a part of the step, to be added up over micro-batches and ranks.
+    """The effect of a correction on a part of the step, to be added up over micro-batches and ranks.
 
     Args:
         weights: [B, T], ratios before they are capped.

@@ -187,7 +187,7 @@ LEVELS = {
     "geometric": Level("the geometric mean over an answer's tokens (GSPO)", whole=True, mean=True),
     "sequence": Level("the product over an answer's tokens: the ratio of the answer's probabilities", whole=True),
 }
-"""What a ratio can be of."""
+"""The levels of a ratio: of a token, or of a whole answer."""
 
 LOSSES = {
     "clip": Loss(clipped_surrogate, "clipped ratios (PPO, GRPO, DAPO)", band=True),

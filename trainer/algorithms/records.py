@@ -205,7 +205,7 @@ class Estimator(Record):
 
 @dataclass(frozen=True)
 class Level:
-    """What a ratio is of: a token, or a whole answer, in which case all its tokens have the same.
+    """The level of a ratio: that of a token, or of a whole answer, in which case all its tokens have the same.
 
     Attributes:
         meaning: of its name, in one line, for --help.

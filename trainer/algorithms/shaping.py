@@ -1,4 +1,4 @@
-"""What length does to rewards, and to which answers are learned from at all.
+"""How length changes rewards.
 
 Dynamic sampling: which groups to train on, and whether to sample more prompts first.
 """
@@ -40,7 +40,7 @@ def length_normalized(rewards: Tensor, lengths: Tensor, strength: float) -> Tens
 
 @dataclass(frozen=True)
 class SamplingDecision:
-    """What to do after a round of sampling.
+    """The decision after a round of sampling.
 
     Attributes:
         keep: positions of the groups to train on, ascending; at most as many as wanted.
@@ -63,9 +63,9 @@ def dynamic_sampling(
 ) -> SamplingDecision:
     """Sample until enough groups have rewards that differ, but not for ever.
 
-    DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 11 and section 3.2. What is over is dropped, the latest first, so
-    that the choice follows the order of prompts and not that in which answers came in, which would favour short ones.
-    At the bound the run goes on with what there is.
+    DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 11 and section 3.2. Surplus groups are dropped, the latest first:
+    the choice follows the order of prompts and not that in which answers came in, which would favour short ones.
+    At the bound the step trains on the groups there are.
 
     Args:
         informative: of all groups sampled so far in this step, in the order of prompts; see `advantages.informative`.

@@ -96,7 +96,7 @@ PRESETS = {
         advantage="distill", loss="reinforce", aggregation="token_mean",
     ),
 }  # fmt: skip
-"""What `algorithm.preset` can be."""
+"""The values of `algorithm.preset`."""
 
 LOSS_KEYS = {name for loss in LOSSES.values() for name in loss.defaults}
 """The keys that only some losses have: null everywhere else."""
@@ -111,7 +111,7 @@ class AlgorithmConfig(Section):
     """How rewards become a loss. A preset sets keys as its paper does; a key set beside it takes precedence."""
 
     preset: Annotated[str, OneOf(PRESETS)] | None = key(None, "start from a paper's choices; null: from those below")
-    group_size: Held = key(8, "answers for each prompt; 1 only where nobody compares them")
+    group_size: Held = key(8, "answers for each prompt; 1 only where they are not compared")
     num_iterations: Held = key(1, "passes over each step's batch")
 
     advantage: Annotated[str, OneOf(ADVANTAGES, own=True)] = key(
@@ -189,7 +189,7 @@ class AlgorithmConfig(Section):
         if not isinstance(given, dict) or not all(
             isinstance(given.get(name, ""), str | None) for name in ("preset", "loss")
         ):
-            return given  # what is wrong with it is told later
+            return given  # types are checked afterwards
         preset = PRESETS[given["preset"]].keys if given.get("preset") in PRESETS else {}
         loss = given.get("loss", preset.get("loss", "clip"))
         if loss != preset.get("loss", "clip"):
@@ -198,12 +198,12 @@ class AlgorithmConfig(Section):
 
     @property
     def advantage_record(self) -> Advantage:
-        """What the advantage needs. Raises UserError where it is the user's and cannot be loaded."""
+        """The advantage's record. Raises UserError if it is the user's and cannot be loaded."""
         return _record("advantage", self.advantage, ADVANTAGES, Advantage)
 
     @property
     def loss_record(self) -> Loss:
-        """What the loss needs. Raises UserError where it is the user's and cannot be loaded."""
+        """The loss's record. Raises UserError if it is the user's and cannot be loaded."""
         return _record("loss", self.loss, LOSSES, Loss)
 
     @property

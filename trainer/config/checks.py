@@ -1,4 +1,4 @@
-"""What must hold between keys, and between keys and the machine: checked before torch loads anything.
+"""Conditions between keys, and between keys and the machine, checked before torch loads anything.
 
 Each check yields sentences; `check_config` gathers them, so that a recipe is mended in one go. No torch is imported.
 """
@@ -29,7 +29,7 @@ IDENTITY_KEYS = (
     "batch.prompts_per_step", "batch.updates_per_step", "lora.alpha", "lora.rank", "lora.target_modules",
     "lora.use_rslora", "reward.functions", "run.seed",
 )  # fmt: skip
-"""What a resumed run is compared by (`trainer.run.keeper`): digests, whole sections of the recipe, and single keys."""
+"""A resumed run is compared by these (`trainer.run.keeper`): digests, whole sections of the recipe, and single keys."""
 
 _MOST_ANSWERS = 2**20  # of a step, which are all in memory
 _OWN_TEMPLATE_KEYS = {
@@ -130,8 +130,8 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
     if policy.backend == "deepspeed" and policy.zero_stage == 1 and policy.dtype == "bfloat16":
         # BF16_Optimizer's `fp32_groups_gradients_flat` (deepspeed/runtime/bf16_optimizer.py).
         yield (
-            "policy.zero_stage: 1 in bfloat16 keeps float32 gradients of the whole model on every rank for good: set "
-            "it to 2, which computes the same with less memory, or policy.dtype to float32"
+            "policy.zero_stage: 1 in bfloat16 keeps float32 gradients of the whole model on every rank at all times: "
+            "set it to 2, which computes the same with less memory, or policy.dtype to float32"
         )
     if policy.backend != "deepspeed" and policy.offload_optimizer:
         yield "policy.offload_optimizer works with policy.backend: deepspeed only"
@@ -268,7 +268,7 @@ def _check_extra(config: TrainConfig) -> Iterator[str]:
 
 
 def _check_memory(config: TrainConfig) -> Iterator[str]:
-    """What could not be held in any case; what fits beside all else, `hotbunk plan` estimates."""
+    """Sizes that exceed the machine by themselves; `hotbunk plan` estimates whether all fit together."""
     engine, asked = config.engine, config.engine.kv_cache_gib
     answers = config.batch.prompts_per_step * config.algorithm.group_size * config.algorithm.oversampling
     if answers > _MOST_ANSWERS:
@@ -286,7 +286,7 @@ def _check_memory(config: TrainConfig) -> Iterator[str]:
 def _check_resume(config: TrainConfig) -> Iterator[str]:
     resume = config.checkpoint.resume
     if resume not in ("auto", "none") and not os.path.isfile(Path(resume) / COMPLETE_MARKER):
-        yield f"checkpoint.resume: {resume} is no complete checkpoint (a step_N folder that holds {COMPLETE_MARKER})"
+        yield f"checkpoint.resume: {resume} is not a complete checkpoint (a step_N folder that holds {COMPLETE_MARKER})"
     sections = {key.partition(".")[0] for key in IDENTITY_KEYS}
     compared = [*IDENTITY_DIGESTS, *IDENTITY_SECTIONS, *IDENTITY_KEYS, *sorted(sections)]
     for name in config.checkpoint.resume_anyway:
@@ -359,7 +359,7 @@ def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
 
 
 def _check_packing(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
-    """What config.json tells; the model's class is asked as well when it is built (`require_packing`)."""
+    """As far as config.json says; the model's class is asked as well when it is built (`require_packing`)."""
     others = sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS))
     if others and config.batch.packing:
         yield (

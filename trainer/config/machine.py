@@ -15,7 +15,7 @@ from trainer.config.schema import TrainConfig
 from trainer.errors import UserError, shown
 
 _RANK_VARIABLES = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
-"""What torchrun tells a rank, and the least that each can be."""
+"""The variables that torchrun sets for a rank, and the least value of each."""
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 3900  # bytes; Linux takes paths of 4095, and the run's files have names, too
 
@@ -40,7 +40,7 @@ def check_torch_libraries(versions: Callable[[str], str] = version) -> None:
 
 
 def rank_count(environ: Mapping[str, str]) -> int:
-    """How many ranks there are, by WORLD_SIZE. Raises UserError where torchrun's variables make no sense."""
+    """The number of ranks, by WORLD_SIZE. Raises UserError where torchrun's variables make no sense."""
     if problems := [*_rank_problems(environ)]:
         raise UserError(*problems)
     return int(environ.get("WORLD_SIZE", "1"))

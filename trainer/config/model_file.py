@@ -93,5 +93,5 @@ def _config_from_hub(name: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split()[:12])
         raise UserError(
-            f"model.path: {name} is neither a folder nor to be had from the Hugging Face hub ({reason})"
+            f"model.path: {name} is not a folder, and cannot be fetched from the Hugging Face hub ({reason})"
         ) from error

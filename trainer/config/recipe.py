@@ -107,7 +107,7 @@ def _odd_values(value: Any, *path: str) -> Iterator[str]:
 
 
 def _key(error: ErrorDetails, values: Any) -> str:
-    """The dotted path of the value that an error is about; pydantic's own goes on with the members of a union."""
+    """The dotted path of the value that an error is about; Pydantic's own also names the members of a union."""
     path = []
     for part in error["loc"]:
         there = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
@@ -119,7 +119,7 @@ def _key(error: ErrorDetails, values: Any) -> str:
 
 
 def _sentence(key: str, errors: list[ErrorDetails]) -> str:
-    """What is wrong with the value of one key, for which each member of a union may have its own error."""
+    """The sentence about one key, for which each member of a union may have its own error."""
     error = errors[0]
     if error["type"] == "extra_forbidden" and key in RENAMED:
         return refusal(key, error["input"])

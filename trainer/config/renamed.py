@@ -12,18 +12,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Renamed:
-    """What became of a key.
+    """A key's name today.
 
     Attributes:
         key: its name today, in the same section.
-        values: what is written today for an old value, where that differs.
+        values: old values that are written differently today.
     """
 
     key: str
     values: Mapping[Any, Any] = field(default_factory=dict)
 
     def value(self, old: Any) -> Any:
-        """What is written today for the value of the old key."""
+        """The value to write today for one of the old key."""
         return next((new for was, new in self.values.items() if was == old and type(was) is type(old)), old)
 
 

@@ -1,4 +1,4 @@
-"""What a run is told: every section, every key, its type, default and meaning.
+"""A recipe: every section, every key, its type, default and meaning.
 
 A recipe is a YAML file with these sections. Keys are overridden on the command line by `--section.key value`, values
 being YAML; `includes` names files to start from, and `${NAME:default}` reads the environment (`yaml_files`).
@@ -258,7 +258,7 @@ class LoraConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model of PPO; nothing else loads it. Keys that are not here it takes from `policy`."""
+    """The value model of PPO; nothing else loads it. Its other keys are those of `policy`."""
 
     shared: bool = key(
         False, "a value head on the policy's own trunk, learned with its loss, in place of a model of its own"
@@ -292,7 +292,7 @@ class RewardFunction(Section):
 
 
 class RewardConfig(Section):
-    """What makes an answer good. Functions run in processes of their own."""
+    """How answers are scored. Functions run in processes of their own."""
 
     functions: list[RewardFunction] = key([], "entries of name, weight and kwargs; their weighted sum counts")
     timeout_s: CallSeconds = key(10, "longest a function may take for one answer before its process is killed")
@@ -330,15 +330,15 @@ class RolloutConfig(Section):
 
     @property
     def code(self) -> list[str]:
-        """Which of the keys that name one's own rollout are set; such code may give rewards itself."""
+        """The keys that are set of those that name one's own rollout; such code may give rewards itself."""
         return [key for key in ("environment", "custom", "sampler", "client") if getattr(self, key) is not None]
 
 
 class CheckpointConfig(Section):
-    """What is saved, and what a run continues from."""
+    """Saving a run, and continuing one."""
 
     every: Natural = key(0, "save after every this many steps, and at the end; 0: at the end only")
-    background: bool = key(True, "write from a copy in host memory while training goes on; false: training waits")
+    background: bool = key(True, "write from a copy in host memory while training continues; false: training waits")
     keep: Count = key(2, "newest complete checkpoints to keep")
     keep_best: Natural = key(0, "checkpoints with the best best_metric to keep besides")
     best_metric: Text = key("eval/accuracy", "figure of metrics.jsonl, the larger the better; -NAME: the smaller")
@@ -398,7 +398,7 @@ class TrainConfig(Section):
 
     @property
     def held_out(self) -> dict[str, HeldOutConfig]:
-        """What there is to evaluate on, by name; what data.eval_path or eval_split stands for has none."""
+        """The datasets to evaluate on, by name; that of data.eval_path or eval_split has the name \"\"."""
         data = self.data
         if data.eval_path is None and data.eval_split is None:
             return self.eval.datasets

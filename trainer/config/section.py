@@ -1,4 +1,4 @@
-"""What the sections of a recipe are made of: the base class, and the kinds of numbers and texts that keys hold.
+"""Parts of a recipe's sections: their base class, and the kinds of numbers and texts that keys hold.
 
 Every number has both its bounds, wide enough for any run that could work: a deadline of 1e300 s overflows somewhere,
 and what is smaller than 1e-20 is as good as 0 to float32.
@@ -22,7 +22,7 @@ def key(default: Any, meaning: str, /, **values: str) -> Any:
 
 
 class Entry(Protocol):
-    """What a table says of a name."""
+    """A table's entry for a name."""
 
     @property
     def meaning(self) -> str: ...
@@ -83,6 +83,6 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class Section(BaseModel):
-    """What all sections share: no unknown keys, no NaN, no change after loading."""
+    """The base of all sections: no unknown keys, no NaN, no change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)

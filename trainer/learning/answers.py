@@ -1,4 +1,4 @@
-"""What every rank knows of a step's trajectories: rewards, lengths and groups.
+"""A step's trajectories as every rank knows them: rewards, lengths and groups.
 
 Ids, masks and log-probabilities stay on the rank whose engine sampled them until some rank trains on them, and go to
 that rank alone. Beside its share a rank receives `ROW.itemsize` bytes for each trajectory of the step, rewards of turns

@@ -121,7 +121,7 @@ def _turn_advantages(group: Group, config: TrainConfig, advantage: Advantage) ->
 
 
 def _kl_penalty(batch: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """What each token's reward loses to KL, [B, T-1]; zeros where KL is not in the reward."""
+    """KL's share of each token's reward, [B, T-1]; zeros where KL is not in the reward."""
     if not algorithm.kl_in_reward:
         return torch.zeros_like(batch.loss_mask)
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
@@ -131,7 +131,7 @@ def _kl_penalty(batch: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def _kl_penalties(minibatch: MiniBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """What each episode's reward loses to KL, [E] over all ranks. Collective where KL is in the reward."""
+    """KL's share of each episode's reward, [E] over all ranks. Collective where KL is in the reward."""
     sizes = [len(episode) for group in minibatch.groups for episode in group]
     if not algorithm.kl_in_reward:
         return torch.zeros(len(sizes))

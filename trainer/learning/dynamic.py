@@ -12,7 +12,7 @@ from trainer.learning.metrics import Metrics
 
 
 class StepSampling:
-    """What a step has sampled so far, and how many prompts are still missing. The same on all ranks.
+    """A step's prompts and answers so far, and the number of prompts still missing. The same on all ranks.
 
     Attributes:
         prompts: of all rounds, in order.
@@ -55,7 +55,7 @@ class StepSampling:
         return answers, [group for group in self._groups if group[0][0].prompt_index in keep]
 
     def metrics(self) -> Metrics:
-        """How many rounds it took, how many groups are short of what was wanted, and how many were not used."""
+        """The number of rounds, of groups that are missing, and of groups that were not used."""
         if not self._selects:
             return {}
         return {

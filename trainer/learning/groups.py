@@ -98,13 +98,13 @@ def reward_components(group: Group, weights: dict[str, float], failed: float) ->
 
 
 def _scored(answer: Answer, weights: dict[str, float], failed: float) -> float:
-    """What the reward functions added to the reward: if one failed, `failed` in place of their sum."""
+    """The reward functions' part of the reward: if one failed, `failed` in place of their sum."""
     parts = answer.reward_parts
     return sum(w * parts[label] for label, w in weights.items()) if weights.keys() <= parts.keys() else failed
 
 
 def turn_rewards(group: Group, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """What each turn was given: its own reward, and the last one whatever else the episode was given.
+    """The rewards of turns: each its own, and the last one the rest of the episode's.
 
     Args:
         totals: [G], the episodes' rewards, those of turns included.

@@ -26,7 +26,7 @@ class Learner:
         reward_weights: dict[str, float] | None = None,
         critic: Critic | None = None,
     ) -> None:
-        """What is learned from, and who learns.
+        """A learner of one policy.
 
         Args:
             reference: what KL is measured to, or the teacher.
@@ -43,7 +43,7 @@ class Learner:
 
         A step in which no token was better or worse than expected, and nothing else pulls, has a gradient of zero: the
         policy leaves it out, since Adam's momentum would move the weights all the same. A critic learns from it. Groups
-        of which every token is filtered are no part of any update, and where all are, nobody learns.
+        of which every token is filtered are not part of any update, and where all are, no model learns.
 
         There are as many updates as asked for, or one for each group where fewer are left; `updates` counts the
         policy's.
@@ -78,7 +78,7 @@ class Learner:
         return algorithm.kl_in_loss or algorithm.entropy_coef > 0 or self._shared_critic
 
     def _score_before(self, minibatches: list[MiniBatch]) -> None:
-        """What the models say of the tokens before the step's first update, where it is needed."""
+        """Log-probabilities and values from before the step's first update, where they are needed."""
         temperature = self._config.sampling.temperature
         for minibatch in minibatches:
             batches = minibatch.batches
@@ -124,7 +124,7 @@ class Learner:
         )
 
     def _passes(self, minibatches: list[MiniBatch], step: int) -> list[tuple[MiniBatch, float]]:
-        """What each update of a step learns from, and its place in the run (`learning_rate_factor`)."""
+        """The batch of each update of a step, and its place in the run (`learning_rate_factor`)."""
         order = minibatches * self._config.algorithm.num_iterations
         asked = updates_asked(self._config)
         return [(each, (step - 1) * asked + done * asked / len(order)) for done, each in enumerate(order)]

@@ -27,7 +27,7 @@ _PPO_BAND = (0.2, 0.28)
 
 
 def over_ranks(own: Tensor) -> tuple[int, Callable[[int], float]]:
-    """How many numbers [N] all ranks have together, and the collective function that finds one of them.
+    """The number of values [N] that all ranks have together, and the collective function that finds one of them.
 
     It takes a position from 0 and gives the number that stands there when all are sorted (NaN last), exactly: by
     histograms of their bits, the highest first, that are summed over ranks.
@@ -161,7 +161,7 @@ def value_metrics(sums: Metrics) -> Metrics:
 
 
 def summed(updates: list[UpdateStats]) -> Metrics:
-    """What loss functions returned, added up over updates."""
+    """The sums that loss functions returned, added up over updates."""
     keys = {key for update in updates for key in update.sums}
     return {key: sum(update.sums.get(key, 0.0) for update in updates) for key in sorted(keys)}
 

@@ -80,7 +80,7 @@ def only_trained(tensors: PerToken, mask: Tensor) -> PerToken:
 
 
 def correction(config: AlgorithmConfig, batch: MicroBatch, old: Tensor, logprobs: Tensor) -> tuple[Tensor, Sums]:
-    """What the surrogate is multiplied by, since engine and trainer disagree: weights, 0 for what is left out."""
+    """Weights [B, T-1] of the surrogate for engine and trainer disagreeing, 0 where a token is left out; their sums."""
     mask, engine = batch.loss_mask, batch.engine_logprobs
     if config.tis_cap is None and config.keep_band is None and config.stale_threshold is None:
         return torch.ones_like(mask), {}

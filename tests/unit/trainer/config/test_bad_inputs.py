@@ -143,7 +143,7 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "tool missing": (nothing, ["--rollout.tools", "[{0}/rewards.py:god]"], "has no 'god'; did you mean good?"),
     "no rollout": (nothing, ["--rollout.custom", "{0}/rewards.py:good"], "is not a rollout: write `async def rollout"),
     "two ways to roll out": (nothing, ["--rollout.custom=a:b", "--rollout.sampler=c:d"], "are both set"),
-    "resume from nothing": (nothing, ["--resume", "{0}/model"], "is no complete checkpoint"),
+    "resume from nothing": (nothing, ["--resume", "{0}/model"], "is not a complete checkpoint"),
 }
 
 

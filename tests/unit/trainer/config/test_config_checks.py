@@ -106,7 +106,7 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
         ({"lora": {"rank": 8, "target_modules": []}}, 1, "lora.target_modules names no layer"),
         ({"lora": {"rank": 513}}, 1, "lora.rank is 513, but vLLM takes adapters up to 512: set lora.sync to merged"),
         ({"lora": {"rank": 8}, "engine": {"load_format": "dummy"}}, 1, "engine.load_format is dummy, but engines load"),
-        ({"checkpoint": {"resume": "/absent"}}, 1, "checkpoint.resume: /absent is no complete checkpoint"),
+        ({"checkpoint": {"resume": "/absent"}}, 1, "checkpoint.resume: /absent is not a complete checkpoint"),
         (
             {"checkpoint": {"resume_anyway": ["modle"]}},
             1,
