@@ -21,16 +21,16 @@ import torch
 from generation.engine.engine import Engine, Leader, WorkerError
 from generation.engine.sampling import NotFiniteError
 from generation.engine.settings import LEAST_MODEL_LEN
-from sharding.ranks import RemoteError, agree, agreed, exchange, gone, rank
+from sharding.ranks import RemoteError, agree, agreed, dead_ranks, exchange, rank
 from sharding.send.plan import BucketPlan
 from sharding.send.push import AdapterFormat, Link, SyncReport, SyncSettings, announce, different_weights, push
 from sharding.send.source import ShardedSource
 from sharding.send.verify import DigestCheck
+from sharding.send.ways import Staged, Way
 from sharding.wire.channel import Listener, SyncError
-from sharding.wire.manifest import some
-from sharding.wire.staging import BUFFERS, Staging, make_staging
-from sharding.worker.memory import return_free_pages
-from sharding.worker.sharing import open_shared
+from sharding.wire.manifest import first_names
+from sharding.wire.memory import return_free_pages
+from sharding.wire.staging import BUFFERS, wait_for_writes
 
 PROBE_TOKENS = LEAST_MODEL_LEN - 1
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
@@ -85,22 +85,19 @@ class ShardingManager:
         tensor_parallel_size: int = 1,
         leader: Leader | None = None,
         adapter: AdapterFormat | None = None,
-        compute_in: Callable[[dict[str, torch.Tensor]], None] | None = None,
+        way: Way | None = None,
     ) -> None:
-        """`compute_in`: takes the engine's own memory of each parameter, flat, for the trainer to compute in from then
-        on, so that nothing needs to be copied; on one rank, with an engine of one worker whose `shared_weights` is set.
-        """
+        """`way`: how the bytes of weights get to the workers; through staging buffers by default."""
         self._source, self._device, self._settings = source, device, settings
         self._group_size, self._leader, self._adapter = tensor_parallel_size, leader, adapter
         self._parameters = source.parameters()
         self._plan = BucketPlan(self._parameters, settings.bucket_bytes)
         self._device_id = device_id(device, rank() % tensor_parallel_size)
         self._channel = Listener(folder, f"weights-{rank()}")
-        self._staging: Staging | None = None
+        self._way = way or Staged(device)
         self._session = 0
         self._stamps = itertools.count(1)
-        self._plain = self._records = self._in_place = False
-        self._compute_in = compute_in
+        self._plain = self._records = self._broken = False
         self._tenants: list[Tenant] = []
         self.report = SyncReport(version=-1)
         self.staging_opened = self.staging_closed = 0
@@ -111,9 +108,20 @@ class ShardingManager:
         ranks = exchange(mine)
         first = rank() // self._group_size * self._group_size
         endpoints = {r["device_id"]: [r["endpoint"], r["secret"]] for r in ranks[first : first + self._group_size]}
-        self._lead("connecting workers", lambda engine: engine.call_workers("hotbunk_connect", endpoints))
+        connect = ("hotbunk_connect", endpoints, self._way.reader)
+        self._lead("connecting workers", lambda engine: engine.call_workers(*connect))
         with agreed("connecting workers"):
             self._channel.accept(self._settings.timeout, self._device_id)
+        self._connect_way()
+
+    def _connect_way(self) -> None:
+        self._way.connect(None if self._leader is None else self._call)
+        self._broken = False
+
+    def _call(self, method: str, *arguments: Any) -> "Future[Any]":
+        """Leaders: start a method of the extension on all workers of the engine; their outcomes, or its error."""
+        assert self._leader is not None
+        return self._leader.thread.submit(self._leader.engine.ask_workers(method, *arguments))
 
     @contextmanager
     def generation_shift(self, policy: VersionedPolicy, *others: Tenant) -> Iterator[None]:
@@ -140,8 +148,6 @@ class ShardingManager:
             self._lead("waking the weights", lambda engine: engine.wake(["weights"]))
         with self._timed("sync"):
             self._sync(policy.version)
-            if self._compute_in is not None and not self._in_place:
-                self._share(self._compute_in)
         probe = self._probe(policy)
         self._make_room(policy, weights=True)
         with self._timed("wake"):
@@ -154,7 +160,7 @@ class ShardingManager:
 
         A base that no sync brings is kept in the host's memory, and shared weights where they are.
         """
-        level = 2 if self._adapter is None and self._compute_in is None else 1
+        level = 2 if self._adapter is None and not self._way.shares else 1
         with self._timed("sleep"):
             self._lead("putting the engine to sleep", lambda engine: engine.sleep(level))
         with self._timed("onload"):
@@ -173,7 +179,7 @@ class ShardingManager:
 
     def close(self) -> None:
         """Release sockets and staging memory of this rank."""
-        self._free_staging()
+        self._way.abort("the run ends")
         self._channel.close()
 
     @contextmanager
@@ -189,6 +195,8 @@ class ShardingManager:
                 self._leader.thread.run(action(self._leader.engine), self._settings.timeout, phase)
 
     def _sync(self, version: int) -> None:
+        if self._broken:
+            self._connect_way()
         self._session += 1
         call = self._start_receiving(version)
         timeout = self._settings.timeout
@@ -200,7 +208,7 @@ class ShardingManager:
             self._finish(link, call, version)
         except BaseException as error:
             self._fail(link, call)
-            if isinstance(error, RuntimeError) and not isinstance(error, RemoteError) and (whom := gone()):
+            if isinstance(error, RuntimeError) and not isinstance(error, RemoteError) and (whom := dead_ranks()):
                 raise RemoteError(f"rank {rank()} lost contact with {whom} during a weight update: {error}") from error
             raise
 
@@ -225,11 +233,11 @@ class ShardingManager:
         parameters, replay = self._plan.parameters(), self._settings.replay
         answer = announce(link, parameters, version, replay, adapter, check.request)
         self._plain, self._records = bool(answer.get("plain")), bool(answer.get("records"))
-        if self._in_place:
-            self._wait_for_own_writes()
+        if self._way.in_place:
+            wait_for_writes(self._device)  # the worker reads the memory at once
             link.ask("in_place")
         else:
-            self._make_staging([] if link.error else answer.get("whole"), exported=link.error is None)
+            self._begin(version, [] if link.error else answer.get("whole"), link.error is None)
             self._push(link, "bucket", self._plan)
         link.post("finish")
         check.expect(answer.get("views", {}))  # while the worker finishes
@@ -237,35 +245,23 @@ class ShardingManager:
         agree(link.error, "sending weights")
         return different
 
-    def _wait_for_own_writes(self) -> None:
-        """The worker reads shared memory at once, whereas the trainer's kernels that write it may still be queued."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-    def _make_staging(self, whole: list[str] | None, exported: bool) -> None:
-        """Two buffers of at most a bucket, but for weights that some worker's loaders need whole. Collective.
+    def _begin(self, version: int, whole: list[str] | None, read: bool) -> None:
+        """Two buffers of at most a bucket, except for weights that some worker's loaders need whole. Collective.
 
         Args:
             whole: those weights, as this rank's worker has it; None: all.
-            exported: this rank's worker will open them.
+            read: this rank's worker will open the buffers.
         """
         bound = self._settings.bucket_bytes
-        if any(parameter.nbytes > bound for parameter in self._parameters):  # alike on all ranks
+        if self._way.cuts and any(parameter.nbytes > bound for parameter in self._parameters):  # alike on all ranks
             asked = exchange(whole)
-            plan = BucketPlan(self._parameters, bound, None if None in asked else set().union(*asked))
-            if plan.capacity != self._plan.capacity:
-                self._free_staging()
-            self._plan = plan
+            self._plan = BucketPlan(self._parameters, bound, None if None in asked else set().union(*asked))
         with agreed("allocating the staging memory"):
-            if self._staging is None:
-                self._staging = make_staging(self._plan.capacity, self._device)
-            if exported:
-                self._staging.export()
+            self._way.begin(version, self._plan, read)
 
     def _push(self, link: Link, kind: str, plan: BucketPlan) -> list[dict[str, Any]]:
-        assert self._staging is not None
         self.report.nbytes += plan.nbytes
-        return push(self._source, plan, self._staging, link, kind, self._stamps)
+        return push(self._source, plan, self._way, link, kind, self._stamps)
 
     def _verify(self, link: Link, check: DigestCheck, different: list[str]) -> None:
         """Report what digests found, and send the weights again that workers leave to their loaders, for those to
@@ -278,54 +274,37 @@ class ShardingManager:
             different = different + different_weights(self._push(link, "compare", plan))
         if different and link.error is None:
             link.error = SyncError(
-                f"the worker on {self._device_id} does not hold what was sent: {some(different)} differ"
+                f"the worker on {self._device_id} does not hold what was sent: {first_names(different)} differ"
             )
         agree(link.error, "verifying weights")
         self.report.verified = self._settings.verify if self._plain else ""
 
     def _finish(self, link: Link, call: "Future[Any] | None", version: int) -> None:
-        self.report.staging_bytes = 0 if self._in_place else BUFFERS * self._plan.capacity
-        less = self._compute_in is not None or (self._records and self._plan.capacity > self._settings.bucket_bytes)
+        self.report.staging_bytes = 0 if self._way.in_place else BUFFERS * self._plan.capacity
+        less = self._way.shares or (self._records and self._plan.capacity > self._settings.bucket_bytes)
         # On CUDA the KV cache needs it; on CPU fresh pages cost more than kept ones, unless less will do from now on.
-        free = self._device.type == "cuda" or less
-        answer = link.ask("end", close=free)
+        release = self._device.type == "cuda" or less
+        answer = link.ask("end", close=release)
         link.ended = True
         self.staging_opened, self.staging_closed = answer.get("opened", 0), answer.get("closed", 0)
         self.report.messages = link.messages
         agree(link.error, "ending the update")
-        if free:
-            self._free_staging()
         with agreed("finishing the update"):
-            if self._leader is not None and call is not None:
-                outcomes = call.result(self._settings.timeout)
+            outcomes = [] if call is None else call.result(self._settings.timeout)
+            self._way.finish(release)
+            if self._leader is not None:
                 self.report.ordinary = _together([outcome.get("ordinary") for outcome in outcomes])
-
-    def _share(self, compute_in: Callable[[dict[str, torch.Tensor]], None]) -> None:
-        """Have the trainer compute in the engine's memory, which holds its weights by now."""
-        self._free_staging()
-        with agreed("sharing the engine's weights"):
-            assert self._leader is not None
-            asking = self._leader.engine.ask_workers("hotbunk_share_weights")
-            shared = self._leader.thread.run(asking, self._settings.timeout, "sharing weights")
-            compute_in(open_shared(shared[0]["handle"], shared[0]["places"], self._parameters, self._device))
-            self._wait_for_own_writes()
-        self._in_place = True
 
     def _fail(self, link: Link, call: "Future[Any] | None") -> None:
         """Get the workers out of their receive loops; the engine stays without a version until a complete sync."""
         link.abort()
-        self._in_place = False  # the next update brings every weight, and shares them again
         if call is not None:
             wait([call], ABORT_SECONDS)
             call.cancel()
         if self._leader is not None:
             self._leader.engine.state.fail_sync()
-        self._free_staging()
-
-    def _free_staging(self) -> None:
-        if self._staging is not None:
-            self._staging.close()
-            self._staging = None
+        self._way.abort(str(link.error or "another rank failed"))
+        self._broken = True
 
     def _probe(self, policy: VersionedPolicy) -> Probe | None:
         """Random tokens and what the policy says of them, where the engine keeps its weights in a layout of its own."""

@@ -110,7 +110,7 @@ def agree(error: BaseException | None, phase: str, group: dist.ProcessGroup | No
         answers = all_gather_bytes(payload, group)
     except RuntimeError as broken:
         own = f"; its own error was {type(error).__name__}: {error}" if error is not None else ""
-        whom = gone() or "another rank"
+        whom = dead_ranks() or "another rank"
         message = f"rank {rank()} lost contact with {whom} at the end of phase {phase}: {broken}{own}"
         raise RemoteError(message) from (error or broken)
     failures = [f"rank {who}: {answer.decode(errors='replace')}" for who, answer in enumerate(answers) if answer]
@@ -119,11 +119,11 @@ def agree(error: BaseException | None, phase: str, group: dist.ProcessGroup | No
 
 
 def introduce() -> None:
-    """Have every rank know the others' processes, for `gone` to look after them. Every rank must call it."""
+    """Have every rank know the others' processes, for `dead_ranks` to look after them. Every rank must call it."""
     _processes[:] = [(machine, pid) for machine, pid in exchange([_machine(), os.getpid()])]
 
 
-def gone() -> str:
+def dead_ranks() -> str:
     """After a broken exchange: which ranks of this machine have ended, to go into a sentence; "" for none of them."""
     deadline = time.monotonic() + _ENDING_SECONDS
     while not (ended := _ended_ranks()) and world_size() > 1 and time.monotonic() < deadline:

@@ -14,6 +14,7 @@ from generation.exact_ids import Generation
 from sharding import WORKER_EXTENSION
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.send.source import FsdpWeightSource
+from sharding.send.ways import Way, ZeroCopy
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 
@@ -85,6 +86,7 @@ class Colocated:
         dtype: torch.dtype = torch.float32,
         shared: bool = False,
         policy: Any = None,
+        way: Way | None = None,
         **engine: object,
     ):
         """`shared`: the policy, one that has `compute_in`, computes with the engine's weights."""
@@ -98,15 +100,11 @@ class Colocated:
         )
         self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-test-")
         settings = SyncSettings(verify, bucket, timeout=60)  # type: ignore[arg-type]
-        compute_in = self.policy.compute_in if shared else None
-        self.manager = ShardingManager(
-            self.source,
-            self.policy.device,
-            settings,
-            Path(self._folder.name),
-            leader=self.leader,
-            compute_in=compute_in,
-        )
+        device = self.policy.device
+        if shared:
+            way = ZeroCopy(device, self.source.parameters(), self.policy.compute_in, 60)
+        folder = Path(self._folder.name)
+        self.manager = ShardingManager(self.source, device, settings, folder, leader=self.leader, way=way)
         self.manager.connect()
 
     def __enter__(self) -> Self:

@@ -15,6 +15,7 @@ from generation.engine.settings import EngineSettings
 from sharding.manager import ShardingManager
 from sharding.send.push import SyncSettings
 from sharding.send.source import ShardedSource
+from sharding.send.ways import Way
 from sharding.worker import extension
 
 
@@ -111,7 +112,14 @@ class InProcess:
     `sync` brings a version; what is wrong with it raises `RemoteError`.
     """
 
-    def __init__(self, source: ShardedSource, model: SmallModel | Worker, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self,
+        source: ShardedSource,
+        model: SmallModel | Worker,
+        folder: Path,
+        way: Way | None = None,
+        **settings: Any,
+    ) -> None:
         self.worker = model if isinstance(model, Worker) else Worker.of(model)
         self.manager = ShardingManager(
             source,
@@ -119,6 +127,7 @@ class InProcess:
             SyncSettings(**({"verify": "full", "timeout": 20} | settings)),
             folder,
             leader=Leader(OneWorker(self.worker), Thread()),  # type: ignore[arg-type]
+            way=way,
         )
         self.manager.connect()
 

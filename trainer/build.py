@@ -10,10 +10,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from generation.engine.engine import Engine, Leader
+from generation.importing import load
 from generation.rollouts.client import CapturingServer
+from sharding.apart.broadcast import Broadcast
+from sharding.apart.storage import Storage
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import rank, world_size
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
+from sharding.send.ways import Staged, Way, ZeroCopy
+from sharding.wire.group import own_address
 from trainer.config.machine import resolve_device
 from trainer.config.schema import ModelConfig, TrainConfig
 from trainer.data import load_tokenizer
@@ -71,7 +76,15 @@ def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def check_model(config: TrainConfig) -> None:
-    """Raise UserError unless Transformers can build the model, and PEFT its adapters; tried without their weights."""
+    """Raise UserError unless Transformers can build the model, and PEFT its adapters; tried without their weights.
+
+    And unless a way of weights that the recipe names can be imported.
+    """
+    if ":" in config.sync.way:
+        try:
+            load(config.sync.way)
+        except ValueError as error:
+            raise UserError(f"sync.way: {error}") from error
     path, dtype = config.model.path, getattr(torch, config.policy.dtype)
     settings = (config.model.attn_implementation, config.model.trust_remote_code, torch.device("cpu"))
     try:
@@ -103,7 +116,7 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
         updates,
         lora=config.lora,
         value_head=head,
-        in_place=config.sync.zero_copy,
+        in_place=config.sync.way == "zero_copy",
     )
     if config.batch.packing:
         require_packing(policy.model)
@@ -121,16 +134,37 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
     """The weight path from the policy to the engine, in the engine's dtype and under the checkpoint's names."""
     dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
     adapters = config.lora.engines_apply
+    source = adapter_source(policy, dtype) if adapters else weight_source(policy, dtype)
     return ShardingManager(
-        adapter_source(policy, dtype) if adapters else weight_source(policy, dtype),
+        source,
         policy.device,
         SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s, config.sync.replay),
         processes.private_folder(),
         tensor_parallel_size=config.engine.tensor_parallel_size,
         leader=leader,
         adapter=adapter_format(policy.model, config.lora) if adapters else None,
-        compute_in=policy.compute_in if isinstance(policy, InPlacePolicy) else None,
+        way=sync_way(config, policy, source),
     )
+
+
+def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
+    """What sync.way names. A way of one's own is made with the device and the deadline of a wait (s)."""
+    device, timeout = policy.device, config.sync.timeout_s
+    match config.sync.way:
+        case "staged":
+            return Staged(device)
+        case "zero_copy":
+            assert isinstance(policy, InPlacePolicy)
+            return ZeroCopy(device, source.parameters(), policy.compute_in, timeout)
+        case "broadcast":
+            alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+            ip = "127.0.0.1" if alone else own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            return Broadcast(device, world_size(), timeout, ip)
+        case "storage":
+            return Storage(config.run.folder / "weights", device, timeout)
+        case spec:
+            way: Way = load(spec)(device, timeout)
+            return way
 
 
 def weight_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:

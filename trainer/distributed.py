@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from generation.engine.devices import cuda_problem
-from sharding.apart.group import own_address
 from sharding.ranks import introduce, is_main
+from sharding.wire.group import own_address
 from trainer.errors import UserError
 
 _DCP = "torch.distributed.checkpoint"

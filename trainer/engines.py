@@ -39,7 +39,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         load_format=engine.load_format,
         seed=config.run.seed,
         sleep=engine.sleep,
-        shared_weights=config.sync.zero_copy,
+        shared_weights=config.sync.way == "zero_copy",
         trust_remote_code=config.model.trust_remote_code,
         device_indices=tuple(group) if on_cuda else (),
         cpu_threads=places["cpu_threads"],
@@ -48,7 +48,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         fp32_head=config.policy.fp32_head,
         lora_rank=config.lora.rank if config.lora.engines_apply else 0,
         worker_extension=WORKER_EXTENSION,
-        worker_class=SHARING_WORKER if config.sync.zero_copy and on_cuda else None,
+        worker_class=SHARING_WORKER if config.sync.way == "zero_copy" and on_cuda else None,
         extra=_vllm_arguments(engine, on_cuda),
     )
 

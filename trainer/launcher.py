@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
-from sharding.apart.group import listen
+from sharding.wire.group import listen
 from trainer.errors import UserError
 from trainer.run.last_words import VARIABLE
 

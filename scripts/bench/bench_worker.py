@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from sharding.wire.channel import Channel, connect
 from sharding.wire.manifest import Manifest, NamedTensors
-from sharding.wire.staging import open_staging
+from sharding.wire.staging import open_memory
 from sharding.worker.extension import VllmInternalWorkerExtension
 from sharding.worker.loader import WeightLoader, copy_of
 
@@ -77,7 +77,7 @@ class BenchWorker(VllmInternalWorkerExtension):
         worker: Any = self
         channel, model = self.bench_channel, worker.get_model()
         assert channel is not None
-        buffer = open_staging(channel.receive(TIMEOUT, "memory")["handle"], worker.device)[0]
+        buffer = open_memory(channel.receive(TIMEOUT, "memory")["handle"], worker.device)[0]
         channel.send("opened")
         last = False
         while not last:

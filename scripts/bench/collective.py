@@ -40,10 +40,10 @@ from common import (
 )
 
 from sharding.apart.broadcast import CollectiveSender
-from sharding.apart.group import Board, BroadcastGroup, dial, listen
 from sharding.apart.storage import StorageWriter
 from sharding.send.plan import BucketPlan
 from sharding.send.push import SyncSettings
+from sharding.wire.group import BroadcastGroup, GroupStore, connect_store, listen
 
 GIB = 2**30
 HOST = "127.0.0.1"
@@ -51,7 +51,7 @@ HOST = "127.0.0.1"
 
 def receive_bare(port: int, sizes: list[int], rounds: int, device: torch.device) -> None:
     """The other process of the floor: receives every bucket of every round."""
-    group = BroadcastGroup(Board(dial(HOST, port, TIMEOUT), "bench"), 1, 2, device, HOST, TIMEOUT)
+    group = BroadcastGroup(GroupStore(connect_store(HOST, port, TIMEOUT), "bench"), 1, 2, device, HOST, TIMEOUT)
     buffer = torch.ones(max(sizes), dtype=torch.uint8, device=device)
     for size in sizes * rounds:
         group.wait(group.start(buffer[:size]), "bucket", lambda: None)
@@ -64,7 +64,7 @@ def bare_broadcast(plan: BucketPlan, rounds: int, device: torch.device, other: t
     arguments = (store.port, sizes, rounds + 1, other)
     process = multiprocessing.get_context("spawn").Process(target=receive_bare, args=arguments, daemon=True)
     process.start()
-    group = BroadcastGroup(Board(store, "bench"), 0, 2, device, HOST, TIMEOUT)
+    group = BroadcastGroup(GroupStore(store, "bench"), 0, 2, device, HOST, TIMEOUT)
     buffer = torch.ones(max(sizes), dtype=torch.uint8, device=device)
 
     def send() -> None:

@@ -27,6 +27,7 @@ from generation.engine.settings import EngineSettings
 from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.send.source import FsdpWeightSource
+from sharding.send.ways import ZeroCopy
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.policy import hf_format
@@ -160,9 +161,10 @@ def weight_source(policy: FsdpPolicy, dtype: str) -> FsdpWeightSource:
 def connected_manager(
     source: FsdpWeightSource, device: torch.device, settings: SyncSettings, leader: Leader, compute_in: Any = None
 ) -> ShardingManager:
-    """A sharding manager between the two, as training has it; `compute_in` as the manager's."""
+    """A sharding manager between the two, as training has it; without copies where there is `compute_in`."""
     folder = Path(tempfile.mkdtemp(dir=processes.private_folder()))
-    manager = ShardingManager(source, device, settings, folder, leader=leader, compute_in=compute_in)
+    way = None if compute_in is None else ZeroCopy(device, source.parameters(), compute_in, settings.timeout)
+    manager = ShardingManager(source, device, settings, folder, leader=leader, way=way)
     manager.connect()
     return manager
 

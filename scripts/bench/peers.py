@@ -21,7 +21,7 @@ from sharding.send.plan import BucketPlan
 from sharding.send.source import FsdpWeightSource
 from sharding.wire.channel import Listener
 from sharding.wire.manifest import NamedTensors
-from sharding.wire.staging import make_staging
+from sharding.wire.staging import make_staging, wait_for_writes
 from trainer.run import processes
 
 VERL_BUCKET = 2 << 30
@@ -96,7 +96,7 @@ class Verl:
             for slot in bucket.slots:
                 weight = whole(self.weights[slot.parameter.name], self.dtype).reshape(-1).view(torch.uint8)
                 staging.buffers[0][slot.offset : slot.offset + len(weight)].copy_(weight)
-            staging.flush()
+            wait_for_writes(self.device)
             pieces = [[p.name, p.dtype, p.shape, p.offset] for p in bucket.pieces()]
             self.channel.send("bucket", pieces=pieces, last=bucket is self.plan.buckets[-1])
             self.channel.receive(TIMEOUT, "answer")

@@ -14,7 +14,7 @@ One engine a rank and size is started with random weights (nothing is read from 
     gather       the policy's shards, cast and gathered into staging; no process reads them
     sync         all of it as in training, for each setting of sync.verify; the engine stays awake
     after sleep  the same, but the engine has given its memory back before, as in training
-    zero copy    sync.zero_copy: the policy computes with the engine's own weights; one rank, unpacked weights
+    zero copy    sync.way zero_copy: the policy computes with the engine's own weights; one rank, unpacked weights
     TRL, ...     others' ways, see peers.py
 
 Threads: as many as OMP_NUM_THREADS says on either side, 1 if it says nothing.
@@ -58,7 +58,7 @@ from sharding.send import push
 from sharding.send.plan import BucketPlan
 from sharding.send.source import FsdpWeightSource
 from sharding.wire.channel import Listener, connect
-from sharding.wire.staging import BUFFERS, Staging, make_staging, open_staging
+from sharding.wire.staging import BUFFERS, Staging, make_staging, open_memory, wait_for_writes
 from trainer.policy.zero_copy import InPlacePolicy
 from trainer.run import processes
 
@@ -174,7 +174,7 @@ class Reader:
         self.channel = Listener(folder, "bench")
         arguments = (self.channel.endpoint, self.channel.secret, device, staging.handle)
         self.process = multiprocessing.get_context("spawn").Process(target=read_staging, args=arguments, daemon=True)
-        self.source = torch.ones(staging.handle["nbytes"], dtype=torch.uint8, device=device)
+        self.source = torch.ones(staging.buffers[0].nbytes, dtype=torch.uint8, device=device)
 
     def __enter__(self) -> "Reader":
         self.process.start()
@@ -193,7 +193,7 @@ class Reader:
                 self.channel.receive(TIMEOUT, "answer")
             buffer = self.staging.buffers[number % BUFFERS]
             buffer[: bucket.nbytes].copy_(self.source[: bucket.nbytes])
-            self.staging.flush()
+            wait_for_writes(self.source.device)
             self.channel.send("bucket", buffer=number % BUFFERS, nbytes=bucket.nbytes)
         for _ in plan.buckets[-BUFFERS:]:
             self.channel.receive(TIMEOUT, "answer")
@@ -202,8 +202,8 @@ class Reader:
 def read_staging(endpoint: str, secret: str, device: torch.device, handle: dict[str, Any]) -> None:
     """The other process: copy each bucket into memory of its own."""
     channel = connect(endpoint, secret, "bench", os.getpid())
-    buffers = open_staging(handle, device)
-    target = torch.ones(handle["nbytes"], dtype=torch.uint8, device=device)
+    buffers = open_memory(handle, device)
+    target = torch.ones(buffers[0].nbytes, dtype=torch.uint8, device=device)
     while (message := channel.receive(TIMEOUT, "bucket"))["kind"] == "bucket":
         count = message["nbytes"]
         target[:count].copy_(buffers[message["buffer"]][:count])
@@ -217,7 +217,7 @@ def gather(source: FsdpWeightSource, plan: BucketPlan, staging: Staging) -> None
     """Fill staging with every bucket in turn."""
     for number, bucket in enumerate(plan.buckets):
         push.gather(source, bucket, staging.buffers[number % BUFFERS], number)
-    staging.flush()
+    wait_for_writes(staging.buffers[0].device)
 
 
 def present(bench: Bench) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Weights for engines that stand apart from the trainer: packed broadcasts, under the rules of the colocated path.
+"""Weights by broadcast: every trainer rank gathers, and rank 0 sends to all workers of all engines, by NCCL or gloo.
 
-Every trainer rank gathers, rank 0 broadcasts. Source, plan, manifest, loader and receiver are those of the sharding
-manager; what differs is that one sender serves many workers, and that a bucket is broadcast where it would be mapped.
-Weights travel whole, however large: to be verified they pass through the workers' loaders a second time.
+For engines on other devices than the trainer's. `Broadcast` is the way of a recipe's own engines; a `CollectiveSender`
+serves engines that somebody else has started, and speaks to their workers over the group's store.
 """
 
 import itertools
@@ -10,21 +9,23 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Self
 
 import msgspec
 import torch
 from torch.distributed import Work
 
-from sharding.apart.group import Board, BoardChannel, BroadcastGroup, GroupError, listen, until
-from sharding.ranks import agree, agreed, all_gather_bytes, rank
+from sharding.ranks import agree, agreed, exchange, rank
 from sharding.send.plan import BucketPlan
-from sharding.send.push import Link, Nobody, SyncReport, SyncSettings, announce, different_weights, push
+from sharding.send.push import Link, NullPeer, SyncReport, SyncSettings, announce, different_weights, push
 from sharding.send.source import WeightSource
 from sharding.send.verify import parameters_to_verify
+from sharding.send.ways import Call
 from sharding.wire.channel import SyncError
-from sharding.wire.manifest import Manifest, manifest_of, some
-from sharding.wire.staging import BUFFERS, STAMP_BYTES, LocalStaging
+from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, StoreChannel, listen, wait_until
+from sharding.wire.manifest import Manifest, first_names, manifest_of
+from sharding.wire.staging import BUFFERS, STAMP_BYTES, local_buffers, with_stamp
 
 TRAIN_WORLD_SIZE = 1
 """Members of the group on the trainer's side: its rank 0."""
@@ -41,26 +42,156 @@ def engine_ranks(engines: int, workers_per_engine: int) -> tuple[int, list[int]]
     return TRAIN_WORLD_SIZE + engines * workers_per_engine, offsets
 
 
-class Workers:
-    """All workers of all engines as one `Peer`; a failure of one is a failure of all, under its name."""
+class Broadcast:
+    """The group of rank 0 and all workers, and buckets broadcast in it. See `Way`.
+
+    Attributes:
+        ip, port, world_size: what `init_collective` of the engines is told, once `listen` has returned.
+        store: on rank 0, of a group that stands or is forming.
+        lost: why there is no group.
+    """
+
+    reader, cuts, in_place, shares = "broadcast", True, False, False
 
     def __init__(
-        self, channels: list[BoardChannel], group: BroadcastGroup, staging: LocalStaging, session: int, timeout: float,
-        still_alive: Callable[[], None],
-    ) -> None:  # fmt: skip
-        names = [f"weights rank {number}" for number in range(TRAIN_WORLD_SIZE, TRAIN_WORLD_SIZE + len(channels))]
+        self, device: torch.device, workers: int, timeout: float, ip: str = "127.0.0.1", port: int = 0
+    ) -> None:
+        """For so many workers, all engines together; loopback, and a free port, unless told otherwise."""
+        self.buffers: list[torch.Tensor] = []
+        self.world_size, _ = engine_ranks(1, workers)
+        self.ip, self.port = ip, port
+        self.store: GroupStore | None = None
+        self.lost = "no engine has joined yet: connect() comes first"
+        self._device, self._timeout, self._own_port = device, timeout, port
+        self._group: BroadcastGroup | None = None
+        self._works: dict[int, Work] = {}
+
+    def listen(self) -> None:
+        """Have rank 0 serve the store of a new group; collective."""
+        with agreed("listening for engines"):
+            if rank() == 0:
+                store = listen(self.ip, self._own_port, self._timeout)
+                self.port, self.store = int(store.port), GroupStore(store, f"{self.ip}:{store.port}")
+                sizes = {"world_size": self.world_size, "train_world_size": TRAIN_WORLD_SIZE}
+                self.store.put("group", msgspec.msgpack.encode({"token": secrets.token_hex(8), **sizes}))
+        self.ip, self.port = exchange([self.ip, self.port])[0]
+
+    def meet(self, calls: Sequence["Future[Any]"]) -> None:
+        """Have rank 0 wait for all workers to join; collective. When one of the engines' `calls` fails, that ends it.
+
+        Raises:
+            RemoteError: on all ranks; it names who is missing, or what is wrong with whom.
+        """
+        with agreed("connecting the engines"):
+            if self.store is None:
+                return
+            try:
+                self._meet(self.store, lambda: raise_if_failed(calls))
+            except Exception as error:
+                self.lost = str(error)
+                self.store.abort(f"the trainer gave up: {error}")
+                raise
+
+    def _meet(self, store: GroupStore, still_alive: Callable[[], None]) -> None:
+        def look() -> None:
+            still_alive()
+            store.check_aborted()
+
+        for number in range(TRAIN_WORLD_SIZE, self.world_size):
+            key = f"member/{number}"
+            wait_until(lambda key=key: store.has(key), self._timeout, f"worker for weights rank {number}", look)  # type: ignore[misc]
+            self._check_member(number, msgspec.msgpack.decode(store.read(key)))
+        store.put("go", b"1")
+        self._group = BroadcastGroup(store, 0, self.world_size, self._device, self.ip, self._timeout)
+
+    def _check_member(self, number: int, member: dict[str, Any]) -> None:
+        if member["device"] != self._device.type:
+            raise SyncError(f"weights rank {number} is on {member['device']}, the trainer on {self._device.type}")
+        # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html: a device can have one rank
+        if self._device.type == "cuda":
+            own = str(torch.cuda.get_device_properties(self._device).uuid)
+            if member["device_id"] == own:
+                raise SyncError(
+                    f"weights rank {number} shares the trainer's GPU {own}, and NCCL cannot join two processes on one: "
+                    "send staged weights there"
+                )
+
+    def connect(self, call: Call | None) -> None:
+        """See `Way`. Every leader's engine joins; ranks and workers correspond one to one."""
+        calls = []
+        self.listen()
+        if call is not None:
+            place = (rank(), self.ip, self.port, self.world_size, TRAIN_WORLD_SIZE, self._timeout)
+            calls = [call("init_collective", *place)]
+        self.meet(calls)
+        with agreed("joining the weights group"):
+            for joined in calls:
+                joined.result(self._timeout)
+
+    def begin(self, version: int, plan: BucketPlan, read: bool = True) -> None:
+        """See `Way`."""
+        self.buffers = local_buffers(self.buffers, with_stamp(plan.capacity), self._device)
+        if rank() == 0 and self._group is None:
+            raise SyncError(
+                f"there is no weights group to send through ({self.lost}): make a new CollectiveSender and let the "
+                "engines join it with init_collective"
+            )
+
+    def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
+        """See `Way`."""
+        if self._group is not None and not failed:
+            memory = self.buffers[fields["buffer"]][: fields["nbytes"] + STAMP_BYTES]
+            self._works[fields["buffer"]] = self._group.start(memory)
+        return {"capacity": self.buffers[0].nbytes}
+
+    def wait(self, buffer: int) -> None:
+        """See `Way`.
+
+        Raises:
+            GroupError: a member was lost, or gave up.
+        """
+        if self._group is not None and (work := self._works.pop(buffer, None)) is not None:
+            self._group.wait(work, "broadcast of a bucket", lambda: None)
+
+    def finish(self, release: bool) -> None:
+        """See `Way`."""
+        if release:
+            self.buffers = []
+
+    def abort(self, reason: str) -> None:
+        """See `Way`. The group ends, since nobody knows which broadcasts its members are in; its store says why."""
+        self.lost, self.buffers = reason, []
+        self._works.clear()
+        if self.store is not None:
+            with suppress(GroupError):
+                self.store.abort(f"the trainer gave up: {reason}")
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class Workers:
+    """All workers of all engines as one `Peer` of rank 0; a failure of one is a failure of all, under its name."""
+
+    def __init__(
+        self, channels: list[StoreChannel], session: int, timeout: float, still_alive: Callable[[], None]
+    ) -> None:
+        self._names = [f"weights rank {number}" for number in range(TRAIN_WORLD_SIZE, TRAIN_WORLD_SIZE + len(channels))]
         self._links = [
-            Link(channel, session, timeout, still_alive, name) for channel, name in zip(channels, names, strict=True)
+            Link(channel, session, timeout, still_alive, name)
+            for channel, name in zip(channels, self._names, strict=True)
         ]
-        self._names, self._channels, self._session, self._timeout = names, channels, session, timeout
-        self._group, self._staging, self._still_alive = group, staging, still_alive
-        self._works: list[tuple[int, Work]] = []
-        self._broadcast_error: Exception | None = None
+        self._channels, self._session, self._timeout = channels, session, timeout
+        self._way_error: Exception | None = None
 
     @property
     def error(self) -> Exception | None:
-        """See `Peer`."""
-        return self._broadcast_error or next((link.error for link in self._links if link.error), None)
+        """See `Peer`; set where the way has failed."""
+        return self._way_error or next((link.error for link in self._links if link.error), None)
+
+    @error.setter
+    def error(self, error: Exception | None) -> None:
+        self._way_error = error
 
     @property
     def messages(self) -> int:
@@ -68,53 +199,35 @@ class Workers:
         return sum(link.messages for link in self._links)
 
     def post(self, kind: str, **fields: Any) -> None:
-        """See `Peer`. A bucket's broadcast starts behind its announcement."""
-        if self.error is not None:
-            return
-        for link in self._links:
-            link.post(kind, **fields)
-        if "nbytes" in fields and self.error is None:
-            memory = self._staging.buffers[fields["buffer"]][: fields["nbytes"] + STAMP_BYTES]
-            try:
-                self._works.append((fields["stamp"], self._group.start(memory)))
-            except GroupError as error:
-                self._broadcast_error = error
+        """See `Peer`."""
+        if self.error is None:
+            for link in self._links:
+                link.post(kind, **fields)
 
     def collect(self) -> dict[str, Any]:
-        """See `Peer`. What workers found different is told with their names."""
+        """See `Peer`. Weights that workers found different are named with them."""
         if self.error is not None:
             return {}
-        self._finish_broadcast()
         answers = [link.collect() for link in self._links]
         different = [
             f"{name} (on {who})" for who, a in zip(self._names, answers, strict=True) for name in a.get("different", [])
         ]
         return {"plain": any(answer.get("plain", False) for answer in answers), "different": different}
 
-    def _finish_broadcast(self) -> None:
-        if not self._works:
-            return
-        stamp, work = self._works.pop(0)
-        try:
-            self._group.wait(work, f"broadcast of bucket {stamp}", self._still_alive)
-        except Exception as error:
-            self._broadcast_error = error
-
-    def abort(self, reason: str) -> bool:
+    def abort(self, reason: str, way: Broadcast) -> bool:
         """Let all workers leave the update; whether they did, and the group can be used again.
 
-        It cannot when a worker was lost. One that failed and said so still is where it should be.
+        It cannot when a worker was lost. One that failed and said so still takes part in what was announced.
         """
-        if self._broadcast_error or any(link.error and not link.ended for link in self._links):
+        if self._way_error or any(link.error and not link.ended for link in self._links):
             return False
-        self._broadcast_error = SyncError(reason)
         try:
             for channel in self._channels:
                 channel.send("abort", session=self._session, reason=reason)
-            while self._works:
-                self._group.wait(self._works.pop(0)[1], "last broadcast", lambda: None)
+            for buffer in range(BUFFERS):
+                way.wait(buffer)
             for channel, name in zip(self._channels, self._names, strict=True):
-                while not channel.receive(self._timeout, f"farewell from {name}").get("left"):
+                while not channel.receive(self._timeout, f"last message from {name}").get("left"):
                     pass  # answers that nobody waits for any more
         except (SyncError, TimeoutError):
             return False
@@ -122,7 +235,10 @@ class Workers:
 
 
 class CollectiveSender:
-    """The trainer's end. Every rank constructs it and calls it alike; a single plain process does, too.
+    """The trainer's end for engines that join by themselves. Every rank, or a single plain process, constructs it and
+    calls it alike.
+
+    Weights are verified by passing through the workers' loaders a second time.
 
     Attributes:
         ip, port, world_size, train_world_size: what `init_collective` of the engines is told.
@@ -138,28 +254,16 @@ class CollectiveSender:
         port: int = 0,
     ) -> None:
         """Listen on `host` for `workers` workers, all engines together; loopback unless told otherwise."""
-        self.world_size, _ = engine_ranks(1, workers)
-        self.train_world_size = TRAIN_WORLD_SIZE
-        self.ip = host
-        self._source, self._device, self._settings = source, device, settings
+        self._source, self._settings = source, settings
         self._parameters = source.parameters()
         self._plan = BucketPlan(self._parameters, settings.bucket_bytes)
         self._session, self._stamps = 0, itertools.count(1)
-        self._board: Board | None = None
-        self._group: BroadcastGroup | None = None
-        self._lost = "no engine has joined yet: connect() comes first"
-        with agreed("listening for engines"):
-            own_port = self._listen(port) if rank() == 0 else 0
-        self.port = int(all_gather_bytes(str(own_port).encode())[0])
-
-    def _listen(self, port: int) -> int:
-        store = listen(self.ip, port, self._settings.timeout)
-        self._board = Board(store, f"{self.ip}:{store.port}")
-        workers = range(self.train_world_size, self.world_size)
-        self._channels = [BoardChannel(self._board, f"to/{number}", f"from/{number}") for number in workers]
-        group = {"token": secrets.token_hex(8), "world_size": self.world_size, "train_world_size": TRAIN_WORLD_SIZE}
-        self._board.put("group", msgspec.msgpack.encode(group))
-        return int(store.port)
+        self._way = Broadcast(device, workers, settings.timeout, host, port)
+        self._way.listen()
+        self.ip, self.port = self._way.ip, self._way.port
+        self.world_size, self.train_world_size = self._way.world_size, TRAIN_WORLD_SIZE
+        numbers = range(TRAIN_WORLD_SIZE, self.world_size) if self._way.store else ()
+        self._channels = [StoreChannel(self._way.store, f"to/{n}", f"from/{n}") for n in numbers]  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
         return self
@@ -172,43 +276,8 @@ class CollectiveSender:
         return manifest_of(self._parameters)
 
     def connect(self, calls: Sequence["Future[Any]"] = ()) -> None:
-        """Wait for all workers to join.
-
-        Args:
-            calls: the engines' `init_collective` calls; when one fails, the wait is over.
-
-        Raises:
-            RemoteError: on all ranks; it names who is missing, or what is wrong with whom.
-        """
-        with agreed("connecting the engines"):
-            if self._board is not None:
-                self._meet(self._board, lambda: _raise_if_failed(calls))
-
-    def _meet(self, board: Board, still_alive: Callable[[], None]) -> None:
-        def look() -> None:
-            still_alive()
-            board.check_alarm()
-
-        try:
-            for number in range(self.train_world_size, self.world_size):
-                key = f"member/{number}"
-                until(lambda key=key: board.has(key), self._settings.timeout, f"worker for weights rank {number}", look)  # type: ignore[misc]
-                self._check_member(number, msgspec.msgpack.decode(board.read(key)))
-            board.put("go", b"1")
-            timeout = self._settings.timeout
-            self._group = BroadcastGroup(board, 0, self.world_size, self._device, self.ip, timeout)
-        except Exception as error:
-            board.raise_alarm(f"the trainer gave up: {error}")
-            self._lost = str(error)
-            raise
-
-    def _check_member(self, number: int, member: dict[str, Any]) -> None:
-        if member["device"] != self._device.type:
-            raise SyncError(f"weights rank {number} is on {member['device']}, the trainer on {self._device.type}")
-        if self._device.type == "cuda":
-            own = str(torch.cuda.get_device_properties(self._device).uuid)
-            if member["device_id"] == own:
-                raise SyncError(f"weights rank {number} shares the trainer's GPU {own}: use the ShardingManager there")
+        """Wait for all workers to join. `calls`, arguments and errors as `Broadcast.meet`."""
+        self._way.meet(calls)
 
     def send(self, version: int, calls: Sequence["Future[Any]"] = ()) -> SyncReport:
         """Bring all engines to `version`, and verify that they hold it. Collective over the trainer's ranks.
@@ -222,79 +291,61 @@ class CollectiveSender:
                 repairs it; when a worker was lost, a new sender and a new `init_collective` are needed, and it says so.
         """
         report, start = SyncReport(version), time.perf_counter()
+        self._session += 1
         with agreed("starting the update"):
-            staging = LocalStaging(self._plan.capacity, self._device)
-            peer = self._peer(staging, calls)
+            self._way.begin(version, self._plan)
+        peer: Workers | NullPeer = NullPeer()
+        if rank() == 0:
+            peer = Workers(self._channels, self._session, self._settings.timeout, lambda: raise_if_failed(calls))
         try:
-            self._update(peer, staging, report)
+            self._update(peer, report)
         except BaseException as error:
-            self._give_up(peer, error)
+            reason = str(peer.error or error)
+            if isinstance(peer, Workers) and peer.abort(reason, self._way):
+                self._way.finish(release=True)
+            else:
+                self._way.abort(reason)
             raise
         with agreed("the engines' end of the update"):
             for call in calls:
                 call.result(self._settings.timeout)
+        self._way.finish(release=True)
         report.seconds["sync"] = time.perf_counter() - start
         return report
 
-    def close(self) -> None:
-        """Leave the group and stop listening; safe to call twice."""
-        if self._group is not None:
-            self._group.close()
-        self._group = self._board = None
-        self._channels = []
-        self._lost = "the sender was closed"
-
-    def _peer(self, staging: LocalStaging, calls: Sequence["Future[Any]"]) -> Workers | Nobody:
-        self._session += 1
-        if rank() != 0:
-            return Nobody()
-        if self._group is None:
-            raise SyncError(
-                f"there is no weights group to send through ({self._lost}): make a new CollectiveSender and let the "
-                "engines join it with init_collective"
-            )
-        timeout = self._settings.timeout
-        return Workers(self._channels, self._group, staging, self._session, timeout, lambda: _raise_if_failed(calls))
-
-    def _update(self, peer: Workers | Nobody, staging: LocalStaging, report: SyncReport) -> None:
+    def _update(self, peer: Workers | NullPeer, report: SyncReport) -> None:
         answer = announce(peer, self._parameters, report.version, self._settings.replay)
-        push(self._source, self._plan, staging, peer, "bucket", self._stamps)
+        push(self._source, self._plan, self._way, peer, "bucket", self._stamps)
         peer.post("finish")
         peer.collect()
         agree(peer.error, "sending weights")
         report.nbytes, report.staging_bytes = self._plan.nbytes, BUFFERS * self._plan.capacity
-        if self._settings.verify != "off" and any(all_gather_bytes(b"plain" if answer.get("plain") else b"")):
-            self._verify(peer, staging, report)
+        if self._settings.verify != "off" and any(exchange(bool(answer.get("plain")))):
+            self._verify(peer, report)
         peer.post("end")
         peer.collect()
         agree(peer.error, "ending the update")
         report.messages = peer.messages
 
-    def _verify(self, peer: Workers | Nobody, staging: LocalStaging, report: SyncReport) -> None:
+    def _verify(self, peer: Workers | NullPeer, report: SyncReport) -> None:
         """Send weights again, for the workers to compare with what they hold; where they are kept as they are sent."""
         parameters = parameters_to_verify(self._parameters, self._settings.verify, report.version)
         plan = BucketPlan(parameters, self._plan.capacity)  # they may be packed otherwise than among all
-        different = different_weights(push(self._source, plan, staging, peer, "compare", self._stamps))
+        different = different_weights(push(self._source, plan, self._way, peer, "compare", self._stamps))
         error = peer.error or (
-            SyncError(f"engines do not hold what was sent: {some(different)} differ") if different else None
+            SyncError(f"engines do not hold what was sent: {first_names(different)} differ") if different else None
         )
         agree(error, "verifying weights")
         report.nbytes += plan.nbytes
         report.verified = self._settings.verify
 
-    def _give_up(self, peer: Workers | Nobody, error: BaseException) -> None:
-        """Get the workers out of the update; close the group when that fails, since nobody knows where they are."""
-        if not isinstance(peer, Workers) or self._board is None or self._group is None:
-            return
-        reason = str(peer.error or error)
-        if not peer.abort(reason):
-            self._lost = f"lost in the update before: {reason}"
-            self._board.raise_alarm(f"the trainer gave up: {reason}")
-            self._group.close()
-            self._group = None
+    def close(self) -> None:
+        """Leave the group and stop listening; safe to call twice."""
+        self._way.abort("the sender was closed")
+        self._channels, self._way.store = [], None
 
 
-def _raise_if_failed(calls: Sequence["Future[Any]"]) -> None:
+def raise_if_failed(calls: Sequence["Future[Any]"]) -> None:
     """Raise when an engine's call has ended with an error: nobody will answer for that engine."""
     for call in calls:
         if call.done() and (error := call.exception()) is not None:

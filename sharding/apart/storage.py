@@ -1,39 +1,123 @@
-"""Weights through a folder: for engines that share a disk with the trainer and nothing else.
+"""Weights through a folder (`sharding.wire.folder`), for engines that share only a disk with the trainer."""
 
-    folder/slot-0, slot-1     the weights themselves, bucket behind bucket
-    folder/manifest.json      names the slot that is complete, with every weight's place and every bucket's digest
-
-A writer only writes the slot that the manifest does not name, once the last reader has left it, and replaces the
-manifest last, in one step. So a reader finds a complete update or the one before it, and never half of either. A weight
-is never cut: readers that have recorded nothing need it whole.
-"""
-
-import fcntl
-import hashlib
 import json
 import os
 import time
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sharding.ranks import agree, agreed, rank
+from sharding.ranks import agree, agreed, exchange, rank
 from sharding.send.plan import BucketPlan
-from sharding.send.push import Nobody, Peer, push
+from sharding.send.push import NullPeer, push
 from sharding.send.source import WeightSource
-from sharding.wire.folder import _FORMAT, _SLOTS, MANIFEST, _lock, read_manifest
-from sharding.wire.manifest import Manifest, manifest_of
-from sharding.wire.staging import LocalStaging
+from sharding.send.ways import Call
+from sharding.wire.channel import SyncError
+from sharding.wire.folder import FORMAT, MANIFEST, SLOTS, digest, lock, read_manifest
+from sharding.wire.manifest import manifest_of
+from sharding.wire.staging import local_buffers, with_stamp
 
 _CPU = torch.device("cpu")
 
 
+class Storage:
+    """Rank 0 writes each bucket to the folder, from which all workers read it. See `Way`.
+
+    A weight is never cut: readers other than this run's workers may need it whole. What is sent again to be compared
+    lies behind the update in the slot, and is cut off before that becomes the current one.
+    """
+
+    reader, cuts, in_place, shares = "storage", False, False, False
+
+    def __init__(self, folder: Path | str, device: torch.device, timeout: float) -> None:
+        """Readers get `timeout` seconds to leave a slot. Workers on other machines must see the same folder."""
+        self.buffers: list[torch.Tensor] = []
+        self._folder, self._device, self._timeout = Path(folder), device, timeout
+        self._slot, self._fd, self._end = "", -1, 0
+        self._content: dict[str, Any] = {}
+
+    def connect(self, call: Call | None) -> None:
+        """See `Way`."""
+
+    def begin(self, version: int, plan: BucketPlan, read: bool = True) -> None:
+        """See `Way`.
+
+        Raises:
+            TimeoutError: the slot that is to be written is still being read.
+        """
+        self.buffers = local_buffers(self.buffers, with_stamp(plan.capacity), self._device)
+        if rank() != 0:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._slot, self._fd = _lock_free_slot(self._folder, self._timeout)
+        os.ftruncate(self._fd, 0)
+        self._end = 0
+        weights = manifest_of(plan.parameters())
+        self._content = {"format": FORMAT, "version": version, "slot": self._slot, "weights": weights, "buckets": []}
+
+    def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
+        """See `Way`. Collective: workers of all ranks are told where rank 0 has written the bucket.
+
+        Raises:
+            SyncError: it could not be written, on all ranks.
+        """
+        place: dict[str, Any] = {}
+        if rank() == 0 and not failed:
+            try:
+                place = self._write(self.buffers[fields["buffer"]][: fields["nbytes"]].cpu())
+                if kind == "bucket":
+                    self._content["buckets"].append(place | {"pieces": fields["pieces"]})
+                place["path"] = str((self._folder / self._slot).resolve())
+                place |= {"number": len(self._content["buckets"]), "timeout_s": self._timeout}
+            except OSError as error:
+                place = {"error": f"{self._folder / self._slot} cannot be written: {error}"}
+        place = exchange(place)[0]
+        if "path" not in place:
+            raise SyncError(place.get("error", "rank 0 has failed before"))
+        return place
+
+    def _write(self, memory: torch.Tensor) -> dict[str, Any]:
+        data = memory.numpy().data
+        place = {"offset": self._end, "nbytes": len(data), "digest": digest(data)}
+        while data:
+            written = os.pwrite(self._fd, data, self._end)
+            self._end += written
+            data = data[written:]
+        return place
+
+    def wait(self, buffer: int) -> None:
+        """See `Way`: written is written."""
+
+    def finish(self, release: bool) -> None:
+        """See `Way`. The update is the folder's current one from here on."""
+        if self._fd >= 0:
+            buckets = self._content["buckets"]
+            os.ftruncate(self._fd, buckets[-1]["offset"] + buckets[-1]["nbytes"] if buckets else 0)
+            os.fsync(self._fd)
+            draft = self._folder / f"{MANIFEST}.tmp"
+            with draft.open("w") as file:
+                json.dump(self._content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self._folder / MANIFEST)
+        self._leave(release)
+
+    def abort(self, reason: str) -> None:
+        """See `Way`. The update before stays the current one."""
+        self._leave(release=True)
+
+    def _leave(self, release: bool) -> None:
+        if release:
+            self.buffers = []
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
 class StorageWriter:
-    """The trainer's end. Every rank constructs it and calls it alike; rank 0 writes."""
+    """Writes updates for engines that are nobody's here. Every rank constructs it and calls it alike; rank 0 writes."""
 
     def __init__(
         self,
@@ -44,9 +128,9 @@ class StorageWriter:
         timeout: float = 300.0,
     ) -> None:
         """Write to `folder` what `source` gathers on `device`; readers get `timeout` seconds to leave a slot."""
-        self._folder, self._source, self._device, self._timeout = Path(folder), source, device, timeout
+        self._folder, self._source = Path(folder), source
         self._plan = BucketPlan(source.parameters(), bucket_bytes)
-        self._weights = manifest_of(self._plan.parameters())
+        self._way = Storage(folder, device, timeout)
 
     def write(self, version: int) -> Path:
         """Write an update. It is the current one when this returns; when it raises, the one before still is.
@@ -59,75 +143,17 @@ class StorageWriter:
         Raises:
             RemoteError: on all ranks: the disk is full, or a reader has not left the slot in time.
         """
-        slot: _Slot | None = None
+        peer = NullPeer()
         try:
             with agreed("opening the weights folder"):
-                staging = LocalStaging(self._plan.capacity, self._device)
-                slot = _Slot(self._folder, self._timeout, staging) if rank() == 0 else None
-            peer: Peer = slot or Nobody()
-            push(self._source, self._plan, staging, peer, "bucket", count(1))
+                self._way.begin(version, self._plan)
+            push(self._source, self._plan, self._way, peer, "bucket", count(1))
             agree(peer.error, "writing weights")
             with agreed("completing the weights folder"):
-                if slot is not None:
-                    slot.publish(version, self._weights)
+                self._way.finish(release=True)
         finally:
-            if slot is not None:
-                slot.close()
+            self._way.abort("")
         return self._folder
-
-
-class _Slot:
-    """The slot that is written, as a `Peer`: one bucket goes to disk while the next one is gathered."""
-
-    def __init__(self, folder: Path, timeout: float, staging: LocalStaging) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.error: Exception | None = None
-        self._folder, self._staging = folder, staging
-        self._name, self._fd = _lock_free_slot(folder, timeout)
-        os.ftruncate(self._fd, 0)
-        self._end = 0
-        self._buckets: list[dict[str, Any]] = []
-        self._disk = ThreadPoolExecutor(1, "weights-to-disk")
-        self._writing: deque[Future[None]] = deque()
-
-    def post(self, kind: str, **fields: Any) -> None:
-        """See `Peer`."""
-        memory = self._staging.buffers[fields["buffer"]][: fields["nbytes"]].cpu()
-        self._writing.append(self._disk.submit(self._write, memory, fields["pieces"]))
-
-    def collect(self) -> dict[str, Any]:
-        """See `Peer`."""
-        try:
-            self._writing.popleft().result()
-        except Exception as error:
-            self.error = self.error or error
-        return {}
-
-    def _write(self, memory: torch.Tensor, pieces: list[Any]) -> None:
-        data = memory.numpy().data
-        self._buckets.append(
-            {"offset": self._end, "nbytes": len(data), "digest": hashlib.blake2b(data).hexdigest(), "pieces": pieces}
-        )
-        while data:
-            written = os.pwrite(self._fd, data, self._end)
-            self._end += written
-            data = data[written:]
-
-    def publish(self, version: int, weights: Manifest) -> None:
-        """Make what was written the current update."""
-        os.fsync(self._fd)
-        content = {"format": _FORMAT, "version": version, "slot": self._name, "weights": weights}
-        draft = self._folder / f"{MANIFEST}.tmp"
-        with draft.open("w") as file:
-            json.dump(content | {"buckets": self._buckets}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._folder / MANIFEST)
-
-    def close(self) -> None:
-        """Let others have the slot."""
-        self._disk.shutdown()
-        os.close(self._fd)
 
 
 def _lock_free_slot(folder: Path, timeout: float) -> tuple[str, int]:
@@ -137,7 +163,7 @@ def _lock_free_slot(folder: Path, timeout: float) -> tuple[str, int]:
         name = _free_slot(folder)
         fd = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            _lock(fd, fcntl.LOCK_EX, deadline, f"{folder / name} is still being read after {timeout:.0f} s")
+            lock(fd, False, deadline, f"{folder / name} is still being read after {timeout:.0f} s")
             if _free_slot(folder) == name:
                 return name, fd
         except BaseException:
@@ -147,5 +173,5 @@ def _lock_free_slot(folder: Path, timeout: float) -> tuple[str, int]:
 
 
 def _free_slot(folder: Path) -> str:
-    current = read_manifest(folder)["slot"] if (folder / MANIFEST).exists() else _SLOTS[1]
-    return _SLOTS[1 - _SLOTS.index(current)]
+    current = read_manifest(folder)["slot"] if (folder / MANIFEST).exists() else SLOTS[1]
+    return SLOTS[1 - SLOTS.index(current)]

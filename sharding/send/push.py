@@ -1,8 +1,6 @@
-"""The trainer's half of an update, whatever carries it: announce, gather bucket by bucket, verify.
+"""The trainer's half of an update: announce it, gather bucket by bucket, and hand each to whoever reads it.
 
-A carrier is two things here: `Staging`, the memory that buckets are gathered into, and a `Peer`, whoever reads them.
-
-A rank's conversation with its worker during one weight update.
+Messages go to a `Peer`, a rank's own worker as a rule (`Link`); the bytes of buckets go the recipe's `Way`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +13,10 @@ import torch
 from sharding.send.plan import Bucket, BucketPlan
 from sharding.send.source import WeightSource
 from sharding.send.verify import Verify
-from sharding.wire.channel import SyncError
+from sharding.send.ways import Way
+from sharding.wire.channel import Conversation, SyncError
 from sharding.wire.manifest import SourceParameter, manifest_of
-from sharding.wire.staging import BUFFERS, STAMP_BYTES, Staging, stamp
+from sharding.wire.staging import BUFFERS, STAMP_BYTES, stamp
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class SyncSettings:
     """How weights travel.
 
     Attributes:
-        bucket_bytes: bounds either staging buffer, but for weights that a worker needs whole: all in the first update,
-            later on those that it cannot replay.
+        bucket_bytes: bounds either staging buffer, except for weights that a worker needs whole: all of them in the
+            first update, later on those that it cannot replay.
         timeout: of every wait for a worker, s.
         replay: workers record what vLLM's loaders do in the first update, and repeat it from then on
             (`sharding.worker.recording`).
@@ -40,7 +39,7 @@ class SyncSettings:
 
 @dataclass(frozen=True)
 class AdapterFormat:
-    """Says that what is sent are no weights but the factors of a LoRA adapter, on a base that the engines have loaded.
+    """Marks updates as the factors of a LoRA adapter, on a base that the engines have loaded, not full weights.
 
     Attributes:
         config: what PEFT writes to adapter_config.json, as far as engines need it; plain types.
@@ -73,14 +72,19 @@ class SyncReport:
 
 
 class Peer(Protocol):
-    """Whoever receives an update: a worker (`Link`), many workers, a folder, or nobody.
+    """Whoever is told of an update: a worker (`Link`), many workers, or nobody.
 
-    Nothing here raises: what goes wrong is in `error`, and the ranks agree on it together.
+    Nothing here raises: errors are kept, and the ranks agree on them together.
+
+    Attributes:
+        error: the first failure; from then on nothing is sent.
     """
 
+    error: Exception | None
+
     @property
-    def error(self) -> Exception | None:
-        """The first failure; from then on nothing is sent."""
+    def messages(self) -> int:
+        """Sent so far."""
 
     def post(self, kind: str, **fields: Any) -> None:
         """Send without waiting for the answer."""
@@ -89,11 +93,12 @@ class Peer(Protocol):
         """The answer to the oldest unanswered message; {} after a failure."""
 
 
-class Nobody:
-    """What ranks send to that only gather for rank 0."""
+class NullPeer:
+    """The peer of a rank that only gathers, for another rank to send."""
 
-    error: Exception | None = None
-    messages = 0
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.messages = 0
 
     def post(self, kind: str, **fields: Any) -> None:
         """See `Peer`."""
@@ -103,85 +108,11 @@ class Nobody:
         return {}
 
 
-def announce(
-    peer: Peer,
-    parameters: list[SourceParameter],
-    version: int,
-    replay: bool = True,
-    adapter: dict[str, Any] | None = None,
-    verify: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Say what will come.
-
-    Args:
-        adapter: the `number` and `config` of a LoRA adapter, if that is what comes.
-        verify: what will be compared by digests, see `DigestCheck.request`.
-
-    Returns:
-        `plain`: whether the receiver keeps weights as they are sent, so that they can be compared. `views`: what it
-        reads of the weights in `verify`. `whole`: which weights have to arrive whole; None: all. `records`: whether it
-        notes down in this update what it can replay in later ones. {} after a failure.
-    """
-    fields = {"weights": manifest_of(parameters), "version": version, "replay": replay}
-    peer.post("begin", **fields, adapter=adapter, verify=verify)
-    return peer.collect()
-
-
-def push(
-    source: WeightSource, plan: BucketPlan, staging: Staging, peer: Peer, kind: str, stamps: Iterator[int]
-) -> list[dict[str, Any]]:
-    """Gather each bucket into one buffer while the peer reads the other; returns the peer's answers.
-
-    Collective over the trainer's ranks: gathering goes on when the peer has failed.
-    """
-    answers = []
-    for number, bucket in enumerate(plan.buckets):
-        if number >= BUFFERS:
-            answers.append(peer.collect())  # the peer is done with what this buffer held
-        at, mark = number % BUFFERS, next(stamps)
-        gather(source, bucket, staging.buffers[at], mark)
-        staging.flush()
-        holds = {
-            "pieces": [(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()],
-            "stretches": [(s.name, s.dtype, s.first, s.count, s.offset) for s in bucket.stretches()],
-        }
-        peer.post(kind, handle=staging.handle, buffer=at, nbytes=bucket.nbytes, stamp=mark, **holds)
-    answers += [peer.collect() for _ in plan.buckets[-BUFFERS:]]
-    return answers
-
-
-def gather(source: WeightSource, bucket: Bucket, buffer: torch.Tensor, mark: int) -> None:
-    """Fill a staging buffer with a bucket, and its stamp behind it."""
-    slots = [(slot, buffer[slot.offset : slot.offset + slot.nbytes]) for slot in bucket.slots]
-    whole = {slot.parameter.name: memory for slot, memory in slots if slot.whole}
-    source.gather_into(list(whole), list(whole.values()))
-    for slot, memory in slots:
-        if not slot.whole:
-            source.gather_part(slot.parameter.name, slot.start, memory)
-    stamp(buffer[: bucket.nbytes + STAMP_BYTES], mark)
-
-
-def different_weights(answers: list[dict[str, Any]]) -> list[str]:
-    """The weights that a comparison found different."""
-    return [name for answer in answers for name in answer.get("different", [])]
-
-
-class Conversation(Protocol):
-    """What a link speaks through: a `Channel`, or something that behaves like one."""
-
-    def send(self, kind: str, **fields: Any) -> None:
-        """See `Channel.send`."""
-
-    def receive(
-        self, timeout: float, waiting_for: str, still_alive: Callable[[], None] = lambda: None
-    ) -> dict[str, Any]:
-        """See `Channel.receive`."""
-
-
 class Link:
-    """Messages are answered in order, so they can be sent ahead of their answers.
+    """A rank's conversation with one worker during one update.
 
-    After the first failure it says nothing more, and answers are {}: the rank goes on with the others' collectives.
+    Messages are answered in order, so they can be sent ahead of their answers. After the first failure nothing more is
+    sent, and answers are {}: the rank goes on with the others' collectives.
 
     Attributes:
         error: the first failure.
@@ -202,17 +133,17 @@ class Link:
 
     def post(self, kind: str, **fields: Any) -> None:
         """Send without waiting for the answer."""
-        if self.error is None:
-            try:
-                self._channel.send(kind, session=self._session, **fields)
-            except SyncError as error:
-                self.error = self._cause(error)
-                return
-            self._unanswered += 1
-            self.messages += 1
+        if self.error is not None:
+            return
+        try:
+            self._channel.send(kind, session=self._session, **fields)
+        except SyncError as error:
+            self.error = self._cause(error)
+        self._unanswered += 1
+        self.messages += 1
 
     def _cause(self, error: SyncError) -> Exception:
-        """The worker's own death, where it is known already; else that it cannot be reached."""
+        """Why nothing can be sent: the engine's own end, where that is known."""
         try:
             self._still_alive()
         except Exception as cause:
@@ -252,3 +183,83 @@ class Link:
         if not self.ended:
             with suppress(SyncError):
                 self._channel.send("abort", session=self._session)
+
+
+def announce(
+    peer: Peer,
+    parameters: list[SourceParameter],
+    version: int,
+    replay: bool = True,
+    adapter: dict[str, Any] | None = None,
+    verify: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Say what will come.
+
+    Args:
+        adapter: the `number` and `config` of a LoRA adapter, if that is what comes.
+        verify: what will be compared by digests, see `DigestCheck.request`.
+
+    Returns:
+        `plain`: whether the receiver keeps weights as they are sent, so that they can be compared. `views`: what it
+        reads of the weights in `verify`. `whole`: which weights have to arrive whole; None: all. `records`: whether it
+        notes down in this update what it can replay in later ones. {} after a failure.
+    """
+    fields = {"weights": manifest_of(parameters), "version": version, "replay": replay}
+    peer.post("begin", **fields, adapter=adapter, verify=verify)
+    return peer.collect()
+
+
+def push(
+    source: WeightSource, plan: BucketPlan, way: Way, peer: Peer, kind: str, stamps: Iterator[int]
+) -> list[dict[str, Any]]:
+    """Gather each bucket into one buffer while the peer reads the other; returns the peer's answers.
+
+    Collective over the trainer's ranks: gathering goes on when the peer, or the way, has failed.
+    """
+    answers = []
+
+    def reuse(buffer: int) -> None:
+        answers.append(peer.collect())  # the peer is done with what this buffer held
+        _keep_error(peer, way.wait, buffer)
+
+    for number, bucket in enumerate(plan.buckets):
+        at, mark = number % BUFFERS, next(stamps)
+        if number >= BUFFERS:
+            reuse(at)
+        gather(source, bucket, way.buffers[at], mark)
+        fields: dict[str, Any] = {
+            "buffer": at,
+            "nbytes": bucket.nbytes,
+            "stamp": mark,
+            "pieces": [(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()],
+            "stretches": [(s.name, s.dtype, s.first, s.count, s.offset) for s in bucket.stretches()],
+        }
+        where = _keep_error(peer, way.send, kind, fields, peer.error is not None)
+        peer.post(kind, **(fields | (where or {})))
+    for number in range(max(len(plan.buckets) - BUFFERS, 0), len(plan.buckets)):
+        reuse(number % BUFFERS)
+    return answers
+
+
+def _keep_error(peer: Peer, action: Callable[..., Any], *arguments: Any) -> Any:
+    """Call it; an error becomes the peer's, which has others to gather with and must not leave them alone."""
+    try:
+        return action(*arguments)
+    except Exception as error:
+        peer.error = peer.error or error
+
+
+def gather(source: WeightSource, bucket: Bucket, buffer: torch.Tensor, mark: int) -> None:
+    """Fill a staging buffer with a bucket, and its stamp behind it."""
+    slots = [(slot, buffer[slot.offset : slot.offset + slot.nbytes]) for slot in bucket.slots]
+    whole = {slot.parameter.name: memory for slot, memory in slots if slot.whole}
+    source.gather_into(list(whole), list(whole.values()))
+    for slot, memory in slots:
+        if not slot.whole:
+            source.gather_part(slot.parameter.name, slot.start, memory)
+    stamp(buffer[: bucket.nbytes + STAMP_BYTES], mark)
+
+
+def different_weights(answers: list[dict[str, Any]]) -> list[str]:
+    """The weights that a comparison found different."""
+    return [name for answer in answers for name in answer.get("different", [])]

@@ -5,7 +5,7 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -45,6 +45,21 @@ def unpack(packed: bytes, waiting_for: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
         raise SyncError(f"a message without a kind arrived instead of a {waiting_for}")
     return message
+
+
+class Conversation(Protocol):
+    """Messages in order, both ways: a `Channel`, or what behaves like one."""
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """See `Channel.send`."""
+
+    def receive(
+        self, timeout: float, waiting_for: str, still_alive: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """See `Channel.receive`."""
+
+    def waiting(self) -> bool:
+        """Whether a message is there already."""
 
 
 class Channel:
@@ -90,6 +105,10 @@ class Channel:
                 still_alive()
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"no {waiting_for} within {timeout:.0f} s")
+
+    def waiting(self) -> bool:
+        """Whether a message is there already."""
+        return bool(self._socket.poll(0))
 
     def _put(self, packed: bytes) -> None:
         self._socket.send(packed, zmq.NOBLOCK)

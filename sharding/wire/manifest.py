@@ -151,7 +151,7 @@ def checkpoint_manifest(model: str, dtype: str, tied: bool) -> Manifest:
     return manifest
 
 
-def some(names: list[str], most: int = 6) -> str:
+def first_names(names: list[str], most: int = 6) -> str:
     """The first few names, for an error."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 

@@ -13,21 +13,29 @@ from typing import Any
 import torch
 from vllm import _custom_ops
 
+from generation.importing import load
 from sharding.wire import channel as channels
 from sharding.wire.manifest import Manifest, check_manifest, checkpoint_manifest
-from sharding.worker.broadcast import CollectiveCarrier, Membership, Place
+from sharding.wire.memory import release_pages, release_weights, resident_bytes
+from sharding.worker.broadcast import BroadcastBuckets, CollectiveCarrier, Membership, Place
 from sharding.worker.loader import reprocessed_modules
-from sharding.worker.memory import release_pages, release_weights, resident_bytes
-from sharding.worker.receiver import Carrier, Receiver, StagingCarrier, engine_dtype
+from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtype
 from sharding.worker.recording import Recording
 from sharding.worker.sharing import SharedWeights
-from sharding.worker.storage import StorageCarrier
+from sharding.worker.storage import StorageBuckets, StorageCarrier
 
 # vLLM imports this module before it builds the model: without oneDNN, linear layers keep their weights as they are
 # loaded (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm).
 _PLAIN_ON_CPU = os.environ.get("HOTBUNK_PLAIN_CPU_WEIGHTS") == "1"
 if _PLAIN_ON_CPU:
     _custom_ops._supports_onednn = False
+
+READERS: dict[str, Callable[[Any], Buckets]] = {
+    "staged": StagedBuckets,
+    "broadcast": BroadcastBuckets,
+    "storage": StorageBuckets,
+}
+"""The workers' halves of the ways, by what the trainer's half calls them."""
 
 Outcome = dict[str, Any]
 """What a method returns: plain types, "error" (None or a sentence that names the worker) among them."""
@@ -40,7 +48,7 @@ class VllmInternalWorkerExtension:
     Those that return an `Outcome` never raise: its "error" is None, or says on which worker what went wrong.
     """
 
-    hotbunk_staging: StagingCarrier | None = None
+    hotbunk_rank: ChannelCarrier | None = None
     hotbunk_membership: Membership | None = None
     hotbunk_promised: Manifest | None = None
     hotbunk_weights: Manifest | None = None
@@ -54,11 +62,12 @@ class VllmInternalWorkerExtension:
             return str(torch.cuda.get_device_properties(device).uuid)
         return f"cpu:{self.rank}"  # type: ignore[attr-defined]
 
-    def hotbunk_connect(self, endpoints: dict[str, list[str]]) -> None:
+    def hotbunk_connect(self, endpoints: dict[str, list[str]], reader: str = "staged") -> None:
         """Connect to the rank on this worker's device.
 
         Args:
             endpoints: device id -> [address of the rank's socket, its secret].
+            reader: how this worker gets the bytes of buckets: a key of `READERS`, or what names another `Buckets`.
         """
         device_id = self.report_device_id()
         if device_id not in endpoints:
@@ -67,14 +76,15 @@ class VllmInternalWorkerExtension:
             )
         address, secret = endpoints[device_id]
         channel = channels.connect(address, secret, device_id, os.getpid())
-        self.hotbunk_staging = StagingCarrier(channel, self.device)  # type: ignore[attr-defined]
+        buckets = (READERS.get(reader) or load(reader))(self)
+        self.hotbunk_rank = ChannelCarrier(channel, buckets, "the trainer's rank")
 
     def update_weights_via_ipc_zmq(self, session: int, timeout_s: float) -> Outcome:
         """Receive one weight update from this worker's rank; success and failure are reported to the rank, too."""
-        if self.hotbunk_staging is None:
+        if self.hotbunk_rank is None:
             return self._hotbunk_outcome("no rank to receive from: hotbunk_connect comes first")
-        self.hotbunk_staging.start(session, timeout_s)
-        return self._hotbunk_receive(self.hotbunk_staging)
+        self.hotbunk_rank.start(session, timeout_s)
+        return self._hotbunk_receive(self.hotbunk_rank)
 
     def hotbunk_share_weights(self) -> Outcome:
         """Let the trainer compute with this model's parameters, after an update that was recorded.
@@ -130,11 +140,7 @@ class VllmInternalWorkerExtension:
         """Receive one update from the group; every wait ends after `timeout_s`."""
         if self.hotbunk_membership is None:
             return self._hotbunk_outcome("in no weights group: init_collective comes first")
-        carrier = CollectiveCarrier(self.hotbunk_membership, self.device, timeout_s)  # type: ignore[attr-defined]
-        outcome = self._hotbunk_receive(carrier)
-        if carrier.lost is not None:
-            self._hotbunk_leave(carrier.lost)
-        return outcome
+        return self._hotbunk_receive(CollectiveCarrier(self, self.hotbunk_membership, timeout_s))
 
     def close_collective(self) -> Outcome:
         """Leave the group, if this worker is in one."""

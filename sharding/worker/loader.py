@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from sharding.wire.channel import SyncError
-from sharding.wire.manifest import Manifest, NamedTensors, Part, some
+from sharding.wire.manifest import Manifest, NamedTensors, Part, first_names
 from sharding.worker.recording import LoadWatcher, Recording, storage_key
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -137,7 +137,7 @@ class Arrivals:
     def check_off(self, weights: NamedTensors) -> None:
         """Raise SyncError for a weight that was not announced as it is, or that came before."""
         if strangers := sorted({name for name, _ in weights} - self._expected.keys()):
-            raise SyncError(f"weights arrived that were not announced: {some(strangers)}")
+            raise SyncError(f"weights arrived that were not announced: {first_names(strangers)}")
         for name, tensor in weights:
             if name in self._arrived or name in self._parts:
                 raise SyncError(f"{name} arrived a second time")
@@ -171,9 +171,9 @@ class Arrivals:
             if arrived < elements:
                 complaints.append(f"only {arrived} of {elements} elements of {name} were sent")
         if lost := sorted(self._expected.keys() - self._arrived - self._parts.keys()):
-            complaints.append(f"announced but never sent: {some(lost)}")
+            complaints.append(f"announced but never sent: {first_names(lost)}")
         if unread := sorted((self._arrived | self._parts.keys()) - read):
-            complaints.append(f"sent but read by no part of the engine's model: {some(unread)}")
+            complaints.append(f"sent but read by no part of the engine's model: {first_names(unread)}")
         return complaints
 
 
@@ -310,7 +310,7 @@ class WeightLoader:
             refused = [n for n in names if n not in self._watcher.read]
             raise SyncError(
                 f"the engine's model {type(self._model).__name__} refused a weight, "
-                f"one of {some(refused or names)}: {error}"
+                f"one of {first_names(refused or names)}: {error}"
             ) from error
 
     def finish(self) -> None:
@@ -328,12 +328,12 @@ class WeightLoader:
         self._finish_reload()
         complaints = self._arrivals.complaints(self._watcher.read)
         if untouched:
-            complaints.append(f"never sent, so the engine would keep old values: {some(untouched)}")
+            complaints.append(f"never sent, so the engine would keep old values: {first_names(untouched)}")
         for entry in self._watcher.written.values():
             if entry.written < entry.elements:
                 complaints.append(
-                    f"a parameter of {entry.elements} elements got only {entry.written}, from {some(entry.sources)}: "
-                    "its other parts were not sent"
+                    f"a parameter of {entry.elements} elements got only {entry.written}, from "
+                    f"{first_names(entry.sources)}: its other parts were not sent"
                 )
         if complaints:
             raise SyncError(f"{type(self._model).__name__} is not completely updated: " + "; ".join(complaints))

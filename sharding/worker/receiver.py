@@ -3,6 +3,7 @@
 import gc
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from sharding.wire import channel as channels
 from sharding.wire.digests import held
 from sharding.wire.manifest import Manifest, NamedTensors, Part, View, check_manifest
-from sharding.wire.staging import open_staging, stamped_bucket
+from sharding.wire.staging import open_memory, stamped_bucket
 from sharding.worker.adapter import AdapterLoader
 from sharding.worker.loader import WeightLoader
 from sharding.worker.recording import Recording
@@ -221,64 +222,52 @@ def engine_dtype(worker: Any) -> str:
     return str(worker.vllm_config.model_config.dtype).removeprefix("torch.")
 
 
-class StagingCarrier:
-    """From the rank on the same device: messages over a ZMQ connection, buckets in memory that both have mapped.
+class Buckets(Protocol):
+    """The worker's half of a way (`sharding.send.ways.Way`): where the bytes of buckets are. Made with the vLLM worker.
 
     Attributes:
-        opened, closed: how often staging memory was mapped and let go; equal between syncs that free it.
+        ahead: bytes of the next bucket may come while one is loaded, so its message is read as soon as it is there.
+        opened, closed: how often memory was mapped and let go; equal between syncs that release it.
     """
 
-    def __init__(self, channel: channels.Channel, device: torch.device) -> None:
+    ahead: bool
+    opened: int
+    closed: int
+
+    def expect(self, message: dict[str, Any]) -> None:
+        """A bucket was announced, in this message."""
+
+    def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """See `Carrier.bucket`."""
+
+    def close(self, reason: str | None = None) -> None:
+        """Let go of all memory; `reason` where the update broke off."""
+
+
+class StagedBuckets:
+    """Buckets in memory of the rank on the same device, which is mapped once and stays so until `close`."""
+
+    ahead = False
+
+    def __init__(self, worker: Any) -> None:
         self.opened = self.closed = 0
-        self._channel, self._device = channel, device
-        self._session, self._timeout = -1, 0.0
+        self._device: torch.device = worker.device
         self._handle: dict[str, Any] | None = None
         self._buffers: list[torch.Tensor] = []
 
-    def start(self, session: int, timeout: float) -> None:
-        """The next messages are those of `session`; silence for `timeout` seconds is a failure."""
-        self._session, self._timeout = session, timeout
-
-    def next(self) -> dict[str, Any]:
-        """See `Carrier`."""
-        while True:
-            message = self._channel.receive(self._timeout, "message from the trainer's rank")
-            if message["session"] == self._session:
-                return message  # older ones are left over from an update that broke off
-
-    def answer(self, **fields: Any) -> None:
-        """See `Carrier`."""
-        self._channel.send("done", session=self._session, **fields)
-
-    def _open(self, handle: dict[str, Any]) -> None:
-        """Map the memory that a bucket lies in. What is open already stays open."""
-        if handle == self._handle:
-            return
-        self._close()
-        self._buffers = open_staging(handle, self._device)
-        self._handle = handle
-        self.opened += 1
+    def expect(self, message: dict[str, Any]) -> None:
+        """See `Buckets`: the bucket is there when it is announced."""
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
-        """See `Carrier`."""
-        self._open(message["handle"])
+        """See `Buckets`."""
+        if message["handle"] != self._handle:
+            self.close()
+            self._buffers, self._handle = open_memory(message["handle"], self._device), message["handle"]
+            self.opened += 1
         return stamped_bucket(self._buffers[message["buffer"]], message)
 
-    def leave(self, message: dict[str, Any]) -> None:
-        """See `Carrier`."""
-        if message.get("close", True):
-            self._close()
-        self.answer(opened=self.opened, closed=self.closed)
-
-    def fail(self, error: Exception) -> None:
-        """See `Carrier`."""
-        for frames in _chain(error):
-            traceback.clear_frames(frames.__traceback__)  # they hold views of the memory, which would stay mapped
-        self._close()
-        with suppress(channels.SyncError):  # a trainer that has gone needs no answer
-            self._channel.send("failed", session=self._session, error=f"{type(error).__name__}: {error}")
-
-    def _close(self) -> None:
+    def close(self, reason: str | None = None) -> None:
+        """See `Buckets`."""
         if self._handle is None:
             return
         self._handle, self._buffers = None, []
@@ -286,3 +275,60 @@ class StagingCarrier:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
+
+
+class ChannelCarrier:
+    """An update whose messages come over a channel and are answered there, and whose buckets come their own way."""
+
+    def __init__(self, channel: channels.Conversation, buckets: Buckets, waiting_for: str) -> None:
+        """`waiting_for` names the sender in the error of a wait that has been too long."""
+        self._channel, self._buckets, self._waiting_for = channel, buckets, f"message from {waiting_for}"
+        self._session: int | None = None
+        self._timeout = 0.0
+        self._ahead: deque[dict[str, Any]] = deque()
+
+    def start(self, session: int | None, timeout: float) -> None:
+        """The next messages are those of `session`, or of any; silence for `timeout` seconds is a failure."""
+        self._session, self._timeout = session, timeout
+        self._ahead.clear()
+
+    def next(self) -> dict[str, Any]:
+        """See `Carrier`."""
+        return self._ahead.popleft() if self._ahead else self._read()
+
+    def _read(self) -> dict[str, Any]:
+        while True:
+            message = self._channel.receive(self._timeout, self._waiting_for)
+            if self._session is None:
+                self._session = message["session"]
+            if message["session"] == self._session:  # older ones are left over from an update that broke off
+                break
+        if "stamp" in message:
+            self._buckets.expect(message)
+        return message
+
+    def answer(self, **fields: Any) -> None:
+        """See `Carrier`."""
+        self._channel.send("done", session=self._session, **fields)
+
+    def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """See `Carrier`."""
+        memory = self._buckets.bucket(message)
+        if self._buckets.ahead and self._channel.waiting():
+            self._ahead.append(self._read())
+        return memory
+
+    def leave(self, message: dict[str, Any]) -> None:
+        """See `Carrier`."""
+        if message.get("close", True):
+            self._buckets.close("the trainer broke the update off" if message["kind"] == "abort" else None)
+        self.answer(opened=self._buckets.opened, closed=self._buckets.closed, left=True)
+
+    def fail(self, error: Exception) -> None:
+        """See `Carrier`."""
+        told = f"{type(error).__name__}: {error}"
+        for frames in _chain(error):
+            traceback.clear_frames(frames.__traceback__)  # they hold views of the memory, which would stay mapped
+        self._buckets.close(told)
+        with suppress(channels.SyncError):  # a trainer that has gone needs no answer
+            self._channel.send("failed", session=self._session, error=told)

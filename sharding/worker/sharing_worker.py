@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from vllm.v1.worker.gpu_worker import Worker
 
 if not hasattr(Worker, "_maybe_get_memory_pool_context"):
-    raise ImportError("this vLLM's worker chooses its memory in another way: sync.zero_copy needs vLLM 0.32")
+    raise ImportError("this vLLM's worker chooses its memory in another way: sync.way: zero_copy needs vLLM 0.32")
 
 
 class SharingWorker(Worker):

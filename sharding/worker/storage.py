@@ -1,31 +1,83 @@
-"""TODO."""
+"""The worker's half of weights through a folder (`sharding.wire.folder`), from this run's trainer or from any other."""
 
-import fcntl
-import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from sharding.wire.channel import SyncError
-from sharding.wire.folder import _lock, read_manifest
+from sharding.wire.folder import digest, lock, read_manifest
+from sharding.wire.manifest import first_names
 from sharding.wire.staging import BUFFERS
 
 
+class StorageBuckets:
+    """Buckets in a file, each read from when it is announced, while the one before is loaded. See `Buckets`."""
+
+    ahead = True
+    opened = closed = 0
+
+    def __init__(self, worker: Any) -> None:
+        self._device: torch.device = worker.device
+        self._disk = ThreadPoolExecutor(1, "weights-from-disk")
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS
+        self._reading: deque[Future[torch.Tensor]] = deque()
+        self._expected = 0
+
+    def expect(self, message: dict[str, Any]) -> None:
+        """See `Buckets`."""
+        at, self._expected = self._expected % BUFFERS, self._expected + 1
+        if self._buffers[at].nbytes < message["nbytes"]:
+            self._buffers[at] = torch.empty(message["nbytes"], dtype=torch.uint8)
+        self._reading.append(self._disk.submit(_read, message, self._buffers[at][: message["nbytes"]]))
+
+    def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """See `Buckets`."""
+        try:
+            return self._reading.popleft().result(message["timeout_s"]).to(self._device)
+        except TimeoutError:
+            raise TimeoutError(f"bucket {message['number']} was not read within {message['timeout_s']:.0f} s") from None
+
+    def close(self, reason: str | None = None) -> None:
+        """See `Buckets`."""
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS
+        self._reading.clear()
+
+    def end(self, fd: int) -> None:
+        """Close a file behind everything that is still being read; nothing can be read any more."""
+        if fd >= 0:
+            self._disk.submit(os.close, fd)
+        self._disk.shutdown(wait=False)
+
+
+def _read(message: dict[str, Any], memory: torch.Tensor) -> torch.Tensor:
+    bucket, data, done = f"bucket {message['number']}", memory.numpy().data, 0
+    with open(message["path"], "rb", buffering=0) as file:
+        file.seek(message["offset"])
+        while done < len(data):
+            if not (count := file.readinto(data[done:])):
+                raise SyncError(f"{message['path']} ends inside of {bucket}")
+            done += count
+    if digest(data) != message["digest"]:
+        first = message["pieces"][0][0]
+        raise SyncError(f"{bucket} of {message['path']}, with {first}, is not what was written there")
+    return memory
+
+
 class StorageCarrier:
-    """The worker's end: the current slot as a sequence of messages. One bucket is read while another is loaded."""
+    """The current slot of a folder as a sequence of messages that nobody sends. See `Carrier`."""
 
     def __init__(self, folder: str, device: torch.device, timeout: float, verify: bool) -> None:
-        """See `Carrier`; `verify` reads everything a second time, for comparison, where weights can be compared."""
-        self._folder, self._device, self._timeout, self._verify = Path(folder), device, timeout, verify
+        """`verify` reads everything a second time, for comparison, where weights can be compared."""
+        self._folder, self._timeout, self._verify = Path(folder), timeout, verify
+        self._buckets = StorageBuckets(SimpleNamespace(device=device))
         self._fd = -1
-        self._disk = ThreadPoolExecutor(1, "weights-from-disk")
-        self._reading: deque[Future[torch.Tensor]] = deque()
         self._manifest: dict[str, Any] = {}
         self._plain = False
         self._messages = self._update()
@@ -37,10 +89,10 @@ class StorageCarrier:
     def _update(self) -> Generator[dict[str, Any], None, None]:
         self._lock_current()
         yield {"kind": "begin", **{key: self._manifest[key] for key in ("weights", "version")}}
-        yield from self._buckets("bucket")
+        yield from self._announced("bucket")
         yield {"kind": "finish"}
         if self._verify and self._plain:
-            yield from self._buckets("compare")
+            yield from self._announced("compare")
         yield {"kind": "end"}
 
     def _lock_current(self) -> None:
@@ -51,58 +103,37 @@ class StorageCarrier:
             path = self._folder / self._manifest["slot"]
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                _lock(fd, fcntl.LOCK_SH, deadline, f"{path} is still being written after {self._timeout:.0f} s")
-            except BaseException:
-                os.close(fd)
-                raise
-            if read_manifest(self._folder) == self._manifest:
-                self._fd = fd
-                return
-            os.close(fd)
+                lock(fd, True, deadline, f"{path} is still being written after {self._timeout:.0f} s")
+                if read_manifest(self._folder) == self._manifest:
+                    self._fd, fd = fd, -1
+                    return
+            finally:
+                if fd >= 0:
+                    os.close(fd)
 
-    def _buckets(self, kind: str) -> Iterator[dict[str, Any]]:
-        buckets = self._manifest["buckets"]
-        sizes = [bucket["nbytes"] for bucket in buckets]
-        buffers = [torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(BUFFERS)]
-        for number, bucket in enumerate(buckets):
-            while len(self._reading) < BUFFERS and number + len(self._reading) < len(buckets):
-                ahead = number + len(self._reading)
-                self._reading.append(self._disk.submit(self._read, ahead, buffers[ahead % BUFFERS]))
-            yield {"kind": kind, "number": number, "pieces": bucket["pieces"]}
-
-    def _read(self, number: int, buffer: torch.Tensor) -> torch.Tensor:
-        bucket, path = self._manifest["buckets"][number], self._folder / self._manifest["slot"]
-        memory = buffer[: bucket["nbytes"]]
-        data = memory.numpy().data
-        done = 0
-        while done < len(data):
-            if not (count := os.preadv(self._fd, [data[done:]], bucket["offset"] + done)):
-                raise SyncError(f"{path} ends inside of bucket {number}")
-            done += count
-        if hashlib.blake2b(data).hexdigest() != bucket["digest"]:
-            raise SyncError(f"bucket {number} of {path}, with {bucket['pieces'][0][0]}, is not what was written there")
-        return memory
+    def _announced(self, kind: str) -> Generator[dict[str, Any], None, None]:
+        """Each bucket's message; the next bucket is read from then on."""
+        common = {"kind": kind, "path": str(self._folder / self._manifest["slot"]), "timeout_s": self._timeout}
+        messages = [{**bucket, **common, "number": at} for at, bucket in enumerate(self._manifest["buckets"])]
+        for at, message in enumerate(messages):
+            for ahead in messages[at : at + BUFFERS] if at == 0 else messages[at + 1 : at + BUFFERS]:
+                self._buckets.expect(ahead)
+            yield message
 
     def answer(self, **fields: Any) -> None:
         """See `Carrier`."""
         self._plain = fields.get("plain", self._plain)
         if different := fields.get("different"):
-            raise SyncError(f"the model does not hold what was read: {', '.join(different[:6])} differ")
+            raise SyncError(f"the model does not hold what was read: {first_names(different)} differ")
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
         """See `Carrier`."""
-        reading = self._reading.popleft()
-        try:
-            return reading.result(self._timeout).to(self._device)
-        except TimeoutError:
-            raise TimeoutError(f"bucket {message['number']} was not read within {self._timeout:.0f} s") from None
+        return self._buckets.bucket(message)
 
     def leave(self, message: dict[str, Any]) -> None:
         """See `Carrier`."""
         self._messages.close()
-        if self._fd >= 0:
-            self._disk.submit(os.close, self._fd)  # behind what is still being read
-        self._disk.shutdown(wait=False)
+        self._buckets.end(self._fd)
 
     def fail(self, error: Exception) -> None:
         """See `Carrier`."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.exact_ids import Generation
 from sharding.ranks import agreed, exchange, is_main, world_size
-from sharding.worker.memory import resident_bytes
+from sharding.wire.memory import resident_bytes
 from trainer.build import build_models, build_sharding, rank_device
 from trainer.commands.doctor import Finding
 from trainer.config.schema import TrainConfig
@@ -64,7 +64,7 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def recipe(folder: Path, device: str, zero_copy: bool, ranks: int) -> TrainConfig:
+def recipe(folder: Path, device: str, way: str, ranks: int) -> TrainConfig:
     """The configuration of a run with this model; its data and rewards are never loaded."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     engine = {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_gib": KV_CACHE_GIB, "plain_cpu_weights": True}
@@ -74,8 +74,8 @@ def recipe(folder: Path, device: str, zero_copy: bool, ranks: int) -> TrainConfi
             "model": {"path": str(folder)},
             "data": {"path": "none"},
             "engine": engine | {"tensor_parallel_size": ranks},
-            "sync": {"verify": "full", "bucket_mib": 16, "zero_copy": zero_copy, "timeout_s": 120},
-            "policy": {"dtype": dtype, "lr": 1e-3, "offload": "none" if zero_copy else "all"},
+            "sync": {"verify": "full", "bucket_mib": 16, "way": way, "timeout_s": 120},
+            "policy": {"dtype": dtype, "lr": 1e-3, "offload": "none" if way == "zero_copy" else "all"},
         }
     )
 
@@ -216,7 +216,7 @@ def zero_copy(trial: Trial, report: Report) -> None:
     report_syncs(trial, report)
     with trial.manager.generation_shift(trial.policy):
         moved = trial.manager.report.nbytes
-    remedy = "leave sync.zero_copy off on this machine, and report this with doctor.json"
+    remedy = "leave sync.way at staged on this machine, and report this with doctor.json"
     report("sync", f"{moved} bytes moved", "0 bytes", moved == 0, remedy)
 
 
@@ -244,7 +244,7 @@ def main(name: str, device: str, findings: Path) -> int:
         if is_main():
             make_model(folder)
         exchange(None)  # it is complete
-        config = recipe(folder, device, name == "zero copy", world_size())
+        config = recipe(folder, device, "zero_copy" if name == "zero copy" else "staged", world_size())
         with reporting(findings, "" if name == "one engine" else f"{name}: ") as report:
             TRIALS[name](Trial(config, resources), report)
     destroy_process_group()

@@ -80,7 +80,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_sampling(config)
         problems += _check_resume(config)
         problems += _check_retention(config)
-        problems += _check_zero_copy(config, ranks)
+        problems += _check_way(config, ranks, environ)
         problems += _check_profile(config)
     return [*problems, *_check_model(config, command)]
 
@@ -300,12 +300,21 @@ def _check_retention(config: TrainConfig) -> Iterator[str]:
         yield f"checkpoint.keep_best goes by {metric}, but eval.every is 0: set that, or checkpoint.best_metric"
 
 
-def _check_zero_copy(config: TrainConfig, ranks: int) -> Iterator[str]:
-    """What must hold for trainer and engine to have one memory for one layout of whole weights."""
+def _check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> Iterator[str]:
+    """What must hold for NCCL to join trainer and engine, or for them to have one memory for one layout of weights."""
     sync, engine, policy = config.sync, config.engine, config.policy
-    if not sync.zero_copy:
+    on_cpu = resolve_device(config) == "cpu"
+    if sync.way == "broadcast" and not on_cpu:
+        # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html
+        yield (
+            f"sync.way is broadcast, but cuda:{environ.get('LOCAL_RANK', '0')} has a rank and its engine, and NCCL "
+            "cannot join two processes on one GPU: set it to staged"
+        )
+    if (home := sync.way.rpartition(":")[0]).endswith(".py") and not os.path.isfile(home):
+        yield f"sync.way: {shown(sync.way)} cannot be loaded: there is no file {home}"
+    if sync.way != "zero_copy":
         return
-    packed = resolve_device(config) == "cpu" and not engine.plain_cpu_weights
+    packed = on_cpu and not engine.plain_cpu_weights
     reasons = {
         f"there are {ranks} ranks: start one": ranks > 1,
         "engine.tensor_parallel_size cuts them: set it to 1": engine.tensor_parallel_size > 1,
@@ -316,7 +325,7 @@ def _check_zero_copy(config: TrainConfig, ranks: int) -> Iterator[str]:
         "sync.replay is false, and only the record tells where they are: set it to true": not sync.replay,
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
-        yield f"sync.zero_copy shares whole weights between one rank and its engine, but {reason}"
+        yield f"sync.way: zero_copy shares whole weights between one rank and its engine, but {reason}"
 
 
 def _check_profile(config: TrainConfig) -> Iterator[str]:
@@ -329,7 +338,7 @@ def _check_kept_as_sent(model: dict[str, Any]) -> Iterator[str]:
     """vLLM shuffles the weights of experts, and keeps products of those of latent attention."""
     for key, what in REPROCESSED_KEYS.items():
         if model.get(key):
-            yield f"sync.zero_copy: vLLM does not keep the {what} of this model as trained ({key}): set it to false"
+            yield f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to staged"
 
 
 def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
@@ -341,7 +350,7 @@ def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
     folder = Path(config.model.path)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         yield f"model.path: {folder} holds no *.safetensors with the model's weights"
-    if command == "train" and config.sync.zero_copy:
+    if command == "train" and config.sync.way == "zero_copy":
         yield from _check_kept_as_sent(model)
     if command != "eval":
         yield from _check_packing(config, model)

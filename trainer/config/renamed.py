@@ -30,6 +30,7 @@ class Renamed:
 RENAMED = {
     "algorithm.discount": Renamed("algorithm.gamma"),
     "algorithm.trace": Renamed("algorithm.gae_lambda"),
+    "sync.zero_copy": Renamed("sync.way", {True: "zero_copy", False: "staged"}),
 }
 
 

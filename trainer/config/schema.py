@@ -158,6 +158,9 @@ class EngineConfig(Section):
     extra: dict[str, Any] = key({}, "further fields of vLLM's AsyncEngineArgs, by name, of those Hotbunk does not set")
 
 
+WAYS = ("staged", "zero_copy", "broadcast", "storage")
+
+
 class SyncConfig(Section):
     """The weights' way from the policy into the engines."""
 
@@ -172,15 +175,26 @@ class SyncConfig(Section):
     )
     timeout_s: Seconds = key(300, "longest wait for any answer of a worker")
     replay: bool = key(True, "record what vLLM's loaders do with the first weights, and from then on repeat it")
-
-    zero_copy: bool = key(
-        False, "one rank, unpacked weights: the policy computes with the engine's own, so that a step is the sync"
+    way: str = key(
+        "staged",
+        "how the bytes of weights get to the engine. staged: through two buffers that trainer and engine have mapped; "
+        "zero_copy: one rank, unpacked weights, the policy computes with the engine's own, so that a step is the sync; "
+        "broadcast: by gloo or NCCL, to engines on other devices than the trainer's; storage: through a folder of the "
+        "run, weights, which other engines can load, too; pkg.mod:Name or file.py:Name: a way of one's own "
+        "(docs/weight-path.md)",
     )
 
     @field_validator("verify", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
         return "off" if value is False else value  # YAML reads a bare `off` as false
+
+    @field_validator("way")
+    @classmethod
+    def _known_way(cls, value: str) -> str:
+        if value not in WAYS and ":" not in value:
+            raise ValueError(f"{value!r} is not a way: it is one of {', '.join(WAYS)}, or pkg.mod:Name or file.py:Name")
+        return value
 
 
 class PolicyConfig(Section):

@@ -185,7 +185,7 @@ def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib
     """Memory of the policy and the other models beside it, on a rank whose device has `device_gib`."""
     policy, algorithm = config.policy, config.algorithm
     parts = _learning_parts("policy", config, policy, model, ranks)
-    whole = config.sync.zero_copy or (policy.backend == "deepspeed" and policy.zero_stage < 3)
+    whole = config.sync.way == "zero_copy" or (policy.backend == "deepspeed" and policy.zero_stage < 3)
     learners: list[Learner] = [(policy, model, whole)]
     if algorithm.teacher:
         parts.append(_frozen_part("teacher", config, model_sizes(config, algorithm.teacher), ranks))
@@ -234,7 +234,7 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
     staging_remark = "while weights travel" + (f", {first / GIB:.2f} the first time" if first > later else "")
     held = _CONTEXT + (0 if engine.enforce_eager else _GRAPHS) if resolve_device(config) == "cuda" else 0
     return [
-        Part("engine: weights", weights, weights if config.sync.zero_copy else asleep * weights),
+        Part("engine: weights", weights, weights if config.sync.way == "zero_copy" else asleep * weights),
         Part("engine: KV cache", kv_cache, asleep * kv_cache, remark),
         Part("engine: CUDA and its graphs", held, held, "by estimate; also while it sleeps" if held else ""),
         Part("staging buffers", later, 0, staging_remark),
@@ -259,7 +259,7 @@ def kv_cache_bytes(config: TrainConfig, model: ModelSizes, weights: float, devic
 
 
 def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool) -> int:
-    """Both buffers: each as large as the largest bucket of what travels.
+    """Both buffers, on both sides where they share none: each as large as the largest bucket of what travels.
 
     Args:
         cut: weights larger than a bucket travel in parts if they may, as in all updates but the first.
@@ -272,8 +272,11 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     ]
     packed = resolve_device(config) == "cpu" and not config.engine.plain_cpu_weights
     whole = [name for name in travels if packed or any(part in name for part in REPROCESSED)]
-    plan = BucketPlan(parameters, config.sync.bucket_mib << 20, whole if cut and config.sync.replay else None)
-    return BUFFERS * plan.capacity
+    way = config.sync.way
+    plan = BucketPlan(
+        parameters, config.sync.bucket_mib << 20, whole if cut and config.sync.replay and way != "storage" else None
+    )
+    return BUFFERS * plan.capacity * (2 if way in ("broadcast", "storage") else 1)  # the worker has buffers of its own
 
 
 def _learning_parts(name: str, config: TrainConfig, policy: PolicyConfig, model: ModelSizes, ranks: int) -> list[Part]:
@@ -290,7 +293,7 @@ def _learning_parts(name: str, config: TrainConfig, policy: PolicyConfig, model:
         parts.append(Part(f"{name}: weights to compute with", 0 if put_away == 2 else kept, kept))
     whole = sum(shape.numel() for shape in model.trained.values())
     stays = 0 if put_away == 2 or (deepspeed and put_away) else 1
-    in_place = config.sync.zero_copy and name == "policy"  # it computes with weights that are the engine's
+    in_place = config.sync.way == "zero_copy" and name == "policy"  # it computes with weights that are the engine's
     masters = 0 if in_place and width == _MASTER else _MASTER * on_device
     if deepspeed and stage == 3:  # made once (`IPGBucketZ3` in deepspeed/runtime/zero/stage3.py)
         parts.append(Part(f"{name}: bucket of gradients", _GRADIENT * ZERO_BUCKET, _GRADIENT * ZERO_BUCKET))

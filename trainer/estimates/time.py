@@ -165,7 +165,7 @@ def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Itera
     policy, shards = config.policy, shards_of(config.policy, ranks)
     elements = sum(shape.numel() for shape in (model.adapters if config.lora.engines_apply else model.shapes).values())
     size = engine_dtype(config).itemsize * elements
-    if not config.sync.zero_copy:
+    if config.sync.way != "zero_copy":
         gather = _ring(size, shards, gpu, len(model.units))
         yield Cost("sync", gather + 3 * size / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB")
     moved = {"none": 0, "optimizer": 8, "all": 12}[policy.offload] * sum(s.numel() for s in model.trained.values())

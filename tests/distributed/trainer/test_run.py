@@ -148,7 +148,7 @@ def test_a_run_in_shared_memory_learns_and_is_continued_by_one_that_copies(
         checkpoint={"every": 3},
         eval={"every": 3},
     )
-    shared = Run(recipe, "--sync.zero_copy", "true", ranks=1, name="run")
+    shared = Run(recipe, "--sync.way", "zero_copy", ranks=1, name="run")
     assert shared.wait() == 0, shared.output()
     shared.assert_gone()
     copying = Run(recipe, "--run.steps", "5", ranks=1, name="run")

@@ -17,7 +17,7 @@ from sharding.ranks import RemoteError
 from sharding.send.plan import BucketPlan
 from sharding.send.push import Link
 from sharding.send.verify import parameters_to_verify
-from sharding.worker.memory import resident_bytes
+from sharding.wire.memory import resident_bytes
 from tests.colocated import Colocated
 from tests.conftest import TinyModel
 
@@ -262,7 +262,7 @@ def test_staging_memory_that_is_given_back_after_each_sync_is_closed_as_often_as
     assert_repaired(both)
     opened, closed = both.manager.staging_opened, both.manager.staging_closed
     for _ in range(5):
-        both.manager._free_staging()
+        both.manager._way.abort("")
         assert staging_in_use() == [(1, 1)]
         with both.manager.generation_shift(both.policy):
             pass
@@ -284,14 +284,14 @@ def test_weights_larger_than_a_bucket_reach_the_engine_in_parts(
     bucket, manager = 1 << 13, both.manager
     largest = max(parameter.nbytes for parameter in manager._parameters)
     assert largest > 4 * bucket
-    manager._free_staging()
+    manager._way.abort("")
     with monkeypatch.context() as patch:
         patch.setattr(manager, "_settings", replace(manager._settings, bucket_bytes=bucket))
         patch.setattr(manager, "_plan", BucketPlan(manager._parameters, bucket))
         assert_repaired(both)
         assert manager.report.staging_bytes == 2 * (bucket if manager._plain else largest)
         assert manager.report.verified == ("full" if manager._plain else "probe")
-        manager._free_staging()
+        manager._way.abort("")
     assert_repaired(both)
 
 

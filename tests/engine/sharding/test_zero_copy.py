@@ -131,13 +131,13 @@ def test_weights_that_are_not_kept_as_sent_are_refused_by_name(tiny_model: TinyM
     """Packed for oneDNN: the recipe's check refuses that, this is what one who builds a manager by hand is told."""
     with Colocated(tiny_model(), plain=False, verify="off", shared=True) as both:
         both.manager.sleep()
-        with pytest.raises(RemoteError, match="re-processes its weights after loading.*set sync.zero_copy to false"):
+        with pytest.raises(RemoteError, match="re-processes its weights after loading.*set sync.way to staged"):
             both.manager.wake(both.policy)
 
 
 def test_an_update_without_weights_is_refused_where_none_are_shared(tiny_model: TinyModel) -> None:
     with Colocated(tiny_model()) as both:
-        both.manager._in_place = True
+        both.manager._way.in_place = True
         with pytest.raises(RemoteError, match="this worker shares none with the trainer"):
             both.manager._sync(0)
         assert both.leader.engine.state.version is None

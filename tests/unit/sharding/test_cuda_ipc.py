@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from sharding.wire import channel as channels
 from sharding.wire.staging import CudaIpcStaging, stamp
-from sharding.worker.receiver import StagingCarrier
+from sharding.worker.receiver import ChannelCarrier, StagedBuckets
 
 CPU = torch.device("cpu")
 NBYTES = 64
@@ -104,9 +105,14 @@ def script() -> Script:
 
 
 @pytest.fixture
-def carrier(script: Script) -> StagingCarrier:
+def buckets() -> StagedBuckets:
     """Of a worker on CUDA, so that it collects as it would there."""
-    carrier = StagingCarrier(script, torch.device("cuda", 0))  # type: ignore[arg-type]
+    return StagedBuckets(SimpleNamespace(device=torch.device("cuda", 0)))
+
+
+@pytest.fixture
+def carrier(script: Script, buckets: StagedBuckets) -> ChannelCarrier:
+    carrier = ChannelCarrier(script, buckets, "the trainer")  # type: ignore[arg-type]
     carrier.start(1, 5)
     return carrier
 
@@ -117,7 +123,7 @@ def announce(staging: CudaIpcStaging, script: Script, number: int) -> None:
 
 
 def test_a_whole_update_opens_and_closes_each_export_once(
-    ipc: FakeIpc, script: Script, carrier: StagingCarrier
+    ipc: FakeIpc, script: Script, carrier: ChannelCarrier, buckets: StagedBuckets
 ) -> None:
     staging = CudaIpcStaging(NBYTES, CPU)
     staging.export()
@@ -128,7 +134,7 @@ def test_a_whole_update_opens_and_closes_each_export_once(
     script.say("end", close=True)
     carrier.leave(carrier.next())
     staging.close()
-    assert (carrier.opened, carrier.closed, ipc.exports) == (1, 1, 2)
+    assert (buckets.opened, buckets.closed, ipc.exports) == (1, 1, 2)
     ipc.assert_all_is_freed()
 
 
@@ -140,7 +146,7 @@ def test_staging_that_nobody_will_open_is_freed_at_once(ipc: FakeIpc) -> None:
 
 
 def test_a_bucket_that_fails_in_the_loader_leaves_nothing_mapped(
-    ipc: FakeIpc, script: Script, carrier: StagingCarrier
+    ipc: FakeIpc, script: Script, carrier: ChannelCarrier, buckets: StagedBuckets
 ) -> None:
     staging = CudaIpcStaging(NBYTES, CPU)
     staging.export()
@@ -158,6 +164,6 @@ def test_a_bucket_that_fails_in_the_loader_leaves_nothing_mapped(
     except ValueError as error:
         carrier.fail(error)
         assert ipc.closes == 2, "closed before the trainer is told so"
-    assert script.answers == ["failed"] and carrier.closed == 1
+    assert script.answers == ["failed"] and buckets.closed == 1
     staging.close()
     ipc.assert_all_is_freed()

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from generation.engine.vllm_compat import engine_arguments
+from sharding.send.ways import memory_of
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import Piece, SourceParameter
+from sharding.wire.staging import open_memory
 from sharding.worker.loader import WeightLoader
-from sharding.worker.sharing import SharedWeights, contiguous_runs, open_shared
+from sharding.worker.sharing import SharedWeights, contiguous_runs
 from tests.in_process import SmallModel, Worker, small_weights
 from trainer import engines
 from trainer.config.schema import TrainConfig
@@ -37,6 +39,12 @@ def whole(name: str, *pieces: tuple[str, tuple[int, ...], int]) -> SourceParamet
     return SourceParameter(name, sum(4 * torch.Size(p.shape).numel() for p in found), found)
 
 
+def opened(shared: SharedWeights, parameters: list[SourceParameter]) -> dict[str, Tensor]:
+    """The parameters' memory, as the trainer sees it."""
+    storages = open_memory(shared.handle, CPU)
+    return {parameter.name: memory_of(parameter, shared.places, storages) for parameter in parameters}
+
+
 @pytest.fixture
 def shared() -> tuple[SmallModel, SharedWeights, dict[str, Tensor]]:
     model = SmallModel()
@@ -51,7 +59,7 @@ def test_what_the_trainer_writes_is_in_the_model_and_nothing_else_changes(
     model, weights, before = shared
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "moved as they were"
     parameters = [whole(n, (n, tuple(w.shape), 0)) for n, w in small_weights(1).items() if n != "scaled"]
-    memory = open_shared(weights.handle, weights.places, parameters, CPU)
+    memory = opened(weights, parameters)
     for name, weight in small_weights(1).items():
         if name != "scaled":
             assert torch.equal(memory[name].view(weight.shape), weight), name
@@ -69,11 +77,11 @@ def test_a_fused_parameter_is_found_where_its_parts_are_neighbours(
     """Transformers keeps some weights fused, as vLLM does: then one is the other."""
     model, weights, _ = shared
     fused = whole("ab", ("a", (12, 6), 0), ("b", (8, 6), 12 * 6 * 4))
-    memory = open_shared(weights.handle, weights.places, [fused], CPU)
+    memory = opened(weights, [fused])
     assert torch.equal(memory["ab"].view(20, 6), model.rows)
     turned = whole("ba", ("b", (8, 6), 0), ("a", (12, 6), 8 * 6 * 4))
-    with pytest.raises(SyncError, match="keeps the parts of ba apart.*set sync.zero_copy to false"):
-        open_shared(weights.handle, weights.places, [turned], CPU)
+    with pytest.raises(SyncError, match="keeps the parts of ba apart.*set sync.way to staged"):
+        opened(weights, [turned])
 
 
 def test_weights_that_are_computed_or_cut_are_refused_by_name() -> None:
@@ -116,7 +124,7 @@ def test_on_cuda_weights_come_from_memory_that_has_an_ipc_handle_and_only_they(m
     with worker._maybe_get_memory_pool_context("weights") as pool:
         assert pool is None
     assert worker._maybe_get_memory_pool_context("kv_cache") == "the pool for kv_cache"
-    recipe: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "sync": {"zero_copy": True}}
+    recipe: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "sync": {"way": "zero_copy"}}
     monkeypatch.setattr(engines, "resolve_folder", lambda path: path)
     on_cpu, on_cuda = (
         engines.engine_settings(TrainConfig.model_validate(recipe), on_cuda) for on_cuda in (False, True)

@@ -16,6 +16,7 @@ from generation.engine.sampling import NotFiniteError
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import rank
 from sharding.send.source import FsdpWeightSource
+from sharding.send.ways import ZeroCopy
 from tests.unit.learning_steps import on_ranks
 from trainer.types import culprits
 
@@ -71,16 +72,13 @@ class RecordingManager(ShardingManager):
     def __init__(self, events: Events, folder: Path, plain: bool, shared: bool = False) -> None:
         source = FsdpWeightSource([("embed", torch.zeros(5, 2))], torch.float32)
         leader = Leader(FakeEngine(events), FakeThread())  # type: ignore[arg-type]
-        compute_in = (lambda memory: None) if shared else None
-        super().__init__(source, torch.device("cpu"), SyncSettings(), folder, leader=leader, compute_in=compute_in)
+        device = torch.device("cpu")
+        way = ZeroCopy(device, source.parameters(), lambda memory: None, 1) if shared else None
+        super().__init__(source, device, SyncSettings(), folder, leader=leader, way=way)
         self.events, self._plain = events, plain
 
     def _sync(self, version: int) -> None:
         self.events.append(f"sync to {version}")
-
-    def _share(self, compute_in: Any) -> None:
-        self.events.append("weights become one")
-        self._in_place = True
 
 
 def test_a_worker_reads_shared_weights_only_after_the_trainer_s_stream_has_written_them(
@@ -89,7 +87,7 @@ def test_a_worker_reads_shared_weights_only_after_the_trainer_s_stream_has_writt
     """On CUDA an optimizer step returns before its kernels have run, and the worker is another process."""
     events: Events = []
     manager = RecordingManager(events, tmp_path, plain=True, shared=True)
-    manager._device, manager._in_place = torch.device("cuda", 3), True
+    manager._device, manager._way.in_place = torch.device("cuda", 3), True
 
     def stream(device: torch.device) -> SimpleNamespace:
         return SimpleNamespace(synchronize=lambda: events.append(f"trainer's stream on {device} is done"))
@@ -165,7 +163,7 @@ def test_weights_that_are_shared_are_so_before_the_policy_s_own_go_and_never_sle
         "KV cache sleeps",
         "policy restores",
     ]
-    assert events == ["KV cache sleeps", *shift[:3], "weights become one", *shift[3:], *shift]
+    assert events == ["KV cache sleeps", *shift, *shift]
 
 
 def test_a_policy_that_has_become_nonsense_is_told_from_an_engine_that_holds_other_weights(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from sharding.apart.broadcast import engine_ranks
-from sharding.apart.group import Board, BoardChannel, GroupError, dial, listen
 from sharding.apart.storage import StorageWriter
 from sharding.ranks import RemoteError
 from sharding.send.plan import BucketPlan
 from sharding.send.source import FsdpWeightSource, StreamSource
 from sharding.wire.channel import SyncError
 from sharding.wire.folder import MANIFEST
+from sharding.wire.group import GroupError, GroupStore, StoreChannel, connect_store, listen
 from sharding.wire.manifest import Piece, SourceParameter, check_manifest, checkpoint_manifest, differences, manifest_of
 from sharding.worker.storage import StorageCarrier
 
@@ -150,7 +150,7 @@ def test_damage_is_found_and_named(tmp_path: Path) -> None:
     with pytest.raises(SyncError, match="ends inside of bucket"):
         read(tmp_path)
     (tmp_path / MANIFEST).write_text('{"format": 9}')
-    with pytest.raises(SyncError, match="is no manifest"):
+    with pytest.raises(SyncError, match="is not a manifest"):
         read(tmp_path)
     (tmp_path / MANIFEST).write_text('{"format": 1, "sl')
     with pytest.raises(SyncError, match="cannot be read"):
@@ -278,16 +278,16 @@ def test_missing_double_and_strange_weights_of_a_stream_are_named(names: list[st
 @pytest.mark.covers("D11")
 def test_messages_of_the_group_keep_their_order_and_every_wait_ends() -> None:
     store = listen("127.0.0.1", 0, 10)
-    trainer, worker = Board(store, "here"), Board(dial("127.0.0.1", store.port, 10), "here")
-    out, back = BoardChannel(trainer, "to/1", "from/1"), BoardChannel(worker, "from/1", "to/1")
+    trainer, worker = GroupStore(store, "here"), GroupStore(connect_store("127.0.0.1", store.port, 10), "here")
+    out, back = StoreChannel(trainer, "to/1", "from/1"), StoreChannel(worker, "from/1", "to/1")
     for number in range(5):
         out.send("bucket", number=number)
     assert [back.receive(5, "bucket")["number"] for _ in range(5)] == list(range(5))
     assert not back.waiting()
     with pytest.raises(TimeoutError, match="no bucket within 0 s"):
         back.receive(0.2, "bucket")
-    trainer.raise_alarm("weights rank 2 gave up")
-    trainer.raise_alarm("a later reason")
+    trainer.abort("weights rank 2 gave up")
+    trainer.abort("a later reason")
     with pytest.raises(GroupError, match="weights rank 2 gave up"):
         back.receive(30, "bucket")
     del out, trainer, store

@@ -17,8 +17,8 @@ from sharding.send.push import Link
 from sharding.send.source import LARGE_BYTES, FsdpWeightSource, _batches
 from sharding.wire.channel import Listener, SyncError, connect
 from sharding.wire.manifest import Piece, SourceParameter
-from sharding.wire.staging import BUFFERS, SharedMemoryStaging, make_staging, open_staging, stamp, stamped
-from sharding.worker.memory import release_pages
+from sharding.wire.memory import release_pages
+from sharding.wire.staging import BUFFERS, SharedMemoryStaging, make_staging, open_memory, stamp, stamped
 from sharding.worker.recording import LoadWatcher, storage_key
 from tests import shared_memory
 from tests.conftest import ROOT
@@ -80,9 +80,9 @@ def test_a_layout_that_does_not_cover_its_parameter_is_refused() -> None:
 
 READER = """
 import json, sys
-from sharding.wire.staging import open_staging, stamped
+from sharding.wire.staging import open_memory, stamped
 import torch
-buffers = open_staging(json.loads(sys.argv[1]), torch.device("cpu"))
+buffers = open_memory(json.loads(sys.argv[1]), torch.device("cpu"))
 print([int(b.long().sum()) for b in buffers], [stamped(b) for b in buffers])
 buffers[0][0] = 77
 """
@@ -103,13 +103,13 @@ def test_another_process_sees_the_staging_memory_and_nothing_is_left_of_it() -> 
     assert staging.buffers[0][0] == 77  # one memory, not a copy
     staging.close()
     with pytest.raises(OSError):
-        open_staging(staging.handle, torch.device("cpu"))
+        open_memory(staging.handle, torch.device("cpu"))
 
 
 def test_two_stagings_never_pass_for_one_even_with_the_same_descriptor() -> None:
     first = SharedMemoryStaging(64)
     handle = first.handle
-    keeps_memory = open_staging(handle, torch.device("cpu"))
+    keeps_memory = open_memory(handle, torch.device("cpu"))
     first.close()
     second = SharedMemoryStaging(64)
     assert second.handle["fd"] == handle["fd"]
@@ -226,7 +226,7 @@ def test_a_worker_opens_device_memory_without_the_event_that_torch_never_frees(m
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_shared)
     exported = [5, b"handle", 24, 0, b"counter", 8, b"event", True]
-    handle = {"kind": "cuda_ipc", "nbytes": 16, "buffers": [exported, list(exported)]}
-    assert [buffer.numel() for buffer in open_staging(handle, torch.device("cpu", 0))] == [16, 16]
+    handle = {"kind": "cuda_ipc", "storages": [[16, exported], [16, list(exported)]]}
+    assert [buffer.numel() for buffer in open_memory(handle, torch.device("cpu", 0))] == [16, 16]
     assert opened == [(0, b"handle", 24, 0, b"counter", 8, b"event", False)] * BUFFERS
     assert exported[7] is True and exported[0] == 5  # what was received is not changed

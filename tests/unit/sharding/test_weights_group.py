@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sharding.apart import group
-from sharding.apart.group import Board, BroadcastGroup, GroupError, dial, listen
+from sharding.wire import group
+from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, connect_store, listen
 
 HOST = "127.0.0.1"
 
@@ -38,30 +38,30 @@ class ConnectsInItsFirstCall:
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board(listen(HOST, 0, 30), "here")
+def board() -> GroupStore:
+    return GroupStore(listen(HOST, 0, 30), "here")
 
 
-def joined(board: Board, backend: ConnectsInItsFirstCall, timeout: float) -> BroadcastGroup:
+def joined(board: GroupStore, backend: ConnectsInItsFirstCall, timeout: float) -> BroadcastGroup:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "_gloo", lambda *_: backend)
         return BroadcastGroup(board, 0, 2, torch.device("cpu"), HOST, timeout)
 
 
-def test_a_member_that_never_connects_ends_the_joining_at_its_deadline(board: Board) -> None:
+def test_a_member_that_never_connects_ends_the_joining_at_its_deadline(board: GroupStore) -> None:
     backend = ConnectsInItsFirstCall(threading.Barrier(2))
     with pytest.raises(GroupError, match=r"no connection of all members within 0 s"):
         joined(board, backend, 0.2)
     assert backend.aborted.wait(5)
 
 
-def test_an_alarm_ends_the_joining_of_a_member_that_waits_for_another(board: Board) -> None:
-    board.raise_alarm("the other end is gone")
+def test_an_alarm_ends_the_joining_of_a_member_that_waits_for_another(board: GroupStore) -> None:
+    board.abort("the other end is gone")
     with pytest.raises(GroupError, match="the other end is gone"):
         joined(board, ConnectsInItsFirstCall(threading.Barrier(2)), 60)
 
 
-def test_members_that_connect_late_join_and_an_error_in_connecting_is_passed_on(board: Board) -> None:
+def test_members_that_connect_late_join_and_an_error_in_connecting_is_passed_on(board: GroupStore) -> None:
     together = threading.Barrier(2)
     late = threading.Thread(target=lambda: (time.sleep(0.3), together.wait(5)))
     late.start()
@@ -72,12 +72,12 @@ def test_members_that_connect_late_join_and_an_error_in_connecting_is_passed_on(
         joined(board, ConnectsInItsFirstCall(together), 60)
 
 
-def test_two_real_members_join_through_gloo(board: Board) -> None:
+def test_two_real_members_join_through_gloo(board: GroupStore) -> None:
     port = board._store.port
     made: list[BroadcastGroup] = []
     other = threading.Thread(
         target=lambda: made.append(
-            BroadcastGroup(Board(dial(HOST, port, 30), "there"), 1, 2, torch.device("cpu"), HOST, 30)
+            BroadcastGroup(GroupStore(connect_store(HOST, port, 30), "there"), 1, 2, torch.device("cpu"), HOST, 30)
         )
     )
     other.start()

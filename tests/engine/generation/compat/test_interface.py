@@ -28,8 +28,8 @@ from sharding.apart.broadcast import CollectiveSender
 from sharding.send.plan import BucketPlan
 from sharding.send.push import Link, SyncSettings, announce, push
 from sharding.send.source import FsdpWeightSource
+from sharding.send.ways import Staged
 from sharding.wire.channel import Listener
-from sharding.wire.staging import make_staging
 from tests.colocated import HfPolicy
 from tests.conftest import TinyModel
 from trainer.policy.hf_format import checkpoint_views, parameter_names
@@ -468,16 +468,16 @@ def send(policy: HfPolicy, link: Link) -> None:
     """What the sharding manager does for one rank."""
     source = source_of(policy)
     plan = BucketPlan(source.parameters(), 1 << 18)
-    staging = make_staging(plan.capacity, policy.device)
-    staging.export()
+    way = Staged(policy.device)
     try:
         announce(link, source.parameters(), version=7)
-        push(source, plan, staging, link, "bucket", itertools.count(1))
+        way.begin(7, plan, read=True)
+        push(source, plan, way, link, "bucket", itertools.count(1))
         link.ask("finish")
         link.ask("end", close=True)
         assert link.error is None
     finally:
-        staging.close()
+        way.finish(release=True)
 
 
 def assert_weights_are(policy: HfPolicy, generation: VllmGeneration) -> None:

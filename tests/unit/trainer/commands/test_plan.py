@@ -131,7 +131,7 @@ def test_what_is_put_away_on_cuda_is_not_there_while_answers_are_generated(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_that_trainer_and_engine_share_are_there_once(tiny_qwen2: Path, dtype: str) -> None:
-    config = recipe(tiny_qwen2, policy={"dtype": dtype}, sync={"zero_copy": True})
+    config = recipe(tiny_qwen2, policy={"dtype": dtype}, sync={"way": "zero_copy"})
     sizes = model_sizes(config, config.model.path)
     parts = by_name([*trainer_parts(config, sizes, 1, 80.0), *engine_parts(config, sizes, 1, 1.0)])
     width = {"float32": 4, "bfloat16": 2}[dtype]

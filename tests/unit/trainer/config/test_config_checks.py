@@ -247,7 +247,7 @@ def test_all_problems_are_named_at_once(config: dict) -> None:
     assert len(found) == 4, found
 
 
-ZERO_COPY = {"sync": {"zero_copy": True}, "engine": {"plain_cpu_weights": True}}
+ZERO_COPY = {"sync": {"way": "zero_copy"}, "engine": {"plain_cpu_weights": True}}
 
 
 @pytest.mark.parametrize(
@@ -267,8 +267,8 @@ def test_weights_are_shared_only_where_both_hold_them_whole_and_alike(
 ) -> None:
     assert problems(config, ZERO_COPY) == []
     changed = ZERO_COPY | {section: ZERO_COPY.get(section, {}) | changes}
-    assert any("sync.zero_copy" in p and sentence in p for p in problems(config, changed, WORLD_SIZE=str(world)))
-    without = changed | {"sync": changed["sync"] | {"zero_copy": False}}
+    assert any("sync.way: zero_copy" in p and sentence in p for p in problems(config, changed, WORLD_SIZE=str(world)))
+    without = changed | {"sync": changed["sync"] | {"way": "staged"}}
     assert not any("zero_copy" in p for p in problems(config, without, WORLD_SIZE=str(world)))
     assert not any("zero_copy" in p for p in problems(config, changed, "eval", WORLD_SIZE=str(world)))
 
@@ -279,6 +279,19 @@ def test_weights_are_shared_only_where_both_hold_them_whole_and_alike(
 def test_weights_that_vllm_keeps_otherwise_are_not_shared(config: dict, tmp_path: Path, key: str, what: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {key: 4}))
     (sentence,) = problems(config, ZERO_COPY)
-    assert (
-        sentence == f"sync.zero_copy: vLLM does not keep the {what} of this model as trained ({key}): set it to false"
+    assert sentence == f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to staged"
+
+
+def test_a_broadcast_is_refused_where_engines_stand_on_the_trainer_s_gpu(config: dict) -> None:
+    changes = {"sync": {"way": "broadcast"}, "run": {"device": "cuda"}}
+    (sentence,) = [p for p in problems(config, changes, LOCAL_RANK="3") if p.startswith("sync.way")]
+    assert sentence == (
+        "sync.way is broadcast, but cuda:3 has a rank and its engine, and NCCL cannot join two processes on one GPU: "
+        "set it to staged"
     )
+    assert problems(config, {"sync": {"way": "broadcast"}}) == []
+
+
+def test_a_way_that_is_not_there_is_named(config: dict) -> None:
+    (sentence,) = problems(config, {"sync": {"way": "absent.py:Way"}})
+    assert sentence == "sync.way: 'absent.py:Way' cannot be loaded: there is no file absent.py"

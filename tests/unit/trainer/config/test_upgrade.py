@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import yaml
 from tests.unit.trainer.run.test_old_checkpoint import SAVED
 from trainer.cli import main
 from trainer.config.recipe import known_keys, load_config
-from trainer.config.renamed import RENAMED, Renamed
+from trainer.config.renamed import RENAMED, Renamed, refusal
 from trainer.errors import UserError
 from trainer.run import checkpoint
 from trainer.run.lock import RunLock
@@ -164,5 +163,6 @@ def test_a_damaged_checkpoint_or_a_run_under_way_is_left_alone(
 
 
 def test_a_value_is_translated_only_where_it_has_another_word() -> None:
-    renamed = replace(RENAMED["algorithm.trace"], values={True: "zero_copy", False: "staged"})
+    renamed = RENAMED["sync.zero_copy"]
     assert [renamed.value(old) for old in (True, False, 1, "x", None)] == ["zero_copy", "staged", 1, "x", None]
+    assert refusal("sync.zero_copy", True).startswith('sync.zero_copy is now sync.way: write sync.way: "zero_copy", or')

@@ -112,7 +112,7 @@ def test_of_adapters_only_they_are_reduced(tiny_qwen2: Path) -> None:
 def test_memory_that_is_shared_needs_no_sync_and_what_is_put_away_takes_its_time(tiny_qwen2: Path) -> None:
     costs = by_name(step_costs(config(tiny_qwen2), BILLION, 1, GPU, LENGTHS))
     assert costs["sync"].seconds == pytest.approx(3 * 2 * BILLION.total / (0.85 * 4e12))
-    assert "sync" not in by_name(step_costs(config(tiny_qwen2, sync={"zero_copy": True}), BILLION, 1, GPU, LENGTHS))
+    assert "sync" not in by_name(step_costs(config(tiny_qwen2, sync={"way": "zero_copy"}), BILLION, 1, GPU, LENGTHS))
     away = by_name(step_costs(config(tiny_qwen2, policy={"offload": "optimizer"}), BILLION, 1, GPU, LENGTHS))
     more = away["sleep and wake"].seconds - costs["sleep and wake"].seconds
     assert more == pytest.approx(2 * 8 * BILLION.total / 50e9)

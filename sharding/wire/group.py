@@ -1,7 +1,10 @@
 """The group of processes that weights are broadcast in: trainer rank 0 and every worker of every engine.
 
 It is nobody's default group. Messages travel through its store, one box for each direction and worker; buckets travel
-by gloo on CPU and NCCL on CUDA. A member that cannot go on raises the alarm, which ends everybody's waiting.
+by gloo on CPU and NCCL on CUDA. A member that cannot continue aborts the group, which ends everybody's waiting.
+
+vLLM's StatelessProcessGroup and PyNcclCommunicator do much the same, but unpickle what comes over their sockets
+(https://github.com/vllm-project/vllm/blob/main/vllm/distributed/utils.py).
 """
 
 import os
@@ -19,17 +22,17 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, S
 from sharding.wire.channel import SyncError, pack, unpack
 
 LOOK_SECONDS = 0.2
-"""How often whoever waits looks for the alarm and for the death of the other end."""
+"""How often a wait looks whether the group was aborted, or the other end is gone."""
 
 _FINEST, _COARSEST = 1e-4, 5e-3  # seconds between two looks at what is waited for
-_ALARM = "alarm"
+_ABORTED = "aborted"
 
 
 class GroupError(SyncError):
     """The group is of no use any more; its members have to join a new one."""
 
 
-def until(done: Callable[[], bool], timeout: float, waiting_for: str, still_alive: Callable[[], None]) -> None:
+def wait_until(done: Callable[[], bool], timeout: float, waiting_for: str, still_alive: Callable[[], None]) -> None:
     """Wait for something that can only be asked for.
 
     Args:
@@ -65,14 +68,14 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
     )
 
 
-def dial(host: str, port: int, timeout: float) -> TCPStore:
+def connect_store(host: str, port: int, timeout: float) -> TCPStore:
     """A connection to the group's store.
 
     Raises:
         TimeoutError: nobody answers there.
         GroupError: somebody else does.
     """
-    until(lambda: _answers(host, port), timeout, f"trainer at {host}:{port}", lambda: None)
+    wait_until(lambda: _answers(host, port), timeout, f"trainer at {host}:{port}", lambda: None)
     try:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
     except RuntimeError as error:
@@ -94,8 +97,8 @@ def own_address(peer: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-class Board:
-    """The store, with the errors of a trainer that has gone put into words, and the alarm."""
+class GroupStore:
+    """The store, with a sentence for the error of a trainer that has gone, and the group's end."""
 
     def __init__(self, store: Store, where: str) -> None:
         self._store: Any = store  # its stubs know of no bytes
@@ -123,14 +126,14 @@ class Board:
         """Read a key that is there."""
         return bytes(self._ask(lambda: self._store.get(key)))
 
-    def raise_alarm(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """End everybody's waiting; the first reason counts."""
-        self.claim(_ALARM, reason.encode())
+        self.claim(_ABORTED, reason.encode())
 
-    def check_alarm(self) -> None:
-        """Raise `GroupError` when somebody has raised the alarm."""
-        if self.has(_ALARM):
-            raise GroupError(self.read(_ALARM).decode())
+    def check_aborted(self) -> None:
+        """Raise `GroupError`, with the reason, when a member has aborted the group."""
+        if self.has(_ABORTED):
+            raise GroupError(self.read(_ABORTED).decode())
 
     def prefixed(self, prefix: str) -> Store:
         """A part of the store, for torch's own use."""
@@ -143,46 +146,46 @@ class Board:
             raise GroupError(f"the trainer at {self._where} cannot be reached: {error}") from error
 
 
-class BoardChannel:
-    """A `Channel` over the board: messages in order, each taken down when it is read."""
+class StoreChannel:
+    """A `Channel` over the store: messages in order, each removed when it is read."""
 
-    def __init__(self, board: Board, outbox: str, inbox: str) -> None:
-        self._board, self._outbox, self._inbox = board, outbox, inbox
+    def __init__(self, store: GroupStore, outbox: str, inbox: str) -> None:
+        self._store, self._outbox, self._inbox = store, outbox, inbox
         self._sent = self._received = 0
 
     def send(self, kind: str, **fields: Any) -> None:
         """See `Channel.send`."""
-        self._board.put(f"{self._outbox}/{self._sent}", pack(kind, **fields))
+        self._store.put(f"{self._outbox}/{self._sent}", pack(kind, **fields))
         self._sent += 1
 
     def receive(
         self, timeout: float, waiting_for: str, still_alive: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """See `Channel.receive`; the alarm ends the wait, too."""
+        """See `Channel.receive`; the end of the group ends the wait, too."""
 
         def look() -> None:
             still_alive()
-            self._board.check_alarm()
+            self._store.check_aborted()
 
-        until(self.waiting, timeout, waiting_for, look)
-        packed = self._board.take(f"{self._inbox}/{self._received}")
+        wait_until(self.waiting, timeout, waiting_for, look)
+        packed = self._store.take(f"{self._inbox}/{self._received}")
         self._received += 1
         return unpack(packed, waiting_for)
 
     def waiting(self) -> bool:
         """Whether a message is there already."""
-        return self._board.has(f"{self._inbox}/{self._received}")
+        return self._store.has(f"{self._inbox}/{self._received}")
 
 
 class BroadcastGroup:
     """Broadcasts from rank 0, each waited for with a deadline. All members construct it at the same time."""
 
     def __init__(
-        self, board: Board, rank: int, world_size: int, device: torch.device, address: str, timeout: float
+        self, store: GroupStore, rank: int, world_size: int, device: torch.device, address: str, timeout: float
     ) -> None:
-        self._board, self._timeout = board, timeout
+        self._store, self._timeout = store, timeout
         make = _nccl if device.type == "cuda" else _gloo
-        self._backend: Any = make(board.prefixed("broadcast"), rank, world_size, address, timeout)
+        self._backend: Any = make(store.prefixed("broadcast"), rank, world_size, address, timeout)
         first = torch.full((1,), world_size if rank == 0 else 0, dtype=torch.uint8, device=device)
         try:
             self.wait(self._join(first), "first broadcast", lambda: None)
@@ -230,10 +233,10 @@ class BroadcastGroup:
     def _until(self, done: Callable[[], bool], what: str, still_alive: Callable[[], None]) -> None:
         def look() -> None:
             still_alive()
-            self._board.check_alarm()
+            self._store.check_aborted()
 
         try:
-            until(done, self._timeout, what, look)
+            wait_until(done, self._timeout, what, look)
         except SyncError:
             raise
         except (RuntimeError, TimeoutError) as error:

@@ -1,7 +1,7 @@
-"""Sleep on CPU: give the pages of KV cache and weights back to the system, and show that they are gone.
+"""Memory of this process, the trainer's or a worker's: giving it back to the system, and how much there is.
 
-vLLM's CPU build has no sleep mode (vllm/platforms/interface.py, is_sleep_mode_available). Addresses stay what they are;
-the pages behind them return as zeros when touched.
+vLLM's CPU build has no sleep mode (vllm/platforms/interface.py, is_sleep_mode_available), so a
+sleeping worker frees its pages here. Addresses stay what they are; the pages return as zeros when touched.
 """
 
 import ctypes
