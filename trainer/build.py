@@ -148,7 +148,7 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
 
 
 def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
-    """What sync.way names. A way of one's own is made with the device and the deadline of a wait (s)."""
+    """The way that sync.way names. A way of one's own is made with the device and the deadline of a wait (s)."""
     device, timeout = policy.device, config.sync.timeout_s
     match config.sync.way:
         case "staged":

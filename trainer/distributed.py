@@ -54,7 +54,7 @@ _store: dist.Store | None = None
 
 
 def is_size_or_dtype(module: str, name: str) -> bool:
-    """Whether a pickle means torch.Size or a dtype by this name."""
+    """True if a pickle means torch.Size or a dtype by this name."""
     return module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
 
 

@@ -111,7 +111,7 @@ class RLTrainer:
     def start_engine(self, resources: ExitStack) -> None:
         """This rank's engine, if it leads one, and reward workers beside it.
 
-        Before the policy: vLLM measures free memory while it starts, and nobody may free any meanwhile
+        Before the policy: vLLM measures free memory while it starts, and asserts that none is freed
         (https://github.com/vllm-project/vllm/issues/56830).
         """
         config, count = self.config, world_size() // self.config.engine.tensor_parallel_size

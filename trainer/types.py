@@ -250,7 +250,7 @@ class Policy(Scorer, Protocol):
 
 @torch.no_grad()
 def culprits(policy: Policy) -> str:
-    """Which parameter is the first, in the model's order, to hold a NaN or an infinity, as a clause. Collective."""
+    """A clause that names the first parameter, in the model's order, with a NaN or an infinity. Collective."""
 
     def held(parameter: Tensor) -> Tensor:
         if hasattr(parameter, "ds_tensor"):

@@ -1,4 +1,4 @@
-"""What lets a run outlast its process: the checkpoint it resumes from, those it writes, and an orderly early end.
+"""Lets a run outlast its process: the checkpoint it resumes from, those it writes, and an orderly early end.
 
 Resuming. Beside each checkpoint stands the run's identity: the data, the model and the algorithm that it belongs to. It
 is compared when a run resumes. Keys that change how a run is computed but not what (ranks, micro-batches, backend,
@@ -52,11 +52,11 @@ Identity = dict[str, Any]
 
 @dataclass
 class RunState:
-    """What a run carries from step to step besides the policy, and so what a checkpoint keeps of it.
+    """The state of a run besides the policy, which checkpoints keep.
 
     Attributes:
         step: steps done.
-        prompts: taken from the training data so far; the next step goes on from there.
+        prompts: taken from the training data so far; the next step continues from there.
         seconds: spent in steps, all sessions of the run together.
         largest_gap: of all steps so far, nats; NaN where one was; None before any was measured.
         eval_before, eval_after: mean reward on held-out prompts, of the first and of the latest evaluation.

@@ -152,7 +152,7 @@ class MemoryMeter:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_reserved(self._device) / _GIB
         # psutil knows neither this peak nor shared memory apart from mapped files. The peak counts the pages of files
-        # too, those of libraries, which are everybody's; they hardly change within a phase.
+        # too, those of libraries, which are shared; they hardly change within a phase.
         sizes = dict(re.findall(r"(VmHWM|RssFile):\s+(\d+) kB", Path("/proc/self/status").read_text()))
         return (int(sizes["VmHWM"]) - int(sizes["RssFile"])) * 1024 / _GIB
 
