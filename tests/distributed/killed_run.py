@@ -64,8 +64,8 @@ def draw(kills: int, stops: int, seed: int) -> list[Disturbance]:
 class DisturbedRun:
     """A recipe that is started as often as it takes."""
 
-    def __init__(self, recipe: Path, *settings: str, ranks: int, name: str) -> None:
-        self.recipe, self.settings, self.ranks, self.name = recipe, settings, ranks, name
+    def __init__(self, recipe: Path, ranks: int, name: str) -> None:
+        self.recipe, self.ranks, self.name = recipe, ranks, name
         self.phases = recipe.parent / f"{name}-phases"
         self.phases.mkdir(exist_ok=True)
         self.failures: list[str] = []
@@ -75,7 +75,7 @@ class DisturbedRun:
     def start(self) -> None:
         for file in self.phases.iterdir():
             file.unlink()
-        self.run = Run(self.recipe, *self.settings, ranks=self.ranks, name=self.name, phases=self.phases)
+        self.run = Run(self.recipe, ranks=self.ranks, name=self.name, phases=self.phases)
 
     def phase(self) -> str:
         """What rank 0 is doing."""
@@ -218,11 +218,9 @@ class DisturbedRun:
         return self.run
 
 
-def disturbed(
-    recipe: Path, *settings: str, drawn: list[Disturbance], ranks: int, seed: int, name: str = "broken"
-) -> DisturbedRun:
+def disturbed(recipe: Path, drawn: list[Disturbance], ranks: int, seed: int, name: str = "broken") -> DisturbedRun:
     """Go through everything that was drawn; the run is at its end then."""
-    dice, run = random.Random(seed), DisturbedRun(recipe, *settings, ranks=ranks, name=name)
+    dice, run = random.Random(seed), DisturbedRun(recipe, ranks, name)
     for number in range(1, len(drawn) + 1):
         began = time.monotonic()
         # What is for a start waits until there is one again.
@@ -276,7 +274,7 @@ def main() -> int:
     print(f"undisturbed: {len(straight.rows())} rows", flush=True)
     failures = 0
     for seed, drawn in enumerate(all_drawn, options.seed):
-        broken = disturbed(recipe, drawn=drawn, ranks=options.ranks, seed=seed, name=f"broken-{seed}")
+        broken = disturbed(recipe, drawn, options.ranks, seed, f"broken-{seed}")
         found = broken.failures + unequal(straight, broken.run)
         print("\n".join(found) or f"equal, bit for bit: {len(broken.run.rows())} rows, answers, weights")
         figures = {"seed": seed, "disturbances": len(drawn), "failures": len(found), "until gone, s": broken.longest}
