@@ -201,10 +201,10 @@ class Gate:
 
     async def _ask_tokenize(self, body: Body) -> tuple[int, Any]:
         """The status and the answer of vLLM's application to a request of ours."""
-        transport, headers = httpx.ASGITransport(self._app), {"content-type": "application/json"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as http:
-            answer = await http.post(TOKENIZE, content=json.dumps(body))
-        return answer.status_code, answer.json()
+        content, headers = json.dumps(body), {"content-type": "application/json"}
+        request = httpx.Request("POST", f"http://localhost{TOKENIZE}", content=content, headers=headers)
+        answer = await httpx.ASGITransport(self._app).handle_async_request(request)  # a client would double its time
+        return answer.status_code, json.loads(await answer.aread())
 
 
 def _token(request: Request) -> str:
