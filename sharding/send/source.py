@@ -29,8 +29,9 @@ from sharding.wire.manifest import Manifest, Piece, SourceParameter
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 
 LARGE_BYTES = 1 << 20
-"""Bytes of a slot. Gloo coalesces through flat copies of everything, in and out: that takes a fifth of the time where
-parameters are some KiB and mostly wait for messages, and more time where they are large. NCCL makes no copies.
+"""Bytes of a slot. Gloo coalesces through flat copies of everything, in and out (torch's ProcessGroupGloo.cpp,
+allgather_coalesced): that takes a fifth of the time where parameters are some KiB and mostly wait for messages, and
+more time where they are large. NCCL makes no copies.
 """
 
 PieceLayout = Callable[[str, torch.Size], Sequence[tuple[str, int, tuple[int, ...]]]]
