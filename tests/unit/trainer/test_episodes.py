@@ -12,7 +12,7 @@ from generation.trajectory import Trajectory
 from tests.unit.learning_steps import as_answers
 from tests.unit.scripted import merging_tokenizer
 from tests.unit.small_tokenizer import small_tokenizer
-from trainer.config.checks import _check_rewards, _check_rollout
+from trainer.config.checks import find_problems
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt
 from trainer.errors import UserError
@@ -122,14 +122,18 @@ def test_what_cannot_be_used_is_named(code: Path, rollout: dict[str, Any], reaso
     ],
 )
 def test_combinations_that_mean_nothing_are_refused(rollout: dict[str, Any], reason: str) -> None:
-    (problem,) = _check_rollout(config(**rollout))
+    (problem,) = problems("rollout.", **rollout)
     assert reason in problem
-    assert list(_check_rollout(config(environment="a:b", tools=["c:d"], kwargs={"a": 1}))) == []
+    assert problems("rollout.", environment="a:b", tools=["c:d"], kwargs={"a": 1}) == []
 
 
 def test_ones_own_rollout_needs_no_reward_function() -> None:
-    assert list(_check_rewards(config(environment="a:b", functions=[]))) == []
-    assert "reward.functions is empty" in next(_check_rewards(config(functions=[])))
+    assert problems("reward.", environment="a:b", functions=[]) == []
+    assert "reward.functions is empty" in problems("reward.", functions=[])[0]
+
+
+def problems(about: str, **settings: Any) -> list[str]:
+    return [problem for problem in find_problems(config(**settings), "train") if problem.startswith(about)]
 
 
 @pytest.mark.covers("V34")
