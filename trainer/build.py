@@ -86,10 +86,9 @@ def check_model(config: TrainConfig) -> None:
         except ValueError as error:
             raise UserError(f"sync.way: {error}") from error
     path, dtype = config.model.path, getattr(torch, config.policy.dtype)
-    settings = (config.model.attn_implementation, config.model.trust_remote_code, torch.device("cpu"))
     try:
         with torch.random.fork_rng(devices=[]):
-            model = build_meta_model(Path(path), dtype, *settings)
+            model = build_meta_model(Path(path), config.model, dtype, torch.device("cpu"))
             if config.lora.rank:
                 add_adapters(model, config.lora, dtype, "meta")
     except UserError:

@@ -1,8 +1,8 @@
-"""The floating-point operations that a model's forward and backward pass ask for, counted and estimated alike.
+"""The floating-point operations of a model's forward and backward pass, for counts and estimates alike.
 
-As Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B) count for the model FLOPs utilisation (MFU): products of
-matrices, two operations for each multiplication, and what is computed again in backward is not counted. Other than
-there, attention is causal and within each sequence, and the output head runs at targets alone, as it does here.
+Counted as by Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B) for the model FLOPs utilisation (MFU): products
+of matrices, two operations for each multiplication; recomputation in backward does not count. Unlike there, attention
+is causal and within each sequence, and the output head runs at targets alone, as it does here.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from sharding.send.source import whole_shape
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Sizes of the matrices that a model multiplies each token by.
+    """The sizes of the matrices that a token is multiplied by.
 
     Attributes:
         trunk: elements of the matrices that every token passes; of a mixture's experts, those that a token is sent to.
-        trunk_learned: those of them that are trained.
+        trunk_learned: the elements among them that are trained.
         head: elements of the output head, which a target passes.
         head_learned: the same, or 0 where it is frozen.
         attention: layers * heads * size of a head.
@@ -34,22 +34,22 @@ class ModelFlops:
     attention: int
 
     def forward(self, tokens: float, targets: float, pairs: float) -> float:
-        """Operations of a forward pass over so many tokens, targets and pairs (`attended`)."""
+        """Operations of a forward pass over this many tokens, targets and pairs (`attended`)."""
         return 2.0 * (self.trunk * tokens + self.head * targets) + 4.0 * self.attention * pairs
 
     def backward(self, tokens: float, targets: float, pairs: float) -> float:
-        """Of the backward pass: gradients of all inputs, and of the matrices that are learned."""
+        """Operations of the backward pass: gradients of all inputs, and of the matrices that are learned."""
         learned = 2.0 * (self.trunk_learned * tokens + self.head_learned * targets)
         return learned + 2.0 * (self.trunk * tokens + self.head * targets) + 8.0 * self.attention * pairs
 
 
 def attended(lengths: Sequence[float]) -> float:
-    """Pairs of a query and a key that it sees, in sequences of these lengths; as if no attention had a window."""
+    """The number of pairs of a query and a key that it sees, in sequences of these lengths; windows are ignored."""
     return sum(length * (length + 1) / 2 for length in lengths)
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Of a Transformers model, with data or without, before it is sharded or under ZeRO."""
+    """The sizes of a Transformers model, with data or without, before it is sharded or under ZeRO."""
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = {id(embedding.weight)} | ({id(head.weight)} if head is not None else set())
@@ -71,7 +71,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def _share_used(name: str, shape: torch.Size, config: Any) -> float:
-    """Of a parameter's elements, those that a token meets: all, or its experts'."""
+    """The share of a parameter's elements that a token meets: all, or its experts'."""
     if ".experts." not in name or len(shape) < 3:
         return 1.0
     return float(getattr(config, "num_experts_per_tok", shape[0]) / shape[0])
@@ -79,11 +79,11 @@ def _share_used(name: str, shape: torch.Size, config: Any) -> float:
 
 @dataclass
 class Work:
-    """Tokens and operations of a model on this rank so far.
+    """The work that a model has done on this rank so far.
 
     Attributes:
-        tokens: that it has learned from, those of prompts included.
-        flops: for these, and for what it was only asked about.
+        tokens: the number it has learned from, those of prompts included.
+        flops: its operations, for these tokens and for those it only scored.
     """
 
     of: ModelFlops
@@ -91,7 +91,7 @@ class Work:
     flops: float = field(default=0.0, init=False)
 
     def count(self, lengths: Sequence[int], targets: int) -> None:
-        """A forward pass over sequences of these lengths; a backward pass follows where gradients are recorded."""
+        """Count a forward pass over sequences of these lengths, and a backward pass where gradients are recorded."""
         amount = (sum(lengths), targets, attended(lengths))
         self.flops += self.of.forward(*amount)
         if torch.is_grad_enabled():

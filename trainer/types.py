@@ -1,4 +1,4 @@
-"""The interface of a policy to the loop, whatever shards it, and the records that pass between them."""
+"""The types that the rooms of the trainer share: samples, micro-batches, and what the loop asks of a policy."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -7,11 +7,10 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sharding.ranks import exchange
-from sharding.send.source import partition
+from sharding.send.source import local_part
 from trainer.flops import Work
 
 
@@ -21,8 +20,7 @@ class Sample:
 
     Attributes:
         input_ids: prompt and response ids; at least one.
-        loss_mask: 1 where the policy sampled the token, 0 elsewhere, so 0 on the whole prompt. By position, never by
-            id.
+        loss_mask: 1 where the policy sampled the token, 0 elsewhere, so 0 on the whole prompt; by position, not by id.
         engine_logprobs: nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0.
         advantage: the same for every token of the sequence, where it is known beforehand.
     """
@@ -34,7 +32,7 @@ class Sample:
 
     @property
     def trainable(self) -> int:
-        """Tokens that are learned. The first is not among them, whatever its mask: nothing comes before it."""
+        """The number of tokens to learn. The first is not among them, whatever its mask: nothing comes before it."""
         return sum(self.loss_mask[1:])
 
     def __post_init__(self) -> None:
@@ -50,10 +48,10 @@ class Pack:
     """Sequences laid end to end, each without its last token, which predicts nothing; N tokens of S sequences.
 
     Attributes:
-        tokens: [N] int64, where they are in `MicroBatch.input_ids`, flattened.
-        positions: [N] int64, of each in its sequence, from 0.
-        starts: [S+1] int32, where each sequence begins, and N.
-        lengths: of the sequences, their tokens in the pack.
+        tokens: [N] int64, their indices in `MicroBatch.input_ids`, flattened.
+        positions: [N] int64, each token's position in its sequence, from 0.
+        starts: [S+1] int32, the index at which each sequence begins, and N.
+        lengths: the number of tokens of each sequence in the pack.
     """
 
     tokens: Tensor
@@ -64,12 +62,15 @@ class Pack:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of a micro-batch's K targets, found on the host, so that a pass over it never waits for the device.
+    """The indices of a micro-batch's K targets, found on the host, so that a pass over it never waits for the device.
+
+    Example: a loss mask [[0, 1, 0], [0, 1, 1]] has targets [1, 4, 5]; not packed, states are the same. Packed, with
+    lengths [3, 4], the sequences are 2 and 3 tokens long without their last, and states are [1, 3, 4].
 
     Attributes:
-        targets: [K] int64, where the loss mask is 1, in [B, T-1] flattened; ascending.
-        states: [K] int64, of the hidden states that predict them in what the model runs on, flattened.
-        pack: what the model runs on; None: on `input_ids[:, :-1]`.
+        targets: [K] int64, the indices in [B, T-1], flattened, at which the loss mask is 1; ascending.
+        states: [K] int64, the indices of the hidden states that predict them, in the model's input, flattened.
+        pack: the model's input; None: `input_ids[:, :-1]`.
     """
 
     targets: Tensor
@@ -93,21 +94,20 @@ class Layout:
 
 @dataclass
 class MicroBatch:
-    """B right-padded sequences of T positions; tensors about targets have T - 1 columns, aligned to `input_ids[:, 1:]`.
+    """B right-padded sequences of T positions; tensors about targets have T - 1 columns, as `input_ids[:, 1:]`.
 
-    There is no attention mask: with padding on the right and causal attention no real token ever sees a padding token,
-    and what the padding positions compute is left out of the loss. Where the loss mask is 0, tensors may hold anything,
-    inf and NaN included: readers select by the mask and do not multiply with it.
+    There is no attention mask: with padding on the right and causal attention no real token sees a padding token, and
+    the loss leaves padding positions out. Where the loss mask is 0, tensors may hold anything, inf and NaN included:
+    code that reads one selects by the mask and does not multiply with it.
 
     Attributes:
         input_ids: [B, T] int64, T >= 2.
         loss_mask: [B, T-1] float32.
         engine_logprobs: [B, T-1] float32, nats.
         advantages: [B, T-1] float32.
-        lengths: for each sequence its tokens without padding, 1 to T.
-        layout: where the targets are, and what the model runs on: the real tokens alone, laid end to end, or padding,
-            too. Nothing else depends on which it is.
-        rows: for each sequence its position in the list of samples; empty in a zero-weight micro-batch.
+        lengths: each sequence's number of tokens without padding, 1 to T.
+        layout: the targets' indices and the model's input: the real tokens alone, laid end to end, or with padding.
+        rows: each sequence's position in the list of samples; empty in a zero-weight micro-batch.
         old_logprobs: [B, T-1] float32 of the policy the step began with, once computed.
         ref_logprobs: [B, T-1] float32 of the reference policy, once computed.
         decisive: [B, T-1] bool, the tokens that the policy loss counts; None: all.
@@ -129,7 +129,7 @@ class MicroBatch:
     returns: Tensor | None = None
 
     def trained(self, values: Tensor) -> Tensor:
-        """Of `values` [B, T-1] those of the K targets."""
+        """The values [K] of the targets, from `values` [B, T-1]."""
         return values.flatten().index_select(0, self.layout.targets)
 
     def spread(self, values: Tensor) -> Tensor:
@@ -167,20 +167,20 @@ class Outputs:
 
 
 LossFn = Callable[[MicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
-"""The batch's summed loss, already divided by the whole step's count, and figures to be summed over micro-batches and
-ranks."""
+"""(batch, outputs) -> the batch's summed loss, already divided by the whole step's count, and figures to be summed over
+micro-batches and ranks."""
 
 
 @dataclass
 class UpdateStats:
-    """Figures of one optimizer step, the same on all ranks.
+    """The result of one optimizer step; the same on all ranks.
 
     Attributes:
-        loss: of the whole step, all ranks.
+        loss: of the whole step over all ranks.
         grad_norm: global L2 norm before clipping.
-        learning_rate: the one the step used, or would have used.
+        learning_rate: the rate the step used, or would have used.
         skipped: loss or gradient was not finite, so nothing was changed.
-        sums: what the loss function returned, summed over micro-batches and ranks.
+        sums: the loss function's figures, summed over micro-batches and ranks.
     """
 
     loss: float
@@ -195,7 +195,7 @@ class Scorer(Protocol):
 
     @property
     def work(self) -> Work:
-        """Tokens and operations so far on this rank; the same object for one model under two names."""
+        """The work it has done so far on this rank; one object for one model, even under two names."""
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         """The outputs for each batch, without gradients. Collective."""
@@ -212,37 +212,43 @@ class Policy(Scorer, Protocol):
 
     @property
     def version(self) -> int:
-        """Number of updates applied; skipped ones do not count."""
+        """The number of updates applied; skipped ones do not count."""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters under the names they have in the Transformers model, tied ones once; sharded, as they are."""
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
-        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`."""
+        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
+        ids, ones = torch.tensor([token_ids]), torch.ones(1, len(token_ids) - 1)
+        nothing, lengths = torch.zeros_like(ones), [len(token_ids)]
+        batch = MicroBatch(ids, ones, nothing, nothing, lengths, Layout.of(ones, lengths)).to(self.device)
+        return self.score([batch], temperature=1.0)[0].logprobs[0].tolist()
 
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        """One optimizer step on the sum of all batches' losses over all ranks.
+        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike.
 
-        `place` is where the run is, for the learning rate: see `optimizer.learning_rate_factor`. None: as many
+        `place` is the run's progress, for the learning rate: see `optimizer.learning_rate_factor`. None: as many
         updates were asked for as were applied.
+
+        Raises TrainingDiverged on all ranks when the last `policy.max_skipped_steps` updates were all skipped.
         """
 
     def release(self, weights: bool) -> int:
-        """Move to the host what policy.offload names: optimizer state, and the weights if `weights`; returns bytes.
+        """Put away what policy.offload names: optimizer state, and the weights themselves if `weights`; returns bytes.
 
-        Not collective. Until `restore` only what `weights=False` leaves can be used.
+        Not collective. Until `restore` no other method may be called, except those that need only weights not put away.
         """
 
     def restore(self) -> None:
-        """Everything in its place again."""
+        """Bring everything back."""
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded tensors of model and optimizer, and counters, as torch.distributed.checkpoint wants them."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Take over a state that `state_dict` gave."""
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the model in Hugging Face format."""
@@ -251,25 +257,11 @@ class Policy(Scorer, Protocol):
 @torch.no_grad()
 def culprits(policy: Policy) -> str:
     """A clause that names the first parameter, in the model's order, with a NaN or an infinity. Collective."""
-
-    def held(parameter: Tensor) -> Tensor:
-        if hasattr(parameter, "ds_tensor"):
-            return partition(parameter)
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
     parameters = dict(policy.named_parameters())
-    own = [name for name, parameter in parameters.items() if not torch.isfinite(held(parameter)).all()]
+    own = [name for name, parameter in parameters.items() if not torch.isfinite(local_part(parameter)).all()]
     bad = set().union(*exchange(own))
     if not bad:
         return "all parameters of the policy are finite: look at the engine's dtype, kernels and logits processors"
     first = next(name for name in parameters if name in bad)
     count = f" (the first of {len(bad)})" if len(bad) > 1 else ""
     return f"the policy's parameter {first}{count} holds values that are not finite"
-
-
-def scored_batch(token_ids: list[int], device: torch.device) -> MicroBatch:
-    """One sequence of which every token but the first is scored, and nothing learned."""
-    ids, lengths = torch.tensor([token_ids]), [len(token_ids)]
-    ones = torch.ones(1, len(token_ids) - 1)
-    nothing = torch.zeros_like(ones)
-    return MicroBatch(ids, ones, nothing, nothing, lengths, Layout.of(ones, lengths)).to(device)

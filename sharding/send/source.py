@@ -145,7 +145,7 @@ class FsdpWeightSource:
         group = shard_group(tensor)
         if group is None:
             return 0, self._to_send(name, _whole(tensor).reshape(-1), 0)
-        local = tensor.to_local().reshape(-1) if isinstance(tensor, DTensor) else partition(tensor)
+        local = local_part(tensor).reshape(-1)
         first = dist.get_rank(group) * _largest_shard(tensor, dist.get_world_size(group))
         return first, self._to_send(name, local, first)
 
@@ -193,6 +193,13 @@ def partition(tensor: Any) -> torch.Tensor:
     """This rank's stretch of a parameter that ZeRO-3 has cut."""
     partition: torch.Tensor = tensor.ds_tensor
     return partition.detach()
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """This rank's part of a parameter: rows of a DTensor, ZeRO-3's stretch of it, or all of one that is whole."""
+    if hasattr(tensor, "ds_tensor"):
+        return partition(tensor)
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _largest_shard(tensor: torch.Tensor, ranks: int) -> int:

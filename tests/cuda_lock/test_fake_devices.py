@@ -32,7 +32,7 @@ from sharding.worker.loader import WeightLoader
 from tests.distributed import policy_checks as checks
 from tests.in_process import SmallModel, small_weights
 from tests.waits import Waits
-from trainer.config.schema import AlgorithmConfig, LoraConfig
+from trainer.config.schema import AlgorithmConfig, LoraConfig, ModelConfig
 from trainer.learning.batching import micro_batches
 from trainer.learning.groups import MiniBatch
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
@@ -96,7 +96,9 @@ def one_batch(packing: bool) -> MicroBatch:
 
 
 def meta_model(folder: Path, **settings: Any) -> Any:
-    return hf_format.build_meta_model(folder, torch.bfloat16, "sdpa", False, torch.device("cpu"), **settings)
+    return hf_format.build_meta_model(
+        folder, ModelConfig(path=str(folder)), torch.bfloat16, torch.device("cpu"), **settings
+    )
 
 
 CONFIGS = {

@@ -1,11 +1,11 @@
-"""Memory that a rank's device needs, worked out from a recipe and the model's config.json.
+"""The memory that a rank's device needs, worked out from a recipe and the model's config.json.
 
 Weights, optimizer state, staging and KV cache are exact under FSDP2, for the rank that has the most, and nearly exact
-under ZeRO. Memory that CUDA, NCCL and a sleeping engine keep is an estimate, and the allocator's fragments are not
-counted.
+under ZeRO. What forward and backward need is the largest of a few moments of an update. It is right to a few per cent,
+compared with `torch.distributed._tools.FSDPMemTracker`, which follows the same update on tensors without data. What
+CUDA, NCCL and a sleeping engine keep is an estimate; the allocator's fragments are not counted.
 
-An update needs more for a while: the largest of a few moments of backward (`largest_moment`), right to a few per cent.
-Tests compare it with `torch.distributed._tools.FSDPMemTracker`, which follows the same update on tensors without data.
+Legend: w bytes of an element in the compute dtype.
 """
 
 import math
@@ -32,20 +32,45 @@ from trainer.estimates.model_sizes import (
 )
 from trainer.policy.logprobs import CPU_ELEMENTS, MIN_CHUNK, cuda_chunk_elements
 
-_FLOAT32 = 4  # bytes
+GIB = 2**30
+_FLOAT32 = 4  # bytes: float32 weights, each of Adam's two moments, and gradients as they are summed
 
 ZERO_LIVE, ZERO_BUCKET = 10**9, 5 * 10**8
 """DeepSpeed's defaults, in elements (deepspeed/runtime/zero/config.py): weights that ZeRO-3 gathers ahead or keeps, and
 the size of each buffer in which gradients are collected."""
 
+_CONTEXT, _COMMUNICATOR, _GRAPHS = 0.5 * GIB, 0.5 * GIB, 2.5 * GIB
+"""Usual sizes, not measured here, of a process on a CUDA device, of a group of ranks in NCCL, and of an engine's CUDA
+graphs with their workspaces."""
+
 
 @dataclass(frozen=True)
-class Moment:
+class Part:
+    """Memory of one rank's device, in bytes: while answers are generated, and while the policy is updated."""
+
+    name: str
+    generating: float
+    training: float
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class _Learner:
+    """A model that learns; `whole`: there are whole weights to compute with between updates."""
+
+    name: str
+    policy: PolicyConfig
+    model: ModelSizes
+    whole: bool
+
+
+@dataclass(frozen=True)
+class _Moment:
     """A moment of backward, in bytes.
 
     Attributes:
         weights: gathered ones, and gathers under way.
-        gradients: whole ones, and what reductions were given.
+        gradients: whole ones, and the inputs of reductions.
         activations: kept for backward, computed again, and their gradients.
         logits: of a chunk of targets, and the head's gradient as it is summed.
     """
@@ -61,132 +86,12 @@ class Moment:
         return self.weights + self.gradients + self.activations + self.logits
 
 
-def largest_moment(
-    config: TrainConfig, policy: PolicyConfig, model: ModelSizes, ranks: int, device_gib: float, whole: bool
-) -> Moment:
-    """The moment of an update that needs the most. With w bytes an element in the compute dtype these are looked at:
-
-    - the output head's backward: its gradient is summed in float32 beside three tables of a chunk's logits, two of
-      float32 and one of w bytes (`trainer.policy.logprobs`), or is cast at the end; the last layer is being gathered;
-    - the last layer's: what it computed is there once more, with gradients of its MLP, while reductions have the head's
-      or a layer's gradients in float32, and the next layer is gathered;
-    - the embeddings' at the end: their gradient, and its float32 copy for the reduction.
-
-    A single rank gathers nothing ahead, but casts and copies like several
-    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
-
-    Args:
-        whole: there are whole weights to compute with already, and no gathers.
-    """
-    w, trains = compute_width(policy), not model.adapters
-    tokens = micro_batch_tokens(config, ranks)
-    kept, last_norm, working = (tokens * each for each in _activation_bytes(config, policy, model))
-    embedding = model.rest if model.tied else model.rest - model.head  # the unit that stays until the end
-    ahead = w * model.layer if shards_of(policy, ranks) > 1 else 0
-    before, within = w * model.rest + ahead, w * (embedding + model.layer) + ahead
-    if whole or not policy.reshard_after_forward:
-        before = within = 0 if whole else w * model.total
-    elif policy.backend == "deepspeed":
-        before = within = w * min(model.total, max(ZERO_LIVE, model.rest + model.layer))
-    tables = (2 * _FLOAT32 + w) * _chunk(config, model, device_gib)
-    head = _FLOAT32 * model.head + max(tables, w * model.head) if trains else tables
-    reduced: float = _FLOAT32 * max(model.layer, 0 if model.tied else model.head) + (
-        w * model.head if model.tied else 0
-    )
-    last: float = (w + _FLOAT32) * embedding
-    buckets = _zero_buckets(policy, w)
-    if not trains:
-        reduced = last = 0
-    elif policy.backend == "deepspeed":  # float32 copies are in its buckets
-        reduced, last = buckets + w * max(model.layer, model.head), buckets + w * embedding
-    return max(
-        Moment("output head", before, buckets, kept + last_norm, head if model.head else 0),
-        Moment("last layer", within, reduced, kept + working, 0),
-        Moment("embeddings", min(within, w * embedding), last, 0, 0),
-        key=lambda moment: moment.total,
-    )
-
-
-def micro_batch_tokens(config: TrainConfig, ranks: int) -> int:
-    """Of the largest micro-batch."""
-    share = answers_per_update(config, ranks)
-    return min(max(config.batch.tokens_per_micro_batch, longest(config)), share * longest(config))
-
-
-def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
-    """Bytes that a layer with a gated MLP keeps of a token for backward, uncompiled, with w bytes an element.
-
-    A norm keeps its input in float32, what it makes of that, and its result; attention queries, keys, values, result
-    and a float32 logarithm for each head; the MLP four tensors of its width. As Korthikanti et al. 2022
-    (arXiv:2205.05198), section 4.1, count for another kind of layer.
-    """
-    w, heads = compute_width(policy), model.config["num_attention_heads"]
-    queries = heads * (model.config.get("head_dim") or model.config["hidden_size"] // heads)
-    attention = w * (2 * queries + kv_elements(model.config) / model.layers) + _FLOAT32 * heads
-    return (_FLOAT32 + 2 * w) * model.normed + attention + 4 * w * model.width
-
-
-def recomputed_layers(policy: PolicyConfig, model: ModelSizes) -> int:
-    """Layers that keep their input alone."""
-    return {"none": 0, "every_second": (model.layers + 1) // 2, "full": model.layers}[policy.activation_checkpointing]
-
-
-def _activation_bytes(config: TrainConfig, policy: PolicyConfig, model: ModelSizes) -> tuple[float, float, float]:
-    """Bytes a token: kept by layers for backward, kept by the head's part, and needed by a layer at work then.
-
-    That is `layer_bytes` again where it is computed again, and gradients of its MLP: two of its width, two of the
-    hidden size. The head's part is the last norm and hidden states of targets, of which there are at most as many as
-    sampled tokens.
-    """
-    w, hidden, layer = compute_width(policy), model.config["hidden_size"], layer_bytes(policy, model)
-    again = recomputed_layers(policy, model)
-    kept = again * w * hidden + (model.layers - again) * layer
-    last_again = policy.activation_checkpointing == "full" or again > model.layers - again  # of two, the first is
-    working = (layer if last_again else 0) + w * (2 * model.width + 2 * hidden)
-    targets = w * hidden * config.sampling.max_tokens / longest(config)
-    return kept, (_FLOAT32 + w) * hidden + targets, working
-
-
-def _chunk(config: TrainConfig, model: ModelSizes, device_gib: float) -> int:
-    """Logits that are computed at a time."""
-    most = cuda_chunk_elements(int(device_gib * 2**30)) if resolve_device(config) == "cuda" else CPU_ELEMENTS
-    return max(most, MIN_CHUNK * model.config["vocab_size"])
-
-
-def _zero_buckets(policy: PolicyConfig, w: int) -> float:
-    """Of gradients under ZeRO-1 and 2, by turns (`setup_buckets` in deepspeed/runtime/zero/stage_1_and_2.py)."""
-    return 2 * w * ZERO_BUCKET if policy.backend == "deepspeed" and policy.zero_stage < 3 else 0
-
-
-GIB = 2**30
-_MASTER, _MOMENTS, _GRADIENT = 4, 8, 4
-"""Bytes for each parameter: float32 weights, Adam's two moments, and gradients as they are summed."""
-
-_CONTEXT, _COMMUNICATOR, _GRAPHS = 0.5 * GIB, 0.5 * GIB, 2.5 * GIB
-"""Of a process on a CUDA device, of a group of ranks in NCCL, and of an engine's CUDA graphs with their workspaces: by
-what is usual, and not measured here."""
-
-
-Learner = tuple[PolicyConfig, ModelSizes, bool]
-"""A model that learns, and whether there are whole weights to compute with between updates."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Memory of one rank's device, in bytes: while answers are generated, and while the policy is updated."""
-
-    name: str
-    generating: float
-    training: float
-    remark: str = ""
-
-
 def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[Part]:
     """Memory of the policy and the other models beside it, on a rank whose device has `device_gib`."""
     policy, algorithm = config.policy, config.algorithm
-    parts = _learning_parts("policy", config, policy, model, ranks)
     whole = config.sync.way == "zero_copy" or (policy.backend == "deepspeed" and policy.zero_stage < 3)
-    learners: list[Learner] = [(policy, model, whole)]
+    learners = [_Learner("policy", policy, model, whole)]
+    parts = _kept_parts(config, learners[0], ranks)
     if algorithm.teacher:
         parts.append(_frozen_part("teacher", config, model_sizes(config, algorithm.teacher), ranks))
     elif algorithm.kl_coef and not config.lora.rank:  # the base of adapters is its own reference
@@ -194,48 +99,42 @@ def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib
     if algorithm.advantage_record.takes("values") and not config.critic.shared:
         path = config.critic.path or config.model.path
         critic = model_sizes(config, path, kind=AutoModelForSequenceClassification, num_labels=1)
-        policy = policy.model_copy(update={"backend": "fsdp"})
-        parts += _learning_parts("critic", config, policy, critic, ranks)
-        learners.append((policy, critic, False))
-    return [*parts, *_process_parts(config, ranks, learners), *_passing_parts(config, ranks, device_gib, learners)]
-
-
-def _passing_parts(config: TrainConfig, ranks: int, device_gib: float, learners: list[Learner]) -> list[Part]:
-    """Memory of the largest moment of an update; policy and critic learn one after the other."""
-    moments = [largest_moment(config, policy, model, ranks, device_gib, whole) for policy, model, whole in learners]
+        learners.append(_Learner("critic", policy.model_copy(update={"backend": "fsdp"}), critic, whole=False))
+        parts += _kept_parts(config, learners[1], ranks)
+    if resolve_device(config) == "cuda":
+        hybrid = policy.shard_size not in (None, ranks)
+        models = len(learners) + bool(algorithm.kl_coef or algorithm.teacher)
+        size = _CONTEXT + (_COMMUNICATOR * models * (2 if hybrid else 1) if ranks > 1 else 0)
+        parts.append(Part("CUDA and NCCL", size, size, "by estimate"))
+    # Policy and critic learn one after the other.
+    moments = [_largest_moment(config, learner, ranks, device_gib) for learner in learners]
     most = max(moments, key=lambda moment: moment.total)
     remark = f"in backward, at its largest: {most.name}"
-    parts = [
+    passing = [
         Part("gathered weights", 0, most.weights, remark),
         Part("gradients on their way", 0, most.gradients, remark),
         Part("activations", 0, most.activations, remark),
         Part("logits", 0, most.logits, "of a chunk of targets, and the head's gradient"),
     ]
-    return [part for part in parts if part.training]
-
-
-def _process_parts(config: TrainConfig, ranks: int, learners: list[Learner]) -> list[Part]:
-    """Memory that CUDA and NCCL keep for the trainer; none on a CPU."""
-    if resolve_device(config) == "cpu":
-        return []
-    hybrid = config.policy.shard_size not in (None, ranks)
-    models = len(learners) + bool(config.algorithm.kl_coef or config.algorithm.teacher)
-    size = _CONTEXT + (_COMMUNICATOR * models * (2 if hybrid else 1) if ranks > 1 else 0)
-    return [Part("CUDA and NCCL", size, size, "by estimate")]
+    return [*parts, *(part for part in passing if part.training)]
 
 
 def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[Part]:
     """Memory of the engine on each of its ranks, and of the staging buffers that bring its weights."""
-    engine = config.engine
+    engine, token = config.engine, kv_token_bytes(config, model)
     weights = engine_dtype(config).itemsize * model.total / engine.tensor_parallel_size
-    kv_cache, remark = kv_cache_bytes(config, model, weights, device_gib)
+    kv_cache = max(0.0, engine.gpu_memory_utilization * device_gib * GIB - weights)
+    if engine.kv_cache_gib is not None:
+        kv_cache = engine.kv_cache_gib * GIB
+    tokens = int(kv_cache // token)
+    fitting = f"{tokens:,} tokens: {tokens // engine.max_model_len} answers of {engine.max_model_len}"
     asleep = 0 if engine.sleep else 1
     first, later = (staging_bytes(config, model, ranks, cut) for cut in (False, True))
     staging_remark = "while weights travel" + (f", {first / GIB:.2f} the first time" if first > later else "")
     held = _CONTEXT + (0 if engine.enforce_eager else _GRAPHS) if resolve_device(config) == "cuda" else 0
     return [
         Part("engine: weights", weights, weights if config.sync.way == "zero_copy" else asleep * weights),
-        Part("engine: KV cache", kv_cache, asleep * kv_cache, remark),
+        Part("engine: KV cache", kv_cache, asleep * kv_cache, fitting),
         Part("engine: CUDA and its graphs", held, held, "by estimate; also while it sleeps" if held else ""),
         Part("staging buffers", later, 0, staging_remark),
     ]
@@ -246,16 +145,6 @@ def kv_token_bytes(config: TrainConfig, model: ModelSizes) -> int:
     heads = model.config.get("num_key_value_heads") or model.config["num_attention_heads"]
     held = math.ceil(heads / config.engine.tensor_parallel_size)
     return kv_elements(model.config) // heads * held * engine_dtype(config).itemsize
-
-
-def kv_cache_bytes(config: TrainConfig, model: ModelSizes, weights: float, device_gib: float) -> tuple[float, str]:
-    """Bytes of a rank's KV cache, and the tokens that fit into it."""
-    engine, token = config.engine, kv_token_bytes(config, model)
-    size = max(0.0, engine.gpu_memory_utilization * device_gib * GIB - weights)
-    if engine.kv_cache_gib is not None:
-        size = engine.kv_cache_gib * GIB
-    tokens = int(size // token)
-    return size, f"{tokens:,} tokens: {tokens // engine.max_model_len} answers of {engine.max_model_len}"
 
 
 def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool) -> int:
@@ -279,8 +168,33 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     return BUFFERS * plan.capacity * (2 if way in ("broadcast", "storage") else 1)  # the worker has buffers of its own
 
 
-def _learning_parts(name: str, config: TrainConfig, policy: PolicyConfig, model: ModelSizes, ranks: int) -> list[Part]:
-    """Memory of a trained model: what it keeps, and what an update needs besides."""
+def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
+    """Bytes that a layer with a gated MLP keeps of a token for backward, uncompiled, with w bytes an element.
+
+    A norm keeps its input in float32, what it makes of that, and its result; attention queries, keys, values, result
+    and a float32 logarithm for each head; the MLP four tensors of its width. As Korthikanti et al. 2022
+    (arXiv:2205.05198), section 4.1, count for another kind of layer.
+    """
+    w, heads = compute_width(policy), model.config["num_attention_heads"]
+    queries = heads * (model.config.get("head_dim") or model.config["hidden_size"] // heads)
+    attention = w * (2 * queries + kv_elements(model.config) / model.layers) + _FLOAT32 * heads
+    return (_FLOAT32 + 2 * w) * model.normed + attention + 4 * w * model.width
+
+
+def recomputed_layers(policy: PolicyConfig, model: ModelSizes) -> int:
+    """Layers that keep their input alone."""
+    return {"none": 0, "every_second": (model.layers + 1) // 2, "full": model.layers}[policy.activation_checkpointing]
+
+
+def engine_dtype(config: TrainConfig) -> torch.dtype:
+    """Of an engine's weights and of its keys and values."""
+    dtype: torch.dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
+    return dtype
+
+
+def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Part]:
+    """Memory that a model that learns keeps from update to update."""
+    name, policy, model = learner.name, learner.policy, learner.model
     width, shards = compute_width(policy), shards_of(policy, ranks)
     trained = shard(model.trained, shards)
     deepspeed, stage = policy.backend == "deepspeed", policy.zero_stage
@@ -291,33 +205,90 @@ def _learning_parts(name: str, config: TrainConfig, policy: PolicyConfig, model:
     if deepspeed or model.adapters:
         kept = width * (model.total if deepspeed and stage < 3 else shard(model.shapes, shards))
         parts.append(Part(f"{name}: weights to compute with", 0 if put_away == 2 else kept, kept))
-    whole = sum(shape.numel() for shape in model.trained.values())
     stays = 0 if put_away == 2 or (deepspeed and put_away) else 1
     in_place = config.sync.way == "zero_copy" and name == "policy"  # it computes with weights that are the engine's
-    masters = 0 if in_place and width == _MASTER else _MASTER * on_device
-    if deepspeed and stage == 3:  # made once (`IPGBucketZ3` in deepspeed/runtime/zero/stage3.py)
-        parts.append(Part(f"{name}: bucket of gradients", _GRADIENT * ZERO_BUCKET, _GRADIENT * ZERO_BUCKET))
+    masters = 0 if in_place and width == _FLOAT32 else _FLOAT32 * on_device
+    moments = 2 * _FLOAT32 * on_device
+    gradients = sum(shape.numel() for shape in model.trained.values()) if deepspeed and stage == 1 else trained
+    # ZeRO-3 makes both of its buffers of gradients once (`IPGBucketZ3` and `grad_partitions_flat_buffer` in
+    # deepspeed/runtime/zero/stage3.py).
+    if deepspeed and stage == 3:
+        parts.append(Part(f"{name}: bucket of gradients", _FLOAT32 * ZERO_BUCKET, _FLOAT32 * ZERO_BUCKET))
+    lasting = _FLOAT32 * trained if deepspeed and stage == 3 and not put_away else 0
     return [
         *parts,
         Part(f"{name}: float32 weights", stays * masters, masters),
-        Part(f"{name}: Adam's moments", 0 if put_away else _MOMENTS * on_device, _MOMENTS * on_device),
-        # ZeRO-3 makes its buffer once (`grad_partitions_flat_buffer` in the same file).
-        Part(
-            f"{name}: gradients",
-            _GRADIENT * trained if deepspeed and stage == 3 and not put_away else 0,
-            _GRADIENT * (whole if deepspeed and stage == 1 else trained),
-        ),
+        Part(f"{name}: Adam's moments", 0 if put_away else moments, moments),
+        Part(f"{name}: gradients", lasting, _FLOAT32 * gradients),
     ]
 
 
 def _frozen_part(name: str, config: TrainConfig, model: ModelSizes, ranks: int) -> Part:
-    """Of a model that only scores."""
+    """Memory of a model that only scores."""
     held = compute_width(config.policy) * shard(model.shapes, shards_of(config.policy, ranks))
     away = config.policy.offload_reference is not False and resolve_device(config) == "cuda"
     return Part(f"{name}: weights", 0 if away else held, held, "while it scores" if away else "")
 
 
-def engine_dtype(config: TrainConfig) -> torch.dtype:
-    """Of an engine's weights and of its keys and values."""
-    dtype: torch.dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
-    return dtype
+def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_gib: float) -> _Moment:
+    """The moment of an update that needs the most, of these:
+
+    - the output head's backward: its gradient is summed in float32 beside three tables of a chunk's logits, two of
+      float32 and one of w bytes (`trainer.policy.logprobs`), or is cast at the end; the last layer is being gathered;
+    - the last layer's: its results are there once more, with gradients of its MLP, while reductions have the head's
+      or a layer's gradients in float32, and the next layer is gathered;
+    - the embeddings' at the end: their gradient, and its float32 copy for the reduction.
+
+    A single rank gathers nothing ahead, but casts and copies like several
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+    """
+    policy, model = learner.policy, learner.model
+    w, trains, deepspeed = compute_width(policy), not model.adapters, policy.backend == "deepspeed"
+    kept, last_norm, working = _activation_bytes(config, policy, model, ranks)
+    embedding = model.rest if model.tied else model.rest - model.head  # the unit that stays until the end
+    ahead = w * model.layer if shards_of(policy, ranks) > 1 else 0
+    before, within = w * model.rest + ahead, w * (embedding + model.layer) + ahead
+    if learner.whole or not policy.reshard_after_forward:
+        before = within = 0 if learner.whole else w * model.total
+    elif deepspeed:
+        before = within = w * min(model.total, max(ZERO_LIVE, model.rest + model.layer))
+    logits = cuda_chunk_elements(int(device_gib * GIB)) if resolve_device(config) == "cuda" else CPU_ELEMENTS
+    tables = (2 * _FLOAT32 + w) * max(logits, MIN_CHUNK * model.config["vocab_size"])
+    head = _FLOAT32 * model.head + max(tables, w * model.head) if trains else tables
+    # ZeRO-1 and 2 collect gradients in two buffers by turns (`setup_buckets` in
+    # deepspeed/runtime/zero/stage_1_and_2.py), which also hold the float32 copies.
+    buckets: float = 2 * w * ZERO_BUCKET if deepspeed and policy.zero_stage < 3 else 0
+    reduced: float = 0
+    last: float = 0
+    if trains and deepspeed:
+        reduced, last = buckets + w * max(model.layer, model.head), buckets + w * embedding
+    elif trains:
+        largest = max(model.layer, 0 if model.tied else model.head)
+        reduced = _FLOAT32 * largest + (w * model.head if model.tied else 0)
+        last = (w + _FLOAT32) * embedding
+    return max(
+        _Moment("output head", before, buckets, kept + last_norm, head if model.head else 0),
+        _Moment("last layer", within, reduced, kept + working, 0),
+        _Moment("embeddings", min(within, w * embedding), last, 0, 0),
+        key=lambda moment: moment.total,
+    )
+
+
+def _activation_bytes(
+    config: TrainConfig, policy: PolicyConfig, model: ModelSizes, ranks: int
+) -> tuple[float, float, float]:
+    """For the largest micro-batch: what layers keep for backward, the head's part, and a layer at work in backward.
+
+    A layer at work needs `layer_bytes` again where it is computed again, and gradients of its MLP: two of its width,
+    two of the hidden size. The head's part is the last norm and hidden states of targets, of which there are at most as
+    many as sampled tokens.
+    """
+    share = answers_per_update(config, ranks)
+    tokens = min(max(config.batch.tokens_per_micro_batch, longest(config)), share * longest(config))
+    w, hidden, layer = compute_width(policy), model.config["hidden_size"], layer_bytes(policy, model)
+    again = recomputed_layers(policy, model)
+    kept = again * w * hidden + (model.layers - again) * layer
+    last_again = policy.activation_checkpointing == "full" or again > model.layers - again  # of two, the first is
+    working = (layer if last_again else 0) + w * (2 * model.width + 2 * hidden)
+    targets = w * hidden * config.sampling.max_tokens / longest(config)
+    return tokens * kept, tokens * ((_FLOAT32 + w) * hidden + targets), tokens * working

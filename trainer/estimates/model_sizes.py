@@ -70,20 +70,19 @@ def model_sizes(
     config: TrainConfig, path: str, lora: LoraConfig = NO_ADAPTERS, kind: Any = AutoModelForCausalLM, **settings: int
 ) -> ModelSizes:
     """Sizes of the model whose config.json is at `path`, built without data; arguments as `build_meta_model`'s."""
-    attention, remote, device = config.model.attn_implementation, config.model.trust_remote_code, torch.device("cpu")
-    model = build_meta_model(Path(path), torch.float32, attention, remote, device, kind, **settings)
+    model = build_meta_model(Path(path), config.model, torch.float32, torch.device("cpu"), kind, **settings)
     shapes = {name: parameter.shape for name, parameter in parameter_names(model).items()}
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.base_model.layers]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    normed = _normed(model)
-    if lora.rank:
+    units, normed = _units(model), _normed(model)
+    if lora.rank:  # which renames the weights it is beside
         add_adapters(model, lora, torch.float32, "meta")
     return ModelSizes(
         config=model.config.get_text_config().to_dict(),
         shapes=shapes,
         layer=max(layers),
         rest=sum(shape.numel() for shape in shapes.values()) - sum(layers),
-        units=_units(model, shapes),
+        units=units,
         head=0 if head is None else head.weight.numel(),
         tied=head is not None and head.weight is embedding.weight,
         normed=normed,
@@ -92,31 +91,29 @@ def model_sizes(
     )
 
 
-def _units(model: PreTrainedModel, shapes: Shapes) -> dict[str, list[torch.Size]]:
+def _units(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
     """As `trainer.policy.fsdp` makes them, by name; those of layers have a dot."""
-    names = {id(parameter): name for name, parameter in parameter_names(model).items()}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head is not None and head.weight is embedding.weight
-    ends = {} if tied else {names[id(embedding.weight)]: "embeddings"}
-    ends |= {} if tied or head is None else {names[id(head.weight)]: "head"}
-    layers = enumerate(model.base_model.layers)
-    unit_of = ends | {names[id(p)]: f"layers.{i}" for i, layer in layers for p in layer.parameters()}
+    unit_of = {p: f"layers.{i}" for i, layer in enumerate(model.base_model.layers) for p in layer.parameters()}
+    if head is None or head.weight is not embedding.weight:
+        unit_of[embedding.weight] = "embeddings"
+        unit_of |= {} if head is None else {head.weight: "head"}
     units: dict[str, list[torch.Size]] = {"root": []}
-    for name, shape in shapes.items():
-        units.setdefault(unit_of.get(name, "root"), []).append(shape)
+    for parameter in model.parameters():
+        units.setdefault(unit_of.get(parameter, "root"), []).append(parameter.shape)
     return units
 
 
 def _normed(model: PreTrainedModel) -> int:
     """Elements of a token that the norms of the first layer compute; those of queries and keys, for every head."""
     config = model.config.get_text_config()
-    heads = {"q_norm": config.num_attention_heads, "k_norm": getattr(config, "num_key_value_heads", None)}
+    queries = config.num_attention_heads
+    heads = {"q_norm": queries, "k_norm": getattr(config, "num_key_value_heads", None) or queries}
     found = 0
     for name, parameter in model.base_model.layers[0].named_parameters():
         if "norm" in name and parameter.dim() == 1:
             of_heads = parameter.numel() < config.hidden_size
-            times = next((count for key, count in heads.items() if key in name), 1) if of_heads else 1
-            found += parameter.numel() * (times or config.num_attention_heads)
+            found += parameter.numel() * (next((heads[key] for key in heads if key in name), 1) if of_heads else 1)
     return found
 
 

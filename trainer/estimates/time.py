@@ -180,7 +180,8 @@ def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, length
     passes, compute, memory = algorithm.num_iterations, MATMUL * gpu.flops, MEMORY * gpu.memory_rate
     share = recomputed_layers(policy, model) / model.layers
     trunk = model.flops.forward(tokens, 0, pairs)
-    products = (step_flops(config, model, ranks, lengths) + passes * (share * trunk + _head(model, targets))) / compute
+    again = share * trunk + model.flops.forward(0, targets, 0)  # of the logits, too
+    products = (step_flops(config, model, ranks, lengths) + passes * again) / compute
     traffic = (_ELEMENTWISE - 2 * (1 - share)) * layer_bytes(policy, model) * model.layers * tokens
     others = passes * (traffic + _LOGIT_BYTES * model.config["vocab_size"] * targets) / memory
     yield Cost("update: products", products, remark=f"{tokens:,.0f} tokens a rank; recomputed layers: {share:.0%}")
@@ -243,8 +244,3 @@ def _amount(config: TrainConfig, ranks: int, lengths: Lengths) -> tuple[float, f
     answers = config.batch.prompts_per_step * config.algorithm.group_size / ranks
     length = lengths.prompt + lengths.answer
     return answers * length, answers * lengths.answer, answers * attended([length])
-
-
-def _head(model: ModelSizes, targets: float) -> float:
-    """Logits are computed once more in backward."""
-    return model.flops.forward(0, targets, 0)

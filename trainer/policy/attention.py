@@ -1,9 +1,9 @@
 """Causal attention for sequences laid end to end, each seeing itself only.
 
-Transformers knows two ways to pack: an [N, N] block mask made from position ids, whose memory grows with the square of
-the pack and which keeps off the fast kernels; and flash-attn, which needs its own installation and a GPU. This function
-takes the cumulative lengths that flash-attn takes, and runs everywhere: the variable-length kernel that comes with
-PyTorch on CUDA in half precision, one causal call for each run of equally long sequences elsewhere.
+Transformers has two ways to pack: an [N, N] block mask made from position ids, whose memory grows with the square of
+the pack and which rules out the fast kernels; and flash-attn, which needs its own installation and a GPU. This function
+takes flash-attn's cumulative lengths and runs everywhere: with PyTorch's variable-length kernel on CUDA in half
+precision, with one causal call for each run of equally long sequences elsewhere.
 """
 
 import inspect
@@ -26,7 +26,7 @@ NAME = "hotbunk_sdpa"
 _WITHOUT_EFFECT = frozenset(
     ("position_ids", "cu_seq_lens_k", "max_length_k", "is_causal", "use_cache", "output_attentions", "cache_position")
 )
-"""What models also pass on to their attention, and which says nothing that is not said otherwise."""
+"""Arguments that models also pass to their attention, and that add nothing to the others."""
 
 # Since torch 2.12 grouped queries have to be asked for (torch/nn/attention/varlen.py); before, the kernel took them.
 _GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -51,16 +51,17 @@ def attention(
 
     Args:
         query: [B, heads, T, D]; key and value may have fewer heads, which divide the query's.
-        sliding_window: how many positions back a query sees, itself included.
-        cu_seq_lens_q: [S+1] int32, where each of S sequences begins in T, and T; B is 1. None: B sequences of T.
-        max_length_q: the longest of those sequences.
-        sequence_lengths: all of theirs, so that they need not be read from the device.
+        sliding_window: the number of positions that a query sees, counted backwards from itself, itself included.
+        cu_seq_lens_q: [S+1] int32, the index in T at which each of S sequences begins, and T; B is 1. None: B sequences
+            of T.
+        max_length_q: the length of the longest of those sequences.
+        sequence_lengths: all of their lengths, so that the device need not be asked.
 
     Returns:
         [B, T, heads, D], and no attention weights.
 
     Raises:
-        UserError: the model asks for something else, such as a soft cap of the scores, or sinks.
+        UserError: the model uses another argument, such as a soft cap of the scores, or sinks.
     """
     if unknown := [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]:
         asked = f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which packing does not know"
@@ -68,7 +69,11 @@ def attention(
     if cu_seq_lens_q is None:
         return _causal(query, key, value, dropout, scaling, sliding_window).transpose(1, 2).contiguous(), None
     if _kernel_takes(query, value, dropout):
-        return _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        out = varlen_attn(q, k, v, *starts, *longest, scale=scaling, window_size=window, **_GROUPED)
+        return cast(Tensor, out).unsqueeze(0), None
     parts, start = [], 0
     for length, run in groupby(sequence_lengths):
         count = len(list(run))
@@ -76,16 +81,6 @@ def attention(
         q, k, v = (x[0, :, stretch].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value))
         parts.append(_causal(q, k, v, dropout, scaling, sliding_window).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).unsqueeze(0), None
-
-
-def _kernel(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None, window: int | None
-) -> Tensor:
-    """All sequences in one call, [1, T, heads, D]."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    back = -1 if window is None else window - 1
-    out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(back, 0), **_GROUPED)
-    return cast(Tensor, out).unsqueeze(0)
 
 
 def _causal(
@@ -108,7 +103,7 @@ def _causal(
 
 
 def _kernel_takes(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """True for inputs that PyTorch's build of FlashAttention computes."""
+    """Whether PyTorch's build of FlashAttention computes this."""
     size = query.shape[-1]
     if not query.is_cuda or torch.cuda.get_device_capability(query.device) < (8, 0):
         return False  # FlashAttention begins with Ampere
@@ -120,12 +115,12 @@ AttentionInterface.register(NAME, attention)
 
 
 def implementation(asked: str, model: type[PreTrainedModel], config: Any) -> str:
-    """`attention` in place of PyTorch's plain one, wherever the model allows it and the result is the same."""
+    """`NAME` in place of PyTorch's plain attention wherever the model allows it and the result is the same."""
     return NAME if asked == "sdpa" and model._supports_sdpa and packing_obstacle(model, config) is None else asked
 
 
 def packing_obstacle(model: type[PreTrainedModel], config: Any) -> str | None:
-    """The reason that this model's sequences cannot be laid end to end; None if they can."""
+    """Why sequences of this model cannot be laid end to end, or None where they can."""
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - set(PACKABLE_LAYERS))
     if others or model._is_stateful:
         return f"has layers ({', '.join(others) or 'recurrent'}) that would carry over from one sequence to the next"

@@ -15,14 +15,14 @@ from trainer.types import MicroBatch, UpdateStats
 
 HEAD = "score.weight"
 ValueLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(batch, values [B, T-1]) -> what `trainer.types.LossFn` returns."""
+"""(batch, values [B, T-1]) -> summed loss and figures, as `trainer.types.LossFn`'s."""
 
 
 class Critic(ShardedModel):
     """Expected return of the state in which each token was sampled, under FSDP2 and with an optimizer of its own.
 
-    It is a sequence classifier with one label in Transformers' terms, so that it can start from the policy's
-    checkpoint, with a head of zeros, or from a reward model, with the head that this has.
+    In Transformers' terms it is a sequence classifier with one label, so it can start from the policy's checkpoint,
+    with a head of zeros, or from a reward model, with that model's head.
     """
 
     def __init__(
@@ -31,27 +31,24 @@ class Critic(ShardedModel):
         """Build, shard and load the model; arguments as `FsdpPolicy`'s. Raises UserError for a type without a head."""
         source = hf_format.resolve_folder(model.path)
         try:
-            built = hf_format.build_meta_model(
-                source,
-                torch.float32,
-                model.attn_implementation,
-                model.trust_remote_code,
-                device,
-                AutoModelForSequenceClassification,
-                num_labels=1,
-            )
+            kind = AutoModelForSequenceClassification
+            built = hf_format.build_meta_model(source, model, torch.float32, device, kind, num_labels=1)
         except ValueError as error:
             raise UserError(f"{model.path} cannot be a critic: Transformers has no classifier of its type") from error
         hf_format.checkpoint_activations(built, settings.activation_checkpointing)
         fresh = HEAD not in hf_format.SafetensorsFolder(source).names
-
-        def start(name: str, shape: torch.Size) -> Tensor | None:
-            return torch.zeros(shape) if fresh and name == HEAD else None
-
-        super().__init__(ValueModule(built), built, source, settings, device, total_updates, start=start)
+        super().__init__(
+            ValueModule(built),
+            built,
+            source,
+            settings=settings,
+            device=device,
+            total_updates=total_updates,
+            start=lambda name, shape: torch.zeros(shape) if fresh and name == HEAD else None,
+        )
 
     def score(self, batches: list[MicroBatch]) -> list[Tensor]:
-        """Values [B, T-1] float32 for each batch, 0 where its loss mask is; without gradients. Collective."""
+        """Values [B, T-1] float32 for each batch, 0 where its loss mask is 0; without gradients. Collective."""
         return self._without_gradients(batches, lambda batch: values(self.module, batch))
 
     def update(self, batches: list[MicroBatch], loss_fn: ValueLoss, place: float | None = None) -> UpdateStats:

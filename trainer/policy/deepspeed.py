@@ -1,8 +1,8 @@
-"""The policy on DeepSpeed ZeRO: the same numbers as FSDP2, for those whose clusters and habits are DeepSpeed's.
+"""The policy on DeepSpeed ZeRO: the same numbers as FSDP2, for clusters that are set up for DeepSpeed.
 
 ZeRO-1 and 2 keep whole compute weights on every rank and shard the float32 masters and Adam's moments (2: gradients,
-too); ZeRO-3 shards the weights as well. What a checkpoint holds does not depend on it: rows of every parameter, as
-FSDP2 has them, so that either backend resumes from the other's.
+too); ZeRO-3 shards the weights as well. Checkpoints hold rows of every parameter, as FSDP2 has them, so either backend
+resumes from the other's.
 """
 
 import os
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from sharding.ranks import world_size
+from sharding.send.source import whole_shape
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.flops import Work
 from trainer.policy import hf_format
@@ -26,13 +27,13 @@ from trainer.policy.fsdp import MOMENTS
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, start_value
 from trainer.policy.module import PolicyModule, outputs
-from trainer.policy.offload import InShifts, ShiftMemory
+from trainer.policy.offload import Offloadable
 from trainer.policy.optimizer import Figures, Updates, decay_groups
-from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats, scored_batch
+from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
 
 
-class DeepSpeedPolicy(InShifts):
-    """`trainer.types.Policy` says what the methods promise. Needs a process group, of one rank or more.
+class DeepSpeedPolicy(Offloadable, Policy):
+    """The policy on DeepSpeed. Needs a process group, of one rank or more.
 
     Attributes:
         model: the Transformers model; under ZeRO-3 its parameters are empty between calls, and their partitions in
@@ -59,8 +60,12 @@ class DeepSpeedPolicy(InShifts):
             # end for the lock of a process that was killed while compiling. Training does not use it
             # (https://github.com/deepspeedai/DeepSpeed/pull/5391).
             deepspeed.ops.__compatible_ops__ = {}
+        # DeepSpeed's own way of putting memory away takes no other Adam than its own.
+        super().__init__(policy.offload, self._update_memory, lambda: self.engine.module.parameters())
         self._deepspeed = deepspeed
-        self.device, self.config, self.lora = device, policy, lora
+        self.device = device
+        self.config = policy
+        self.lora = lora
         self.zero_3 = policy.zero_stage == 3
         self.updates = Updates(policy, total_updates)
         self.compute_dtype = getattr(torch, policy.dtype)
@@ -79,8 +84,6 @@ class DeepSpeedPolicy(InShifts):
             # DeepSpeed has made its masters from rounded weights.
             for parameter, whole in self._start_values(self.model, self.trained(), wider_than=self.compute_dtype):
                 safe_set_full_fp32_param(parameter, whole)
-        # DeepSpeed's own offloading accepts only its own Adam.
-        self._memory = ShiftMemory(policy.offload, self._update_memory, self._compute_weights)
 
     @property
     def work(self) -> Work:
@@ -88,15 +91,12 @@ class DeepSpeedPolicy(InShifts):
         return cast(Work, self.engine.module.work)
 
     def _update_memory(self) -> Iterator[Tensor]:
-        """Tensors that only an update needs: masters, moments and the buffer of gradients."""
+        """The tensors that only an update needs: masters, moments and the buffer of gradients."""
         zero = self.engine.optimizer
         yield from zero.fp32_partitioned_groups_flat if self.zero_3 else zero.single_partition_of_fp32_groups
         yield from (state[key] for state in zero.optimizer.state.values() for key in MOMENTS)
         if self.zero_3:
             yield zero.grad_partitions_flat_buffer
-
-    def _compute_weights(self) -> Iterator[Tensor]:
-        return (getattr(parameter, "ds_tensor", parameter) for parameter in self.engine.module.parameters())
 
     def _settings(self) -> dict[str, Any]:
         config = self.config
@@ -120,9 +120,7 @@ class DeepSpeedPolicy(InShifts):
         """The model with its weights: whole on the device or, under ZeRO-3, cut as it is built; not on the host."""
         # Without data, which also imports the model's classes: ZeRO would patch them wrongly while they are being made
         # (https://github.com/deepspeedai/DeepSpeed/issues/2812).
-        built = hf_format.build_meta_model(
-            self.source, self.compute_dtype, model.attn_implementation, model.trust_remote_code, self.device
-        )
+        built = hf_format.build_meta_model(self.source, model, self.compute_dtype, self.device)
         if self.zero_3:
             built = self._build_cut(built, model.trust_remote_code)
         else:
@@ -159,9 +157,9 @@ class DeepSpeedPolicy(InShifts):
     def _start_values(
         self, model: PreTrainedModel, parameters: dict[str, nn.Parameter], wider_than: torch.dtype | None = None
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with the whole value it starts from, float32: what is on disk, or an adapter's beginning.
+        """Each parameter with the whole value it starts from, float32: the checkpoint's, or an adapter's beginning.
 
-        With `wider_than`, without those that this dtype holds exactly.
+        With `wider_than`, only those that the checkpoint has in another dtype than this.
         """
         files = hf_format.SafetensorsFolder(self.source)
         for name, parameter in parameters.items():
@@ -201,26 +199,19 @@ class DeepSpeedPolicy(InShifts):
         yield from parameter_names(self.model).items()
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Those that learn: all, or the adapters."""
+        """The parameters that learn, by name: all, or the adapters."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     @torch.no_grad()
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
-        """The outputs for each batch, without gradients."""
+        """The outputs for each batch, without gradients. Collective."""
         self.engine.eval()
         return [outputs(self.engine, batch, temperature) for batch in batches]
-
-    def score_tokens(self, token_ids: list[int]) -> list[float]:
-        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
-        return self.score([scored_batch(token_ids, self.device)], temperature=1.0)[0].logprobs[0].tolist()
 
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike.
-
-        Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
-        """
+        """See `Policy.update`."""
         self.engine.train()
         figures = Figures(self.device)
         for number, batch in enumerate(batches, start=1):
@@ -241,10 +232,7 @@ class DeepSpeedPolicy(InShifts):
         return self.updates.count(skipped, norm, rate, sums)
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters and moments as FSDP2 would hold them: float32, sharded by rows. Copies, one shard of each.
-
-        Only of what learns, as for FSDP2.
-        """
+        """Masters and moments of the parameters that learn, as FSDP2 would hold them: float32 copies of rows."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         model, moments = {}, {}
@@ -262,7 +250,7 @@ class DeepSpeedPolicy(InShifts):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned, or FsdpPolicy's."""
+        """Take over a state that `state_dict` gave, or FsdpPolicy's."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         self.updates.restore(state["counters"])
@@ -278,8 +266,3 @@ class DeepSpeedPolicy(InShifts):
     def save_pretrained(self, folder: Path) -> None:
         """Write the model in Hugging Face format and the compute dtype; without the tokenizer."""
         hf_format.save_pretrained(self.model, folder, self.compute_dtype, self.source)
-
-
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """The shape a parameter has when it is gathered; between calls ZeRO-3 leaves it empty."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))

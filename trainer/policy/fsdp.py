@@ -1,6 +1,6 @@
 """The policy on FSDP2: float32 master weights sharded over the ranks, forward and backward in the compute dtype.
 
-`ShardedModel`, a model under FSDP2 with its optimizer, is the base of the policy and the critic.
+`ShardedModel` is a model with its optimizer, which the policy and the critic have in common.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,30 +13,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sharding.ranks import world_size
+from sharding.send.source import local_part
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.flops import Work
 from trainer.policy import hf_format
 from trainer.policy.hf_format import parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
 from trainer.policy.module import PolicyModule, outputs
-from trainer.policy.offload import InShifts, Offload, ShiftMemory
+from trainer.policy.offload import Offload, Offloadable
 from trainer.policy.optimizer import Figures, Updates, make_adamw
-from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats, scored_batch
+from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Result = TypeVar("Result")
 
 
-class ShardedModel(InShifts):
-    """Master weights sharded over the ranks, forward and backward in the compute dtype. Needs a process group.
+class ShardedModel(Offloadable):
+    """A model under FSDP2 with its optimizer. Needs a process group.
 
     Attributes:
         model: the Transformers model; between calls its parameters are DTensors, sharded on dimension 0.
-        module: the module that is called: the model, and whatever reads its hidden states.
+        module: the module that is called: the model and a head that reads its hidden states.
     """
 
     def __init__(
@@ -59,8 +59,16 @@ class ShardedModel(InShifts):
             trainable: False for a frozen model: no gradients, no optimizer.
             start: see `hf_format.load_sharded`.
         """
-        self.module, self.model, self.source = module, model, source
-        self.device, self.config = device, settings
+        super().__init__(
+            settings.offload,
+            state=lambda: (state[key] for state in self.optimizer.state.values() for key in MOMENTS),
+            weights=self._weights,
+        )
+        self.module = module
+        self.model = model
+        self.source = source
+        self.device = device
+        self.config = settings
         self.compute_dtype = getattr(torch, settings.dtype)
         self.updates = Updates(settings, total_updates)
         if not trainable:
@@ -68,42 +76,83 @@ class ShardedModel(InShifts):
         self._shard()
         self._load(start)
         if trainable:
-            self.optimizer = make_adamw(
-                list(self.trained().values()), settings.lr, settings.betas, settings.eps, settings.weight_decay
-            )
-        self._memory = ShiftMemory(settings.offload, self._moments, self._weights)
+            self.optimizer = make_adamw(list(self.trained().values()), settings)
 
     @property
     def work(self) -> Work:
         """See `Scorer.work`."""
         return cast(Work, self.module.work)
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Sharded parameters under the names they have in the Transformers model, tied ones once."""
+        yield from parameter_names(self.model).items()
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn, by name: the model's, and those of a head beside it."""
+        named = self.module.named_parameters()
+        return {name.removeprefix("model."): parameter for name, parameter in named if parameter.requires_grad}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live sharded tensors of the parameters that learn, for torch.distributed.checkpoint to save and load.
+
+        With adapters, the base comes from `model.path` again. AdamW's own step count is `version`, and the learning
+        rate a function of it and of the run's step, so neither is kept.
+        """
+        parameters = self.trained()
+        moments: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            state = self.optimizer.state[parameter]
+            moments |= {f"{name}.{key}": state[key] for key in MOMENTS}
+        return {
+            "model": {name: parameter.detach() for name, parameter in parameters.items()},
+            "optimizer": moments,
+            "counters": self.updates.counters(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy a state that `state_dict` gave, of this or another policy of the same model and number of ranks."""
+        own = self.state_dict()
+        for section in ("model", "optimizer"):
+            if own[section].keys() != state[section].keys():
+                different = sorted(own[section].keys() ^ state[section].keys())
+                raise ValueError(f"the {section} state does not fit this model: only one of them has {different[:5]}")
+            for name, tensor in own[section].items():
+                tensor.copy_(state[section][name])
+        self.updates.restore(state["counters"])
+        for parameter in self.trained().values():
+            self.optimizer.state[parameter]["step"].fill_(self.version)
+
     def _load(self, start: hf_format.StartValue) -> None:
         hf_format.load_sharded(self.model, self.source, self.device, start)
 
-    def _moments(self) -> Iterator[Tensor]:
-        return (state[key] for state in self.optimizer.state.values() for key in MOMENTS)
-
     def _weights(self) -> Iterator[Tensor]:
-        """Weights that a generation shift can do without, once the engines have them."""
+        """The tensors that a generation shift can do without once the engines have the weights."""
         return self.module.parameters()
 
     def _shard(self) -> None:
-        """One FSDP unit a decoder layer, one each for embeddings and output head, if untied, and one for the rest.
+        """One FSDP unit for each decoder layer, for the embeddings and the output head, if untied, and for the rest.
 
-        So the head is gathered while the last layers are at work, and its gradients are reduced during the rest of
-        backward.
+        So the head is gathered during the last layers' forward, and its gradients are reduced during backward.
         """
         mesh = shard_mesh(self.device, self.config.shard_size)
-        precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+        shard = partial(
+            fully_shard,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32),
+        )
         self._compile()
         for layer in self.model.base_model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=self.config.reshard_after_forward)
+            shard(layer, reshard_after_forward=self.config.reshard_after_forward)
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if head is None:  # a critic's, which the root calls
+            ends = [embedding]
+        else:
+            ends = [] if head.weight is embedding.weight else [embedding, head]
         # The weights of these are needed again right after the forward pass, or nearly so: they stay until the backward
         # pass is over.
-        for end in self._ends():
-            fully_shard(end, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-        fully_shard(self.module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        for unit in (*ends, self.module):
+            shard(unit, reshard_after_forward=False)
         for unit in self._units():
             # The loss is divided by the whole step's count already, so gradients are summed over ranks, not
             # averaged. A divide factor alone would ask for a scaled reduction that gloo does not have
@@ -112,17 +161,10 @@ class ShardedModel(InShifts):
             unit.set_force_sum_reduction_for_comms(True)
         self._replicas = world_size() // mesh.size(-1)
 
-    def _ends(self) -> list[nn.Module]:
-        """Embeddings and output head, where each has a weight of its own."""
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        if head is None:  # a critic's, which the root calls
-            return [embedding]
-        return [] if head.weight is embedding.weight else [embedding, head]
-
     def _compile(self) -> None:
-        """The norms and dense MLPs of the decoder layers, for any length, since no two packs have the same.
+        """Compile the norms and dense MLPs of the decoder layers, for any length, since no two packs have the same.
 
-        Not whole layers: with checkpointing, scoring and padding among their inputs, one would be compiled more often
+        Whole layers would have checkpointing, scoring and padding among their inputs: one would be compiled more often
         than torch.compile does (torch._dynamo.config.recompile_limit) and run uncompiled from then on.
         """
         layers = self.model.base_model.layers if self.config.compile else ()
@@ -130,15 +172,6 @@ class ShardedModel(InShifts):
             dense = hasattr(module, "down_proj") and isinstance(module.down_proj, nn.Linear)
             if dense or "Norm" in type(module).__name__:
                 module.compile(dynamic=True)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Sharded parameters under the names they have in the Transformers model, tied ones once."""
-        yield from parameter_names(self.model).items()
-
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Those that learn, by name: of the model's, and a head's beside it."""
-        heads = {name: p for name, p in self.module.named_parameters() if not name.startswith("model.")}
-        return {name: p for name, p in (parameter_names(self.model) | heads).items() if p.requires_grad}
 
     @torch.no_grad()
     def _without_gradients(self, batches: list[MicroBatch], forward: Callable[[MicroBatch], Result]) -> list[Result]:
@@ -186,39 +219,6 @@ class ShardedModel(InShifts):
         self.optimizer.zero_grad(set_to_none=True)
         return self.updates.count(not finite, norm, rate, sums)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Live sharded tensors of what learns: torch.distributed.checkpoint saves them, and loads into them in place.
-
-        With adapters, the base comes from `model.path` again.
-
-        AdamW's own step count is `version`, and the learning rate a function of it and of the run's step, so nothing
-        else is kept of either.
-        """
-        parameters = self.trained()
-        moments: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            state = self.optimizer.state[parameter]
-            moments |= {f"{name}.{key}": state[key] for key in MOMENTS}
-        return {
-            "model": {name: parameter.detach() for name, parameter in parameters.items()},
-            "optimizer": moments,
-            "counters": self.updates.counters(),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a state that `state_dict` returned, here or on another policy of the same model and number of ranks."""
-        own = self.state_dict()
-        for section in ("model", "optimizer"):
-            if own[section].keys() != state[section].keys():
-                different = sorted(own[section].keys() ^ state[section].keys())
-                raise ValueError(f"the {section} state does not fit this model: only one of them has {different[:5]}")
-            for name, tensor in own[section].items():
-                tensor.copy_(state[section][name])
-        self.updates.restore(state["counters"])
-        for parameter in self.trained().values():
-            self.optimizer.state[parameter]["step"].fill_(self.version)
-
     def _reshard(self) -> None:
         """Free gathered weights that were kept, so that outside of calls every parameter is its sharded self."""
         for unit in self._units():
@@ -228,31 +228,8 @@ class ShardedModel(InShifts):
         return (unit for unit in self.module.modules() if isinstance(unit, FSDPModule))
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def shard_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
-    """The ranks in one row, each with a shard of its own; or, with `shard_size`, in rows of that many (HSDP).
-
-    The rows are replicas: neighbours, who share a machine, gather weights from one another, and only the sum of their
-    gradients goes between the machines. See Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), 3.2.2.
-    """
-    ranks = world_size()
-    if shard_size is None or shard_size == ranks:
-        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    return _rows(dist.group.WORLD, device.type, ranks, shard_size)
-
-
-@lru_cache(maxsize=1)
-def _rows(world: dist.ProcessGroup | None, device: str, ranks: int, shard_size: int) -> DeviceMesh:
-    """The same rows for all models among the same ranks: each set has groups, and on CUDA communicators, of its own."""
-    return init_device_mesh(device, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
-
-
-class FsdpPolicy(ShardedModel):
-    """`trainer.types.Policy` says what the methods promise."""
+class FsdpPolicy(ShardedModel, Policy):
+    """The policy on FSDP2."""
 
     def __init__(
         self,
@@ -270,39 +247,35 @@ class FsdpPolicy(ShardedModel):
             device: "cpu", or the CUDA device of this rank.
             total_updates: where the learning rate's schedule ends, in updates asked for.
             trainable: False for a frozen reference: no gradients, no optimizer, weights kept in the compute dtype.
-            value_head: outputs have values, too, of a head on the last hidden state: a critic that shares the trunk.
+            value_head: outputs also have the values of a head on the last hidden state: a critic that shares the trunk.
             lora: with a rank, adapters are trained, in float32, and the weights are kept in the compute dtype.
         """
         source = hf_format.resolve_folder(model.path)
-        built = hf_format.build_meta_model(
-            source,
-            torch.float32 if trainable and not lora.rank else getattr(torch, policy.dtype),
-            model.attn_implementation,
-            model.trust_remote_code,
-            device,
-        )
+        dtype = torch.float32 if trainable and not lora.rank else getattr(torch, policy.dtype)
+        built = hf_format.build_meta_model(source, model, dtype, device)
         if lora.rank:
             add_adapters(built, lora, torch.float32, "meta")
         if trainable:
             hf_format.checkpoint_activations(built, policy.activation_checkpointing)
-        module, start = PolicyModule(built, policy.fp32_head, value_head), partial(start_value, seed=lora.seed)
-        super().__init__(module, built, source, policy, device, total_updates, trainable, start)
+        super().__init__(
+            PolicyModule(built, policy.fp32_head, value_head),
+            built,
+            source,
+            settings=policy,
+            device=device,
+            total_updates=total_updates,
+            trainable=trainable,
+            start=partial(start_value, seed=lora.seed),
+        )
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
-        """The outputs for each batch, without gradients."""
+        """The outputs for each batch, without gradients. Collective."""
         return self._without_gradients(batches, lambda batch: outputs(self.module, batch, temperature))
-
-    def score_tokens(self, token_ids: list[int]) -> list[float]:
-        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
-        return self.score([scored_batch(token_ids, self.device)], temperature=1.0)[0].logprobs[0].tolist()
 
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike.
-
-        Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
-        """
+        """See `Policy.update`."""
         return self._update(batches, lambda batch: loss_fn(batch, outputs(self.module, batch, temperature)), place)
 
     def save_pretrained(self, folder: Path) -> None:
@@ -321,8 +294,26 @@ class FrozenPolicy(FsdpPolicy):
         self._home.release()
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
-        """The outputs for each batch."""
+        """The outputs for each batch, without gradients. Collective."""
         self._home.restore()
         outputs = super().score(batches, temperature)
         self._home.release()
         return outputs
+
+
+def shard_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
+    """The ranks in one row, each with a shard of its own; or, with `shard_size`, in rows of that many (HSDP).
+
+    The rows are replicas: the ranks of a row share a machine and gather weights from one another, and only the sum of
+    their gradients goes between machines. See Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), 3.2.2.
+    """
+    ranks = world_size()
+    if shard_size is None or shard_size == ranks:
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    return _rows(dist.group.WORLD, device.type, ranks, shard_size)
+
+
+@lru_cache(maxsize=1)
+def _rows(world: dist.ProcessGroup | None, device: str, ranks: int, shard_size: int) -> DeviceMesh:
+    """The same rows for all models among the same ranks: each set has groups, and on CUDA communicators, of its own."""
+    return init_device_mesh(device, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))

@@ -1,13 +1,11 @@
-"""Sharded parameters from a checkpoint in Hugging Face format and back, one piece at a time.
+"""Models in Hugging Face format, to and from sharded parameters; no rank ever holds the whole model.
 
-Names. Transformers 5 keeps some weights fused in memory, a mixture's experts above all, while checkpoints (and vLLM,
-which reads them) have one tensor for each expert. Loading, saving and the weight sync all need the same answer: which
-stretch of a parameter's elements is which checkpoint tensor.
+A model is built without data and sharded; then each rank reads the rows it owns from the safetensors files, and no
+others. To save it, parameters are gathered one at a time and rank 0 writes them.
 
-Loading. No rank ever holds the whole model: it is built without data, sharded, and then each rank reads only the rows
-that it owns from the safetensors files.
-
-Saving. Parameters are gathered one at a time and written by rank 0.
+Transformers 5 keeps some weights fused in memory, a mixture's experts above all, while checkpoints (and vLLM, which
+reads them) have one tensor for each expert. Loading, saving and the weight sync all ask `checkpoint_views` which
+stretch of the parameter's elements is which checkpoint tensor.
 """
 
 import copy
@@ -15,7 +13,7 @@ import json
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -31,11 +29,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from sharding.ranks import agree, is_main
+from sharding.ranks import agreed, is_main
 from trainer.config.model_facts import LOGIT_CHANGES
+from trainer.config.schema import ModelConfig
 from trainer.errors import UserError
 from trainer.policy import attention
 from trainer.policy.lora import is_adapter, low_rank
+
+SHARD_BYTES = 5 << 30
+
+StartValue = Callable[[str, torch.Size], Tensor | None]
+"""(name, shape) -> the whole value that a parameter begins with, the same on all ranks; None: the checkpoint's."""
 
 
 class CheckpointView(NamedTuple):
@@ -46,15 +50,88 @@ class CheckpointView(NamedTuple):
     shape: tuple[int, ...]
 
 
+def resolve_folder(path: str) -> Path:
+    """A local folder as it is, a hub name after downloading configuration, tokenizer and safetensors files."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        # Mistral's repositories hold the weights a second time, in a layout of their own.
+        wanted = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.py"]
+        return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=["consolidated*"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"model.path {path} is neither a folder nor a model to download: {reason}") from error
+
+
+def build_meta_model(
+    folder: Path,
+    settings: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: Any = AutoModelForCausalLM,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """The model without its weights: parameters on meta, computed buffers (rotary frequencies) real on `device`.
+
+    Args:
+        settings: attention and remote code; the path is not read.
+        kind: the automatic class that finds the model's own.
+        overrides: replace keys of config.json.
+
+    Raises:
+        UserError: the trainer cannot run a model of this kind.
+    """
+    asked, remote = settings.attn_implementation, settings.trust_remote_code
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=remote, **overrides)
+    for key in LOGIT_CHANGES:  # models of several modalities keep the language model's part by itself
+        if getattr(config.get_text_config(), key, None) not in (None, 1.0):
+            raise UserError(f"{folder} sets {key}, which the trainer's output head does not apply: use another model")
+    with torch.device("meta"):
+        model: PreTrainedModel = kind.from_config(
+            config, dtype=dtype, attn_implementation=asked, trust_remote_code=remote
+        )
+    if not hasattr(model.base_model, "layers"):
+        name = type(model).__name__
+        raise UserError(
+            f"{folder}: {name} does not keep its decoder layers in one list, as text models do: use another"
+        )
+    model.set_attn_implementation(attention.implementation(asked, type(model), model.config))
+    with torch.no_grad():
+        for module in model.modules():
+            if module._non_persistent_buffers_set:
+                for name in module._non_persistent_buffers_set:
+                    module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+                model._init_weights(module)  # computes the buffers; parameters are on meta, where this does nothing
+    return model
+
+
+def checkpoint_activations(model: PreTrainedModel, layers: Literal["none", "every_second", "full"]) -> None:
+    """Let these decoder layers keep only their input, and compute the rest again in backward (Chen et al. 2016,
+    arXiv:1604.06174).
+    """
+    if layers != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=1 if layers == "full" else 2)
+
+
+def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by name in memory, each once: of tied ones only the first, which checkpoints hold."""
+    return dict(model.named_parameters(remove_duplicate=True))
+
+
 def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) -> list[CheckpointView]:
     """The checkpoint tensors that the parameter `name` of `shape` consists of, in the order of their elements.
 
     Found by sending a tensor without data through Transformers' own conversion to checkpoint format and looking at
-    which part of it each result is a view of.
+    which part of it each result is a view of. Two experts' fused gate and up projections, [2, 2 I, H] in memory, are
+
+        experts.0.gate_proj.weight    offset 0          [I, H]
+        experts.0.up_proj.weight      offset I H        [I, H]
+        experts.1.gate_proj.weight    offset 2 I H      [I, H]
+        experts.1.up_proj.weight      offset 3 I H      [I, H]
 
     Raises:
-        ValueError: when a checkpoint tensor is not a contiguous part of the parameter (a transposed weight, for
-            instance), or the parts do not make up the whole.
+        ValueError: a checkpoint tensor is not a contiguous part of the parameter (a transposed weight, for instance),
+            or the parts do not make up the whole.
     """
     shape = tuple(shape)
     name = name.replace(".base_layer.", ".")  # PEFT keeps the own weights of a layer with an adapter one level down
@@ -78,11 +155,6 @@ def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) ->
     return views
 
 
-def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by name in memory, each once: of tied ones only the first, which checkpoints hold."""
-    return dict(model.named_parameters(remove_duplicate=True))
-
-
 class _ViewProbe(Tensor):
     """A tensor whose `contiguous()` is itself: conversions call it on chunks, and a copy would hide its origin."""
 
@@ -93,68 +165,6 @@ class _ViewProbe(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def resolve_folder(path: str) -> Path:
-    """A local folder as it is, a hub name after downloading configuration, tokenizer and safetensors files."""
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        # Mistral's repositories hold the weights a second time, in a layout of their own.
-        wanted = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.py"]
-        return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=["consolidated*"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"model.path {path} is neither a folder nor a model to download: {reason}") from error
-
-
-def build_meta_model(
-    folder: Path,
-    dtype: torch.dtype,
-    attn_implementation: str,
-    trust_remote_code: bool,
-    device: torch.device,
-    kind: Any = AutoModelForCausalLM,
-    **settings: Any,
-) -> PreTrainedModel:
-    """The model without its weights: parameters on meta, computed buffers (rotary frequencies) real on `device`.
-
-    `kind` is the automatic class that knows the model's own; `settings` replace what config.json says.
-    """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **settings)
-    for key in LOGIT_CHANGES:  # models of several modalities keep the language model's part by itself
-        if getattr(config.get_text_config(), key, None) not in (None, 1.0):
-            raise UserError(f"{folder} sets {key}, which the trainer's output head does not apply: use another model")
-    with torch.device("meta"):
-        model: PreTrainedModel = kind.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
-    if not hasattr(model.base_model, "layers"):
-        name = type(model).__name__
-        raise UserError(
-            f"{folder}: {name} does not keep its decoder layers in one list, as text models do: use another"
-        )
-    model.set_attn_implementation(attention.implementation(attn_implementation, type(model), model.config))
-    with torch.no_grad():
-        for module in model.modules():
-            if module._non_persistent_buffers_set:
-                for name in module._non_persistent_buffers_set:
-                    module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-                model._init_weights(module)  # computes the buffers; parameters are on meta, where this does nothing
-    return model
-
-
-def checkpoint_activations(model: PreTrainedModel, layers: Literal["none", "every_second", "full"]) -> None:
-    """Let these decoder layers keep their input alone, and compute the rest again in backward (Chen et al. 2016,
-    arXiv:1604.06174).
-    """
-    if layers != "none":
-        model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=1 if layers == "full" else 2)
-
-
-StartValue = Callable[[str, torch.Size], Tensor | None]
-"""(name, shape) -> the whole value that a parameter begins with, the same on all ranks; None: what the checkpoint has.
-"""
-
-
 def load_sharded(
     model: PreTrainedModel, folder: Path, device: torch.device, start: StartValue = lambda name, shape: None
 ) -> None:
@@ -163,77 +173,65 @@ def load_sharded(
     Each rank reads its own rows. Raises UserError naming what the checkpoint lacks or has in another shape.
     """
     files = SafetensorsFolder(folder)
+
+    def rows(name: str, tensor: Tensor, begin: int, end: int) -> Tensor:
+        """Elements [begin, end) of a parameter or buffer, in its dtype, on the device."""
+        if (whole := start(name, tensor.shape)) is not None:
+            return whole.reshape(-1)[begin:end].to(device, tensor.dtype, copy=True)
+        return files.read(checkpoint_views(model, name, tensor.shape), begin, end, tensor.dtype, device)
+
     loaded: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
     # A tied parameter comes up under each of its names; the same object for all of them keeps it tied.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in loaded:
-            loaded[id(parameter)] = _load_parameter(model, name, parameter, files, device, start)
+            loaded[id(parameter)] = _filled(parameter, partial(rows, name, parameter))
         state[name] = loaded[id(parameter)]
     for name in model.state_dict().keys() - state.keys():
         buffer = model.get_buffer(name)
-        state[name] = files.read(checkpoint_views(model, name, buffer.shape), 0, buffer.numel(), buffer.dtype, device)
+        state[name] = rows(name, buffer, 0, buffer.numel())
     if unused := sorted(files.names - files.used - set(model.all_tied_weights_keys)):
         some = ", ".join(unused[:5])
         warnings.warn(f"{folder} has {len(unused)} tensors the model does not use: {some}", stacklevel=2)
     model.load_state_dict(state, assign=True)
 
 
-def _load_parameter(
-    model: PreTrainedModel,
-    name: str,
-    parameter: nn.Parameter,
-    files: "SafetensorsFolder",
-    device: torch.device,
-    start: StartValue,
-) -> nn.Parameter:
-    """This rank's rows of one parameter, or all where it is not sharded, as a tensor like `parameter`, with data."""
-    shape: tuple[int, ...] = parameter.shape
-    offset: tuple[int, ...] = (0,)
+def _filled(parameter: nn.Parameter, rows: Callable[[int, int], Tensor]) -> nn.Parameter:
+    """A tensor like `parameter`, with this rank's rows of it as data, or all where it is not sharded."""
+    local: Tensor
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    begin = offset[0] * math.prod(parameter.shape[1:])
-    end = begin + math.prod(shape)
-    if (whole := start(name, parameter.shape)) is not None:
-        local = whole.reshape(-1)[begin:end].to(device, parameter.dtype, copy=True)
+        begin = offset[0] * math.prod(parameter.shape[1:])
+        part = rows(begin, begin + math.prod(shape)).view(shape)
+        size, stride = parameter.shape, parameter.stride()
+        local = DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
     else:
-        views = checkpoint_views(model, name, parameter.shape)
-        local = files.read(views, begin, end, parameter.dtype, device)
-    if not isinstance(parameter, DTensor):
-        return nn.Parameter(local.view(shape), requires_grad=parameter.requires_grad)
-    sharded = DTensor.from_local(
-        local.view(shape),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        local = rows(0, parameter.numel()).view(parameter.shape)
+    return nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
 class SafetensorsFolder:
-    """The tensors of a checkpoint, in one file or in several with an index; files are opened when first needed."""
+    """The tensors of a checkpoint, in one file or in several with an index; files are opened when first needed.
+
+    Attributes:
+        names: every tensor's name in the checkpoint.
+        used: the names of those that were asked for.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.used: set[str] = set()
+        self._handles: dict[str, safe_open] = {}
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
-        self._open = partial(safe_open, framework="pt", device="cpu")
-        self._handles: dict[str, safe_open] = {}
         if index.exists():
             self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif single.exists():
             self._file_of = dict.fromkeys(self._handle(single.name).keys(), single.name)
         else:
             raise UserError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
-
-    @property
-    def names(self) -> set[str]:
-        """Every tensor's name in the checkpoint."""
-        return set(self._file_of)
+        self.names = set(self._file_of)
 
     def dtypes(self, views: list[CheckpointView]) -> set[torch.dtype]:
         """The dtypes that tensors are stored in."""
@@ -242,7 +240,12 @@ class SafetensorsFolder:
     def read(
         self, views: list[CheckpointView], begin: int, end: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Elements [begin, end) of the tensor that `views` make up, flat; reads whole rows, and only those it needs."""
+        """Elements [begin, end) of the tensor that `views` make up, flat; reads whole rows, and only those it needs.
+
+        Raises:
+            UserError: naming a tensor that is missing or has another shape.
+            ValueError: `begin` or `end` lies inside a row.
+        """
         result = torch.empty(end - begin, dtype=dtype, device=device)
         for view in views:
             stored = self._stored(view)
@@ -270,13 +273,10 @@ class SafetensorsFolder:
     def _handle(self, file: str) -> safe_open:
         if file not in self._handles:
             try:
-                self._handles[file] = self._open(self.folder / file)
+                self._handles[file] = safe_open(self.folder / file, framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{self.folder / file} cannot be read: {str(error).partition(chr(10))[0]}") from error
         return self._handles[file]
-
-
-SHARD_BYTES = 5 << 30
 
 
 def save_pretrained(
@@ -284,38 +284,42 @@ def save_pretrained(
 ) -> None:
     """Write weights in `dtype` under checkpoint names, adapters merged, and the configuration; a collective call.
 
-    Tied copies are left out, as from_pretrained and vLLM expect them to be. A rank 0 that cannot write keeps
-    taking part in the gathering and then fails on all ranks. Memory on rank 0: one file's worth of tensors; elsewhere
-    one parameter.
+    Tied copies are left out, as from_pretrained and vLLM expect. A rank 0 that cannot write keeps taking part in the
+    gathering and then fails on all ranks. Memory on rank 0: the tensors of one file; elsewhere one parameter.
 
     Args:
         source: the folder the model came from; its generation_config.json is copied.
+        shard_bytes: the most that a file holds, unless one parameter is larger.
     """
     writer = _Writer(folder, shard_bytes)
-    error: Exception | None = None
+    for name, whole in _whole_tensors(model, dtype):
+        if is_main() and writer.error is None:
+            flat = whole.cpu().reshape(-1)
+            views = checkpoint_views(model, name, whole.shape)
+            writer.add({v.name: flat[v.offset : v.offset + math.prod(v.shape)].view(v.shape) for v in views})
+    with agreed(f"writing the model to {folder}"):
+        if not is_main():
+            return
+        writer.close()
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = dtype
+        config.save_pretrained(folder)
+        generation = source / "generation_config.json"
+        if generation.exists() and source.resolve() != folder.resolve():
+            shutil.copyfile(generation, folder / generation.name)
+
+
+def _whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter with its adapter added, then each saved buffer: names in memory, and values. Collective."""
     adapters = low_rank(model)
     for name, parameter in parameter_names(model).items():
-        if is_adapter(name):
-            continue
         if name in adapters:
-            whole = adapters[name].added_to(_gather(parameter, parameter.dtype)).to(dtype)
-        else:
-            whole = _gather(parameter, dtype)
-        if not is_main() or error is not None:
-            continue
-        try:
-            writer.add(_in_checkpoint(model, name, whole.cpu()))
-        except (OSError, SafetensorError) as caught:
-            error = caught
-    if is_main() and error is None:
-        try:
-            for name in sorted(model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()):
-                writer.add(_in_checkpoint(model, name, model.get_buffer(name).cpu()))
-            writer.close()
-            _write_configuration(model, folder, dtype, source)
-        except (OSError, SafetensorError) as caught:
-            error = caught
-    agree(error, f"writing the model to {folder}")
+            yield name, adapters[name].added_to(_gather(parameter, parameter.dtype)).to(dtype)
+        elif not is_adapter(name):
+            yield name, _gather(parameter, dtype)
+    for name in sorted(model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()):
+        yield name, model.get_buffer(name)
 
 
 def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -329,45 +333,38 @@ def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return local.full_tensor() if isinstance(local, DTensor) else local
 
 
-def _in_checkpoint(model: PreTrainedModel, name: str, whole: Tensor) -> dict[str, Tensor]:
-    """A parameter's tensors by their names in a checkpoint: views of it."""
-    flat = whole.reshape(-1)
-    return {
-        view.name: flat[view.offset : view.offset + math.prod(view.shape)].view(view.shape)
-        for view in checkpoint_views(model, name, whole.shape)
-    }
-
-
-def _write_configuration(model: PreTrainedModel, folder: Path, dtype: torch.dtype, source: Path) -> None:
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    config.dtype = dtype
-    config.save_pretrained(folder)
-    generation = source / "generation_config.json"
-    if generation.exists() and source.resolve() != folder.resolve():
-        shutil.copyfile(generation, folder / generation.name)
-
-
 class _Writer:
-    """Collects tensors and writes a file whenever more would exceed `limit` bytes; names the files at the end."""
+    """Collects tensors and writes a file whenever more would exceed `limit` bytes; names the files at the end.
+
+    Attributes:
+        error: the first one of `add`, which `close` raises.
+    """
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
+        self.folder = folder
+        self.limit = limit
+        self.error: Exception | None = None
         self.pending: dict[str, Tensor] = {}
-        self.pending_bytes = self.total_bytes = 0
+        self.pending_bytes = 0
+        self.total_bytes = 0
         self.parts: list[list[str]] = []
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Take a parameter's tensors; they go into the same file."""
         size = sum(tensor.nbytes for tensor in tensors.values())
-        if self.pending and self.pending_bytes + size > self.limit:
-            self._flush()
+        try:
+            if self.pending and self.pending_bytes + size > self.limit:
+                self._flush()
+        except (OSError, SafetensorError) as error:
+            self.error = error
         self.pending |= tensors
         self.pending_bytes += size
         self.total_bytes += size
 
     def close(self) -> None:
-        """Write what is left, give the files their final names, and the index if there are several."""
+        """Write the rest, give the files their final names, and write the index if there are several."""
+        if self.error is not None:
+            raise self.error
         self._flush()
         count = len(self.parts)
         weight_map: dict[str, str] = {}

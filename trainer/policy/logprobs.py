@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of targets straight from hidden states, without the whole tensor of logits.
 
-Legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary. The forward pass keeps one number a token (the
-logarithm of the normaliser); the backward pass computes each chunk's logits once more. Memory is that of a few [C, V]
-float32 tensors, however long the batch is.
+Legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary. The forward pass keeps two numbers a token (the
+logarithm of the normaliser, and the entropy); the backward pass computes each chunk's logits once more. It needs the
+memory of a few [C, V] float32 tensors, however long the batch is.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ def target_logprobs(
 
 
 def cuda_chunk_elements(device_bytes: int) -> int:
-    """Logits to compute at a time on a GPU with this much memory."""
+    """The number of logits computed at a time on a GPU with so many bytes of memory."""
     return int(device_bytes * DEVICE_SHARE / 4)
 
 

@@ -1,7 +1,7 @@
 """Low-rank adapters by PEFT: W stays as it is on disk; B and A of W + scale · B A are trained (arXiv 2106.09685).
 
-Adapters are injected into the Transformers model itself, so that everything else finds the model as it knows it; only
-names differ. One place says how:
+Adapters are injected into the Transformers model itself, so the rest of the code finds the model it knows; only names
+differ:
 
     in memory         model.layers.0.self_attn.q_proj.base_layer.weight
                       model.layers.0.self_attn.q_proj.lora_A.default.weight
@@ -38,53 +38,43 @@ ADAPTER = "default"
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, device: torch.device | str) -> None:
     """Put adapters beside the linear layers that lora.target_modules names, and freeze everything else.
 
-    Their values are not set yet; `start_value` gives them.
+    They hold no values yet; `start_value` gives the first.
 
     Raises:
         UserError: a name matches no module, or one that is not a linear layer of the trunk.
     """
     from peft import inject_adapter_in_model  # an extra, and slow to import
 
-    targets = linear_layers(model) if lora.target_modules == "all-linear" else list(lora.target_modules)
+    head = model.get_output_embeddings()
+    if lora.target_modules == "all-linear":
+        # PEFT's own "all-linear" (peft/tuners/tuners_utils.py) would also take a mixture's experts, which are fused and
+        # not layers.
+        linear = (
+            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        )
+        targets = sorted({name.rpartition(".")[2] for name in linear})
+    else:
+        targets = list(lora.target_modules)
     try:
         inject_adapter_in_model(peft_config(lora, targets), model, low_cpu_mem_usage=True)  # on meta
     except ValueError as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"lora.target_modules does not fit {type(model).__name__}: {reason}") from error
-    _check_targets(model, targets)
-    for layer in _adapted(model).values():
+    layers = _adapted(model)
+    for name in targets:  # PEFT passes over these if another fits (https://github.com/huggingface/peft/issues/1959)
+        if not any(f".{path}".endswith(f".{name}") for path in layers):
+            raise UserError(f"lora.target_modules: {type(model).__name__} has no module {name}")
+    for path, layer in layers.items():
+        if not isinstance(layer.base_layer, nn.Linear) or layer is model.get_output_embeddings():
+            raise UserError(f"lora.target_modules: {path} is not a linear layer inside the model; leave it out")
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.to(dtype)
             if torch.device(device).type != "meta":
                 factor.to_empty(device=device)
 
 
-def linear_layers(model: PreTrainedModel) -> list[str]:
-    """The last part of every linear layer's name, the output head left out.
-
-    PEFT's own "all-linear" (peft/tuners/tuners_utils.py) would also take a mixture's experts, which are fused and not
-    layers.
-    """
-    head = model.get_output_embeddings()
-    layers = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
-    return sorted({name.rpartition(".")[2] for name in layers})
-
-
-def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
-    """PEFT passes over names that fit nothing if another fits (https://github.com/huggingface/peft/issues/1959), and
-    adapts a head that the policy never calls.
-    """
-    layers = _adapted(model)
-    for name in targets:
-        if not any(f".{path}".endswith(f".{name}") for path in layers):
-            raise UserError(f"lora.target_modules: {type(model).__name__} has no module {name}")
-    for path, layer in layers.items():
-        if not isinstance(layer.base_layer, nn.Linear) or layer is model.get_output_embeddings():
-            raise UserError(f"lora.target_modules: {path} is not a linear layer inside the model; leave it out")
-
-
 def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> Any:
-    """Adapters of the modules `targets` as PEFT knows them, a `peft.LoraConfig`; `base` is their model's path."""
+    """A `peft.LoraConfig` for adapters of the modules `targets`; `base` is their model's path."""
     import peft
 
     return peft.LoraConfig(
@@ -99,15 +89,15 @@ def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -
 
 
 def adapter_format(model: PreTrainedModel, lora: LoraConfig) -> AdapterFormat:
-    """Facts about the adapters that an engine needs before they arrive."""
+    """The format of the adapters, which an engine must know before they arrive."""
     settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora}
     return AdapterFormat(settings | {"target_modules": _targets(model)}, model.get_input_embeddings().num_embeddings)
 
 
 def start_value(name: str, shape: torch.Size, seed: int) -> Tensor | None:
-    """An adapter's initial factor, float32: A uniform within 1/√in, as in PEFT, and B 0, so that the sum is W.
+    """The first value of an adapter's factor, float32: A uniform within ±1/√in, as PEFT's; B 0, so the sum is W.
 
-    A function of seed and name, so that any backend on any number of ranks starts from the same adapter. None for other
+    A function of seed and name, so any backend on any number of ranks starts from the same adapter. None for other
     parameters.
     """
     if not is_adapter(name):
@@ -135,10 +125,10 @@ def factors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def low_rank(model: nn.Module) -> dict[str, LowRank]:
-    """The product added to each weight, by the weight's name in memory; empty for a model without adapters."""
+    """The adapter of each weight, by the weight's name in memory; empty for a model without adapters."""
     return {
         f"{path}.base_layer.weight": LowRank(
-            layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER]
+            a=layer.lora_A[ADAPTER].weight, b=layer.lora_B[ADAPTER].weight, scale=layer.scaling[ADAPTER]
         )
         for path, layer in _adapted(model).items()
     }
@@ -167,7 +157,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 class BaseOfPolicy:
-    """The policy without its adapters: a reference for the KL that needs no second model."""
+    """The policy without its adapters: a reference for the KL divergence that needs no second model."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

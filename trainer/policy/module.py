@@ -1,4 +1,4 @@
-"""Modules to train: a causal language model that returns log-probabilities, and a trunk that returns values."""
+"""The modules that are trained: a causal language model that returns log-probabilities, a trunk that returns values."""
 
 from typing import Any
 
@@ -14,20 +14,24 @@ from trainer.types import MicroBatch, Outputs
 class PolicyModule(nn.Module):
     """A causal language model whose forward gives log-probabilities instead of logits.
 
-    Its output head is called with hidden states and targets, and answers as `target_logprobs`: a call, so that the
-    hooks of FSDP and ZeRO gather the head's weight when it is needed.
+    Its output head is called with hidden states and targets, and returns `target_logprobs` of them. It is a call, so
+    that the hooks of FSDP and ZeRO gather the head's weight when it is needed.
 
     Attributes:
-        work: tokens and operations computed so far.
-        value_head: [1, H], from zeros; None: another model has values, or none has. Not a part of `model`, so that
-            neither the engine nor an export ever sees it.
+        work: the operations it has computed so far.
+        value_head: [1, H], from zeros; None: another model has the values, or none is asked for. It is not a part of
+            `model`, so neither the engine nor an export ever sees it.
     """
 
     def __init__(self, model: PreTrainedModel, fp32_head: bool = False, value_head: bool = False) -> None:
         super().__init__()
-        self.model, self.work = model, Work(model_flops(model))
-        answer_with_logprobs(model.get_output_embeddings(), fp32_head)
-        self.value_head = zero_head(model.config.get_text_config().hidden_size) if value_head else None
+        self.model = model
+        self.work = Work(model_flops(model))
+        _return_logprobs(model.get_output_embeddings(), fp32_head)
+        self.value_head: nn.Linear | None = None
+        if value_head:
+            self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+            nn.init.zeros_(self.value_head.weight)
 
     def forward(
         self, inputs: Tensor, states: Tensor, targets: Tensor, temperature: float, packing: dict[str, Any]
@@ -49,8 +53,8 @@ class PolicyModule(nn.Module):
         return found if self.value_head is None else (*found, values_of(hidden, self.value_head))
 
 
-def answer_with_logprobs(head: nn.Linear, fp32_head: bool) -> None:
-    """Let an output head, where it is called with targets and a temperature as well, answer as `target_logprobs`."""
+def _return_logprobs(head: nn.Linear, fp32_head: bool) -> None:
+    """Let an output head that is also given targets and a temperature return `target_logprobs` in place of logits."""
     logits = head.forward
 
     def forward(hidden: Tensor, *asked: Any) -> Any:
@@ -63,12 +67,13 @@ def answer_with_logprobs(head: nn.Linear, fp32_head: bool) -> None:
 
 
 class ValueModule(nn.Module):
-    """A critic: a trunk and a head that predict the return expected of the state in which a target is sampled."""
+    """A critic: a trunk and a head for the expected return of the state in which a target is sampled."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """`model`: a Transformers model for sequence classification with one label, as reward models are."""
         super().__init__()
-        self.model, self.work = model, Work(model_flops(model))
+        self.model = model
+        self.work = Work(model_flops(model))
 
     def forward(self, inputs: Tensor, states: Tensor, packing: dict[str, Any]) -> Tensor:
         """Values [K] float32; arguments as in `target_states`."""
@@ -84,7 +89,7 @@ def target_states(trunk: PreTrainedModel, inputs: Tensor, states: Tensor, packin
         trunk: a Transformers model without a head.
         inputs: [B, T] ids, right-padded, or sequences end to end, [1, N].
         states: [K] int64, positions in `inputs`, flattened.
-        packing: arguments that keep the sequences of a row apart; empty where each has a row of its own.
+        packing: arguments that keep the sequences of a row apart; empty where each has a row.
 
     Returns:
         [K, H].
@@ -99,7 +104,7 @@ def target_states(trunk: PreTrainedModel, inputs: Tensor, states: Tensor, packin
 
 
 def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-    """The arguments of `target_states` that a micro-batch gives: inputs and packing."""
+    """A micro-batch's inputs and packing, as `target_states` takes them."""
     pack = batch.layout.pack
     if pack is None:
         return batch.input_ids[:, :-1], {}
@@ -116,7 +121,7 @@ def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _rows(inputs: Tensor, packing: dict[str, Any]) -> list[int]:
-    """The length of each sequence that a trunk runs on; it includes padding where the lengths are not passed."""
+    """The length of each sequence that a trunk runs on; padding is included where it is not told the lengths."""
     return packing["sequence_lengths"] if packing else [inputs.shape[1]] * len(inputs)
 
 
@@ -129,18 +134,11 @@ def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs
 
 
 def values(module: nn.Module, batch: MicroBatch) -> Tensor:
-    """The values of a ValueModule, wrapped or not, for a micro-batch: [B, T-1] float32, 0 where the loss mask is 0."""
+    """The values of a ValueModule, wrapped or not, for a micro-batch, [B, T-1] float32; 0 where the loss mask is 0."""
     inputs, packing = trunk_inputs(batch)
     return batch.spread(module(inputs, batch.layout.states, packing))
 
 
-def zero_head(hidden_size: int) -> nn.Linear:
-    """A value head, [1, H], that predicts 0 everywhere."""
-    head = nn.Linear(hidden_size, 1, bias=False)
-    nn.init.zeros_(head.weight)
-    return head
-
-
 def values_of(hidden: Tensor, head: nn.Linear) -> Tensor:
-    """[K] float32 from hidden states [K, H]: returns are too fine for bfloat16, in which 0.996 is followed by 1."""
+    """Values [K] float32 from hidden states [K, H]. Returns are too fine for bfloat16: there 1 is next after 0.996."""
     return nn.functional.linear(hidden.float(), head.weight.float()).squeeze(1)

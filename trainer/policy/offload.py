@@ -1,4 +1,4 @@
-"""Device memory that is given back for a while; the host's memory keeps its contents."""
+"""Device memory given back for a while: its contents wait in the host's memory."""
 
 import itertools
 import weakref
@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from sharding.send.source import local_part
 from trainer.policy.optimizer import Updates
 
 TensorSource = Callable[[], Iterable[Tensor]]
@@ -17,11 +17,11 @@ _ALIGNMENT = 512  # bytes, as torch's memory on CUDA
 
 
 class Offload:
-    """A set of tensors that can be moved out of the way and back, with all that refers to them as it is.
+    """A set of tensors that can be moved to the host's memory and back while everything that refers to them stays.
 
-    Not the tensors are replaced but their storages emptied and filled again, as FSDP does with gathered weights: the
-    optimizer's state, sharded parameters and views of flat buffers need not know. The host's memory is allocated
-    once, page-locked where the tensors are on CUDA, so that a hundred shifts cost no more of it than one. On a CPU both
+    The tensors are not replaced. Their storages are emptied and filled again, as FSDP does with gathered weights, so
+    the optimizer's state, sharded parameters and views of flat buffers remain valid. The host's memory is allocated
+    once, page-locked where the tensors are on CUDA, so a hundred shifts need no more of it than one. On a CPU both
     places are the same memory, and nothing is gained.
     """
 
@@ -29,53 +29,52 @@ class Offload:
         """Nothing moves yet.
 
         Args:
-            tensors: asked anew at every release, which may be views of one another.
-            constant: their values never change once released, so that later releases need not copy.
+            tensors: called at every release; its tensors may be views of one another.
+            constant: the values never change once released, so later releases need not copy.
         """
-        self._tensors, self._constant = tensors, constant
+        self._tensors = tensors
+        self._constant = constant
         self._buffers: list[Tensor] = []
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def release(self) -> int:
         """Free the tensors' memory; returns its size in bytes, 0 if it is free already.
 
-        The tensors must not be touched between this and `restore`.
+        The tensors must not be used until `restore`.
         """
         if self._away:
             return 0
         storages = _storages(self._tensors())
-        self._copy_out(storages)
-        self._away = list(zip(storages, self._buffers, strict=True))
+        sizes = [storage.nbytes() for storage in storages]
+        fits = [buffer.nbytes for buffer in self._buffers] == sizes
+        if not fits:
+            self._buffers = []  # the old memory first
+            self._buffers = host_buffers(sizes, any(storage.device.type == "cuda" for storage in storages))
+        pairs = list(zip(storages, self._buffers, strict=True))
+        if not (fits and self._constant):
+            for storage, buffer in pairs:
+                buffer.copy_(_bytes_of(storage), non_blocking=True)
+        _wait(storages)  # before their memory is freed
         for storage in storages:
             storage.resize_(0)
+        self._away = pairs
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def restore(self) -> None:
-        """Allocate the memory again and fill it; nothing to do where nothing was released."""
+        """Allocate the memory again and fill it; does nothing if nothing was released."""
         for storage, buffer in self._away:
             storage.resize_(buffer.nbytes)
             _bytes_of(storage).copy_(buffer, non_blocking=True)
         _wait(storage for storage, _ in self._away)
         self._away = []
 
-    def _copy_out(self, storages: list[torch.UntypedStorage]) -> None:
-        sizes = [storage.nbytes() for storage in storages]
-        fits = [buffer.nbytes for buffer in self._buffers] == sizes
-        if not fits:
-            self._buffers = []  # the old memory first
-            self._buffers = host_buffers(sizes, any(storage.device.type == "cuda" for storage in storages))
-        if not (fits and self._constant):
-            for storage, buffer in zip(storages, self._buffers, strict=True):
-                buffer.copy_(_bytes_of(storage), non_blocking=True)
-        _wait(storages)  # before their memory is freed
-
 
 def host_buffers(sizes: list[int], page_locked: bool) -> list[Tensor]:
     """uint8 tensors of these sizes in bytes, one after another in a single allocation of the host's memory.
 
-    torch's own page-locked memory is rounded up to a power of two, tensor by tensor, which nearly doubles that of a 7B
-    model over eight ranks (`CachingHostAllocatorImpl::allocate` in aten/src/ATen/core/CachingHostAllocator.h). So
-    ordinary memory is locked here, and unlocked when the last of the tensors is gone.
+    torch rounds page-locked memory up to a power of two, tensor by tensor, which nearly doubles it for a 7B model over
+    eight ranks (`CachingHostAllocatorImpl::allocate` in aten/src/ATen/core/CachingHostAllocator.h). So ordinary memory
+    is locked here, and unlocked when the last of the tensors is gone.
     """
     *starts, total = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
     arena = torch.empty(total, dtype=torch.uint8)
@@ -86,54 +85,40 @@ def host_buffers(sizes: list[int], page_locked: bool) -> list[Tensor]:
     return [arena[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
-class ShiftMemory:
-    """The memory of a model that moves to the host while the engines are awake, by `policy.offload`."""
-
-    def __init__(self, what: Literal["none", "optimizer", "all"], state: TensorSource, weights: TensorSource) -> None:
-        """`state`: the tensors that only an update needs."""
-        self._state = Offload(state) if what != "none" else None
-        self._weights = Offload(weights) if what == "all" else None
-
-    def release(self, weights: bool) -> int:
-        """Move the optimizer's state to the host, and the weights if `weights`; returns the bytes moved."""
-        away = [self._state, self._weights if weights else None]
-        return sum(offload.release() for offload in away if offload is not None)
-
-    def restore(self) -> None:
-        """Everything in its place again."""
-        for offload in (self._state, self._weights):
-            if offload is not None:
-                offload.restore()
-
-
-class InShifts:
-    """A model that learns and takes turns with the engines, whatever shards it; a constructor sets both attributes.
+class Offloadable:
+    """A model that learns and puts memory away while the engines are awake, whatever shards it.
 
     Attributes:
-        updates: the optimizer steps so far.
+        updates: the optimizer steps so far; the subclass sets it.
     """
 
     updates: Updates
-    _memory: ShiftMemory
+
+    def __init__(
+        self, offload: Literal["none", "optimizer", "all"], state: TensorSource, weights: TensorSource
+    ) -> None:
+        """`offload` is `policy.offload`; `state` gives the tensors that only an update needs."""
+        self._state = Offload(list if offload == "none" else state)
+        self._compute = Offload(weights if offload == "all" else list)
 
     @property
     def version(self) -> int:
-        """Number of updates applied."""
+        """The number of updates applied."""
         return self.updates.applied
 
     def release(self, weights: bool) -> int:
-        """Move to the host what `policy.offload` names, and return its bytes; see `ShiftMemory`."""
-        return self._memory.release(weights)
+        """Put the optimizer's state away, and the weights if `weights`; returns the bytes that were not away yet."""
+        return self._state.release() + (self._compute.release() if weights else 0)
 
     def restore(self) -> None:
-        """Everything in its place again."""
-        self._memory.restore()
+        """Bring everything back."""
+        self._state.restore()
+        self._compute.restore()
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages behind tensors, each once; of sharded tensors this rank's part."""
-    locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    storages = (tensor.untyped_storage() for tensor in locals_)
+    """The storages behind tensors, each once; for sharded tensors this rank's part."""
+    storages = (local_part(tensor).untyped_storage() for tensor in tensors)
     return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 
@@ -143,6 +128,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _wait(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Until copies to and from them are done."""
+    """Wait until copies to and from them are done."""
     for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
         torch.cuda.synchronize(device)

@@ -1,7 +1,4 @@
-"""AdamW over sharded parameters, and the learning rate as a function of the run's progress.
-
-`Updates` and `Figures` are common to all models, whatever shards them.
-"""
+"""The optimizer steps of a model, whatever shards it: AdamW, their number, their learning rate and their figures."""
 
 import math
 from typing import Any, Literal
@@ -10,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sharding.ranks import all_reduce_sum
+from sharding.send.source import whole_shape
 from trainer.config.schema import PolicyConfig
 from trainer.types import UpdateStats
 
@@ -21,19 +19,19 @@ def learning_rate_factor(
     total: int,
     schedule: Literal["constant", "linear", "cosine"] = "constant",
 ) -> float:
-    """Factor of the peak learning rate for the next update.
+    """The factor by which the peak learning rate is multiplied for the next update.
 
-    Warm-up is linear in the updates that were *applied*, since it is they that Adam's moments need, and reaches 1 after
-    `warmup` of them; it begins above 0, so that no update is spent on nothing. The rate stays there, or falls to 0 at
-    the end of the run, in a line or along half a cosine. How far the run has come is counted in its steps, not in
-    updates: steps that have fewer updates than were asked for, or none, bring the end nearer all the same. There is no
-    scheduler state: a resumed run needs only the number of its step and of its applied updates.
+    Warm-up is linear in the *applied* updates, which Adam's moments need, and reaches 1 after `warmup` of them; it
+    begins above 0, so that the first update changes something. The rate stays there, or falls to 0 at the end of the
+    run, in a line or along half a cosine. Progress is counted in the run's steps: steps with fewer updates than asked
+    for, or none, bring the end nearer all the same. There is no scheduler state: a resumed run needs only the number of
+    its step and of its applied updates.
 
     Args:
         applied: updates so far, without those that were skipped.
-        place: where the run is: the updates it would have done so far, had every step as many as asked for. Within a
+        place: the run's progress: the updates it would have done so far, had every step as many as asked for. Within a
             step of n updates in place of N they are N / n apart.
-        total: what `place` is at the end of the run.
+        total: `place` at the end of the run.
     """
     rise = min(1.0, (applied + 1) / (warmup + 1))
     if schedule == "constant":
@@ -42,16 +40,14 @@ def learning_rate_factor(
     return min(rise, 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
-def make_adamw(
-    parameters: list[nn.Parameter], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
+def make_adamw(parameters: list[nn.Parameter], settings: PolicyConfig) -> torch.optim.AdamW:
     """A fused AdamW whose state exists from the start, sharded like the parameters and in their dtype (float32).
 
-    The state is made here rather than by the first step, so that a checkpoint written before the first update has the
-    same contents as any other and reading it is writing into tensors that are there.
+    So a checkpoint written before the first update has the same contents as any other, and is read into tensors that
+    exist.
     """
-    groups = decay_groups(parameters, weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    groups = decay_groups(parameters, settings.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
     for parameter in parameters:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -66,8 +62,8 @@ def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[di
 
     Biases and norms get no weight decay: decoupled decay pulls towards 0, which for a norm's scale is not neutral.
     """
-    matrices = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) > 1]  # ZeRO-3 leaves parameters empty
-    vectors = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) <= 1]
+    matrices = [p for p in parameters if len(whole_shape(p)) > 1]
+    vectors = [p for p in parameters if len(whole_shape(p)) <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
@@ -77,7 +73,7 @@ class TrainingDiverged(RuntimeError):
 
 
 class Figures:
-    """Sums over an update's micro-batches, then over ranks: its loss, and what its loss function counts."""
+    """An update's loss and its loss function's figures, summed over micro-batches, then over ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=device)}
@@ -97,28 +93,35 @@ class Updates:
     """The updates of one model.
 
     Attributes:
-        applied: those that changed the weights.
-        skipped_in_a_row: the latest ones that did not, because loss or gradient was not finite.
+        applied: the number that changed the weights.
+        skipped_in_a_row: the number of the latest that did not, since their loss or gradient was not finite.
     """
 
     def __init__(self, settings: PolicyConfig, total: int) -> None:
         """`total`: where the learning rate's schedule ends, in updates asked for."""
-        self._settings, self._total = settings, total
-        self.applied = self.skipped_in_a_row = 0
+        self._settings = settings
+        self._total = total
+        self.applied = 0
+        self.skipped_in_a_row = 0
 
     def learning_rate(self, place: float | None) -> float:
-        """Of the next update; see `learning_rate_factor`. None: as many updates were asked for as were applied."""
+        """The next update's; see `learning_rate_factor`. None: as many updates were asked for as were applied."""
         settings, place = self._settings, self.applied if place is None else place
         factor = learning_rate_factor(self.applied, place, settings.warmup_steps, self._total, settings.schedule)
         return settings.lr * factor
 
     def count(self, skipped: bool, norm: float, rate: float, sums: dict[str, float]) -> UpdateStats:
-        """One more update: the norm of its gradients, its learning rate and what `Figures.over_ranks` gave; its stats.
+        """Count one more update and return its stats.
+
+        Args:
+            norm: global L2 norm of its gradients.
+            rate: its learning rate.
+            sums: the result of `Figures.over_ranks`.
 
         Raises TrainingDiverged when the last `max_skipped_steps` updates were all skipped.
         """
-        sums = dict(sums)
-        stats = UpdateStats(sums.pop("loss"), norm, rate, skipped, sums)
+        figures = {name: value for name, value in sums.items() if name != "loss"}
+        stats = UpdateStats(loss=sums["loss"], grad_norm=norm, learning_rate=rate, skipped=skipped, sums=figures)
         self.applied += not skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= self._settings.max_skipped_steps:
@@ -133,5 +136,5 @@ class Updates:
         return torch.tensor([self.applied, self.skipped_in_a_row])
 
     def restore(self, counters: Tensor) -> None:
-        """Continue from `counters`."""
+        """Take over a tensor that `counters` gave."""
         self.applied, self.skipped_in_a_row = counters.tolist()

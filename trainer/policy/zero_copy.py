@@ -1,4 +1,4 @@
-"""The policy of a single rank that computes with the engine's own weights, so that they need no sync."""
+"""The policy of a single rank that computes with the engine's own weights, so that none need be sent."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,12 +16,12 @@ from trainer.types import UpdateStats
 class InPlacePolicy(FsdpPolicy):
     """Whole weights in the compute dtype, in memory that may be an engine's, and float32 masters for the optimizer.
 
-    Made to be trained, without adapters. Nothing is sharded: on one rank FSDP would copy every weight before each use.
-    Gradients are summed over micro-batches in float32 and applied to the masters, as FSDP does, so that weights come
-    out bit for bit the same.
+    Always trainable, without adapters. Nothing is sharded: on one rank FSDP would copy every weight before each use.
+    Gradients are summed over micro-batches in float32 and applied to the masters, as FSDP does, so the weights are bit
+    for bit the same.
 
     Attributes:
-        masters: what learns, by name. Where the compute dtype is float32, the weights themselves.
+        masters: the parameters that learn, by name. Where the compute dtype is float32, the weights themselves.
     """
 
     def _shard(self) -> None:
@@ -42,23 +42,23 @@ class InPlacePolicy(FsdpPolicy):
                 weight.register_post_accumulate_grad_hook(partial(_hand_over, self.masters[name]))
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The masters, which the optimizer updates and checkpoints hold."""
+        """The masters, which the optimizer knows and checkpoints hold."""
         return self.masters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The masters of the Transformers model, which computes with them cast to the compute dtype."""
+        """The masters of the Transformers model, which computes with their values cast to the compute dtype."""
         return ((name, self.masters[name]) for name in parameter_names(self.model))
 
     @torch.no_grad()
     def compute_in(self, memory: dict[str, Tensor]) -> None:
-        """From now on keep the weights in this memory, name -> [n] in the compute dtype."""
+        """Keep the weights in this memory from now on, name -> [n] in the compute dtype."""
         for name, weight in parameter_names(self.model).items():
             place = memory[name].view(weight.shape)
             place.copy_(weight)
             weight.data = place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy what `state_dict` gave, of this or of a sharded policy of the same model."""
+        """Copy a state that `state_dict` gave, of this or of a sharded policy of the same model."""
         super().load_state_dict(state)
         self._publish()
 

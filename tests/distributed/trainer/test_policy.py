@@ -163,7 +163,7 @@ def test_a_reference_has_no_optimizer_and_no_gradients(one_rank: None, models: P
 def test_checkpoint_views_of_fused_experts(models: Path) -> None:
     """Expert by expert: gate, then up; against slices of a real tensor."""
     source = checks.model_folder(models, "qwen3_moe", False)
-    model = build_meta_model(source, torch.float32, "sdpa", False, checks.CPU)
+    model = build_meta_model(source, ModelConfig(path=str(source)), torch.float32, checks.CPU)
     stored = load_file(source / "model.safetensors")
     name = "model.layers.1.mlp.experts.gate_up_proj"
     views = checkpoint_views(model, name, (5, 48, 32))
@@ -178,7 +178,7 @@ def test_checkpoint_views_of_fused_experts(models: Path) -> None:
 
 def test_checkpoint_views_refuse_what_is_no_contiguous_part(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = checks.model_folder(models)
-    model = build_meta_model(source, torch.float32, "sdpa", False, checks.CPU)
+    model = build_meta_model(source, ModelConfig(path=str(source)), torch.float32, checks.CPU)
     for conversion, message in [
         (lambda _, state: {"x": state["w"].t()}, "not a contiguous part"),
         (lambda _, state: {"x": state["w"] + 1}, "not a contiguous part"),

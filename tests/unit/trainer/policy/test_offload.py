@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from trainer.policy.offload import Offload, ShiftMemory, host_buffers
+from trainer.policy.offload import Offload, Offloadable, host_buffers
 
 
 def sizes(*tensors: torch.Tensor) -> list[int]:
@@ -60,7 +60,7 @@ def test_what_is_constant_is_copied_once_or_when_it_has_moved() -> None:
 def test_what_goes_and_when_is_the_recipe_s() -> None:
     for what, expected in [("none", (0, 0)), ("optimizer", (8, 0)), ("all", (8, 4))]:
         state, weights = torch.ones(2), torch.ones(1)
-        memory = ShiftMemory(what, lambda s=state: [s], lambda w=weights: [w])  # type: ignore[misc, arg-type]
+        memory = Offloadable(what, lambda s=state: [s], lambda w=weights: [w])  # type: ignore[misc, arg-type]
         assert (memory.release(weights=False), memory.release(weights=True)) == expected
         assert sizes(state, weights) == [8 - expected[0], 4 - expected[1]]
         memory.restore()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
+from trainer.config.schema import PolicyConfig
 from trainer.policy.optimizer import learning_rate_factor, make_adamw
 
 
@@ -54,7 +55,7 @@ def test_adamw_follows_the_formula() -> None:
     torch.manual_seed(0)
     matrix, vector = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4))
     lr, (b1, b2), eps, decay = 0.1, (0.9, 0.95), 1e-8, 0.5
-    optimizer = make_adamw([matrix, vector], lr, (b1, b2), eps, decay)
+    optimizer = make_adamw([matrix, vector], PolicyConfig(lr=lr, betas=(b1, b2), eps=eps, weight_decay=decay))
     expected = [p.detach().double().clone() for p in (matrix, vector)]
     m, v = [torch.zeros_like(e) for e in expected], [torch.zeros_like(e) for e in expected]
     for step in range(1, 4):
@@ -71,7 +72,7 @@ def test_adamw_follows_the_formula() -> None:
 
 def test_state_is_there_before_the_first_step() -> None:
     parameter = nn.Parameter(torch.randn(2, 2))
-    optimizer = make_adamw([parameter], 1e-3, (0.9, 0.99), 1e-8, 0.0)
+    optimizer = make_adamw([parameter], PolicyConfig(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0))
     state = optimizer.state[parameter]
     assert {key: value.dtype for key, value in state.items()} == dict.fromkeys(
         ("step", "exp_avg", "exp_avg_sq"), torch.float32

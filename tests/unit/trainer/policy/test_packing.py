@@ -27,6 +27,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from trainer.config.schema import ModelConfig
 from trainer.errors import UserError
 from trainer.learning.batching import micro_batches
 from trainer.policy import attention
@@ -294,4 +295,4 @@ def test_models_that_the_trainer_would_compute_otherwise_are_refused(
 ) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=sentence):
-        build_meta_model(tmp_path, torch.float32, "sdpa", False, torch.device("cpu"))
+        build_meta_model(tmp_path, ModelConfig(path=str(tmp_path)), torch.float32, torch.device("cpu"))

@@ -14,11 +14,11 @@ import torch
 from make_tiny import make_tiny_model
 from transformers import AutoTokenizer
 
+from sharding.send.source import local_part
 from tests.conftest import ROOT
 from trainer.build import build_models
 from trainer.config.schema import TrainConfig
 from trainer.distributed import destroy_process_group, init_process_group
-from trainer.policy.fsdp import local_part
 from trainer.run import checkpoint
 from trainer.run.keeper import find_checkpoint, run_identity
 
