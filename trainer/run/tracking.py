@@ -54,8 +54,10 @@ class Tracker(NullTracker):
 
     def __init__(self, folder: Path, last: int, completions_per_step: int, copies: list["WandbCopy"]) -> None:
         """`last` is the last step that the files hold; `copies` one `WandbCopy`, or none where W&B is disabled."""
-        self._folder, self._completions_per_step, self._copies = folder, completions_per_step, copies
+        self._folder = folder
         self._last = last
+        self._completions_per_step = completions_per_step
+        self._copies = copies
         self._summary: dict[str, Any] = {}
         # Half of a surrogate pair, which answers may hold, has no UTF-8: in JSON its escape means the same.
         files = [(folder / name).open("a", encoding="utf-8", errors="backslashreplace") for name in _FILES]
@@ -76,7 +78,10 @@ class Tracker(NullTracker):
 
     def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
         for row in rows[: self._completions_per_step]:
-            line = {"train/step": step} | {key: _shortened(value) for key, value in row.items()}
+            line: dict[str, Any] = {"train/step": step} | row
+            for key, value in row.items():
+                if isinstance(value, str) and len(value) > _TEXT_LIMIT:
+                    line[key] = f"{value[:_TEXT_LIMIT]} … ({len(value)} characters)"
             self._completions_file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
     def summary(self, values: dict[str, Any]) -> None:
@@ -115,7 +120,8 @@ class WandbCopy:
             settings: keyword arguments of `wandb.init`; none of its costly extras is on.
             earlier: the steps that a resumed run has behind it, in order; W&B gets those that it lacks.
         """
-        self._settings, self._earlier = settings, earlier
+        self._settings = settings
+        self._earlier = earlier
         self._queue: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(_QUEUE_LIMIT)
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
@@ -137,14 +143,12 @@ class WandbCopy:
 
     def _put(self, what: str, values: dict[str, Any]) -> None:
         if self._thread.is_alive():
-            try:
+            with suppress(queue.Full):  # a network that hangs; the files have it all
                 self._queue.put_nowait((what, values))
-            except queue.Full:  # a network that hangs; the files have it all
-                return
 
     def _work(self) -> None:
         try:
-            replaced = _offline_folders(self._settings)
+            replaced = list(Path(self._settings["dir"]).glob(f"wandb/offline-run-*-{self._settings['id']}/*.wandb"))
             run = _start(self._settings)
             last = run.summary.get("train/step", -1) if run.resumed else -1
             for row in self._earlier:
@@ -194,7 +198,11 @@ def make_tracker(
         return Tracker(folder, last, completions_per_step, [])
     resumed = {} if resumed_from is None else {"resumed_from": resumed_from}
     settings = {"project": project, "name": name, "dir": str(folder), "mode": mode, "config": config | resumed}
-    settings |= {"id": _run_id(folder, new=resumed_from is None), "resume": "allow"}
+    # The run's name in W&B's own records, kept beside its files; a run that starts over gets another.
+    file = folder / "wandb_id"
+    if resumed_from is None or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
+        write_whole(file, secrets.token_hex(4))
+    settings |= {"id": file.read_text(), "resume": "allow"}
     return Tracker(folder, last, completions_per_step, [WandbCopy(settings, earlier)])
 
 
@@ -204,16 +212,13 @@ def _resolve(wanted: WandbMode) -> str:
         return wanted
     if chosen := os.environ.get("WANDB_MODE"):
         return {"dryrun": "offline", "run": "online"}.get(chosen, chosen)
-    return "online" if os.environ.get("WANDB_API_KEY") or _has_login() else "offline"
-
-
-def _has_login() -> bool:
-    """True if `wandb login` has left a key in ~/.netrc. Asking W&B itself would import it."""
+    if os.environ.get("WANDB_API_KEY"):
+        return "online"
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    try:  # `wandb login` leaves a key in ~/.netrc; asking W&B itself would import it
+        return "online" if netrc.netrc(os.environ.get("NETRC")).authenticators(host) else "offline"
     except (OSError, netrc.NetrcParseError):
-        return False
+        return "offline"
 
 
 def _start(settings: dict[str, Any]) -> Any:
@@ -236,19 +241,6 @@ def _warn(reason: str) -> None:
     print(f"[hotbunk] no further copy in Weights & Biases ({reason}); metrics.jsonl has everything", file=sys.stderr)
 
 
-def _run_id(folder: Path, new: bool) -> str:
-    """The run's name in W&B's own records, kept beside its files; `new` for a run that starts over."""
-    file = folder / "wandb_id"
-    if new or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
-        write_whole(file, secrets.token_hex(4))
-    return file.read_text()
-
-
-def _offline_folders(settings: dict[str, Any]) -> list[Path]:
-    """W&B's files of the run's earlier sessions."""
-    return list(Path(settings["dir"]).glob(f"wandb/offline-run-*-{settings['id']}/*.wandb"))
-
-
 def _keep_until(path: Path, last: int) -> Rows:
     """Leave the whole rows of steps up to `last` in the file, and nothing else; returns them."""
     kept = [(line, row) for line, row in whole_rows(path) if row["train/step"] <= last]
@@ -260,8 +252,3 @@ def _keep_until(path: Path, last: int) -> Rows:
 def _finite(value: Any) -> Any:
     """NaN and infinities have no spelling in JSON: null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _shortened(value: Any) -> Any:
-    too_long = isinstance(value, str) and len(value) > _TEXT_LIMIT
-    return f"{value[:_TEXT_LIMIT]} … ({len(value)} characters)" if too_long else value
