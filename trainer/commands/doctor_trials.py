@@ -125,14 +125,11 @@ class Trial:
                 return await asyncio.gather(*requests)
 
             answers = [asdict(answer) for answer in self.leader.thread.run(everything(), 120, "sampling")]
-        samples = [
-            Sample(
-                prompt + answer["token_ids"],
-                [0] * len(prompt) + [1] * len(answer["token_ids"]),
-                [0.0] * len(prompt) + answer["logprobs"],
-            )
-            for prompt, answer in zip(prompts, exchange(answers)[0], strict=True)
-        ]
+        samples = []
+        for prompt, answer in zip(prompts, exchange(answers)[0], strict=True):
+            ids, known = answer["token_ids"], len(prompt)
+            mask = [0] * known + [1] * len(ids)
+            samples.append(Sample(prompt + ids, mask, [0.0] * known + answer["logprobs"]))
         return micro_batches(samples, 8192, 0, self.device, count=1)[0]
 
     def gap(self, batch: MicroBatch, temperature: float) -> tuple[str, float, float]:
@@ -178,10 +175,8 @@ def one_engine(trial: Trial, report: Report) -> None:
         used.append(trial.bytes())
     drift = (used[-1] - used[2]) / MIB
     remedy = "something keeps memory from shift to shift: report this with doctor.json"
-    found = f"{drift:+.1f} MiB from the third to the last"
-    report(
-        f"memory over {SHIFTS} shifts", found, f"within {DRIFT_MIB} MiB", drift <= DRIFT_MIB, f"{remedy} in a report"
-    )
+    found, fine = f"{drift:+.1f} MiB from the third to the last", drift <= DRIFT_MIB
+    report(f"memory over {SHIFTS} shifts", found, f"within {DRIFT_MIB} MiB", fine, remedy)
 
 
 def report_sleep(trial: Trial, report: Report) -> None:

@@ -241,7 +241,7 @@ def drop_later(folder: Path, step: int) -> None:
     """
     if is_main():
         for path in _complete(folder):
-            if _step(path) > step:
+            if int(path.name.removeprefix("step_")) > step:
                 _delete(path)
 
 
@@ -256,7 +256,8 @@ def remove_unfinished(folder: Path) -> None:
 
 def _complete(folder: Path) -> list[Path]:
     """The newest first."""
-    return sorted(filter(_is_complete, folder.glob("step_*")), key=_step, reverse=True)
+    found = filter(_is_complete, folder.glob("step_*"))
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
 def _is_complete(path: Path) -> bool:
@@ -278,10 +279,6 @@ def _merit(path: Path, metric: str) -> float | None:
     if not isinstance(value, float | int) or math.isnan(value):
         return None
     return -value if metric.startswith("-") else value
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:

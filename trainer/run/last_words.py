@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 
 VARIABLE = "HOTBUNK_LAST_WORDS"
-"""Path of a file in the launcher's memory. Every process of a run inherits it, and is known by it."""
+"""Path of a file in the launcher's memory. Every process of a run inherits it."""
 
 _LIMIT = 600  # characters
 _said = False

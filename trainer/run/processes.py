@@ -77,7 +77,11 @@ def start_guardian(*kept: int) -> Path:
     if _folder is not None:
         raise RuntimeError("this process has a guardian already")
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _die_with_launcher()
+        # The kernel kills this process when torchrun is gone; with SIGKILL, since nothing waits for it then.
+        launcher = os.environ.get("HOTBUNK_LAUNCHER")  # by scripts/train.sh
+        _die_with(os.getppid())
+        if launcher is not None and int(launcher) not in _ancestors():  # it died while this process was being started
+            os.kill(os.getpid(), signal.SIGKILL)
     shared = tempfile.gettempdir()
     parent = shared if len(shared) <= _BASE_LIMIT else "/tmp"
     guardian.sweep(Path(parent))
@@ -94,12 +98,12 @@ def _go_below_guardians(folder: Path, kept: tuple[int, ...]) -> None:
         stream.flush()
     # Blocked signals wait for the guardians, which are exec'd and hand them on.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, guardian.WAITED_FOR)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     outer = os.getpid()
     if inner := os.fork():
         _become_guardian(inner, 0, folder, f"the guardian of {_name()}", kept)
     os.setsid()  # neither Ctrl-C nor a launcher that kills the outer guardian's process group reaches it
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     _prctl(_PR_SET_PDEATHSIG, guardian.PARENT_GONE)
     inner = os.getpid()
     if own := os.fork():
@@ -125,14 +129,6 @@ def _become_guardian(child: int, parent: int, folder: Path, name: str, kept: tup
         os._exit(1)
 
 
-def _die_with_launcher() -> None:
-    """Have the kernel kill this process when torchrun is gone; with SIGKILL, since nothing waits for it then."""
-    launcher = os.environ.get("HOTBUNK_LAUNCHER")  # by scripts/train.sh
-    _die_with(os.getppid())
-    if launcher is not None and int(launcher) not in _ancestors():  # it died while this process was being started
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent is gone."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -146,6 +142,11 @@ def _ancestors() -> Iterator[int]:
     while pid > 0:
         yield pid
         pid = guardian.parent_of(pid)
+
+
+def adopt_orphans() -> None:
+    """From now on descendants that lose their parent become children of this process (PR_SET_CHILD_SUBREAPER)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:

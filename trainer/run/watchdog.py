@@ -68,7 +68,9 @@ class Watchdog:
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, exit_process: Callable[[int], object] = os._exit
     ) -> None:
-        self._rank, self._world_size, self._exit = rank, world_size, exit_process
+        self._rank = rank
+        self._world_size = world_size
+        self._exit = exit_process
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # absent from torch's stubs
         self._store.set_timeout(timedelta(seconds=10))
         self._phases: tuple[_Phase, ...] = ()  # outermost first; replaced, never changed: the thread needs no lock
@@ -132,7 +134,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.wait(_POLL_SECONDS):
-            if expired := self._expired():
+            now = time.monotonic()
+            if expired := next((phase for phase in self._phases if now - phase.since > phase.deadline), None):
                 self._raise_alarm(f"exceeded a deadline, {expired}")
                 return
             try:
@@ -148,10 +151,6 @@ class Watchdog:
             if alarm:
                 self._last_words()
                 return
-
-    def _expired(self) -> _Phase | None:
-        now = time.monotonic()
-        return next((phase for phase in self._phases if now - phase.since > phase.deadline), None)
 
     def _post(self) -> None:
         """Put this rank's phase and its beginning (wall clock) into the store, if they have changed."""
@@ -187,22 +186,20 @@ class Watchdog:
         leave_word("Deadline", why)
         try:
             self._post()
-            table = self._all_phases() if self._store.add(_ALARM, 1) == 1 else ""
+            if self._store.add(_ALARM, 1) == 1:
+                _say(f"rank {self._rank} {why}; phases of all ranks:\n{self._everybody()}")
         except RuntimeError as gone:
-            table = f"  unknown, the store is gone: {gone}\n"
-        if table:
-            _say(f"rank {self._rank} {why}; phases of all ranks:\n{table}")
+            _say(f"rank {self._rank} {why}; phases of all ranks:\n  unknown, the store is gone: {gone}\n")
         self._last_words()
 
-    def _all_phases(self) -> str:
+    def _everybody(self) -> str:
         lines = []
         for rank in range(self._world_size):
-            key = f"watchdog/phase/{rank}"
-            if self._store.check([key]):
+            line = "not heard of yet"
+            if self._store.check([key := f"watchdog/phase/{rank}"]):
                 name, since = json.loads(self._store.get(key))
-                lines.append(f"  rank {rank}: {name} for {time.time() - since:.1f} s\n")
-            else:
-                lines.append(f"  rank {rank}: not heard of yet\n")
+                line = f"{name} for {time.time() - since:.1f} s"
+            lines.append(f"  rank {rank}: {line}\n")
         return "".join(lines)
 
     def _last_words(self) -> None:
