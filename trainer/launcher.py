@@ -85,12 +85,12 @@ class BoundRendezvous(StaticTCPRendezvous):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun (None: with this process's arguments); gives the exit code."""
     args = parse_args(argv)
-    processes.adopt_orphans()  # so that all processes of the run are below this one, whatever becomes of their parents
     words = os.memfd_create("hotbunk-last-words")
     os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{words}"
     failures: dict[int, ProcessFailure] = {}
     try:
         _stay_private(args)
+        processes.adopt_orphans()  # all processes of the run stay below this one, whatever becomes of their parents
         run(args)
         return 0
     except ChildFailedError as failed:
