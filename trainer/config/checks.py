@@ -78,10 +78,8 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         updates = config.batch.updates_per_step * config.algorithm.num_iterations
         problems += check_algorithm(config.algorithm, updates, config.critic.shared)
         problems += _check_sampling(config)
-        problems += _check_resume(config)
-        problems += _check_retention(config)
+        problems += _check_run(config)
         problems += _check_way(config, ranks, environ)
-        problems += _check_profile(config)
     return [*problems, *_check_model(config, command)]
 
 
@@ -283,7 +281,7 @@ def _check_memory(config: TrainConfig) -> Iterator[str]:
         yield f"engine.kv_cache_gib = {asked:g} is more than the {there:.0f} GiB of this device: lower it"
 
 
-def _check_resume(config: TrainConfig) -> Iterator[str]:
+def _check_run(config: TrainConfig) -> Iterator[str]:
     resume = config.checkpoint.resume
     if resume not in ("auto", "none") and not os.path.isfile(Path(resume) / COMPLETE_MARKER):
         yield f"checkpoint.resume: {resume} is not a complete checkpoint (a step_N folder that holds {COMPLETE_MARKER})"
@@ -292,12 +290,12 @@ def _check_resume(config: TrainConfig) -> Iterator[str]:
     for name in config.checkpoint.resume_anyway:
         if name not in compared and name.partition(".")[0] not in IDENTITY_SECTIONS:
             yield f"checkpoint.resume_anyway: no run is compared by {name!r}, but by {', '.join(compared)}"
-
-
-def _check_retention(config: TrainConfig) -> Iterator[str]:
     metric = config.checkpoint.best_metric
     if config.checkpoint.keep_best and metric.removeprefix("-").startswith("eval/") and not config.eval.every:
         yield f"checkpoint.keep_best goes by {metric}, but eval.every is 0: set that, or checkpoint.best_metric"
+    first, last = config.run.profile or (1, 1)
+    if not first <= last <= config.run.steps:
+        yield f"run.profile = [{first}, {last}], but should be first and last of the steps 1 to {config.run.steps}"
 
 
 def _check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> Iterator[str]:
@@ -326,12 +324,6 @@ def _check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> I
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         yield f"sync.way: zero_copy shares whole weights between one rank and its engine, but {reason}"
-
-
-def _check_profile(config: TrainConfig) -> Iterator[str]:
-    first, last = config.run.profile or (1, 1)
-    if not first <= last <= config.run.steps:
-        yield f"run.profile = [{first}, {last}], but should be first and last of the steps 1 to {config.run.steps}"
 
 
 def _check_kept_as_sent(model: dict[str, Any]) -> Iterator[str]:

@@ -50,7 +50,9 @@ def _values(recipe: Path, overrides: list[str]) -> Any:
     except ValueError as error:
         raise UserError(str(error)) from error
     if any(override.startswith("algorithm.preset=") for override in overrides):
-        _forget_preset(merged)
+        section = merged.get("algorithm")  # of a run's config.yaml, say, in which a preset has set keys
+        for key in PRESET_KEYS if isinstance(section, DictConfig) else ():
+            section.pop(key, None)
     for override in overrides:
         try:
             merged.merge_with_dotlist([override])
@@ -85,13 +87,6 @@ def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterat
             inner, path = get_args(inner)[-1], path + ("N." if origin is list else "NAME.")
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from known_keys(inner, path)
-
-
-def _forget_preset(recipe: DictConfig) -> None:
-    """Take out of a recipe, such as a run's config.yaml, what a preset may have set: the command line counts more."""
-    section = recipe.get("algorithm")
-    for key in PRESET_KEYS if isinstance(section, DictConfig) else ():
-        section.pop(key, None)
 
 
 def _odd_values(value: Any, *path: str) -> Iterator[str]:

@@ -39,14 +39,22 @@ class StepSampling:
         return sample_seed(seed, step, -1, self._rounds) if self._rounds else seed
 
     def add(self, prompts: list[Prompt], answers: list[Answer]) -> None:
-        """One round's."""
+        """Take one round's prompts and answers, and decide how many prompts are still missing."""
         for answer in answers:
             answer.prompt_index += len(self.prompts)
         self._rounds += 1
         self.prompts += prompts
         self.answers += answers
         self._groups += make_groups(answers)
-        self._decision = self._decide()
+        algorithm = self._config.algorithm
+        if not self._selects:
+            self._decision = SamplingDecision(list(range(len(self.prompts))), 0, 0)
+            return
+        with_signal = {group[0][0].prompt_index for group in self._groups if informative(group)}
+        flags = [index in with_signal for index in range(len(self.prompts))]
+        self._decision = dynamic_sampling(
+            flags, self._wanted, self._rounds, algorithm.sampling_rounds, algorithm.oversampling, algorithm.at_bound
+        )
 
     def kept(self) -> tuple[list[Answer], list[Group]]:
         """The answers to train on, once nothing is missing, and their groups."""
@@ -63,13 +71,3 @@ class StepSampling:
             "sampling/shortfall": float(self._decision.shortfall),
             "sampling/dropped": float(len(self.prompts) - len(self._decision.keep)),
         }
-
-    def _decide(self) -> SamplingDecision:
-        algorithm = self._config.algorithm
-        if not self._selects:
-            return SamplingDecision(list(range(len(self.prompts))), 0, 0)
-        with_signal = {group[0][0].prompt_index for group in self._groups if informative(group)}
-        flags = [index in with_signal for index in range(len(self.prompts))]
-        return dynamic_sampling(
-            flags, self._wanted, self._rounds, algorithm.sampling_rounds, algorithm.oversampling, algorithm.at_bound
-        )

@@ -82,14 +82,10 @@ def overlong_penalty(group: Group, config: TrainConfig) -> Tensor:
 
 
 def reward_components(group: Group, weights: dict[str, float], failed: float) -> tuple[Tensor, Tensor]:
-    """Each reward by itself: of every function, and what the episode itself gave. Nothing that only shapes them.
+    """Each reward by itself, [R, G], and its weight [R]: of every function, and of the episode; none that only shapes.
 
-    Args:
-        weights: of each reward function, by its label.
-        failed: stands in for what a function that failed would have given (`reward.error_reward`).
-
-    Returns:
-        rewards [R, G] and weights [R]; their weighted sum is the reward where no function failed.
+    `weights` are those of the functions by label. `failed` is the reward of a function that failed
+    (`reward.error_reward`); where none did, the weighted sum is the reward.
     """
     last = [episode[-1] for episode in group]
     columns = [[t.reward_parts.get(label, failed) for t in last] for label in weights]
@@ -104,36 +100,24 @@ def _scored(answer: Answer, weights: dict[str, float], failed: float) -> float:
 
 
 def turn_rewards(group: Group, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """The rewards of turns: each its own, and the last one the rest of the episode's.
-
-    Args:
-        totals: [G], the episodes' rewards, those of turns included.
-
-    Returns:
-        rewards [G, K] float32, and [G, K], 1 where the episode has this turn: a run of tokens that the policy sampled.
+    """The rewards of turns, [G, K] float32: each its own, 0 if none, and the last one the rest of `totals` [G], which
+    includes those of turns; and [G, K], 1 where the episode has this turn: a run of tokens that the policy sampled.
     """
     counts = [sum(t.runs for t in episode) for episode in group]
     rewards = torch.zeros(len(group), max(1, *counts))
     for row, episode, count, total in zip(rewards, group, counts, totals.tolist(), strict=True):
         if count:
-            own = [reward for t in episode for reward in _of_each_turn(t)][: count - 1]
+            own = [reward for t in episode for reward in (t.turn_rewards + [0.0] * t.runs)[: t.runs]][: count - 1]
             row[: count - 1] = torch.tensor(own)
             row[count - 1] = total - sum(own)
     return rewards, (torch.arange(rewards.shape[1]) < torch.tensor(counts).unsqueeze(1)).float()
 
 
-def _of_each_turn(answer: Answer) -> list[float]:
-    """As many rewards as it has turns; 0 where none was given."""
-    return (answer.turn_rewards + [0.0] * answer.runs)[: answer.runs]
-
-
 def own_turns(group: Group, table: Tensor, later: bool = False) -> Tensor:
     """From a table [G, K] of episodes' turns the rows [N, K] of their trajectories, each beginning with its first turn.
 
-    Args:
-        later: a trajectory's last turn has in addition what the episode's later trajectories have, so that a sum over
-            a row from some turn on is the sum over the episode from there on. Otherwise what follows a trajectory's own
-            turns means nothing.
+    With `later`, a trajectory's last turn also has what the episode's later trajectories have, so that a sum over
+    a row from some turn on is the sum over the episode from there on. Columns after its own turns mean nothing.
     """
     rows = []
     for row, episode in zip(table, group, strict=True):
