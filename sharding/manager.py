@@ -1,7 +1,7 @@
 """The sharding manager: a context manager around generation that brings the policy's weights and takes the memory back.
 
 Every rank runs the same code and enters the same collectives, whatever happens to its own worker: a rank
-whose worker failed goes on gathering without sending, and the failure is raised on all ranks together at the next
+whose worker failed continues to gather without sending, and the failure is raised on all ranks together at the next
 agreement.
 """
 
@@ -54,7 +54,7 @@ class Tenant(Protocol):
 
 
 class VersionedPolicy(Tenant, Protocol):
-    """What a policy must have to be synced: its version, and its own log-probabilities where weights cannot be read
+    """A policy that can be synced: its version, and its own log-probabilities where weights cannot be read
     back.
     """
 
@@ -153,7 +153,10 @@ class ShardingManager:
         with self._timed("wake"):
             self._lead("waking the KV cache", lambda engine: engine.wake(["kv_cache"]))
         if probe is not None:
-            self._compare(probe)
+            with self._timed("verify"), agreed("probing the engine"):
+                if self._leader is not None:
+                    self._compare_with(self._leader, *probe)
+            self.report.verified = "probe"
 
     def sleep(self) -> None:
         """Engines asleep, their memory given back, and what the trainer had put away in its place.
@@ -269,8 +272,8 @@ class ShardingManager:
         """
         if self._settings.verify == "off":
             return
-        if check.ordinary and self._plain:
-            plan = BucketPlan(check.ordinary, self._plan.capacity)  # they may be packed otherwise than among all
+        if check.undigested and self._plain:
+            plan = BucketPlan(check.undigested, self._plan.capacity)  # they may be packed otherwise than among all
             different = different + different_weights(self._push(link, "compare", plan))
         if different and link.error is None:
             link.error = SyncError(
@@ -293,7 +296,7 @@ class ShardingManager:
             outcomes = [] if call is None else call.result(self._settings.timeout)
             self._way.finish(release)
             if self._leader is not None:
-                self.report.ordinary = _together([outcome.get("ordinary") for outcome in outcomes])
+                self.report.unreplayable = _together([outcome.get("unreplayable") for outcome in outcomes])
 
     def _fail(self, link: Link, call: "Future[Any] | None") -> None:
         """Get the workers out of their receive loops; the engine stays without a version until a complete sync."""
@@ -316,12 +319,6 @@ class ShardingManager:
             if bad := [logprob for logprob in expected if not math.isfinite(logprob)]:  # alike on all ranks
                 raise NotFiniteError(f"the policy gives random tokens a log-probability of {bad[0]}")
             return token_ids, expected
-
-    def _compare(self, probe: Probe) -> None:
-        with self._timed("verify"), agreed("probing the engine"):
-            if self._leader is not None:
-                self._compare_with(self._leader, *probe)
-        self.report.verified = "probe"
 
     def _compare_with(self, leader: Leader, token_ids: list[int], expected: list[float]) -> None:
         timeout = self._settings.timeout
@@ -349,17 +346,17 @@ def _raise_if_dead(call: "Future[Any] | None") -> None:
     if call is None or not call.done() or (error := call.exception()) is None:
         return
     if not isinstance(error, WorkerError):  # what a worker complains of, it tells its rank itself
-        raise SyncError(f"the engine died during a weight update: {type(error).__name__}: {error}") from error
+        raise SyncError(f"the engine ended during a weight update: {type(error).__name__}: {error}") from error
 
 
-def _together(ordinary: list[dict[str, str] | None]) -> dict[str, str] | None:
-    """What any worker of an engine cannot replay; None where they record nothing."""
-    known = [weights for weights in ordinary if weights is not None]
+def _together(unreplayable: list[dict[str, str] | None]) -> dict[str, str] | None:
+    """The weights that any worker of an engine cannot replay; None where they record nothing."""
+    known = [weights for weights in unreplayable if weights is not None]
     return {name: why for weights in known for name, why in weights.items()} if known else None
 
 
 def device_id(device: torch.device, rank_in_group: int) -> str:
-    """What `report_device_id` of the worker on this device says."""
+    """The answer of the worker on this device to `report_device_id`."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return f"cpu:{rank_in_group}"

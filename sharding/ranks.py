@@ -101,9 +101,9 @@ def exchange(own: Any) -> list[Any]:
 def agree(error: BaseException | None, phase: str, group: dist.ProcessGroup | None = None) -> None:
     """Every rank says whether `phase` went well for it; if any did not, all raise `RemoteError` naming each culprit.
 
-    A rank that failed passes its exception, which becomes the cause of the `RemoteError` there. A rank that died is
-    noticed by its closed connection, and named by those on its machine; a rank that hangs is noticed by the process
-    group's timeout.
+    A rank that failed passes its exception, which becomes the cause of the `RemoteError` there. A rank whose process
+    has ended is noticed by its closed connection, and named by those on its machine; a rank that hangs is noticed by
+    the process group's timeout.
     """
     payload = b"" if error is None else f"{type(error).__name__}: {error}"[:_MESSAGE_LIMIT].encode()
     try:
@@ -146,7 +146,7 @@ def _has_ended(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return state in "ZX"  # ended, and nobody has asked how
+    return state in "ZX"  # ended, and its parent has not waited for it
 
 
 @contextmanager

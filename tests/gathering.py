@@ -9,7 +9,7 @@ from sharding.send.plan import BucketPlan
 from sharding.send.push import gather
 from sharding.send.source import ShardedSource, WeightSource
 from sharding.send.verify import DigestCheck
-from sharding.wire.digests import held
+from sharding.wire.digests import digest_tensors
 from sharding.wire.staging import STAMP_BYTES
 
 
@@ -51,7 +51,7 @@ def assert_ranks_hold(source: ShardedSource, weights: dict[str, Tensor]) -> None
     """The digests of all ranks' own parts add up to those of these weights, and of no others. Collective."""
     check = DigestCheck(source, source.parameters(), "full", version=1)
     check.expect({name: [[0, list(weight.shape), list(weight.stride())]] for name, weight in weights.items()})  # type: ignore[list-item]
-    digests = {name: held([weight], None) for name, weight in weights.items()}
-    assert check.different(digests) == [] and check.ordinary == []
+    digests = {name: digest_tensors([weight], None) for name, weight in weights.items()}
+    assert check.different(digests) == [] and check.undigested == []
     last = next(reversed(weights))
-    assert check.different(digests | {last: held([weights[last].neg()], None)}) == [last]
+    assert check.different(digests | {last: digest_tensors([weights[last].neg()], None)}) == [last]

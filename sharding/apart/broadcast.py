@@ -46,7 +46,7 @@ class Broadcast:
     """The group of rank 0 and all workers, and buckets broadcast in it. See `Way`.
 
     Attributes:
-        ip, port, world_size: what `init_collective` of the engines is told, once `listen` has returned.
+        ip, port, world_size: arguments of the engines' `init_collective`, valid once `listen` has returned.
         store: on rank 0, of a group that stands or is forming.
         lost: why there is no group.
     """
@@ -159,7 +159,7 @@ class Broadcast:
             self.buffers = []
 
     def abort(self, reason: str) -> None:
-        """See `Way`. The group ends, since nobody knows which broadcasts its members are in; its store says why."""
+        """See `Way`. The group ends, since its members may be in different broadcasts; its store says why."""
         self.lost, self.buffers = reason, []
         self._works.clear()
         if self.store is not None:
@@ -228,7 +228,7 @@ class Workers:
                 way.wait(buffer)
             for channel, name in zip(self._channels, self._names, strict=True):
                 while not channel.receive(self._timeout, f"last message from {name}").get("left"):
-                    pass  # answers that nobody waits for any more
+                    pass  # answers to messages before the abort
         except (SyncError, TimeoutError):
             return False
         return True
@@ -241,7 +241,7 @@ class CollectiveSender:
     Weights are verified by passing through the workers' loaders a second time.
 
     Attributes:
-        ip, port, world_size, train_world_size: what `init_collective` of the engines is told.
+        ip, port, world_size, train_world_size: arguments of the engines' `init_collective`.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class CollectiveSender:
         self.close()
 
     def refit_info(self) -> Manifest:
-        """What every update brings: checkpoint name -> [shape, dtype]; for the engines' `prepare_refit_info`."""
+        """The weights of every update: checkpoint name -> [shape, dtype]; for the engines' `prepare_refit_info`."""
         return manifest_of(self._parameters)
 
     def connect(self, calls: Sequence["Future[Any]"] = ()) -> None:

@@ -58,7 +58,7 @@ class Storage:
         self._content = {"format": FORMAT, "version": version, "slot": self._slot, "weights": weights, "buckets": []}
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
-        """See `Way`. Collective: workers of all ranks are told where rank 0 has written the bucket.
+        """See `Way`. Collective: workers of all ranks learn where rank 0 has written the bucket.
 
         Raises:
             SyncError: it could not be written, on all ranks.
@@ -117,7 +117,7 @@ class Storage:
 
 
 class StorageWriter:
-    """Writes updates for engines that are nobody's here. Every rank constructs it and calls it alike; rank 0 writes."""
+    """Writes updates for engines that this run has not started. Every rank makes the same calls; rank 0 writes."""
 
     def __init__(
         self,

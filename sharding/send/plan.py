@@ -31,7 +31,11 @@ class Slot:
         return self.nbytes == self.parameter.nbytes
 
     def stretches(self) -> Iterator[Stretch]:
-        """What lies here of the checkpoint's tensors; padding is left out."""
+        """The elements of the checkpoint's tensors that lie here; padding is left out.
+
+        Of [8, 64] float32 from two shards of 1024 bytes, the part with `start` 512 and 1024 bytes holds elements 128
+        to 255 and 384 to 511.
+        """
         shard, length = self.parameter.nbytes // self.parameter.shards, self.nbytes // self.parameter.shards
         for number in range(self.parameter.shards):
             begin, offset = number * shard + self.start, self.offset + number * length
@@ -55,7 +59,7 @@ class Bucket:
         return [Piece(p.name, p.dtype, p.shape, s.offset + p.offset) for s in slots for p in s.parameter.pieces]
 
     def stretches(self) -> list[Stretch]:
-        """What the bucket holds of the others."""
+        """The elements of the other tensors in the bucket."""
         return [stretch for slot in self.slots if not slot.whole for stretch in slot.stretches()]
 
 

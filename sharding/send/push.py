@@ -56,7 +56,7 @@ class SyncReport:
 
     Attributes:
         verified: what was compared: "", "sample", "full" or "probe".
-        ordinary: weights that the workers of this leader's engine cannot replay, and why; None where they record
+        unreplayable: weights that the workers of this leader's engine cannot replay, and why; None where they record
             nothing, or on a rank that leads none.
         offloaded: bytes that the trainer put away for the generation shift.
     """
@@ -66,13 +66,13 @@ class SyncReport:
     messages: int = 0
     staging_bytes: int = 0
     verified: str = ""
-    ordinary: dict[str, str] | None = None
+    unreplayable: dict[str, str] | None = None
     offloaded: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Peer(Protocol):
-    """Whoever is told of an update: a worker (`Link`), many workers, or nobody.
+    """The receiver of an update's messages: a worker (`Link`), many workers, or nobody.
 
     Nothing here raises: errors are kept, and the ranks agree on them together.
 
@@ -112,7 +112,7 @@ class Link:
     """A rank's conversation with one worker during one update.
 
     Messages are answered in order, so they can be sent ahead of their answers. After the first failure nothing more is
-    sent, and answers are {}: the rank goes on with the others' collectives.
+    sent, and answers are {}: the rank continues with the others' collectives.
 
     Attributes:
         error: the first failure.
@@ -214,7 +214,7 @@ def push(
 ) -> list[dict[str, Any]]:
     """Gather each bucket into one buffer while the peer reads the other; returns the peer's answers.
 
-    Collective over the trainer's ranks: gathering goes on when the peer, or the way, has failed.
+    Collective over the trainer's ranks: gathering continues when the peer, or the way, has failed.
     """
     answers = []
 

@@ -40,7 +40,7 @@ PieceLayout = Callable[[str, torch.Size], Sequence[tuple[str, int, tuple[int, ..
 
 
 class WeightSource(Protocol):
-    """What the sharding manager needs from a policy."""
+    """The weights of a policy, as the sharding manager gathers them."""
 
     def parameters(self) -> list[SourceParameter]:
         """All parameters in layer order, tied duplicates once, the same list on every rank."""
@@ -61,8 +61,10 @@ class WeightSource(Protocol):
 class ShardedSource(WeightSource, Protocol):
     """A source that can be asked for what a rank holds, so that it can be compared with what arrived."""
 
-    def held(self, name: str) -> tuple[int, torch.Tensor]:
-        """What this rank holds of a parameter: the number of the first element, and the values, flat, yet to be cast.
+    def own_values(self, name: str) -> tuple[int, torch.Tensor]:
+        """This rank's part of a parameter: the number of the first element, and the values, flat, yet to be cast.
+
+        Of [5, 4] cut over two ranks, rank 1 has elements 12 to 19.
 
         Collective over the `holders`. The values must not be changed; padding may follow them.
         """
@@ -110,7 +112,7 @@ class FsdpWeightSource:
             if (group := shard_group(self._tensors[name])) is not None:
                 shared.setdefault(group, []).append((name, slot))
             else:
-                _, whole = self.held(name)
+                _, whole = self.own_values(name)
                 slot.view(self._dtype)[: whole.numel()].copy_(whole)
         pending = [self._start(group, pairs) for group, some in shared.items() for pairs in _batches(some)]
         for work, _ in pending:
@@ -121,7 +123,7 @@ class FsdpWeightSource:
         """See `WeightSource.gather_part`."""
         if (group := shard_group(self._tensors[name])) is None:
             target, first = slot.view(self._dtype), start // self._dtype.itemsize
-            target.copy_(self.held(name)[1][first : first + target.numel()])
+            target.copy_(self.own_values(name)[1][first : first + target.numel()])
         else:
             all_gather(slot, self._padded_shard(name, slot.numel() // dist.get_world_size(group), start), group=group)
 
@@ -139,8 +141,8 @@ class FsdpWeightSource:
         return works, shards
 
     @torch.no_grad()
-    def held(self, name: str) -> tuple[int, torch.Tensor]:
-        """See `ShardedSource.held`."""
+    def own_values(self, name: str) -> tuple[int, torch.Tensor]:
+        """See `ShardedSource.own_values`."""
         tensor = self._tensors[name]
         group = shard_group(tensor)
         if group is None:
@@ -155,7 +157,7 @@ class FsdpWeightSource:
         return [rank()] if group is None else dist.get_process_group_ranks(group)
 
     def _to_send(self, name: str, values: torch.Tensor, offset: int) -> torch.Tensor:
-        """What goes out for elements [offset, offset + n) of a parameter, `values` [n]: here they themselves.
+        """The values to send for elements [offset, offset + n) of a parameter, `values` [n]: here they themselves.
 
         Called on all ranks of the parameter's group, in the same order. `values` must not be changed.
         """
@@ -167,7 +169,7 @@ class FsdpWeightSource:
         What is added to a shard is added to all of it: bits of a product can depend on how many rows are multiplied.
         """
         begin, count = start // self._dtype.itemsize, nbytes // self._dtype.itemsize
-        local = self.held(name)[1][begin : begin + count]
+        local = self.own_values(name)[1][begin : begin + count]
         if local.dtype == self._dtype and local.numel() == count:
             return local.view(torch.uint8)
         shard = torch.zeros(count, dtype=self._dtype, device=local.device)
@@ -234,7 +236,7 @@ class StreamSource:
         """See `WeightSource.gather_into`.
 
         Raises:
-            SyncError: naming a weight that is missing, that nobody expects, that came twice or in another shape.
+            SyncError: naming a weight that is missing, unexpected, that came twice or in another shape.
         """
         for name, slot in zip(names, slots, strict=True):
             while name not in self._early:
@@ -294,7 +296,7 @@ def shard_group(tensor: Any) -> dist.ProcessGroup | None:
 
 
 class LowRank(NamedTuple):
-    """What is added to a weight [out, in]: `scale` · `b` [out, r] · `a` [r, in]; the factors may be sharded."""
+    """The addition to a weight [out, in]: `scale` · `b` [out, r] · `a` [r, in]; the factors may be sharded."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -331,8 +333,8 @@ class MergingWeightSource(FsdpWeightSource):
     ) -> None:
         """`adapters` are by the names of the parameters they are added to."""
         super().__init__(named_parameters, dtype, layout)
-        if strangers := sorted(adapters.keys() - self._tensors.keys()):
-            raise ValueError(f"there are adapters for weights that the policy does not have: {strangers[:5]}")
+        if unknown := sorted(adapters.keys() - self._tensors.keys()):
+            raise ValueError(f"there are adapters for weights that the policy does not have: {unknown[:5]}")
         self._adapters = adapters
 
     def _to_send(self, name: str, values: torch.Tensor, offset: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ class DigestCheck:
     Attributes:
         request: what a worker has to know at the beginning: the checkpoint names of the `weights` that were drawn, and
             the `seed` of which part of each is looked at; without one it is everything.
-        ordinary: parameters that were drawn but pass through the loaders of some worker, known after `expect`.
+        undigested: parameters that were drawn but pass through the loaders of some worker, known after `expect`.
     """
 
     def __init__(self, source: ShardedSource, parameters: list[SourceParameter], verify: Verify, version: int) -> None:
@@ -47,7 +47,7 @@ class DigestCheck:
             for piece in ([draw.choice(parameter.pieces)] if self._sampling else parameter.pieces)
         }
         self.request: dict[str, Any] = {"weights": list(self._places), "seed": version if self._sampling else None}
-        self.ordinary: list[SourceParameter] = []
+        self.undigested: list[SourceParameter] = []
         self._expected: dict[str, int] = {}
 
     def expect(self, views: dict[str, list[View]]) -> None:
@@ -60,9 +60,11 @@ class DigestCheck:
         if not self._drawn:
             return
         readers: list[dict[str, list[View]]] = exchange(views)
-        asked = {name: _distinct([r[name] for r in readers if name in r]) for name in self._places}
+        asked: dict[str, list[list[View]]] = {name: [] for name in self._places}  # each reading once
+        for name, reading in ((name, r[name]) for r in readers for name in self._places if name in r):
+            asked[name] += [reading] if reading not in asked[name] else []
         unknown = {self._places[name][0].name for name in asked if any(name not in r for r in readers)}
-        self.ordinary = [parameter for parameter in self._drawn if parameter.name in unknown]
+        self.undigested = [parameter for parameter in self._drawn if parameter.name in unknown]
         parts = exchange({name: self._digests(name, ways) for name, ways in asked.items() if ways})
         for name, own in views.items():
             which, holders = asked[name].index(own), self._source.holders(self._places[name][0].name)
@@ -72,7 +74,7 @@ class DigestCheck:
         """This rank's part of a weight's digest, for each way in which workers read it."""
         parameter, piece = self._places[name]
         dtype = getattr(torch, piece.dtype)
-        first, values = self._source.held(parameter.name)
+        first, values = self._source.own_values(parameter.name)
         first -= piece.offset // dtype.itemsize
         return [
             digest(part_of(p, values, first, dtype) for parts in cut(views, self.request["seed"]) for p in parts)
@@ -82,7 +84,3 @@ class DigestCheck:
     def different(self, held: dict[str, int]) -> list[str]:
         """The weights whose digests, as the worker holds them, are not those of what the ranks have."""
         return [name for name, value in self._expected.items() if held.get(name) != value]
-
-
-def _distinct(ways: list[list[View]]) -> list[list[View]]:
-    return [way for number, way in enumerate(ways) if way not in ways[:number]]

@@ -56,7 +56,7 @@ class Way(Protocol):
             failed: this rank's worker gets no more messages.
 
         Returns:
-            What the message says besides: where the worker finds the bucket.
+            Further fields of the message: where the worker finds the bucket.
         """
 
     def wait(self, buffer: int) -> None:

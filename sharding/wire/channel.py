@@ -31,16 +31,16 @@ def pack(kind: str, **fields: Any) -> bytes:
 
 
 def unpack(packed: bytes, waiting_for: str) -> dict[str, Any]:
-    """What `pack` has packed, wherever the bytes come from.
+    """The message in bytes that `pack` has made, wherever they come from.
 
     Raises:
-        SyncError: they are no message.
+        SyncError: they are not a message.
     """
     try:
         message = msgspec.msgpack.decode(packed)
     except (msgspec.DecodeError, RecursionError) as error:
         raise SyncError(
-            f"{len(packed)} bytes that are no message arrived instead of a {waiting_for}: {error}"
+            f"{len(packed)} bytes that are not a message arrived instead of a {waiting_for}: {error}"
         ) from error
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
         raise SyncError(f"a message without a kind arrived instead of a {waiting_for}")
@@ -94,7 +94,7 @@ class Channel:
 
         Raises:
             TimeoutError: nothing arrived in time; what is larger than `MAX_MESSAGE_BYTES` never does.
-            SyncError: what arrived is no message.
+            SyncError: the bytes that arrived are not a message.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -150,7 +150,7 @@ class Listener(Channel):
         """Wait for the worker and check that it is ours, on our device.
 
         Raises:
-            SyncError: a stranger, or the worker of another device, spoke. Who connects in silence is ignored.
+            SyncError: another process, or the worker of another device, spoke. Silent connections are ignored.
         """
         self._peer = b""
         hello = self.receive(timeout, f"connection from the worker on {device_id}")

@@ -74,7 +74,7 @@ def cut(views: Iterable[View], seed: int | None) -> Iterator[Iterator[View]]:
         yield _blocks(view) if seed is None else iter([_window(view, draw)])
 
 
-def held(targets: Iterable[Tensor], seed: int | None) -> int:
+def digest_tensors(targets: Iterable[Tensor], seed: int | None) -> int:
     """The digest of what tensors hold, cut as `cut` does it."""
     tensors = list(targets)
     views = [(int(t.storage_offset()), tuple(t.shape), t.stride()) for t in tensors]
@@ -109,7 +109,9 @@ def _window(view: View, draw: random.Random) -> View:
 
 
 def part_of(view: View, values: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-    """What a view of a weight holds, as far as it is known, and zeros, which add nothing to a digest, elsewhere.
+    """A view's elements that this rank owns, and zeros for the rest; zeros do not change a digest.
+
+    Of a view of elements 4 to 11, a rank that owns elements 8 to 15 gives four zeros and its first four.
 
     Args:
         values: [n], the weight's elements from number `first` on; they are cast to `dtype`.

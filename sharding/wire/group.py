@@ -1,6 +1,6 @@
 """The group of processes that weights are broadcast in: trainer rank 0 and every worker of every engine.
 
-It is nobody's default group. Messages travel through its store, one box for each direction and worker; buckets travel
+It is not a default group. Messages travel through its store, one box for each direction and worker; buckets travel
 by gloo on CPU and NCCL on CUDA. A member that cannot continue aborts the group, which ends everybody's waiting.
 
 vLLM's StatelessProcessGroup and PyNcclCommunicator do much the same, but unpickle what comes over their sockets
@@ -72,14 +72,14 @@ def connect_store(host: str, port: int, timeout: float) -> TCPStore:
     """A connection to the group's store.
 
     Raises:
-        TimeoutError: nobody answers there.
-        GroupError: somebody else does.
+        TimeoutError: nothing answers there.
+        GroupError: something else does.
     """
     wait_until(lambda: _answers(host, port), timeout, f"trainer at {host}:{port}", lambda: None)
     try:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
     except RuntimeError as error:
-        raise GroupError(f"what listens at {host}:{port} is no weights group: {error}") from error
+        raise GroupError(f"{host}:{port} is not the address of a weights group: {error}") from error
 
 
 def _answers(host: str, port: int) -> bool:
@@ -243,7 +243,7 @@ class BroadcastGroup:
             raise GroupError(f"{what}: {error}") from error
 
     def close(self) -> None:
-        """Leave. A broadcast that still runs keeps its memory until it fails, which nobody waits for."""
+        """Leave. A broadcast that still runs keeps its memory until it fails."""
         held, self._backend = [self._backend], None
 
         def let_go() -> None:  # gloo's destructor waits for what is under way (torch's ProcessGroupGloo.cpp)

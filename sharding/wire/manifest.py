@@ -1,4 +1,4 @@
-"""What an update says it will bring: every weight's checkpoint name, shape and dtype; compared on both sides."""
+"""The weights that an update announces: every weight's checkpoint name, shape and dtype; compared on both sides."""
 
 import math
 from dataclasses import dataclass
@@ -101,10 +101,10 @@ def differences(sent: Manifest, expected: Manifest) -> list[str]:
 
 
 def check_manifest(sent: Manifest, promised: Manifest | None, engine_dtype: str) -> None:
-    """What a worker asks of an update before any weight arrives.
+    """Check an update in a worker, before any weight arrives.
 
     Args:
-        promised: what `prepare_refit_info` said; None where nobody said anything.
+        promised: the weights given to `prepare_refit_info`; None where it was not called.
 
     Raises:
         SyncError: naming the weights that do not fit. A dtype that is not the engine's would be cast by its loaders
@@ -121,7 +121,7 @@ def check_manifest(sent: Manifest, promised: Manifest | None, engine_dtype: str)
 
 
 def summary(complaints: list[str]) -> str:
-    """The first few complaints, and how many there are besides."""
+    """The first few complaints, and the number of the others."""
     more = f"; and {len(complaints) - _MOST} more" if len(complaints) > _MOST else ""
     return "; ".join(complaints[:_MOST]) + more
 
@@ -131,7 +131,7 @@ def checkpoint_manifest(model: str, dtype: str, tied: bool) -> Manifest:
 
     Args:
         model: a folder, or the name of a model in the local hub cache.
-        tied: the output head is the embedding, and is no weight of its own whatever the files hold.
+        tied: the output head is the embedding, and not a weight of its own, whatever the files hold.
 
     Raises:
         SyncError: there are no safetensors files to read.

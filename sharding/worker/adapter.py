@@ -87,9 +87,9 @@ class AdapterLoader:
             weights_mapper=names.get_rename_mapper() if hasattr(names, "get_rename_mapper") else names,
         )
 
-    def ordinary(self) -> None:
+    def unreplayable(self) -> None:
         """Nothing is recorded."""
 
     def abort(self) -> None:
-        """Give up this update: the engine goes on with no adapter that anybody asks for."""
+        """Give up this update: the engine keeps no adapter that a request asks for."""
         self._factors = []

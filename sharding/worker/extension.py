@@ -1,4 +1,4 @@
-"""What Hotbunk adds to a vLLM worker. vLLM appends the class to its worker's bases, in the worker's own process.
+"""Hotbunk's methods of a vLLM worker. vLLM appends the class to its worker's bases, in the worker's own process.
 
 Methods are called through `collective_rpc` and return plain types only: anything else would end the engine core's
 output thread (vllm/v1/engine/core.py, process_output_sockets), and every later call would hang. Nothing of the trainer
@@ -38,7 +38,7 @@ READERS: dict[str, Callable[[Any], Buckets]] = {
 """The workers' halves of the ways, by what the trainer's half calls them."""
 
 Outcome = dict[str, Any]
-"""What a method returns: plain types, "error" (None or a sentence that names the worker) among them."""
+"""The result of a method: plain types, "error" (None or a sentence that names the worker) among them."""
 
 
 class VllmInternalWorkerExtension:

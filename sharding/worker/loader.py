@@ -1,20 +1,14 @@
 """Loading a stream of weights into a running vLLM model, so that all of it arrives or the culprit is named.
 
 Two ways, decided by module: in place through `model.load_weights`, recorded and replayed, where parameters still have
-the checkpoint's layout; or through vLLM's layerwise reload, where they were re-processed after loading
-(`loader.py`).
-
-Modules whose weights vLLM changes after it has loaded them, and how they are loaded again.
-
-Packed for oneDNN on CPU, experts shuffled, quantised, products of MLA's weights: what such a module keeps is not what
-was sent, so it is taken through vLLM's layerwise reload, while all others are written in place. The reload
-is vllm/model_executor/model_loader/reload/layerwise.py; the remedies below are for what it leaves stale or unset.
+the checkpoint's layout; or, where vLLM has changed them after loading (packed for oneDNN on CPU, experts shuffled,
+quantised, products of MLA's weights), through vLLM's layerwise reload
+(vllm/model_executor/model_loader/reload/layerwise.py), with remedies for what it leaves stale or unset.
 """
 
 import bisect
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -127,7 +121,7 @@ def _repack_tied(modules: list[Any]) -> None:
 
 
 class Arrivals:
-    """What an update announced, checked off as it arrives."""
+    """The announced weights of an update, checked off as they arrive."""
 
     def __init__(self, expected: Manifest) -> None:
         self._expected = expected
@@ -136,8 +130,8 @@ class Arrivals:
 
     def check_off(self, weights: NamedTensors) -> None:
         """Raise SyncError for a weight that was not announced as it is, or that came before."""
-        if strangers := sorted({name for name, _ in weights} - self._expected.keys()):
-            raise SyncError(f"weights arrived that were not announced: {first_names(strangers)}")
+        if unknown := sorted({name for name, _ in weights} - self._expected.keys()):
+            raise SyncError(f"weights arrived that were not announced: {first_names(unknown)}")
         for name, tensor in weights:
             if name in self._arrived or name in self._parts:
                 raise SyncError(f"{name} arrived a second time")
@@ -164,7 +158,7 @@ class Arrivals:
             bisect.insort(self._parts[name], (first, last))
 
     def complaints(self, read: set[str]) -> list[str]:
-        """What did not arrive, and what arrived but is not among the weights that the engine has `read`."""
+        """The weights that did not arrive, and those that did but are not among the ones that the engine has `read`."""
         complaints = []
         for name, places in self._parts.items():
             arrived, elements = sum(last - first for first, last in places), math.prod(self._expected[name][0])
@@ -303,7 +297,7 @@ class WeightLoader:
             return
         self._watcher.expect(weights)
         try:
-            with self._vllm(), self._watcher:
+            with set_current_vllm_config(self._config), self._watcher:
                 self._model.load_weights(iter(weights))  # type: ignore[operator]
         except (ValueError, KeyError, RuntimeError, AssertionError) as error:
             names = [name for name, _ in weights]
@@ -338,9 +332,9 @@ class WeightLoader:
         if complaints:
             raise SyncError(f"{type(self._model).__name__} is not completely updated: " + "; ".join(complaints))
 
-    def ordinary(self) -> dict[str, str] | None:
+    def unreplayable(self) -> dict[str, str] | None:
         """Weights that cannot be replayed, and why; None where nothing is recorded."""
-        return None if self.recording is None else self.recording.ordinary
+        return None if self.recording is None else self.recording.unreplayable
 
     def abort(self) -> None:
         """Give up this update; the next complete one repairs the values."""
@@ -357,9 +351,6 @@ class WeightLoader:
             for name, parameter in self._model.named_parameters()
             if parameter.numel() and parameter not in elsewhere and storage_key(parameter) not in self._watcher.written
         ]
-
-    def _vllm(self) -> AbstractContextManager[Any]:
-        return set_current_vllm_config(self._config)
 
 
 def copy_of(weights: NamedTensors) -> NamedTensors:

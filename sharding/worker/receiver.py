@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from sharding.wire import channel as channels
-from sharding.wire.digests import held
+from sharding.wire.digests import digest_tensors
 from sharding.wire.manifest import Manifest, NamedTensors, Part, View, check_manifest
 from sharding.wire.staging import open_memory, stamped_bucket
 from sharding.worker.adapter import AdapterLoader
@@ -39,36 +39,7 @@ class Carrier(Protocol):
         """`end` or `abort` was read; nothing refers to the memory any more."""
 
     def fail(self, error: Exception) -> None:
-        """This worker cannot go on; tell the sender and let go of the memory."""
-
-
-class Loader(Protocol):
-    """Who takes the weights of an update: a `WeightLoader`, or an `AdapterLoader` for an adapter beside them."""
-
-    @property
-    def plain(self) -> bool:
-        """Whether weights are kept as they were sent, so that `compare` can be asked."""
-
-    @property
-    def recording(self) -> Recording | None:
-        """What later updates can replay."""
-
-    def begin(self, weights: Manifest, replay: bool = True) -> None:
-        """See `WeightLoader`, as for the others."""
-
-    def load(self, weights: NamedTensors) -> None: ...
-
-    def load_parts(self, parts: list[Part]) -> None: ...
-
-    def whole(self) -> list[str] | None: ...
-
-    def compare(self, weights: NamedTensors) -> list[str]: ...
-
-    def finish(self) -> None: ...
-
-    def ordinary(self) -> dict[str, str] | None: ...
-
-    def abort(self) -> None: ...
+        """This worker has failed; tell the sender and let go of the memory."""
 
 
 @dataclass
@@ -78,14 +49,14 @@ class Outcome:
     Attributes:
         error: None when everything arrived and was accounted for; else what went wrong, and on which worker.
         nbytes: of the weights, without padding.
-        ordinary: weights that went through vLLM's loaders, and always will, and why; None: they all did.
+        unreplayable: weights that went through vLLM's loaders, and always will, and why; None: they all did.
     """
 
     error: str | None = None
     version: int = -1
     tensors: int = 0
     nbytes: int = 0
-    ordinary: dict[str, str] | None = None
+    unreplayable: dict[str, str] | None = None
     seconds: float = 0.0
 
 
@@ -104,7 +75,9 @@ class Receiver:
         self._verify: dict[str, Any] = {}
         self._sealed: dict[str, list[tuple[View, torch.Tensor]]] = {}
         self._worker, self._promised = worker, promised
-        self._loader: Loader = WeightLoader(worker.get_model(), worker.vllm_config, reprocessed, recording)
+        self._loader: WeightLoader | AdapterLoader = WeightLoader(
+            worker.get_model(), worker.vllm_config, reprocessed, recording
+        )
 
     def receive(self, carrier: Carrier) -> Outcome:
         """Until the sender ends the update or something fails here; never raises, and never leaves half a model."""
@@ -125,7 +98,7 @@ class Receiver:
 
     @property
     def recording(self) -> Recording | None:
-        """What later updates can replay."""
+        """The record that later updates can replay."""
         return self._loader.recording
 
     @torch.no_grad()
@@ -137,11 +110,16 @@ class Receiver:
             case "bucket":
                 self._load(carrier.bucket(message), message)
             case "in_place":
-                self._take_in_place()
+                if self._worker.hotbunk_shared is None or not isinstance(self._loader, WeightLoader):
+                    raise channels.SyncError(
+                        "weights were announced as shared, but this worker shares none with the trainer"
+                    )
+                self._loader.take_in_place()
             case "finish":
                 self._loader.finish()
-                self.outcome.ordinary = self._loader.ordinary()
-                answer = {"digests": self._digests()}
+                self.outcome.unreplayable = self._loader.unreplayable()
+                seed, sealed = self._verify.get("seed"), self._sealed.items()
+                answer = {"digests": {n: digest_tensors([target for _, target in c], seed) for n, c in sealed}}
             case "compare":
                 views = self._views(carrier.bucket(message), message)  # taken off the carrier in any case
                 answer = {"different": self._loader.compare(views) if self._loader.plain else []}
@@ -166,21 +144,8 @@ class Receiver:
             }
         whole = self._loader.whole()
         records = recording is not None and whole is None
-        return {"plain": self._loader.plain, "views": self._views_to_verify(), "whole": whole, "records": records}
-
-    def _take_in_place(self) -> None:
-        if self._worker.hotbunk_shared is None or not isinstance(self._loader, WeightLoader):
-            raise channels.SyncError("weights were announced as shared, but this worker shares none with the trainer")
-        self._loader.take_in_place()
-
-    def _views_to_verify(self) -> dict[str, list[View]]:
-        """What is read of the weights that the trainer wants to verify, where they are replayed."""
-        return {name: [view for view, _ in copies] for name, copies in self._sealed.items()}
-
-    def _digests(self) -> dict[str, int]:
-        """Of what the model's parameters hold of these weights."""
-        seed = self._verify.get("seed")
-        return {name: held([target for _, target in copies], seed) for name, copies in self._sealed.items()}
+        views = {name: [view for view, _ in copies] for name, copies in self._sealed.items()}
+        return {"plain": self._loader.plain, "views": views, "whole": whole, "records": records}
 
     def _load(self, buffer: torch.Tensor, message: dict[str, Any]) -> None:
         weights, parts = self._views(buffer, message), self._parts(buffer, message)
@@ -197,7 +162,7 @@ class Receiver:
         ]
 
     def _parts(self, buffer: torch.Tensor, message: dict[str, Any]) -> list[Part]:
-        """What a bucket holds of others, in the same way."""
+        """The parts of other weights in a bucket, in the same way."""
         return [
             (name, first, _elements(buffer, dtype, offset, count))
             for name, dtype, first, count, offset in message.get("stretches", [])

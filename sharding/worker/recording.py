@@ -7,14 +7,12 @@ copy; later ones are one multi-tensor copy a bucket. Two other ways were weighed
 (what peers' resharding does; it has to be kept up with vLLM, and errs silently), and asking the loaders for their
 plan (they have none).
 
-A weight whose loader computes something, rather than copying, is left to its loader for good.
+A weight whose loader computes something, rather than copying, is always left to its loader.
 
-Watches vLLM's own loaders at work, and so knows which weight went where without knowing any model.
-
-Every loader ends in `copy_` from (a view of) the tensor it was given into (a view of) a parameter. A dispatch mode sees
-those copies. From them follows whether each weight was read by somebody and each parameter written in full, on every
-worker and on every sync; and by comparing instead of copying, whether the engine holds what the trainer
-has.
+`LoadWatcher` knows no model either. Every loader ends in `copy_` from (a view of) the tensor it was given into (a view
+of) a parameter. A dispatch mode sees those copies. From them follows whether each weight was read and each parameter
+written in full, on every worker and on every sync; and, by comparing instead of copying, whether the engine holds the
+trainer's weights.
 """
 
 import bisect
@@ -57,7 +55,9 @@ class Copy:
         return weight.as_strided(self.shape, self.stride, weight.storage_offset() + self.offset)
 
     def within(self, first: int, last: int) -> Iterator["Copy"]:
-        """What of it reads the weight's elements [first, last), with offsets from the first of them.
+        """The parts of it that read the weight's elements [first, last), with offsets from the first of them.
+
+        Of a copy of a weight [4, 6], elements [3, 14) are the last three of row 0, row 1 whole, and two of row 2.
 
         Rows that lie inside stay together; of those that only begin or end there, the inner dimensions are looked at.
         """
@@ -94,7 +94,7 @@ class Origin:
 
 @dataclass
 class Recording:
-    """What the loaders did, by weight; complete after one update, and valid as long as the parameters' memory is.
+    """The loaders' copies, by weight; complete after one update, and valid as long as the parameters' memory is.
 
     Attributes:
         weights: what the update brought; another update has to be recorded anew.
@@ -102,8 +102,8 @@ class Recording:
         elements: of each weight that was copied.
         copies: weight -> its copies.
         fills: views of parameters that a loader filled with one number, and the number: padding.
-        ordinary: weights that cannot be replayed, and why.
-        parts: what `copies` comes to for a part of a weight: the weight, number of the first element, how many.
+        unreplayable: weights that cannot be replayed, and why.
+        parts: the copies for a part of a weight, by the weight, its first element and how many elements there are.
         sealed: weight -> the view and the target of each copy, as the loaders made them: `copies` once more, so that a
             copy that is another later on is found out.
         complete: an update went through, and what is recorded covers every parameter.
@@ -114,7 +114,7 @@ class Recording:
     elements: dict[str, int] = field(default_factory=dict)
     copies: dict[str, list[Copy]] = field(default_factory=dict)
     fills: list[tuple[Tensor, float]] = field(default_factory=list)
-    ordinary: dict[str, str] = field(default_factory=dict)
+    unreplayable: dict[str, str] = field(default_factory=dict)
     parts: dict[tuple[str, int, int], list[Copy]] = field(default_factory=dict)
     sealed: dict[str, list[tuple[View, Tensor]]] = field(default_factory=dict)
     complete: bool = False
@@ -130,13 +130,13 @@ class Recording:
         Without `weight` it is one that came earlier, and that its loader has kept.
         """
         if weight is None:
-            self.ordinary[name] = "its loader waits for others"
+            self.unreplayable[name] = "its loader waits for others"
         elif storage_key(source) != weight.storage:
-            self.ordinary[name] = "its loader computes with it"
+            self.unreplayable[name] = "its loader computes with it"
         elif storage_key(target) not in self.parameters:
-            self.ordinary[name] = "what its loader copies it to is re-processed, or no parameter"
+            self.unreplayable[name] = "what its loader copies it to is re-processed, or no parameter"
         elif source.dtype != target.dtype:
-            self.ordinary[name] = f"its loader casts it to {target.dtype}"
+            self.unreplayable[name] = f"its loader casts it to {target.dtype}"
         else:
             view = source.expand(target.shape)
             offset = int(source.storage_offset()) - weight.offset
@@ -153,7 +153,7 @@ class Recording:
 
     def replayable(self, name: str) -> bool:
         """Whether the loaders are not needed for this weight."""
-        return name in self.copies and name not in self.ordinary
+        return name in self.copies and name not in self.unreplayable
 
     def is_one_run(self, name: str) -> bool:
         """Whether a parameter holds this weight just as it is sent, all of it and contiguous."""
@@ -192,7 +192,7 @@ class Recording:
 
     def distrust(self, names: Iterable[str], reason: str) -> None:
         """Leave these weights to their loaders from now on."""
-        self.ordinary |= dict.fromkeys(names, reason)
+        self.unreplayable |= dict.fromkeys(names, reason)
 
     def fits(self, model: torch.nn.Module, weights: Manifest) -> bool:
         """Whether it can be replayed: with these weights, into the memory the model's parameters have now."""
@@ -222,7 +222,7 @@ class Recording:
         """
         for name, copies in self.copies.items():
             if whole and not _covers_once([(c.offset, c.shape, c.stride) for c in copies], self.elements[name]):
-                self.ordinary.setdefault(name, "its elements are not each read once")
+                self.unreplayable.setdefault(name, "its elements are not each read once")
         self._check_targets()
         self.sealed = {name: [c.sealed() for c in copies] for name, copies in self.copies.items()}
         self.complete = True

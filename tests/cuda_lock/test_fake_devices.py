@@ -214,7 +214,7 @@ def test_a_worker_records_replays_and_digests_without_waiting_but_for_what_it_re
     first.begin(manifest)
     first.load(list(weights.items()))
     first.finish()
-    assert first.recording is not None and set(first.recording.ordinary) == {"scaled"}
+    assert first.recording is not None and set(first.recording.unreplayable) == {"scaled"}
 
     second = WeightLoader(model, config, recording=first.recording)
     with Waits() as waits:
@@ -231,7 +231,7 @@ def test_a_worker_records_replays_and_digests_without_waiting_but_for_what_it_re
     monkeypatch.setattr(torch.Tensor, "__int__", lambda _: 0)
     with Waits() as waits:
         for targets in ([model.rows.data], [model.columns.data, model.norm.data]):  # of whole words, and not
-            digests.held(targets, None)
+            digests.digest_tensors(targets, None)
     assert not waits.found
 
 

@@ -72,7 +72,7 @@ def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: P
 def change(source: ShardedSource) -> None:
     """Other values in every rank's part of every parameter."""
     for parameter in source.parameters():
-        _, values = source.held(parameter.name)
+        _, values = source.own_values(parameter.name)
         values.mul_(torch.empty_like(values).uniform_(0.5, 1.5))
 
 

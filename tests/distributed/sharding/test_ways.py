@@ -57,7 +57,7 @@ def check_ways(shared: str) -> None:
         for version in (1, 2, 3):
             sync(both, version)
             report = both.manager.report
-            reports.append((report.verified, report.ordinary, report.nbytes >= 4 * 179))
+            reports.append((report.verified, report.unreplayable, report.nbytes >= 4 * 179))
         assert reports == [("full", {"scaled": "its loader computes with it"}, True)] * 3, reports
 
         reader = both.worker.hotbunk_rank._buckets  # type: ignore[union-attr]

@@ -101,7 +101,7 @@ def test_of_a_mixture_the_experts_are_probed_and_all_else_is_compared(tmp_path: 
 
 def left_to_loaders(both: Colocated) -> set[str] | None:
     """The modules whose weights cannot be replayed; None where no module's can."""
-    ordinary = both.manager.report.ordinary
+    ordinary = both.manager.report.unreplayable
     if ordinary is None:
         return None
     return {"experts" if ".experts." in name else name.split(".")[-2] for name in ordinary}

@@ -213,7 +213,7 @@ def test_a_message_garbled_on_its_way_is_refused_by_the_worker_and_the_next_upda
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(channel, "send", garbled)
-            assert "the worker on cpu:0 failed: SyncError: 1 bytes that are no message" in fail_to_wake(both)
+            assert "the worker on cpu:0 failed: SyncError: 1 bytes that are not a message" in fail_to_wake(both)
         assert_repaired(both)
 
 
@@ -329,6 +329,8 @@ def test_a_worker_killed_in_the_middle_ends_the_update_with_its_name(tiny_model:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(both.source, "gather_into", kill_on_the_way)
             message = fail_to_wake(both)
-        assert "the engine died during a weight update" in message or "the worker on cpu:0 cannot be reached" in message
+        assert (
+            "the engine ended during a weight update" in message or "the worker on cpu:0 cannot be reached" in message
+        )
         gc.collect()  # errors hold frames, and frames views of the memory
         assert staging_in_use() == in_use

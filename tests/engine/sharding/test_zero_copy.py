@@ -33,7 +33,7 @@ def test_new_weights_are_the_engine_s_without_being_sent(architecture: str, tied
             both.policy.randomise(seed)
             with both.manager.generation_shift(both.policy):
                 report = both.manager.report
-                assert report.verified == "full" and report.ordinary == {}
+                assert report.verified == "full" and report.unreplayable == {}
                 if seed > 1:
                     assert (report.nbytes, report.staging_bytes, report.messages) == (0, 0, 4)
                 sampled = both.complete(PROMPT, SAMPLING, seed)

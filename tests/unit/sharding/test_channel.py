@@ -1,4 +1,4 @@
-"""What a rank makes of those who should not talk to it, and of what is no message: a sentence, never an object."""
+"""Strangers that talk to a rank, and bytes that are not a message, get a sentence; they never become an object."""
 
 import ast
 import os
@@ -64,7 +64,7 @@ def test_bytes_that_are_no_message_end_the_connecting_with_a_sentence(tmp_path: 
     stray = raw_socket(listener.endpoint)
     stray.send(garbage)
     with pytest.raises(
-        SyncError, match=r"(no message|without a kind) arrived instead of a connection from the worker on cpu:0"
+        SyncError, match=r"(not a message|without a kind) arrived instead of a connection from the worker on cpu:0"
     ):
         listener.accept(5, "cpu:0")
     stray.close(linger=0)
@@ -93,7 +93,7 @@ def test_a_pickle_is_refused_and_not_opened(tmp_path: Path) -> None:
     listener = Listener(tmp_path, "weights-0")
     stray = raw_socket(listener.endpoint)
     stray.send(pickle.dumps(Harmful()))
-    with pytest.raises(SyncError, match="no message"):
+    with pytest.raises(SyncError, match="not a message"):
         listener.accept(5, "cpu:0")
     assert harm == []
     pickle.loads(pickle.dumps(Harmful()))

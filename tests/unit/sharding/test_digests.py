@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sharding.wire import digests
-from sharding.wire.digests import MODULUS, cut, digest, held, part_of
+from sharding.wire.digests import MODULUS, cut, digest, digest_tensors, part_of
 from sharding.wire.manifest import View
 
 VIEWS = st.tuples(
@@ -118,7 +118,7 @@ def test_parts_of_ranks_add_up_to_the_digest_of_the_whole(dtype: torch.dtype, se
         bounds = [0, *sorted(draw.choices(range(67), k=3)), 66]
         for target in (weight[2:9], weight[:, 1:4], weight.t(), weight, weight[:, 2:3]):
             parts = [own_part(weight, begin, end, target, seed) for begin, end in itertools.pairwise(bounds)]
-            assert sum(parts) % MODULUS == held([target.clone(memory_format=torch.contiguous_format)], seed)
+            assert sum(parts) % MODULUS == digest_tensors([target.clone(memory_format=torch.contiguous_format)], seed)
 
 
 def own_part(weight: Tensor, begin: int, end: int, read: Tensor, seed: int | None) -> int:

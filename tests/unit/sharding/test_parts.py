@@ -132,7 +132,7 @@ def test_after_the_first_update_staging_is_bounded_and_workers_find_their_slices
     for version in (2, 3):
         both.sync(version)
         assert manager.report.staging_bytes == 2 * BUCKET
-        assert manager.report.verified == "full" and set(manager.report.ordinary or {}) == {"scaled"}
+        assert manager.report.verified == "full" and set(manager.report.unreplayable or {}) == {"scaled"}
         assert_holds(both.worker.model, weights)
         weights["a"] += 1
     assert (manager.staging_opened, manager.staging_closed) == (2, 1)

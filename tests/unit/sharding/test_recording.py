@@ -75,8 +75,8 @@ def test_a_replay_leaves_what_the_loaders_would() -> None:
     """New weights elsewhere in memory, parameters forgotten: as after a sleep."""
     model, twin = Fused(), Fused()
     recording = record(model, weights(0))
-    assert set(recording.ordinary) == {"scaled", "narrow"}
-    assert "computes" in recording.ordinary["scaled"] and "bfloat16" in recording.ordinary["narrow"]
+    assert set(recording.unreplayable) == {"scaled", "narrow"}
+    assert "computes" in recording.unreplayable["scaled"] and "bfloat16" in recording.unreplayable["narrow"]
     sent = weights(1, start=7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -89,8 +89,8 @@ def test_a_replay_leaves_what_the_loaders_would() -> None:
 
 
 def test_a_weight_that_is_not_read_whole_is_left_to_its_loader_unless_ranks_share_it() -> None:
-    assert "columns" in record(Fused(), weights(0), whole=True).ordinary
-    assert "columns" not in record(Fused(), weights(0), whole=False).ordinary
+    assert "columns" in record(Fused(), weights(0), whole=True).unreplayable
+    assert "columns" not in record(Fused(), weights(0), whole=False).unreplayable
 
 
 class Overlapping(nn.Module):
@@ -108,7 +108,7 @@ class Overlapping(nn.Module):
 
 def test_parameters_that_are_not_written_once_are_left_to_their_loaders() -> None:
     sent = [("a", torch.ones(2, 2)), ("b", torch.ones(2, 2))]
-    assert record(Overlapping(), sent).ordinary.keys() == {"a", "b"}
+    assert record(Overlapping(), sent).unreplayable.keys() == {"a", "b"}
 
 
 def test_a_recording_fits_only_the_memory_and_the_weights_it_is_of() -> None:

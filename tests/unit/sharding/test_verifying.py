@@ -129,7 +129,7 @@ def test_a_recorded_update_sends_nothing_twice_but_what_loaders_compute(tmp_path
     both, _ = started(tmp_path)
     sent = {"a": 12 * 6, "b": 8 * 6, "columns": 5 * 8, "norm": 7, "scaled": 3}
     once = sum(4 * n + (-4 * n) % 512 for n in sent.values())
-    assert both.manager.report.ordinary == {"scaled": "its loader computes with it"}
+    assert both.manager.report.unreplayable == {"scaled": "its loader computes with it"}
     before = both.manager.report.nbytes
     both.sync(2)
     assert (before, both.manager.report.nbytes - before) == (2 * once, once + 512)
