@@ -62,11 +62,11 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelFlops(
-        trunk,
-        learned,
-        size,
-        size if size and head.weight.requires_grad else 0,
-        config.num_hidden_layers * heads * width,
+        trunk=trunk,
+        trunk_learned=learned,
+        head=size,
+        head_learned=size if size and head.weight.requires_grad else 0,
+        attention=config.num_hidden_layers * heads * width,
     )
 
 

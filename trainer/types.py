@@ -219,10 +219,16 @@ class Policy(Scorer, Protocol):
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
-        ids, ones = torch.tensor([token_ids]), torch.ones(1, len(token_ids) - 1)
-        nothing, lengths = torch.zeros_like(ones), [len(token_ids)]
-        batch = MicroBatch(ids, ones, nothing, nothing, lengths, Layout.of(ones, lengths)).to(self.device)
-        return self.score([batch], temperature=1.0)[0].logprobs[0].tolist()
+        ones, lengths = torch.ones(1, len(token_ids) - 1), [len(token_ids)]
+        batch = MicroBatch(
+            input_ids=torch.tensor([token_ids]),
+            loss_mask=ones,
+            engine_logprobs=torch.zeros_like(ones),
+            advantages=torch.zeros_like(ones),
+            lengths=lengths,
+            layout=Layout.of(ones, lengths),
+        )
+        return self.score([batch.to(self.device)], temperature=1.0)[0].logprobs[0].tolist()
 
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None

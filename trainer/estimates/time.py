@@ -188,7 +188,8 @@ def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, length
     yield Cost("update: elementwise", others, remark="norms, activations, logits: memory traffic")
     updates = config.batch.updates_per_step
     micro_batches = passes * updates * math.ceil(tokens / updates / config.batch.tokens_per_micro_batch)
-    yield from _gathers(policy, model, ranks, gpu, micro_batches, updates * passes, products + others)
+    busy = products + others
+    yield from _gathers(policy, model, ranks, gpu, micro_batches=micro_batches, updates=updates * passes, busy=busy)
     trained = shard(model.trained, shards)
     yield Cost("update: optimizer", passes * updates * _ADAM_BYTES * trained / memory)
     reference = algorithm.teacher is None and algorithm.kl_coef > 0

@@ -8,6 +8,7 @@ precision, with one causal call for each run of equally long sequences elsewhere
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
@@ -66,8 +67,9 @@ def attention(
     if unknown := [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]:
         asked = f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which packing does not know"
         raise UserError(f"{asked}: set model.attn_implementation to eager and batch.packing to false")
+    causal = partial(_causal, dropout=dropout, scale=scaling, window=sliding_window)
     if cu_seq_lens_q is None:
-        return _causal(query, key, value, dropout, scaling, sliding_window).transpose(1, 2).contiguous(), None
+        return causal(query, key, value).transpose(1, 2).contiguous(), None
     if _kernel_takes(query, value, dropout):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
@@ -79,7 +81,7 @@ def attention(
         count = len(list(run))
         stretch = slice(start, start := start + count * length)
         q, k, v = (x[0, :, stretch].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value))
-        parts.append(_causal(q, k, v, dropout, scaling, sliding_window).transpose(1, 2).flatten(0, 1))
+        parts.append(causal(q, k, v).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).unsqueeze(0), None
 
 
