@@ -176,13 +176,12 @@ class SyncConfig(Section):
     timeout_s: Seconds = key(300, "longest wait for any answer of a worker")
     replay: bool = key(True, "record what vLLM's loaders do with the first weights, and from then on repeat it")
     way: str = key(
-        "staged",
-        "how the bytes of weights get to the engine. staged: through two buffers that trainer and engine have mapped; "
-        "zero_copy: one rank, unpacked weights, the policy computes with the engine's own, so that a step is the sync; "
-        "broadcast: by gloo or NCCL, to engines on other devices than the trainer's; storage: through a folder of the "
-        "run, weights, which other engines can load, too; pkg.mod:Name or file.py:Name: a way of one's own "
-        "(docs/weight-path.md)",
-    )
+        "staged", "how weights get to the engine; your own way is pkg.mod:Name or file.py:Name (docs/weight-path.md)",
+        staged="through two buffers that trainer and engine have mapped",
+        zero_copy="one rank, unpacked weights: the policy computes with the engine's own, so that a step is the sync",
+        broadcast="by gloo or NCCL, to engines on other devices than the trainer's",
+        storage="through the run's folder weights, which other engines can load, too",
+    )  # fmt: skip
 
     @field_validator("verify", mode="before")
     @classmethod
