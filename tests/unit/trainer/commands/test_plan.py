@@ -114,6 +114,18 @@ def test_staging_is_two_buckets_where_engines_replay_and_as_large_as_the_embeddi
         assert staging_bytes(config, sizes, 2, cut=True) == 2 * largest
 
 
+def test_ways_without_common_memory_have_buffers_on_both_sides_and_a_folder_holds_no_parts(tiny_qwen2: Path) -> None:
+    shapes = {name: torch.Size([152_064, 3584]) for name in ("embedding", "head")}
+    sizes = ModelSizes(config={}, shapes=shapes, layer=0, rest=0)
+    staged, broadcast, storage = (
+        recipe(tiny_qwen2, policy={"dtype": "bfloat16"}, engine={"plain_cpu_weights": True}, sync={"way": way})
+        for way in ("staged", "broadcast", "storage")
+    )
+    in_parts = staging_bytes(staged, sizes, 2, cut=True)
+    assert staging_bytes(broadcast, sizes, 2, cut=True) == 2 * in_parts
+    assert staging_bytes(storage, sizes, 2, cut=True) == 4 * 152_064 * 3584 * 2 > 2 * in_parts
+
+
 @pytest.mark.parametrize(
     ("offload", "masters", "moments"), [("none", True, True), ("optimizer", True, False), ("all", False, False)]
 )
