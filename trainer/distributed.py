@@ -92,13 +92,18 @@ def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=_store, rank=rank_, world_size=world, timeout=timeout)
     introduce()
-    if is_main() and _on_one_machine() and "RANK" in os.environ and _is_open(int(os.environ["MASTER_PORT"])):
-        print(
-            f"[hotbunk] port {os.environ['MASTER_PORT']}, where the ranks meet, is open to the network, and whoever "
-            "reaches it can do as he likes with this run: start it by bash scripts/train.sh, which listens on loopback "
-            "only (or by python -m trainer.launcher in the place of torchrun)",
-            file=sys.stderr,
+    if _on_one_machine() and "RANK" in os.environ and is_main() and _is_open(int(os.environ["MASTER_PORT"])):
+        say(
+            f"port {os.environ['MASTER_PORT']}, where the ranks meet, is open to the network, and whoever reaches it "
+            "can do anything with this run: start it by bash scripts/train.sh, which listens on loopback only (or by "
+            "python -m trainer.launcher in the place of torchrun)"
         )
+
+
+def say(line: str) -> None:
+    """Print a line about the run to standard error, on rank 0."""
+    if is_main():
+        print(f"[hotbunk] {line}", file=sys.stderr, flush=True)
 
 
 def _on_one_machine() -> bool:

@@ -37,9 +37,10 @@ from torch.distributed.tensor import DTensor
 
 from sharding.ranks import agreed, all_gather_bytes, exchange, is_main, rank, world_size
 from trainer.config.checks import COMPLETE_MARKER
+from trainer.distributed import say
 from trainer.errors import UserError
 from trainer.run.checkpoint_reading import METADATA, SHARDS, check_shard, misfit, read_metadata, read_tensors
-from trainer.run.records import say, write_whole
+from trainer.run.records import write_whole
 
 _EXTRA = "extra.json"
 _FILES = re.compile(rf"{SHARDS}|{re.escape(METADATA)}|rank_\d+\.json|extra\.json")

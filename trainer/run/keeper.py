@@ -36,10 +36,11 @@ from trainer.config.checks import IDENTITY_KEYS, IDENTITY_SECTIONS
 from trainer.config.recipe import to_yaml
 from trainer.config.renamed import renewed
 from trainer.config.schema import CheckpointConfig, TrainConfig
+from trainer.distributed import say
 from trainer.errors import UserError, shortened
 from trainer.policy.hf_format import resolve_folder
 from trainer.run import checkpoint, processes
-from trainer.run.records import say, write_whole
+from trainer.run.records import write_whole
 from trainer.run.tracking import NullTracker, make_tracker
 from trainer.run.watchdog import Watchdog
 

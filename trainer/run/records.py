@@ -2,12 +2,9 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from sharding.ranks import is_main
 
 Rows = list[dict[str, Any]]
 
@@ -45,9 +42,3 @@ def write_whole(path: Path, content: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-def say(line: str) -> None:
-    """Print a line about the run to standard error, on rank 0."""
-    if is_main():
-        print(f"[hotbunk] {line}", file=sys.stderr, flush=True)

@@ -212,15 +212,13 @@ def sparkline(values: list[float], width: int) -> str:
 
 def _answer(row: dict[str, Any]) -> RenderableType:
     """A sampled answer; its text may hold anything, so nothing in it is taken for markup."""
-    prompt, text = (_clipped(str(row.get(key, ""))) for key in ("prompt", "text"))
+    texts = []
+    for key in ("prompt", "text"):
+        shown = "".join(c if c.isprintable() or c == "\n" else "�" for c in str(row.get(key, "")).strip())
+        texts.append(shown if len(shown) <= _ANSWER_LIMIT else shown[: _ANSWER_LIMIT - 1] + "…")
     reward = f"reward {row['reward']:.2f}" if "reward" in row else "answer"
-    body = Text.assemble((prompt, "dim"), "\n", (text, "bold"))
+    body = Text.assemble((texts[0], "dim"), "\n", (texts[1], "bold"))
     return Panel(body, title=reward, title_align="right", box=box.SQUARE, border_style="dim")
-
-
-def _clipped(text: str) -> str:
-    shown = "".join(char if char.isprintable() or char == "\n" else "�" for char in text.strip())
-    return shown if len(shown) <= _ANSWER_LIMIT else shown[: _ANSWER_LIMIT - 1] + "…"
 
 
 def _pairs(rows: dict[str, Text]) -> Table:
