@@ -238,7 +238,7 @@ def _chat_key(messages: Sequence[Message]) -> str:
 
 
 def echoes(message: Message, text: str) -> bool:
-    """Whether an assistant's message was made of a sampled text: it is the text, its end, or the tool calls in it."""
+    """True if an assistant's message was made from a sampled text: it is the text, its end, or the tool calls in it."""
     content = content_text(message.get("content")).strip()
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     for function in calls:  # name and arguments distinguish one sample's call from another's
@@ -435,7 +435,7 @@ class _Turns:
         return [*ids, *rest[len(after) :]]
 
     def _answer_end(self) -> int:
-        """Where in the whole rendering the end of the last answer stands."""
+        """The position of the last answer's end in the whole rendering."""
         places = [i for i, token in enumerate(self._whole) if token in self._ends]
         turns, answer = self._segments(self._whole)[:-1], self._rendered[-1]
         if turns[: len(self._rendered)] == self._rendered:
@@ -469,14 +469,14 @@ class _Turns:
         return not _UNSEEN.sub("", self._text(ids, skip_special_tokens=False))
 
     def _same(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
-        """Whether one is the other's text, retokenised, and perhaps without thoughts."""
+        """True if one is the other's text, retokenised, and perhaps without thoughts."""
         if list(rendered) == list(original):
             return True
         text, before = _UNSEEN.sub("", self._text(rendered)), self._text(original)
         return text in (_UNSEEN.sub("", before), _UNSEEN.sub("", _THOUGHT.sub("", before)))
 
     def _remains(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
-        """Whether one is made of the other's words, in any order, and of words that the template adds."""
+        """True if one consists of the other's words, in any order, and of words that the template adds."""
         return not set(_words(self._text(rendered)) - _words(self._text(original))) - self._template_words
 
     def _matches(self, turn: list[int], segment: list[int]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 @dataclass
 class Trajectory:
-    """What the policy said to one prompt, token by token.
+    """The policy's answers to one prompt, token by token.
 
     `response_ids`, `loss_mask` and `logprobs` have the same length. The mask is by position: 1 on every token the
     policy sampled, its EOS included, whatever its id; 0 on tokens that came from elsewhere (tools, environments).
@@ -66,7 +66,7 @@ class Trajectory:
 
 
 def checked_reward(value: Any, said: str) -> float:
-    """What can be learned from as a reward: a number that is finite as a float32.
+    """A reward that can be learned from: a number that is finite as a float32.
 
     Args:
         said: who gave it, for the sentence: "the client returned".
@@ -106,7 +106,7 @@ def check_rewards(trajectory: Trajectory, source: str) -> None:
 
 
 class Placed(Protocol):
-    """What tells which sample of which prompt something is."""
+    """The numbers that identify a sample of a prompt."""
 
     prompt_index: int
     sample_index: int

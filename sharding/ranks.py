@@ -33,12 +33,12 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 before and without a process group."""
+    """Number of ranks; 1 before and without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, the one that writes files and prints."""
+    """True on rank 0, which writes files and prints."""
     return rank() == 0
 
 

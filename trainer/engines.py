@@ -110,7 +110,7 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
 
 
 def training_sampling(config: TrainConfig, stop_token_ids: list[int]) -> SamplingSettings:
-    """How answers are drawn in training."""
+    """Sampling of answers in training."""
     sampling = config.sampling
     return SamplingSettings(
         max_tokens=sampling.max_tokens,
@@ -124,7 +124,7 @@ def training_sampling(config: TrainConfig, stop_token_ids: list[int]) -> Samplin
 
 
 def evaluation_sampling(config: TrainConfig, dataset: HeldOutConfig, stop_token_ids: list[int]) -> SamplingSettings:
-    """How answers to a held-out dataset are drawn: its own settings, else evaluation's; the training's stop strings."""
+    """Sampling of answers to a held-out dataset: its own settings, else evaluation's; the training's stop strings."""
     shared = config.eval
     return SamplingSettings(
         max_tokens=dataset.max_tokens or shared.max_tokens or config.sampling.max_tokens,

@@ -137,7 +137,7 @@ class LoadBalancer:
                 continue
             try:
                 return self._choose[strategy](prompt)
-            except Exception as error:  # an engine's own counters may fail in any way; the request goes on
+            except Exception as error:  # an engine's own counters may fail in any way; the request continues
                 log.warning("Strategy '%s' failed with error: %s. Trying next strategy...", strategy, error)
         log.warning("All strategies %s failed. Falling back to random selection.", self.strategies)
         return self._random.randrange(len(self.actors))

@@ -1,4 +1,4 @@
-"""Whether CUDA can be used here, and on how many devices: decided in this one place, without initialising CUDA."""
+"""Finds out whether CUDA can be used here and on how many devices, without initialising CUDA."""
 
 import os
 import re
@@ -21,13 +21,13 @@ _SHARED_MEMORY_FOLDER = "/dev/shm"
 
 
 def gpu_visible() -> bool:
-    """Whether there is an NVIDIA driver (natively or under WSL) and CUDA_VISIBLE_DEVICES does not hide all GPUs."""
+    """True if there is an NVIDIA driver (natively or under WSL) and CUDA_VISIBLE_DEVICES does not hide all GPUs."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1")
     return not hidden and any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def cuda_problem() -> str | None:
-    """Why this process cannot use CUDA, and the remedy; None if it can. No torch is imported."""
+    """The reason that this process cannot use CUDA, and the remedy; None if it can. No torch is imported."""
     if not gpu_visible():
         return "this machine shows no NVIDIA GPU: set it to cpu or auto"
     built_for = torch_cuda()
@@ -37,7 +37,7 @@ def cuda_problem() -> str | None:
 
 
 def driver_problem(built_for: str) -> str | None:
-    """Why the driver is not one for torch's release of CUDA; None if it is, or if nothing tells (as under WSL)."""
+    """The reason that the driver does not fit torch's release of CUDA; None if it does, or is unknown (under WSL)."""
     needed, driver = DRIVERS.get(int(built_for.partition(".")[0])), driver_version()
     compatible = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0").lower() in ("1", "true")
     if compatible or needed is None or driver is None or int(driver.partition(".")[0]) >= needed:

@@ -192,7 +192,7 @@ class Engine:
             EngineStateError: requests are running, or the weights' memory is not mapped.
         """
         if running := unfinished_requests(self.llm):
-            raise EngineStateError(f"cannot update weights: {running} requests would go on with other weights")
+            raise EngineStateError(f"cannot update weights: {running} requests would continue with other weights")
         self.state.begin_sync()
         update = Update(self.state.latest + 1 if version is None else version)
         try:

@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class Memory(Enum):
-    """Which of the engine's memory is mapped. Weights wake before the KV cache, never after it."""
+    """The part of the engine's memory that is mapped. Weights wake before the KV cache, never after it."""
 
     AWAKE = "awake"
     WEIGHTS = "holding weights but no KV cache"

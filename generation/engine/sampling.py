@@ -18,7 +18,7 @@ class NotFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How one response is drawn. `temperature` 0 is greedy; `top_k` -1, `top_p` 1 and `min_p` 0 truncate nothing."""
+    """Sampling of one response. `temperature` 0 is greedy; `top_k` -1, `top_p` 1 and `min_p` 0 truncate nothing."""
 
     max_tokens: int
     temperature: float = 1.0

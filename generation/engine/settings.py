@@ -120,7 +120,7 @@ class EngineSettings:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether this engine runs on the CPU build."""
+        """True if this engine runs on the CPU build."""
         return not self.device_indices
 
 

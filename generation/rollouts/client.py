@@ -104,7 +104,7 @@ class ClientRollout:
         server = await self._start_server(
             llm.engine,
             model_name=MODEL,
-            api_key=secrets.token_urlsafe(32),  # known to nobody: only keys of open trajectories are answered
+            api_key=secrets.token_urlsafe(32),  # never given out: only keys of open trajectories are answered
             sampling=own,
             eos_token_ids=tuple(sorted({*own.stop_token_ids, *([eos] if eos else [])})),
         )

@@ -28,7 +28,7 @@ OnSample = Callable[[Trajectory], Awaitable[None]]
 
 @dataclass(frozen=True)
 class EpisodeSetup:
-    """How a prompt becomes a trajectory: the function that runs an episode, and what it needs besides the prompt's ids.
+    """The function that runs an episode, and its arguments besides the prompt's ids.
 
     Attributes:
         rows: the dataset's row of each prompt; None: no rows.

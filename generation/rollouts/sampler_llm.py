@@ -375,7 +375,7 @@ class SamplerLLM:
 
 
 def off_policy(params: "SamplingParams", training: "SamplingParams") -> str:
-    """How the distribution of `params` differs from training's, as "temperature is 0.5 instead of 1.0"; or ""."""
+    """The difference of the distribution of `params` from training's, as "temperature is 0.5 instead of 1.0"; or ""."""
 
     def value(of: "SamplingParams", name: str) -> Any:
         found = getattr(of, name)

@@ -51,7 +51,7 @@ def parse_body(raw: bytes) -> Body:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one request may ask for, beyond what vLLM limits itself; in answers, or in tokens."""
+    """Limits of one request, beyond those of vLLM itself; in answers, or in tokens."""
 
     choices: int
     answers: int
@@ -111,7 +111,7 @@ def sentence_of(errors: Sequence[Mapping[str, Any]], body: Any) -> str:
 
 
 def fill_sampling(request: Any, trained: SamplingSettings) -> None:
-    """Fill in training's values where the client left them open: vLLM's own defaults are nobody's choice.
+    """Fill in training's values where the client left them open: nobody has chosen vLLM's own defaults.
 
     `request` is vLLM's own, parsed.
 

@@ -78,7 +78,7 @@ class Conversations(dict[str, Conversation]):
     def check_room(self, by_request: bool) -> None:
         """Raise TooManyConversations unless one more can be opened."""
         if sum(each.by_request == by_request for each in self.values()) >= self._limit:
-            raise TooManyConversations(429, f"{self._limit} trajectories are being captured and nobody takes them")
+            raise TooManyConversations(429, f"{self._limit} trajectories are being captured and none of them is taken")
 
     def open(
         self,
@@ -89,7 +89,7 @@ class Conversations(dict[str, Conversation]):
         seed: int | None = None,
         policy_version: int | None = None,
     ) -> Conversation:
-        """Begin to capture the answers under `key`, or under a new one that nobody can guess.
+        """Begin to capture the answers under `key`, or under a new one that cannot be guessed.
 
         Raises:
             ValueError: it is open already.

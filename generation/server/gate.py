@@ -90,14 +90,14 @@ class Gate:
         if conversation is not None and not _same(token, conversation.key):
             conversation.lost_keys += request.method == "POST"
             raise Refused(401, "the key of this trajectory was lost: send the api_key that came with this base_url")
-        # The key of a header is the client's choice, which others might guess: it lets nobody in.
+        # The key of a header is the client's choice, which others might guess: it does not open the server.
         known = own is None or _same(token, own) or (opened is not None and not opened.by_request)
         if not known and path != "/health":
             raise Refused(401, "the API key is missing, or is not this server's: send it as a bearer token")
         return path
 
     def _call(self, request: Request) -> Call:
-        """Under which trajectory a request for answers is captured: the one of its header, or of its bearer token."""
+        """The trajectory under which a request for answers is captured: its header's, or its bearer token's."""
         token, key, own = _token(request), request.headers.get(KEY_HEADER, ""), self._settings.api_key
         conversation = self._conversations.get(key or token)
         if key and not self._settings.header_keys:

@@ -91,7 +91,7 @@ class OpenAIServer:
         seed: int | None = None,
         policy_version: int | None = None,
     ) -> str:
-        """Begin to capture answers under `key` (by default a new one that nobody can guess); gives the key.
+        """Begin to capture answers under `key` (by default a new one that cannot be guessed); gives the key.
 
         A client sends it as its API key, or, where the settings allow it, in the header `x-hotbunk-trajectory`, which
         opens a trajectory by itself.
@@ -112,7 +112,7 @@ class OpenAIServer:
         return self.base_url.removesuffix("/v1") + PLACES + self._conversations[key].place + "/v1"
 
     def lost_keys(self, key: str) -> int:
-        """How many requests to the trajectory's own address were refused because they came without its key, so far.
+        """Requests to the trajectory's own address that were refused so far because they came without its key.
 
         Raises KeyError if it is not open.
         """
@@ -156,7 +156,7 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; handed on as it is, so that nobody can take its port in between."""
+    """A listening socket; handed on as it is, so that no other process can take its port in between."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)

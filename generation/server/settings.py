@@ -48,7 +48,7 @@ class ServerSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether that name or address means this machine to every program: `localhost`, 127.0.0.0/8 or ::1."""
+    """True if a name or address means this machine to every program: `localhost`, 127.0.0.0/8 or ::1."""
     if host.lower() == "localhost":
         return True
     try:

@@ -253,7 +253,7 @@ class CollectiveSender:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        """Listen on `host` for `workers` workers, all engines together; loopback unless told otherwise."""
+        """Listen on `host` for `workers` workers, all engines together; loopback by default."""
         self._source, self._settings = source, settings
         self._parameters = source.parameters()
         self._plan = BucketPlan(self._parameters, settings.bucket_bytes)

@@ -1,4 +1,4 @@
-"""How a list of parameters is cut into buckets: the same on every rank, since nothing but names and shapes decides."""
+"""Cuts a list of parameters into buckets, the same on every rank, since only names and shapes decide."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -27,7 +27,7 @@ class Slot:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the parameter is here."""
+        """True if all of the parameter is here."""
         return self.nbytes == self.parameter.nbytes
 
     def stretches(self) -> Iterator[Stretch]:

@@ -21,7 +21,7 @@ from sharding.wire.staging import BUFFERS, STAMP_BYTES, stamp
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How weights travel.
+    """Settings of the weights' way to the engine.
 
     Attributes:
         bucket_bytes: bounds either staging buffer, except for weights that a worker needs whole: all of them in the

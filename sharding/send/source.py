@@ -1,4 +1,4 @@
-"""Where weights come from: sharded parameters, gathered one bucket at a time straight into the staging buffer.
+"""Sources of weights: sharded parameters, gathered one bucket at a time straight into the staging buffer.
 
 Three ways were weighed for FSDP2: `full_tensor()` (a full copy per parameter and a copy into the buffer), one
 flattened all-gather per bucket (a second bucket of memory, since ranks' shards arrive interleaved), and this one: an

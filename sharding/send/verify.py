@@ -1,4 +1,4 @@
-"""Whether workers hold what the ranks have, by digests: nothing is gathered or sent a second time.
+"""Compares the workers' weights with the ranks' by digests: nothing is gathered or sent a second time.
 
 Every rank digests its own shards, straight from the policy's parameters, and the ranks' parts are added up. So nothing
 in between is trusted: not the cast, the gather, the staging buffer, nor what the worker recorded.

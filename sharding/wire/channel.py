@@ -59,7 +59,7 @@ class Conversation(Protocol):
         """See `Channel.receive`."""
 
     def waiting(self) -> bool:
-        """Whether a message is there already."""
+        """True if a message is there already."""
 
 
 class Channel:
@@ -107,7 +107,7 @@ class Channel:
                 raise TimeoutError(f"no {waiting_for} within {timeout:.0f} s")
 
     def waiting(self) -> bool:
-        """Whether a message is there already."""
+        """True if a message is there already."""
         return bool(self._socket.poll(0))
 
     def _put(self, packed: bytes) -> None:

@@ -1,7 +1,7 @@
 """The group of processes that weights are broadcast in: trainer rank 0 and every worker of every engine.
 
 It is not a default group. Messages travel through its store, one box for each direction and worker; buckets travel
-by gloo on CPU and NCCL on CUDA. A member that cannot continue aborts the group, which ends everybody's waiting.
+by gloo on CPU and NCCL on CUDA. A member that cannot continue aborts the group, which ends all waits.
 
 vLLM's StatelessProcessGroup and PyNcclCommunicator do much the same, but unpickle what comes over their sockets
 (https://github.com/vllm-project/vllm/blob/main/vllm/distributed/utils.py).
@@ -109,11 +109,11 @@ class GroupStore:
         self._ask(lambda: self._store.set(key, value))
 
     def claim(self, key: str, value: bytes) -> bytes:
-        """Write a key unless somebody has; what is there afterwards."""
+        """Write a key unless it is there; returns its value afterwards."""
         return bytes(self._ask(lambda: self._store.compare_set(key, "", value)))
 
     def has(self, key: str) -> bool:
-        """Whether a key was written."""
+        """True if a key was written."""
         return bool(self._ask(lambda: self._store.check([key])))
 
     def take(self, key: str) -> bytes:
@@ -127,7 +127,7 @@ class GroupStore:
         return bytes(self._ask(lambda: self._store.get(key)))
 
     def abort(self, reason: str) -> None:
-        """End everybody's waiting; the first reason counts."""
+        """End all waits; the first reason counts."""
         self.claim(_ABORTED, reason.encode())
 
     def check_aborted(self) -> None:
@@ -173,7 +173,7 @@ class StoreChannel:
         return unpack(packed, waiting_for)
 
     def waiting(self) -> bool:
-        """Whether a message is there already."""
+        """True if a message is there already."""
         return self._store.has(f"{self._inbox}/{self._received}")
 
 

@@ -102,7 +102,7 @@ def cuda_handle(storages: list[torch.UntypedStorage]) -> dict[str, Any]:
     """Export device memory; everything written to it must be there before another process is told to open it.
 
     torch counts one user of an exported storage until some process has opened and dropped it, and keeps its memory
-    until then: what nobody opens is never freed (`CudaIPCSentDataDelete` in
+    until then: memory that is never opened is never freed (`CudaIPCSentDataDelete` in
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/CudaIPCTypes.cpp).
     """
     # _share_cuda_: device, handle, storage bytes, offset, ref counter handle, its offset, event handle, event sync

@@ -26,7 +26,7 @@ from sharding.worker.receiver import ChannelCarrier
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker stands in a group: what `init_collective` was told, and the worker's own rank from it."""
+    """A worker's place in a group: the arguments of `init_collective`, and the worker's own rank from them."""
 
     ip: str
     port: int
@@ -46,7 +46,7 @@ class Membership:
 
         Raises:
             SyncError: the group is another one than was described, or this rank in it is taken.
-            TimeoutError: not everybody came in time.
+            TimeoutError: not all members came in time.
         """
         self.place = place
         self.store = GroupStore(connect_store(place.ip, place.port, timeout), f"{place.ip}:{place.port}")
@@ -78,7 +78,7 @@ class Membership:
         return str(group["token"]).encode()
 
     def stands(self, place: Place) -> bool:
-        """Whether this is a membership in the group that `place` describes, and the group can be used."""
+        """True if this is a membership in the group that `place` describes, and the group can be used."""
         try:
             self.store.check_aborted()
             now = msgspec.msgpack.decode(GroupStore(connect_store(place.ip, place.port, 1.0), "").read("group"))
@@ -87,7 +87,7 @@ class Membership:
         return place == self.place and str(now["token"]).encode() == self.token
 
     def leave(self, reason: str | None = None) -> None:
-        """Leave the group; with a reason, everybody else has to, too."""
+        """Leave the group; with a reason, all others have to as well."""
         with suppress(GroupError):
             if reason is not None:
                 self.store.abort(reason)

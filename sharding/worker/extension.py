@@ -132,7 +132,7 @@ class VllmInternalWorkerExtension:
         return self._hotbunk_try(join)
 
     def check_collective_ready(self) -> bool:
-        """Whether this worker is in a group that stands. Never raises."""
+        """True if this worker is in a complete group. Never raises."""
         membership = self.hotbunk_membership
         return membership is not None and membership.stands(membership.place)
 

@@ -172,7 +172,7 @@ class Arrivals:
 
 
 def _overlaps(places: list[tuple[int, int]], first: int, last: int) -> bool:
-    """Whether some of the elements [first, last) are in one of these places, which are in order and apart."""
+    """True if some of the elements [first, last) are in one of these places, which are in order and apart."""
     at = bisect.bisect_left(places, (last, 0))  # the first that starts behind them
     return at > 0 and places[at - 1][1] > first
 

@@ -21,7 +21,7 @@ from sharding.worker.recording import Recording
 
 
 class Carrier(Protocol):
-    """How an update reaches this worker: its messages in order, and the memory that each bucket lies in."""
+    """The carrier of an update to this worker: its messages in order, and the memory of each bucket."""
 
     def next(self) -> dict[str, Any]:
         """The next message: `begin`, `bucket`s or one `in_place`, `finish`, `compare`s, `end` or `abort`."""
@@ -44,7 +44,7 @@ class Carrier(Protocol):
 
 @dataclass
 class Outcome:
-    """How an update ended on this worker; the extension returns it as a dictionary.
+    """The outcome of an update on this worker; the extension returns it as a dictionary.
 
     Attributes:
         error: None when everything arrived and was accounted for; else what went wrong, and on which worker.

@@ -30,7 +30,7 @@ from sharding.wire.manifest import Manifest, NamedTensors, View
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that stands for the tensor's memory as long as somebody holds a reference to it, weak or not."""
+    """A number that stands for the tensor's memory as long as a reference to it exists, weak or not."""
     return int(tensor.untyped_storage()._cdata)  # as `StorageWeakRef(...).cdata`, in a tenth of the time
 
 
@@ -80,7 +80,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a weight lay when its loader got it; numbers only, so that nothing keeps staging memory alive."""
+    """The place of a weight when its loader got it; numbers only, so that staging memory is not kept alive."""
 
     storage: int
     offset: int
@@ -152,11 +152,11 @@ class Recording:
             self.fills.append((target.detach(), value))
 
     def replayable(self, name: str) -> bool:
-        """Whether the loaders are not needed for this weight."""
+        """True if the loaders are not needed for this weight."""
         return name in self.copies and name not in self.unreplayable
 
     def is_one_run(self, name: str) -> bool:
-        """Whether a parameter holds this weight just as it is sent, all of it and contiguous."""
+        """True if a parameter holds this weight as it is sent, all of it and contiguous."""
         if not self.replayable(name) or len(self.copies[name]) > 1:
             return False
         (copy,) = self.copies[name]
@@ -195,7 +195,7 @@ class Recording:
         self.unreplayable |= dict.fromkeys(names, reason)
 
     def fits(self, model: torch.nn.Module, weights: Manifest) -> bool:
-        """Whether it can be replayed: with these weights, into the memory the model's parameters have now."""
+        """True if it can be replayed with these weights, into the memory that the model's parameters have now."""
         return self.complete and self.weights == weights and self.parameters == parameter_storages(model)
 
     @torch.no_grad()
@@ -250,7 +250,7 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _rows_within(view: View, first: int, last: int) -> tuple[range, range]:
-    """Which rows of a view have an element among [first, last), and which lie inside of it."""
+    """The rows of a view that have an element among [first, last), and those that lie inside it."""
     offset, (rows, *shape), (step, *stride) = view
     if step == 0:  # all rows are the same elements
         return range(rows), range(0)
@@ -267,7 +267,7 @@ def parameter_storages(model: torch.nn.Module) -> frozenset[int]:
 
 
 def _covers_once(views: list[View], elements: int) -> bool:
-    """Whether the views hold each of so many elements exactly once.
+    """True if the views hold each of `elements` elements exactly once.
 
     Counted in cells as large as all offsets and contiguous runs allow: a cell is mostly a row or more.
     """
@@ -301,7 +301,7 @@ _Range = tuple[int, int, str]  # first address, address behind the last, name
 
 @dataclass
 class Written:
-    """How much of one storage the loaders have written, and from which weights."""
+    """The number of elements of one storage that the loaders have written, and the weights they came from."""
 
     elements: int
     written: int = 0
@@ -401,13 +401,13 @@ class LoadWatcher(TorchDispatchMode):
 
 
 def _overlaps(old: _Range, fresh: list[_Range]) -> bool:
-    """Whether memory of a weight that was announced before now belongs to one of the sorted `fresh` ones."""
+    """True if memory of an earlier weight now belongs to one of the sorted `fresh` ones."""
     at = bisect.bisect_left(fresh, (old[1], 0, ""))  # the first that starts behind the old one
     return at > 0 and fresh[at - 1][1] > old[0]
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are equal; by whole words where they lie so, which is several times
+    """True if two tensors of one dtype and shape are equal; by whole words where they lie so, which is several times
     as fast as bfloat16 and finds NaN equal to itself."""
     words = [t for t in (first, second) if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0]
     if len(words) == 2:

@@ -1,4 +1,4 @@
-"""How per-token losses become one number: as weights, so that the sum over any split of the step is the same.
+"""Aggregation of per-token losses into one number, by weights, so that the sum over any split of the step is the same.
 
 A weight is divided by a count over the *whole* step and all ranks. Then neither micro-batches nor ranks nor padding
 change the loss: summing `loss * weight` over everything, in any order, gives the global mean once.

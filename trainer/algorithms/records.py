@@ -126,7 +126,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Advantage(Record):
-    """How much better an answer or a token was than expected.
+    """An estimator of how much better an answer or a token was than expected.
 
     One that takes `mask` works on tokens: all tensors are [B, T], rewards on the tokens that end a turn or the episode.
     Any other compares the answers of a group: rewards [1, G].
@@ -159,12 +159,12 @@ class Advantage(Record):
 
     @property
     def compares(self) -> bool:
-        """Whether it compares the answers to a prompt with each other."""
+        """True if it compares the answers to a prompt with each other."""
         return self.takes("rewards") and not self.by_token
 
     @property
     def by_turn(self) -> bool:
-        """Whether turns can be rewarded by themselves."""
+        """True if turns can be rewarded by themselves."""
         return self.takes("rewards") and (self.by_token or self.turns)
 
 
@@ -186,7 +186,7 @@ class Loss(Record):
 
     @property
     def has_ratios(self) -> bool:
-        """Whether it knows how far the policy has moved since it sampled."""
+        """True if it uses the policy's change since it sampled."""
         return self.takes("log_ratio") or self.takes("old_logprobs")
 
 

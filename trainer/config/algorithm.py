@@ -212,7 +212,7 @@ class AlgorithmConfig(Section):
 
     @property
     def rewards_apart(self) -> bool:
-        """Whether each reward function's rewards are made relative by themselves."""
+        """True if each reward function's rewards are made relative by themselves."""
         return self.combine_rewards == "normalize_then_sum"
 
     @property
@@ -225,7 +225,7 @@ class AlgorithmConfig(Section):
 
     @property
     def selects_groups(self) -> bool:
-        """Whether prompts are sampled until enough groups have rewards that differ."""
+        """True if prompts are sampled until enough groups have rewards that differ."""
         return self.sampling_rounds > 1 or self.oversampling > 1
 
 

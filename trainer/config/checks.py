@@ -103,7 +103,7 @@ def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
 
 
 def _check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[str]:
-    """Whether CUDA can be used as asked for, and whether processes can share its memory."""
+    """Problems with using CUDA as asked for, and with sharing its memory between processes."""
     problem, asked = cuda_problem(), config.run.device
     if problem and (asked == "cuda" or (asked == "auto" and gpu_visible() and torch_cuda())):
         yield f"run.device is {asked}, but {problem}"

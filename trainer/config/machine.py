@@ -78,7 +78,7 @@ def device_gib() -> float | None:
 
 
 def unwritable(folder: Path) -> str | None:
-    """Why this folder cannot be made, or nothing be written in it; None: it can. Leaves nothing behind."""
+    """The reason that this folder cannot be made or written to; None if it can. Leaves nothing behind."""
     place = folder.absolute()
     if len(os.fsencode(place)) > _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in place.parts):
         return f"it is longer than {_LONGEST_PATH} bytes, or a name in it than {_LONGEST_NAME}"

@@ -266,7 +266,7 @@ class LoraConfig(Section):
 
     @property
     def engines_apply(self) -> bool:
-        """Whether the adapter goes to the engines by itself, for them to apply."""
+        """True if the adapter goes to the engines by itself, for them to apply."""
         return self.rank > 0 and self.sync == "adapter"
 
 

@@ -42,7 +42,7 @@ def assign_credit(minibatches: list[MiniBatch], config: TrainConfig, reward_weig
 
 
 def has_signal(minibatches: list[MiniBatch]) -> bool:
-    """Whether any trainable token of any rank has an advantage other than 0. Collective."""
+    """True if any trainable token of any rank has an advantage other than 0. Collective."""
     found = any(b.trained(b.advantages).any() for minibatch in minibatches for b in minibatch.batches)
     return all_reduce_sum({"signal": float(found)})["signal"] > 0
 
@@ -111,7 +111,7 @@ def _outcome_advantages(
 def _turn_advantages(group: Group, config: TrainConfig, advantage: Advantage) -> Tensor:
     """[G, K] float32, from what each turn and those after it were given, against the same turn of other episodes.
 
-    An episode's turns are those of its trajectories, end to end: its third is compared with everybody's third,
+    An episode's turns are those of its trajectories, end to end: its third is compared with the others' third,
     whichever conversation it is in, because what counts is how much of the episode is still to come.
     """
     rewards, taken = turn_rewards(group, shaped_rewards(group, config))

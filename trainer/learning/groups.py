@@ -44,7 +44,7 @@ def make_groups(answers: list[Answer]) -> list[Group]:
 
 
 def informative(group: Group) -> bool:
-    """Whether rewards differ, in sum or turn by turn, before length has any say: as DAPO asks of answers' correctness.
+    """True if rewards differ, in sum or turn by turn, before length counts: DAPO's condition on answers' correctness.
 
     DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 11.
     """

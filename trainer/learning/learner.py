@@ -69,11 +69,11 @@ class Learner:
 
     @property
     def _shared_critic(self) -> bool:
-        """Whether the policy's outputs have values."""
+        """True if the policy's outputs have values."""
         return self._config.algorithm.advantage_record.takes("values") and self._critic is None
 
     def _pulled(self) -> bool:
-        """Whether the policy's loss has a gradient without any advantage."""
+        """True if the policy's loss has a gradient without any advantage."""
         algorithm = self._config.algorithm
         return algorithm.kl_in_loss or algorithm.entropy_coef > 0 or self._shared_critic
 

@@ -58,7 +58,7 @@ _DIGITS = ((53, 11), (42, 11), (31, 11), (20, 11), (9, 11), (0, 9))
 
 
 def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Metrics:
-    """How far the trainer is from the engine on the step's trainable tokens, all ranks. Collective.
+    """The distance of the trainer from the engine on the step's trainable tokens, all ranks. Collective.
 
     Args:
         gaps: trainer's and engine's log-probabilities, as `PolicyLoss.gaps` has them.

@@ -84,7 +84,7 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
 
 
 def _keywords(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> frozenset[str]:
-    """Which of OFFERED to pass; raises UserError unless completion, these and kwargs are what the function takes."""
+    """The keys of OFFERED to pass; raises UserError unless completion, these and kwargs are what the function takes."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:  # some functions of C do not say

@@ -238,7 +238,7 @@ class _Worker:
         self._ready = False
 
     def dead(self) -> bool:
-        """Whether an idle worker has ended: it says nothing unasked, so only the pipe's end can be there to read."""
+        """True if an idle worker has ended: it sends nothing unasked, so only the pipe's end can be there to read."""
         return self._ready and self._connection.poll()
 
     async def ask(self, index: int, completion: str, offered: dict[str, Any] | None, seconds: float) -> _Reply:

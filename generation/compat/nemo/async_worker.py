@@ -68,12 +68,12 @@ class VllmAsyncGenerationWorker(Engine):
             self.server = await OpenAIServer.start(self, ServerSettings(sampling=self.sampling))
 
     async def report_dp_openai_server_base_url(self) -> str | None:
-        """Where the OpenAI-compatible server answers, such as `http://127.0.0.1:4711/v1`; None without one."""
+        """The base URL of the OpenAI-compatible server, such as `http://127.0.0.1:4711/v1`; None without one."""
         return None if self.server is None else self.server.base_url
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether texts and stop strings can be used."""
+        """True if texts and stop strings can be used."""
         return not self.settings.extra.get("skip_tokenizer_init")
 
     def next_call(self) -> int:

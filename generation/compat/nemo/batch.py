@@ -22,21 +22,21 @@ _LENGTHS = {"input_ids": "input_lengths", "output_ids": "unpadded_sequence_lengt
 
 
 class ResourcesConfig(TypedDict, total=False):
-    """Where engines that stand apart from the trainer run."""
+    """The place of engines that run apart from the trainer."""
 
     gpus_per_node: int | None
     num_nodes: int | None
 
 
 class ColocatedConfig(TypedDict):
-    """Whether engine and trainer share their devices, so that the engine sleeps between generations."""
+    """True if engine and trainer share their devices, so that the engine sleeps between generations."""
 
     enabled: bool
     resources: NotRequired[ResourcesConfig]
 
 
 class GenerationConfig(TypedDict):
-    """How responses are drawn, for any backend.
+    """Sampling of responses, for any backend.
 
     `top_k` None or -1 and `top_p` 1.0 truncate nothing; `pad_token_id` is what rows are padded with, 0 by default;
     `stop_strings` hold for every sample, beside those a sample brings itself.
@@ -96,7 +96,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
 
     @property
     def size(self) -> int:
-        """How many samples there are; 0 for a batch without keys.
+        """Number of samples; 0 for a batch without keys.
 
         Raises:
             ValueError: values of different lengths, naming them.
@@ -271,7 +271,7 @@ class GenerationInterface(ABC):
 def verify_right_padding(
     data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = False
 ) -> tuple[bool, str | None]:
-    """Whether every row holds `pad_value` alone to the right of its length.
+    """True if every row holds only `pad_value` to the right of its length.
 
     Looks at `input_ids` [B, S] with `input_lengths` [B], or else at `output_ids` with `unpadded_sequence_lengths`.
     Tokens left of the length are not looked at: they may be `pad_value`, too.

@@ -146,7 +146,7 @@ def configure_generation_config(config: VllmConfig, tokenizer: Any, is_eval: boo
 
 
 def sampling_settings(config: Mapping[str, Any]) -> SamplingSettings:
-    """How responses are drawn, as the configuration has it."""
+    """Sampling of responses by the configuration."""
     check_config(config)
     top_k = config.get("top_k")
     return SamplingSettings(
@@ -220,10 +220,10 @@ def pad_token_id(config: Mapping[str, Any]) -> int:
 
 
 def colocated(config: Mapping[str, Any]) -> bool:
-    """Whether the engine shares its devices with a trainer, and sleeps while that works."""
+    """True if the engine shares its devices with a trainer, and sleeps while that works."""
     return bool((config.get("colocated") or {}).get("enabled", False))
 
 
 def replicas(config: Mapping[str, Any]) -> int:
-    """How many engines."""
+    """Number of engines."""
     return int(config["vllm_cfg"].get("num_replicas", 1))

@@ -216,7 +216,7 @@ class VllmGeneration(_Batches, GenerationInterface):
 
     @property
     def dp_openai_server_base_urls(self) -> list[str | None]:
-        """Where each engine's OpenAI-compatible server answers; None without `expose_http_server`."""
+        """The base URL of each engine's OpenAI-compatible server; None without `expose_http_server`."""
         servers = [worker.engine.server for worker in self.workers]
         return [None if server is None else server.base_url for server in servers]
 

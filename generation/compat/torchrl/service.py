@@ -117,7 +117,7 @@ class AsyncVLLM(WeightUpdates):
 
     @property
     def launched(self) -> bool:
-        """Whether the engines are running."""
+        """True if the engines are running."""
         return self._thread is not None
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""How an `AsyncVLLM` gets new weights: by broadcast from a trainer, or from a folder.
+"""New weights for an `AsyncVLLM`: by broadcast from a trainer, or from a folder.
 
 The carriers and their rules (every weight accounted for, none cast in silence) live in the package `sharding`, which
 the service is given when it is made.
@@ -92,7 +92,7 @@ class WeightUpdates:
             )
 
     def get_master_address(self) -> str:
-        """Where this process listens for the engines: loopback, unless a Ray cluster has other nodes."""
+        """The address at which this process listens for the engines: loopback, unless a Ray cluster has other nodes."""
         return local_address(self.backend)
 
     def get_master_port(self) -> int:

@@ -21,7 +21,7 @@ class FactoryProcessor(LogitsProcessor):
         self._chains: dict[int, list[Any]] = {}
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Whether any factory wants this request; what the slot's former request had is forgotten."""
+        """True if any factory wants this request; the processors of the slot's former request are dropped."""
         self._chains[req_idx] = [made for make in self._factories if (made := make(sampling_params)) is not None]
         return bool(self._chains[req_idx])
 

@@ -45,7 +45,7 @@ def new_way(error: Exception) -> Exception:
 
 
 def uses_v2(on_cpu: bool, environ: Mapping[str, str]) -> bool:
-    """Whether an engine started here wants the second model runner's interface; the CPU build has the first alone."""
+    """True if an engine started here uses the second model runner's interface; the CPU build only has the first."""
     return not on_cpu and environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0"
 
 

@@ -313,7 +313,7 @@ def test_who_stops_listening_leaves_no_request_behind(generation: VllmGeneration
     async def listen_once() -> int:
         results = worker.engine.generate_async(padded([[7] * 63, *PROMPTS * 8]))
         assert (await anext(results))[0] == 0
-        with pytest.raises(EngineStateError, match="requests would go on with other weights"):
+        with pytest.raises(EngineStateError, match="requests would continue with other weights"):
             await worker.engine.update_weights_from_collective_async()
         await results.aclose()
         return unfinished_requests(worker.engine.llm)

@@ -79,7 +79,7 @@ def test_an_update_that_breaks_off_leaves_no_version_until_a_complete_one(engine
 
 def test_weights_are_not_changed_under_running_requests(engine: Any) -> None:
     engine.llm.running = 3
-    with pytest.raises(EngineStateError, match="3 requests would go on with other weights"):
+    with pytest.raises(EngineStateError, match="3 requests would continue with other weights"):
         run(engine, 9)
     assert engine.state.version == 4
 
