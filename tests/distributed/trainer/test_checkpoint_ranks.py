@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from sharding.ranks import RemoteError, exchange
+from sharding.ranks import RemoteError, exchange, is_main, rank, world_size
 from tests.distributed.launch import run_ranks
 from trainer import distributed
 from trainer.config.schema import CheckpointConfig, TrainConfig
@@ -27,7 +27,7 @@ class ShardedPolicy:
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 6), torch.nn.Linear(6, 5))
-        mesh = dist.init_device_mesh("cpu", (distributed.world_size(),))
+        mesh = dist.init_device_mesh("cpu", (world_size(),))
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.learn()
@@ -70,13 +70,13 @@ def test_saved_by_some_ranks_loaded_by_others(tmp_path: Path, savers: int, loade
 def saves(folder: str) -> None:
     distributed.init_process_group(60, device="cpu")
     policy = ShardedPolicy(seed=1)
-    random.seed(distributed.rank())
+    random.seed(rank())
     path = checkpoint.save(Path(folder) / "checkpoints", 4, {"policy": policy}, {"counter": 7})
     drawn = random.random()
     full = policy.full()
-    if distributed.is_main():
+    if is_main():
         torch.save(full, Path(folder) / "expected.pt")
-    (Path(folder) / f"loss_{distributed.rank()}.json").write_text(json.dumps(policy.learn()))
+    (Path(folder) / f"loss_{rank()}.json").write_text(json.dumps(policy.learn()))
 
     other = ShardedPolicy(seed=2)
     assert checkpoint.load(path, {"policy": other})["counter"] == 7
@@ -106,7 +106,7 @@ def loads(folder: str) -> None:
     path = checkpoint.latest_complete(Path(folder) / "checkpoints")
     assert path is not None
     extra = checkpoint.load(path, {"policy": policy})
-    assert extra["step"] == 4 and extra["world_size"] != distributed.world_size()
+    assert extra["step"] == 4 and extra["world_size"] != world_size()
     assert random.getstate() == before  # states of other ranks are nobody's
     expected = torch.load(Path(folder) / "expected.pt")
     full = policy.full()
@@ -135,7 +135,7 @@ def one_finds_damage(folder: str) -> None:
     for name in sorted(path.name for path in (place / "step_3").iterdir() if path.name != "COMPLETE"):
         content = (place / "step_3" / name).read_bytes()
         dist.barrier()
-        if distributed.is_main():
+        if is_main():
             (place / "step_3" / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         dist.barrier()
         with pytest.raises(checkpoint.Damaged) as damage:
@@ -144,7 +144,7 @@ def one_finds_damage(folder: str) -> None:
         path, state = find_checkpoint(config, identity)
         assert path == place / "step_2" and state == RunState(step=2)
         dist.barrier()
-        if distributed.is_main():
+        if is_main():
             (place / "step_3" / name).write_bytes(content)
         dist.barrier()
     assert exchange(said) == [said, said] and len(said) == 6
@@ -155,7 +155,7 @@ def one_finds_damage(folder: str) -> None:
     checkpoint.load(place / "step_2", {"policy": policy})
     assert all(torch.equal(value, saved[2][name]) for name, value in policy.full().items())
 
-    if not distributed.is_main():
+    if not is_main():
         (place / "step_2" / "__1_0.distcp").unlink()  # which only rank 1 reads, and both tell of
     with pytest.raises(UserError, match=r"step_2 cannot be loaded: __1_0.distcp: No such file"):
         checkpoint.load(place / "step_2", {"policy": policy})
@@ -175,7 +175,7 @@ def one_cannot_write(folder: str) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    if distributed.rank() == 1:
+    if rank() == 1:
         checkpoint.write_whole = full
     with pytest.raises(RemoteError, match=r"phase checkpoint \(write\) failed on rank 1: OSError: .*No space left"):
         checkpoint.save(place, 2, {"policy": policy}, {})
