@@ -11,6 +11,7 @@ import pytest
 
 from generation.engine.settings import EngineSettings
 from generation.engine.vllm_compat import check_build, check_version, engine_arguments, started_with
+from sharding import SHARING_WORKER, WORKER_EXTENSION
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def configured(model: str, **changes: Any) -> tuple[Any, str]:
     """vLLM's configuration, and how it would start the engine's processes."""
     defaults: dict[str, Any] = {"max_model_len": 1024, "dtype": "bfloat16", "device_indices": (0,), "max_num_seqs": 512}
+    defaults["worker_extension"] = WORKER_EXTENSION
     settings = EngineSettings(model=model, **(defaults | changes))
     with started_with(settings):
         check_version()
@@ -41,7 +43,7 @@ def test_an_engine_is_spawned_on_the_second_runner_asleep_by_cumem_and_reads_819
     assert start == "spawn"
     assert config.use_v2_model_runner
     assert config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
-    assert config.parallel_config.worker_extension_cls == "sharding.worker.extension.VllmInternalWorkerExtension"
+    assert config.parallel_config.worker_extension_cls == WORKER_EXTENSION
     assert config.scheduler_config.max_num_batched_tokens == 8192
     assert config.scheduler_config.max_num_seqs == 512
     assert config.model_config.enable_sleep_mode
@@ -53,10 +55,7 @@ def test_an_engine_is_spawned_on_the_second_runner_asleep_by_cumem_and_reads_819
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"shared_weights": True},
-            lambda c: c.parallel_config.worker_cls == "sharding.worker.sharing_worker.SharingWorker",
-        ),
+        ({"worker_class": SHARING_WORKER}, lambda c: c.parallel_config.worker_cls == SHARING_WORKER),
         ({"tensor_parallel_size": 2, "device_indices": (0, 1)}, lambda c: c.parallel_config.world_size == 2),
         ({"fp32_head": True}, lambda c: str(c.model_config.head_dtype) == "torch.float32"),
         ({"lora_rank": 12}, lambda c: c.lora_config.max_lora_rank == 16),
