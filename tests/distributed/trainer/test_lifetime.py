@@ -142,8 +142,8 @@ def check_nothing_left(run: Run) -> str:
 def test_nothing_is_left_when_the_launcher_is_signalled(tmp_path: Path, number: signal.Signals, mode: str) -> None:
     run = Run(tmp_path, mode)
     if mode == "steady":
-        # The launcher; of each rank itself, two guardians, two workers, three sleepers, a resource tracker, four paths.
-        assert len(run.left()) == 1 + 2 * (9 + 4)
+        # The launcher; of a rank itself, two guardians, two workers, three sleepers, a resource tracker, three paths.
+        assert len(run.left()) == 1 + 2 * (9 + 3)
     run.launcher.send_signal(number)
     log = check_nothing_left(run)
     assert run.launcher.returncode != 0
