@@ -16,7 +16,7 @@ cd "$SLURM_SUBMIT_DIR" # the script itself runs from a copy in Slurm's spool fol
 bash scripts/setup.sh # once, on the first node; the others find it finished
 export NNODES=$SLURM_JOB_NUM_NODES
 # The first node's address on the network that the nodes share and trust: the launcher listens there, and nowhere else.
-MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk 'NR == 1')}
 export MASTER_ADDR
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # two jobs on one node do not meet
 # All cores of the node: left to itself, Slurm may bind a task to one (https://slurm.schedmd.com/srun.html, --cpus-per-task).

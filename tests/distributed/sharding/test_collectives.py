@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sharding import ranks
 from sharding.ranks import (
     RemoteError,
     agree,
@@ -48,8 +49,8 @@ class MakesAFolder:
 
 def exchanges(path: str) -> None:
     distributed.init_process_group(30, device="cpu")
-    rank = distributed.rank()
-    assert distributed.world_size() == RANKS and distributed.is_main() == (rank == 0)
+    rank = ranks.rank()
+    assert ranks.world_size() == RANKS and ranks.is_main() == (rank == 0)
 
     payloads = [b"", bytes(range(256)) * 1000, b"x"]
     assert all_gather_bytes(payloads[rank]) == payloads
@@ -81,7 +82,7 @@ def exchanges(path: str) -> None:
     with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir is not among the classes that ranks exchange"):
         dist.all_gather_object([None] * RANKS, MakesAFolder(f"{path} {rank}"))
     distributed.destroy_process_group()
-    assert distributed.rank() == 0 and distributed.world_size() == 1
+    assert ranks.rank() == 0 and ranks.world_size() == 1
 
 
 @pytest.mark.covers("P18")
@@ -91,7 +92,7 @@ def test_an_error_on_some_ranks_is_raised_on_all_and_names_them() -> None:
 
 def disagreement() -> None:
     distributed.init_process_group(30, device="cpu")
-    rank = distributed.rank()
+    rank = ranks.rank()
     agree(None, "quiet")
     own = ValueError(f"naïve {rank}") if rank > 0 else None
     with pytest.raises(RemoteError) as caught:
@@ -120,12 +121,12 @@ def test_a_rank_that_died_is_noticed_at_the_next_agreement(tmp_path: Path) -> No
 def death(folder: str) -> None:
     distributed.init_process_group(60, device="cpu")
     agree(None, "start")
-    if distributed.rank() == 1:
+    if ranks.rank() == 1:
         os._exit(0)
     try:
         agree(None, "reward")
     except RemoteError as error:
-        (Path(folder) / str(distributed.rank())).write_text(str(error))
+        (Path(folder) / str(ranks.rank())).write_text(str(error))
     while len(list(Path(folder).iterdir())) < RANKS - 1:  # a survivor that has left would be named, too
         time.sleep(0.01)
     leave()
@@ -147,9 +148,9 @@ def test_a_phase_past_its_deadline_ends_all_ranks_with_phases_and_stacks() -> No
 
 def hang() -> None:
     distributed.init_process_group(60, device="cpu")
-    dog = Watchdog(distributed.store(), distributed.rank(), distributed.world_size())
+    dog = Watchdog(distributed.store(), ranks.rank(), ranks.world_size())
     with dog.phase("step", 50):
-        if distributed.rank() == 1:
+        if ranks.rank() == 1:
             with dog.phase("rollout", 2):
                 hangs_in_python()
         with dog.phase("collective", 50):
@@ -180,11 +181,11 @@ def test_a_rank_that_vanishes_is_noticed_though_nobody_waits_for_it() -> None:
 def vanishes() -> None:
     watchdog._POLL_SECONDS, watchdog._BEAT_SECONDS, watchdog._SILENT_SECONDS = 0.05, 0.1, 1.0
     distributed.init_process_group(60, device="cpu")
-    with Watchdog(distributed.store(), distributed.rank(), distributed.world_size()) as dog, dog.phase("rollout", 60):
+    with Watchdog(distributed.store(), ranks.rank(), ranks.world_size()) as dog, dog.phase("rollout", 60):
         while not dog._heard:
             time.sleep(0.05)
         agree(None, "start")
-        if distributed.rank() == 2:
+        if ranks.rank() == 2:
             os._exit(0)
         hangs_in_python()
 
@@ -198,9 +199,9 @@ def test_ranks_that_lost_the_store_end_by_themselves() -> None:
 def store_dies() -> None:
     """As with launchers that keep no store of their own: rank 0 holds it, and takes it along."""
     distributed.init_process_group(60, device="cpu")
-    rank = distributed.rank()
+    rank = ranks.rank()
     own = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
-    port = int(distributed.all_reduce_max({"port": own.port if own else 0})["port"])
+    port = int(ranks.all_reduce_max({"port": own.port if own else 0})["port"])
     store = own or dist.TCPStore("127.0.0.1", port, is_master=False)
     dog = Watchdog(store, rank, 2)
     with dog.phase("rollout", 60):

@@ -434,7 +434,7 @@ def test_a_module_starts_and_stops_an_engine_of_its_own(model: Path) -> None:
         again, later = (module.generate([rows[0], rows[1]], iteration=i) for i in (0, 1))
         assert again["all_tokens"] == first["all_tokens"]  # the seed decides, and the iteration
         assert later["all_tokens"] != first["all_tokens"]
-        config = module._own[1].engine.vllm_config  # type: ignore[index]
+        config = module._own.engine.llm.vllm_config  # type: ignore[union-attr]
         assert config.cache_config.block_size == 32
         assert config.scheduler_config.max_num_seqs == 8
     with pytest.raises(ValueError, match="has nothing to sample with"):
