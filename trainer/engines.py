@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from generation.engine.engine import Engine, Leader
-from generation.engine.logits.factories import engine_arguments, uses_v2
+from generation.engine.logits import engine_arguments, uses_v2
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places
 from sharding import SHARING_WORKER, WORKER_EXTENSION

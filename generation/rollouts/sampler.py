@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from generation.engine.logits.factories import new_way
+from generation.engine.logits import new_way
 from generation.exact_ids import Generation, History, joined
 from generation.importing import importable, load
 from generation.rollouts.episode import RolloutSettings

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from generation.engine.logits.factories import check_request
+from generation.engine.logits import check_request
 from generation.engine.sampling import response_budget, sample_seed, vllm_sampling_params
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import (

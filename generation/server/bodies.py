@@ -32,8 +32,7 @@ LARGEST = 4096
 def parse_body(raw: bytes) -> Body:
     """The JSON object that a request holds.
 
-    Raises:
-        Refused: it is something else, nested beyond reason, or holds halves of surrogate pairs, which are not text.
+    Refused where it is something else, nested beyond reason, or holds halves of surrogate pairs, which are not text.
     """
     try:
         body = json.loads(raw)
@@ -59,11 +58,7 @@ class Limits:
     vocabulary: int
 
     def check_sizes(self, body: Body) -> None:
-        """Refuse lists longer than any sensible request's, before time goes into their entries.
-
-        Raises:
-            Refused: naming the field.
-        """
+        """Raise `Refused` for lists longer than any sensible request's, before time goes into their entries."""
         most = {"messages": min(self.context, LARGEST), "tools": min(self.context, LARGEST), "bad_words": LARGEST}
         most |= dict.fromkeys(("prompt", "tokens"), self.context)
         most |= dict.fromkeys(("stop_token_ids", "allowed_token_ids", "logit_bias"), self.vocabulary)
@@ -74,11 +69,7 @@ class Limits:
                     raise Refused(400, f"{name} has {len(value)} entries, but may have at most {limit}")
 
     def check(self, request: Any) -> None:
-        """Refuse a request that asks for too much. It is vLLM's own, parsed: "129" and 129.0 have become 129.
-
-        Raises:
-            Refused: naming the field.
-        """
+        """Raise `Refused` for too much of anything in vLLM's own, parsed request: "129" and 129.0 have become 129."""
         n, prompt = request.n or 1, getattr(request, "prompt", None)
         prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
         if n > self.choices:
@@ -113,10 +104,7 @@ def sentence_of(errors: Sequence[Mapping[str, Any]], body: Any) -> str:
 def fill_sampling(request: Any, trained: SamplingSettings) -> None:
     """Fill in training's values where the client left them open: nobody has chosen vLLM's own defaults.
 
-    `request` is vLLM's own, parsed.
-
-    Raises:
-        Refused: an answer longer than in training is asked for, or beam search.
+    `request` is vLLM's own, parsed. Refused where it asks for an answer longer than in training, or beam search.
     """
     for name in ("temperature", "top_p", "top_k", "min_p"):
         if getattr(request, name) is None:
@@ -136,10 +124,7 @@ def take_prefix(body: Body, vocabulary: int) -> KnownPrefix | None:
     """Take the ids that the client wants to be kept out of the body, and give them with the messages they stand for.
 
     They are `required_prefix_token_ids`, up to the last answer (an empty list: none), or else `prompt_token_ids` and
-    `generation_token_ids` of the last message that has any.
-
-    Raises:
-        Refused: they are not ids of this model.
+    `generation_token_ids` of the last message that has any. Refused where they are not ids of this model.
     """
     messages = readable_messages(body)
     required = body.pop("required_prefix_token_ids", None)
@@ -191,8 +176,7 @@ class Answer:
     def __init__(self, request: Request, send: Send, call: Call, messages: list[Any] | None) -> None:
         self._request, self._send, self._call, self._messages = request, send, call, messages
         self._start: Message = {}
-        self._streams = self._begun = False
-        self._waiting = b""
+        self._streams, self._begun, self._waiting = False, False, b""
         self._said: dict[int, dict[str, Any]] = {}
 
     async def send(self, message: Message) -> None:

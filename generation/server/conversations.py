@@ -61,9 +61,8 @@ class Conversation:
 
 
 class Conversations(dict[str, Conversation]):
-    """The open conversations by key. Each is kept until it is taken.
-
-    There are at most `limit` at a time of the program's, and as many that requests opened.
+    """The open conversations by key, each until it is taken: at most `limit` of the program's, and as many that
+    requests opened.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], limit: int) -> None:
@@ -91,9 +90,7 @@ class Conversations(dict[str, Conversation]):
     ) -> Conversation:
         """Begin to capture the answers under `key`, or under a new one that cannot be guessed.
 
-        Raises:
-            ValueError: it is open already.
-            TooManyConversations: as many as the server keeps have not been taken.
+        Raises ValueError where it is open already, TooManyConversations where the server keeps no more.
         """
         key = key or f"hotbunk-{secrets.token_urlsafe(24)}"
         if key in self:
@@ -105,9 +102,8 @@ class Conversations(dict[str, Conversation]):
         return opened
 
     def take(self, key: str) -> list[Trajectory]:
-        """The trajectories captured under `key`, which is forgotten.
-
-        Each says how many prompts were rendered anew because ids could not be kept. Raises KeyError if it is not open.
+        """The trajectories captured under `key`, which is then forgotten; each says how many prompts were rendered anew
+        because ids could not be kept. Raises KeyError if it is not open.
         """
         taken = self.pop(key)
         del self._places[taken.place]

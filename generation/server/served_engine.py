@@ -1,8 +1,13 @@
-"""The engine as vLLM's handlers see it: every request is checked, begins with exact ids, and is captured."""
+"""The engine as vLLM's handlers see it: every request is checked, begins with exact ids, and is captured.
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+The parts of vLLM's HTTP server that are private or change between releases (0.32) are below.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from generation.engine.engine import Engine
@@ -12,7 +17,6 @@ from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
 from generation.server.bodies import Limits, exact_prompt, fill_sampling, short
 from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused
-from generation.server.vllm_app import told_error
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -189,3 +193,74 @@ class _Sampled:
             # Such as the grammar `root ::= root root`, which no text fits; vLLM would make a 500 of it.
             raise Refused(400, "no token fits what structured_outputs or response_format ask for: correct the grammar")
         return Generation(ids, logprobs, choice.finish_reason, prompt_ids=self.prompt_ids, weight_version=self.version)
+
+
+def told_error(status: int, sentence: str) -> Exception:
+    """The one error that vLLM's handlers hand on to the client, also within a stream, without logging a traceback."""
+    from vllm.exceptions import GenerationError
+
+    error = GenerationError(sentence)
+    error.status_code = HTTPStatus(status)
+    return error
+
+
+@contextmanager
+def _root_logging_kept() -> Iterator[None]:
+    """The root logger's levels stay what they were: importing part of vLLM's server changes them for the whole process,
+    and only handlers are restored there (vllm/entrypoints/serve/sagemaker/api_router.py).
+    """
+    root = logging.getLogger()
+    level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler, own in handlers:
+            handler.setLevel(own)
+
+
+async def build_openai_app(
+    engine: Any,
+    model_name: str,
+    model: str,
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    check: Callable[[Any], None],
+) -> Any:
+    """vLLM's own OpenAI-compatible FastAPI application on an engine that is running already.
+
+    `check` is given each request for answers as vLLM has parsed it, before anything is done for it. Raises ValueError
+    where vLLM has no parser of that name.
+    """
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    words = ["--model", model, "--served-model-name", model_name]
+    if tool_parser is not None:
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
+    if reasoning_parser is not None:
+        words += ["--reasoning-parser", reasoning_parser]
+    with _root_logging_kept():
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+
+        arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+        try:
+            validate_parsed_serve_args(arguments)
+            tasks = await engine.get_supported_tasks()
+            app = build_app(arguments, tasks, engine.model_config)
+            await init_app_state(engine, app.state, arguments, tasks)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"vLLM's server does not start with these settings: {error}") from error
+    for serving, method in (("chat", "create_chat_completion"), ("completion", "create_completion")):
+        if (handler := getattr(app.state, f"openai_serving_{serving}", None)) is not None:
+            setattr(handler, method, _checked_first(check, getattr(handler, method)))
+    return app
+
+
+def _checked_first(check: Callable[[Any], None], handle: Callable[..., Any]) -> Callable[..., Any]:
+    async def checked(request: Any, *arguments: Any, **named: Any) -> Any:
+        check(request)
+        return await handle(request, *arguments, **named)
+
+    return checked

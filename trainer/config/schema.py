@@ -153,7 +153,7 @@ class EngineConfig(Section):
     logits_processors: list[str | dict[str, str]] = key(
         [],
         "pkg.mod:Name or file.py:Name: classes or factories that change logits before sampling, in the engine only "
-        "(generation.engine.logits.factories)",
+        "(generation.engine.logits)",
     )
     extra: dict[str, Any] = key({}, "further fields of vLLM's AsyncEngineArgs, by name, of those Hotbunk does not set")
 

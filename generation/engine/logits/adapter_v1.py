@@ -1,7 +1,4 @@
-"""Runs the factories of `logits_processors` in vLLM's first model runner: CPU.
-
-Imported by vLLM in its own processes, by name.
-"""
+"""Runs the factories of `logits_processors` in vLLM's first model runner (CPU), which imports it by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +7,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from generation.engine.logits.factories import load_factories
+from generation.engine.logits import load_factories
 
 
 class FactoryProcessor(AdapterLogitsProcessor):

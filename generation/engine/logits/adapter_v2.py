@@ -1,7 +1,4 @@
-"""Runs the factories of `logits_processors` in vLLM's second model runner: CUDA.
-
-Imported by vLLM in its own processes, by name.
-"""
+"""Runs the factories of `logits_processors` in vLLM's second model runner (CUDA), which imports it by name."""
 
 from typing import Any
 
@@ -9,7 +6,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
-from generation.engine.logits.factories import load_factories
+from generation.engine.logits import load_factories
 
 
 class FactoryProcessor(LogitsProcessor):

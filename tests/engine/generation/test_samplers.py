@@ -10,7 +10,7 @@ import torch
 
 from generation.compat.chatlearn.module import VLLMModule, get_model, print_rank_0
 from generation.engine.engine import Leader
-from generation.engine.logits.factories import engine_arguments
+from generation.engine.logits import engine_arguments
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.run import RolloutSettings, rollout
 from generation.rollouts.sampler import FnCallRolloutSampler, OneShotRolloutSampler, make_sampler, sample_batch

@@ -9,9 +9,9 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
+from generation.engine.logits import FACTORIES
 from generation.engine.logits.adapter_v1 import FactoryProcessor as First
 from generation.engine.logits.adapter_v2 import FactoryProcessor as Second
-from generation.engine.logits.factories import FACTORIES
 
 WIDTH = 8
 

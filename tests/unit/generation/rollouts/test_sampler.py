@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from generation.engine.logits.factories import check_request, engine_arguments, new_way, uses_v2
+from generation.engine.logits import check_request, engine_arguments, new_way, uses_v2
 from generation.engine.sampling import SamplingSettings, vllm_sampling_params
 from generation.exact_ids import Generation, History, echoes, generations_of, joined
 from generation.importing import importable, load
