@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -98,9 +99,7 @@ def generations_of(output: "RequestOutput", weight_version: int = 0) -> list[Gen
 
 
 def sampled_logprobs(completion: Any) -> list[float]:
-    """The log-probability (nats) of each sampled token of a `CompletionOutput`, flat or not, other tokens' beside it
-    or not.
-    """
+    """Log-probabilities (nats) of the sampled tokens of a `CompletionOutput`, flat or not, alone or beside others'."""
     token_ids, logprobs = list(completion.token_ids), completion.logprobs
     if logprobs is None or len(logprobs) != len(token_ids):
         found = "no" if logprobs is None else len(logprobs)
@@ -113,10 +112,8 @@ def sampled_logprobs(completion: Any) -> list[float]:
 def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Trajectory:
     """One trajectory of answers each of which continues the one before.
 
-    Mask and log-probability are 0 on the ids between answers, and on answers whose `id()` is in `masked`.
-
-    Raises:
-        ValueError: a prompt does not begin with all ids before it.
+    Mask and log-probability are 0 on the ids between answers, and on answers whose `id()` is in `masked`. Raises
+    ValueError where a prompt does not begin with all ids before it.
     """
     done = Trajectory(
         *chain[0].place,
@@ -170,10 +167,7 @@ class History:
         """The answer that a prompt continues: the longest one whose prompt and answer it begins with, or None.
 
         An answer can have no text, as when it is EOS alone; then text must follow, or the prompt is the same one again.
-
-        Args:
-            position: of the prompt in its call. It most often continues the latest answer at the same position, which
-                is tried first.
+        The latest answer at the same `position` of its call is tried first: a prompt most often continues that one.
         """
         key = prompt if isinstance(prompt, str) else tuple(prompt)
 
@@ -327,12 +321,10 @@ def content_text(content: Any) -> str:
 
 def parsed_arguments(arguments: Any) -> Any:
     """A call's arguments as an object; text that is not JSON stays as it is."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            return json.loads(arguments)
+    return arguments
 
 
 def encode_following(tokenizer: Any, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> list[int]:
@@ -346,8 +338,7 @@ def encode_following(tokenizer: Any, messages: Sequence[Message], template_kwarg
     _, found, following = str(rendered).partition(_ANSWER)
     if not found:
         raise ValueError("the chat template does not show an assistant's answer as it is: no turn can follow one")
-    ids: list[int] = tokenizer(following, add_special_tokens=False)["input_ids"]
-    return ids
+    return list(tokenizer(following, add_special_tokens=False)["input_ids"])
 
 
 def without_second_end(last_id: int, added: list[int], ends: Collection[int | None]) -> list[int]:
@@ -364,8 +355,8 @@ def replace_prefix_tokens(
 ) -> list[int]:
     """The prompt of the next turn: the exact ids so far, then the template's ids behind the last answer.
 
-    The answer's end is taken once: the sampled one, or the template's where the answer was cut short. Whatever the
-    template writes after an end, and every message after the answer, comes from the template.
+    The answer's end is taken once: the sampled one, or the template's where the answer was cut short. Everything after
+    it comes from the template.
 
     Args:
         model_prefix_token_ids: a prompt and the ids sampled for it. Empty: the template's ids come back as they are.

@@ -14,8 +14,7 @@ from typing import Any
 def load(spec: str) -> Any:
     """The object that `spec` names; a file is imported once, whatever asks for it.
 
-    Raises:
-        ValueError: the form is wrong, the module or file is not there or fails to import, or it lacks the name.
+    Raises ValueError: the form is wrong, the module or file is not there or fails to import, or it lacks the name.
     """
     home, colon, name = spec.rpartition(":")
     if not colon or not home or not all(part.isidentifier() for part in name.split(".")):
@@ -58,10 +57,7 @@ def _load_file(path: Path) -> ModuleType:
 
 def importable(spec: str) -> str:
     """`module:Name` for `path/file.py:Name`, whose folder joins the end of the search path, which children inherit:
-    vLLM's own processes find it, too.
-
-    Raises:
-        ValueError: there is no such file.
+    vLLM's own processes find it, too. Raises ValueError where there is no such file.
     """
     home, colon, name = spec.rpartition(":")
     if not home.endswith(".py"):

@@ -3,6 +3,7 @@
 import math
 import struct
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -16,8 +17,7 @@ class Trajectory:
 
     Attributes:
         prompt_index: position of the prompt in the step's batch.
-        sample_index: which of the group's samples this is, from 0. Trajectories that have both indices in common are of
-            one episode (`by_episode`).
+        sample_index: which of the group's samples, from 0. Trajectories with both indices in common are of one episode.
         logprobs: the engine's log-probability (nats) of each response token under the distribution it was sampled from
             (temperature applied); 0.0 where `loss_mask` is 0.
         weight_version: the policy version that generated it.
@@ -68,11 +68,7 @@ class Trajectory:
 def checked_reward(value: Any, said: str) -> float:
     """A reward that can be learned from: a number that is finite as a float32.
 
-    Args:
-        said: who gave it, for the sentence: "the client returned".
-
-    Raises:
-        ValueError: "the client returned nan, which is not a finite float32".
+    Raises ValueError, which begins with `said`: "the client returned nan, which is not a finite float32".
     """
     try:
         if isinstance(value, str | bytes):
@@ -82,15 +78,11 @@ def checked_reward(value: Any, said: str) -> float:
         number = math.inf
     except (TypeError, ValueError, RuntimeError) as error:  # the last two are of arrays and tensors
         raise ValueError(f"{said} {type(value).__name__}, which is not a number") from error
-    try:
+    with suppress(OverflowError):  # of a number beyond any float32
         struct.pack("<f", number)
-    except OverflowError:
-        finite = False
-    else:
-        finite = math.isfinite(number)
-    if not finite:
-        raise ValueError(f"{said} {number}, which is not a finite float32")
-    return number
+        if math.isfinite(number):
+            return number
+    raise ValueError(f"{said} {number}, which is not a finite float32")
 
 
 def check_rewards(trajectory: Trajectory, source: str) -> None:

@@ -27,17 +27,15 @@ def gpu_visible() -> bool:
 
 
 def cuda_problem() -> str | None:
-    """The reason that this process cannot use CUDA, and the remedy; None if it can. No torch is imported."""
+    """The reason that this process cannot use CUDA, and the remedy; None if it can. No torch is imported.
+
+    A driver whose version is unknown (under WSL) is taken to fit torch's release of CUDA.
+    """
     if not gpu_visible():
         return "this machine shows no NVIDIA GPU: set it to cpu or auto"
     built_for = torch_cuda()
     if built_for is None:
         return "the installed torch is a build for CPUs: get the other by HOTBUNK_DEVICE=cuda bash scripts/setup.sh"
-    return driver_problem(built_for)
-
-
-def driver_problem(built_for: str) -> str | None:
-    """The reason that the driver does not fit torch's release of CUDA; None if it does, or is unknown (under WSL)."""
     needed, driver = DRIVERS.get(int(built_for.partition(".")[0])), driver_version()
     compatible = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0").lower() in ("1", "true")
     if compatible or needed is None or driver is None or int(driver.partition(".")[0]) >= needed:
@@ -77,11 +75,7 @@ def device_count() -> int:
 
 
 def first_devices(count: int) -> tuple[int, ...]:
-    """Indices of `count` CUDA devices for engines of this process; none where CUDA cannot be used.
-
-    Raises:
-        ValueError: there are fewer.
-    """
+    """Indices of `count` CUDA devices for engines here, none without CUDA. Raises ValueError where there are fewer."""
     available = device_count()
     if 0 < available < count:
         raise ValueError(f"{count} CUDA devices are needed, but here are {available}: lower tensor_parallel_size")
@@ -92,8 +86,7 @@ def this_device() -> Callable[[], None]:
     """A function for a new thread to call first, so that it is on the caller's CUDA device.
 
     A new thread is on device 0: it would wait for the streams of that device, whichever one its tensors are on, and so
-    set up a context there, half a gigabyte for every process
-    (https://docs.pytorch.org/docs/stable/notes/cuda.html).
+    set up a context there, half a gigabyte for every process (https://docs.pytorch.org/docs/stable/notes/cuda.html).
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -102,13 +95,7 @@ def this_device() -> Callable[[], None]:
 
 
 def sharing_problems(local_ranks: int, workers: int, environ: Mapping[str, str]) -> Iterator[str]:
-    """Obstacles to several processes sharing this machine's GPUs.
-
-    Args:
-        local_ranks: ranks of the trainer on this machine.
-        workers: workers of one engine.
-        environ: CUDA_VISIBLE_DEVICES is read from it.
-    """
+    """Obstacles to the trainer's ranks on this machine and the workers of one engine sharing its GPUs."""
     modes = _modes(environ.get("CUDA_VISIBLE_DEVICES", ""))
     if "Exclusive" in modes or "Prohibited" in modes:
         yield (

@@ -66,10 +66,9 @@ class Engine:
         self._request_numbers = itertools.count()
 
     async def start(self, stat_loggers: list[Any] | None = None) -> None:
-        """Start the engine's processes. Run it on the loop that will serve the engine; it blocks until ready.
+        """Start the engine's processes, on the loop that will serve the engine; blocks until ready.
 
-        Args:
-            stat_loggers: vLLM's own, such as `cache_usage_logger`.
+        `stat_loggers` are vLLM's own, such as `cache_usage_logger`.
         """
         self._llm = start_async_llm(self.settings, stat_loggers)
         if self.settings.on_cpu and self.settings.tensor_parallel_size > 1:
@@ -87,9 +86,8 @@ class Engine:
     ) -> Generation:
         """Sample one response to one prompt, token ids in and token ids out.
 
-        Raises:
-            EngineStateError: unless awake with the weights of `policy_version`.
-            ValueError: the prompt leaves no room for a response, or vLLM refuses the request.
+        Raises EngineStateError unless awake with the weights of `policy_version`, and ValueError where the prompt
+        leaves no room for a response, or vLLM refuses the request.
         """
         budget = response_budget(len(prompt_ids), sampling.max_tokens, self.settings.max_model_len)
         if budget == 0:
@@ -103,11 +101,7 @@ class Engine:
     ) -> "RequestOutput":
         """One request in vLLM's own terms: its prompt dictionary in, its final output out.
 
-        Args:
-            options: further arguments of `AsyncLLM.generate`.
-
-        Raises:
-            EngineStateError: unless awake with the weights of `policy_version`.
+        `options` go to `AsyncLLM.generate`. Raises EngineStateError unless awake with the weights of `policy_version`.
         """
         self.state.check_can_generate(policy_version)
         return await self._final_output(prompt, params, **options)
@@ -142,19 +136,16 @@ class Engine:
         final = await self._final_output({"prompt_token_ids": token_ids}, params)
         if final.prompt_logprobs is None:
             raise RuntimeError("vLLM gave no prompt log-probabilities")
-        return [
-            position[token].logprob for position, token in zip(final.prompt_logprobs[1:], token_ids[1:], strict=True)
-        ]
+        positions = zip(final.prompt_logprobs[1:], token_ids[1:], strict=True)
+        return [position[token].logprob for position, token in positions]
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """Call a method of every worker of the group; results in worker order, plain types only."""
         return await self._unless_dead(self.llm.collective_rpc(method, timeout=timeout, args=args, kwargs=kwargs))
 
     async def ask_workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Call a method of the worker extension that returns an outcome, a dictionary with its `error` or None.
-
-        Raises:
-            WorkerError: what went wrong on any of the workers.
+        """Call a method of the worker extension that returns an outcome, a dictionary with its `error` or None, which
+        is raised as WorkerError.
         """
         outcomes = await self.call_workers(method, *args)
         if errors := [outcome["error"] for outcome in outcomes if outcome["error"]]:
@@ -186,10 +177,8 @@ class Engine:
         """Bring weights of `version` inside the block, by default one more than the last.
 
         From the first byte the engine holds no version. When the block ends well, caches of older weights are dropped
-        and the engine holds `Update.version`; when it raises, the engine holds none until a complete update.
-
-        Raises:
-            EngineStateError: requests are running, or the weights' memory is not mapped.
+        and the engine holds `Update.version`; when it raises, the engine holds none until a complete update. Raises
+        EngineStateError where requests are running, or the weights' memory is not mapped.
         """
         if running := unfinished_requests(self.llm):
             raise EngineStateError(f"cannot update weights: {running} requests would continue with other weights")
@@ -206,14 +195,8 @@ class Engine:
     async def receive(self, method: str, *args: Any, version: int | None = None) -> list[dict[str, Any]]:
         """One update by a method of the worker extension: every worker has everything, or the engine has no version.
 
-        Args:
-            version: of these weights; by default the sender's, or one more than the last where it gives none.
-
-        Returns:
-            The workers' outcomes.
-
-        Raises:
-            WorkerError: see `ask_workers`.
+        Gives the workers' outcomes, or raises WorkerError, as `ask_workers`. `version` is by default the sender's, or
+        one more than the last where it gives none.
         """
         async with self.update(version) as update:
             outcomes = await self.ask_workers(method, *args)
@@ -225,9 +208,8 @@ class Engine:
     async def sleep(self, level: int = 2) -> None:
         """Give memory back. Unfinished requests are aborted, caches cleared.
 
-        Args:
-            level: 2 drops weights and KV cache. 1 keeps the weights, and their version, in host memory, where they are
-                already on CPU; weights that are shared with the trainer stay where they are.
+        Level 2 drops weights and KV cache. 1 keeps the weights, and their version, in host memory, where they are
+        already on CPU; weights that are shared with the trainer stay where they are.
         """
         if level not in (1, 2):
             raise ValueError(f"an engine sleeps at level 1, which keeps the weights, or 2, not {level}")
@@ -277,9 +259,7 @@ class Leader:
     def start(cls, engine: Engine, timeout: float) -> Self:
         """Start an engine on a thread of its own. A start that fails leaves nothing behind.
 
-        Raises:
-            ValueError: vLLM does not take the settings.
-            TimeoutError: the engine was not ready within `timeout` seconds.
+        Raises ValueError where vLLM does not take the settings, TimeoutError after `timeout` seconds.
         """
         leader = cls(engine, EngineThread())
         try:

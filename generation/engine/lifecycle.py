@@ -60,9 +60,7 @@ class EngineLifecycle:
         return self.version
 
     def adopt_checkpoint(self, version: int) -> None:
-        """Declare that the weights the engine loaded from disk at its start are those of `version` (no trainer, no
-        sync).
-        """
+        """Declare that the weights loaded from disk at the start are those of `version` (no trainer, no sync)."""
         self._require("adopt a checkpoint", Memory.AWAKE)
         self.version = self.latest = version
 

@@ -36,10 +36,7 @@ def sample_seed(seed: int, step: int, prompt: int, sample: int, call: int = 0) -
 
 
 def response_budget(context_tokens: int, max_tokens: int, max_model_len: int) -> int:
-    """The most tokens that a response may have after such a context; 0 when there is no room for any.
-
-    The one place where this is computed, for first turns and later ones.
-    """
+    """The most tokens a response may have after such a context; 0: no room. The only place where it is computed."""
     return max(0, min(max_tokens, max_model_len - context_tokens))
 
 

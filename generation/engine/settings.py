@@ -11,7 +11,6 @@ from typing import Any, Self
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks of adapters that vLLM makes room for; a smaller one leaves part of it empty."""
 
-
 LEAST_MODEL_LEN = 49
 """The shortest engine.max_model_len with which weights can be verified by a prompt, and a token that is sampled."""
 
@@ -63,12 +62,10 @@ class EngineSettings:
         model: folder or hub name; only its configuration is read when `load_format` is "dummy".
         dtype: "float32" or "bfloat16".
         max_model_len: tokens, prompt and response together.
-        kv_cache_bytes: size of the KV cache on each device; None lets vLLM take what `gpu_memory_utilization` leaves
-            it.
+        kv_cache_bytes: size of each device's KV cache; None lets vLLM take what `gpu_memory_utilization` leaves it.
         device_indices: CUDA devices of the engine group's workers, in rank order; empty on CPU.
         cpu_threads: OpenMP threads of each worker on CPU.
-        cpu_cores: on CPU with tensor parallelism, the core each worker is bound to (two unbound workers fight for one
-            core).
+        cpu_cores: on CPU with tensor parallelism, each worker's core (two unbound workers fight for one core).
         plain_cpu_weights: keep weights on CPU in the layout of the checkpoint instead of packed for oneDNN: in-place
             updates, as on CUDA; faster for models of a few million parameters, slower from about 100 million on.
         sleep: free the engine's memory while the trainer works.
@@ -107,11 +104,9 @@ class EngineSettings:
 
     @classmethod
     def from_vllm(cls, arguments: Mapping[str, Any], **own: Any) -> Self:
-        """Settings from engine arguments by vLLM's names, of which None says nothing.
+        """Settings from engine arguments by vLLM's names, of which None says nothing, and fields by their `own` names.
 
-        Args:
-            arguments: those without a field here become `extra`.
-            own: fields by their own names.
+        Arguments without a field here become `extra`.
         """
         given = {name: value for name, value in arguments.items() if value is not None}
         fields = {_VLLM_NAMES[name]: value for name, value in given.items() if name in _VLLM_NAMES}
@@ -136,9 +131,7 @@ _VLLM_NAMES = {
 def cpu_places(workers: Sequence[int], processes: int) -> dict[str, Any]:
     """`cpu_threads` and `cpu_cores` of an engine on CPU, within the cores that this process may use.
 
-    Args:
-        workers: the numbers of the engine's workers among all of the machine's; worker k gets core k.
-        processes: how many share the cores.
+    `workers` are the engine's among all of the machine's: worker k gets core k. `processes` share the cores.
     """
     cores = sorted(os.sched_getaffinity(0))
     bound = tuple(cores[k % len(cores)] for k in workers) if len(workers) > 1 else ()

@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """An asyncio loop on its own thread. `run` blocks the caller, `submit` does not.
-
-    Nothing that a task raises ends the loop before `close`.
-    """
+    """An asyncio loop on its own thread, which nothing that a task raises ends before `close`."""
 
     def __init__(self, name: str = "engine-loop") -> None:
         self.loop = asyncio.new_event_loop()
@@ -46,8 +43,7 @@ class EngineThread:
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
         """Run a coroutine to its end from another thread.
 
-        Raises:
-            TimeoutError: naming `what`, after `timeout` seconds; the coroutine is cancelled.
+        Raises TimeoutError, naming `what`, after `timeout` seconds; the coroutine is then cancelled.
         """
         future = self.submit(coroutine)
         try:
@@ -83,10 +79,8 @@ async def as_ready(
 ) -> AsyncGenerator[tuple[int, T], None]:
     """Each call's place and result, as they are ready. An error, or the end of the iteration, ends the others.
 
-    Close it where the iteration may end early (`contextlib.aclosing`): Python itself does so at some later time.
-
-    Raises:
-        TimeoutError: after `timeout` seconds, if given.
+    Close it where the iteration may end early (`contextlib.aclosing`): Python itself does so at some later time. Raises
+    TimeoutError after `timeout` seconds, if given.
     """
 
     async def placed(place: int, call: Coroutine[Any, Any, T]) -> tuple[int, T]:

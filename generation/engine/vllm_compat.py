@@ -43,10 +43,6 @@ _TORCHRUN = (
 )  # fmt: skip
 
 
-def _hidden_variables() -> list[str]:
-    return [name for name in os.environ if name in _TORCHRUN or name.startswith("TORCHELASTIC_")]
-
-
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
     """Variables that the engine's processes start with."""
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
@@ -54,7 +50,9 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing is unpickled that came over a socket
     env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines of no use here
     if not settings.on_cpu:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(_physical_devices(settings.device_indices))
+        visible, indices = os.environ.get("CUDA_VISIBLE_DEVICES"), settings.device_indices  # this process's own
+        names = full_uuids([visible.split(",")[i].strip() for i in indices]) if visible else list(map(str, indices))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         return env | _CUDA_ENVIRONMENT | _apart_from_other_ranks()
     env["OMP_NUM_THREADS"] = str(settings.cpu_threads)
     env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, settings.cpu_cores)) or "nobind"
@@ -99,12 +97,6 @@ def _apart_from_other_ranks() -> dict[str, str]:
     return apart
 
 
-def _physical_devices(indices: tuple[int, ...]) -> list[str]:
-    """This process's device indices as the driver's names, through its own CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return full_uuids([visible.split(",")[i].strip() for i in indices]) if visible else [str(i) for i in indices]
-
-
 @contextmanager
 def started_with(settings: EngineSettings) -> Iterator[None]:
     """The environment an engine is started in: torchrun's variables hidden, the engine's own set; restored on exit."""
@@ -112,7 +104,7 @@ def started_with(settings: EngineSettings) -> Iterator[None]:
 
     before, cudnn_attention = dict(os.environ), torch.backends.cuda.cudnn_sdp_enabled()
     os.environ.update(engine_environment(settings))
-    for name in _hidden_variables():
+    for name in [name for name in os.environ if name in _TORCHRUN or name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
     try:
         yield
@@ -172,12 +164,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = None) -> "AsyncLLM":
     """Start an `AsyncLLM`, whose engine core and workers are children of this process; blocks until it can generate.
 
-    `stat_loggers` are called after every step, such as `cache_usage_logger`.
-
-    Raises:
-        ImportError: this vLLM is not one of those supported.
-        ValueError: it is built for the other kind of device, a class for its workers is not there, or an entry of
-            `settings.extra` is not an engine argument.
+    `stat_loggers` are called after every step, such as `cache_usage_logger`. Raises ImportError where this vLLM is not
+    one of those supported, ValueError where it is built for the other kind of device, a class for its workers is not
+    there, or an entry of `settings.extra` is not an engine argument.
     """
     with started_with(settings):
         check_version()
@@ -202,19 +191,15 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
 
 
 def _may_fork(settings: EngineSettings) -> bool:
-    if os.environ.get(FORK_VARIABLE) != "1" or not settings.on_cpu or settings.tensor_parallel_size > 1:
-        return False
     from torch import distributed
 
-    return not distributed.is_initialized()
+    asked = os.environ.get(FORK_VARIABLE) == "1" and settings.on_cpu and settings.tensor_parallel_size == 1
+    return asked and not distributed.is_initialized()
 
 
 @contextmanager
 def inheritance_untouched() -> Iterator[None]:
-    """A child forked inside never collects what it has inherited.
-
-    The end of a process group, say, waits for threads that only the parent has.
-    """
+    """A child forked inside never collects what it inherits: a process group's end waits for the parent's threads."""
     gc.collect()
     gc.freeze()
     try:
@@ -268,9 +253,7 @@ def request_errors() -> tuple[type[Exception], ...]:
 
 
 def unfinished_requests(engine: "AsyncLLM") -> int:
-    """Requests that this process has submitted and that have not finished; at once, also before the scheduler saw
-    them.
-    """
+    """Requests that this process has submitted and that have not finished, also those the scheduler has yet to see."""
     return int(engine.get_num_unfinished_requests())
 
 

@@ -23,12 +23,7 @@ OWN_METHODS = ("reset", "turn_reward", "get_reward", "close")
 
 @dataclass(frozen=True)
 class Agent:
-    """The policy's way of calling tools.
-
-    Attributes:
-        tools: by name.
-        describe: the tools' schemas are given to the chat template when a prompt is rendered.
-    """
+    """The policy's way of calling tools. `describe`: chat templates are given their schemas to render a prompt."""
 
     runner: ToolRunner
     parse: CallParser
@@ -58,9 +53,7 @@ async def converse(
 ) -> None:
     """Answers and replies in turn until an answer calls nothing or is cut, or turns or context run out.
 
-    Args:
-        in_order: a turn's calls run one after the other.
-        after_turn: called after each answer, when its calls have been run.
+    A turn's calls run at once, or `in_order`; `after_turn` is called when they have been run.
     """
     while (generation := await chat.sample(sampling)) is not None:
         # A cut answer may end inside a call: that is truncation, not a mistake to answer.
@@ -102,7 +95,6 @@ def inline_rollout(agent: Agent, tags: InlineTags = InlineTags()) -> RolloutFunc
     """
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
-        """One answer, interrupted by its calls."""
         chat = llm.conversation()
         stopping = replace(sampling, stop=[*sampling.stop, tags.end])
         left, calls = sampling.max_tokens, 0
@@ -162,7 +154,6 @@ def environment_rollout(cls: type, kwargs: dict[str, Any], agent: Agent) -> Roll
     agent = replace(agent, tools=tools_by_name([*agent.tools.values(), *methods.values()]))
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
-        """An episode in an environment of its own, which is closed however it ends."""
         call = agent.runner.call
         async with llm.away():
             environment = await call(functools.partial(cls, **kwargs))

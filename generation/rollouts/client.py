@@ -12,7 +12,7 @@ import asyncio
 import functools
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.engine.thread import EngineThread
@@ -64,11 +64,8 @@ class ClientRollout:
     async def __call__(self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
         """One run of the client; a trajectory for each of its conversations, all with the reward that it returned.
 
-        Raises:
-            TimeoutError: the client takes longer than it may.
-            LostKey: it has sent requests without the key they would be captured under.
-            ValueError: it has asked for nothing, or its reward is not a finite number.
-            UserCodeError: it raised something that is not an `Exception`.
+        Raises TimeoutError where it takes longer than it may, LostKey where it has sent requests without its key,
+        ValueError where it has asked for nothing or its reward is not a finite number, and as `call_user` does.
         """
         async with self._starting:
             if self._running is None:
@@ -126,14 +123,12 @@ def verifiers_client(environment: Any) -> Client:
     """
 
     async def client(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float | None:
-        """One rollout of the environment; its reward, None where the state has none."""
         from openai import AsyncOpenAI
 
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as openai:
             state = await environment.rollout(row, openai, model, {})
             if state.get("reward") is None and getattr(environment, "rubric", None) is not None:
                 await environment.rubric.score_rollout(state)
-        reward: float | None = state.get("reward")
-        return reward
+        return cast("float | None", state.get("reward"))
 
     return client

@@ -75,9 +75,8 @@ class PolicyLLM:
     async def sample(self, prompt_ids: Sequence[int], sampling: SamplingSettings) -> Generation:
         """One response to these ids; its seed depends on (seed, step, prompt, sample, number of the call) alone.
 
-        Raises:
-            ValueError: no room is left for a response, or vLLM refuses the request.
-            SamplingError: vLLM ended the request before it was done.
+        Raises ValueError where no room is left for a response or vLLM refuses the request, SamplingError where vLLM
+        ended it before it was done.
         """
         settings = self.settings
         seed = sample_seed(settings.seed, settings.step, self.prompt_index, self.sample_index, self.calls)
@@ -111,9 +110,9 @@ class PolicyLLM:
         return Conversation(self, self.prompt_ids if prompt_ids is None else prompt_ids)
 
     def trajectory(self, prompt_ids: Sequence[int] | None = None, **fields: Any) -> Trajectory:
-        """A trajectory with this one's place and weight version filled in; `fields` are further ones of `Trajectory`.
+        """A trajectory with this one's place and weight version filled in.
 
-        `fields` need `response_ids`, `loss_mask` and `logprobs`, or none of them.
+        `fields` are further ones of `Trajectory`: `response_ids`, `loss_mask` and `logprobs`, or none of them.
         """
         return Trajectory(
             prompt_index=self.prompt_index,
@@ -143,8 +142,7 @@ class Conversation(Trajectory):
 
     def __init__(self, llm: PolicyLLM, prompt_ids: Sequence[int]) -> None:
         super().__init__(**vars(llm.trajectory(prompt_ids, turns=0)))
-        self.llm = llm
-        self._full = False
+        self.llm, self._full = llm, False
 
     @property
     def ids(self) -> list[int]:
@@ -166,8 +164,7 @@ class Conversation(Trajectory):
     async def sample(self, sampling: SamplingSettings, *, continues: bool = False) -> Generation | None:
         """The policy's next answer, already appended; None, and `finish_reason` "length", when there is no room for it.
 
-        Args:
-            continues: it continues the latest answer instead of beginning another.
+        Where it `continues` the latest answer, it does not begin another.
         """
         length = len(self.prompt_ids) + len(self.response_ids)
         budget = 0 if self._full else response_budget(length, sampling.max_tokens, self.llm.max_model_len)

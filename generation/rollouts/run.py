@@ -66,7 +66,6 @@ async def rollout(
     share = asyncio.Semaphore(max(1, -(-len(prompts) // engines)) * settings.group_size)  # in samples of whole groups
 
     async def one(llm: PolicyLLM) -> None:
-        """An episode, whose trajectories are handed on as soon as it ends."""
         row = dict(setup.rows[llm.prompt_index]) if setup.rows else {}
         try:
             trajectories = await run_episode(setup.function, llm, row)
@@ -100,10 +99,8 @@ async def rollout(
 
 
 async def run_episode(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
-    """An episode's trajectories, a list in any case. Whatever the function raises becomes one trajectory's `error`.
-
-    Raises:
-        Exception: the engine's own failure, whatever the function made of it.
+    """An episode's trajectories, a list in any case. Whatever the function raises becomes one trajectory's `error`,
+    except the engine's own failure, which is raised whatever the function made of it.
     """
     try:
         trajectories = await contained(_checked(function, llm, row))

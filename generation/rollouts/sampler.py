@@ -44,8 +44,7 @@ class OneShotRolloutSampler:
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
         """The outputs of `llm.generate`."""
-        outputs: list[RequestOutput] = llm.generate(prompts=prompts, sampling_params=sampling_params, use_tqdm=False)
-        return outputs
+        return list(llm.generate(prompts=prompts, sampling_params=sampling_params, use_tqdm=False))
 
 
 class FnCallRolloutSampler:
@@ -98,8 +97,7 @@ class FnCallRolloutSampler:
 def make_sampler(found: Any, kwargs: Mapping[str, Any] | None = None) -> Sampler:
     """A sampler from what a recipe names: a class (made with `kwargs`), an object, or a function.
 
-    Raises:
-        ValueError: it can neither be called nor has a `generate` method.
+    Raises ValueError where it can neither be called nor has a `generate` method.
     """
     made = found(**(kwargs or {})) if isinstance(found, type) else found
     if kwargs and not isinstance(found, type):
@@ -126,10 +124,7 @@ async def sample_batch(
 
     Runs on the engine's loop, the sampler on a thread of its own. An error that the sampler raises is the failure of
     every episode of the batch. An engine that fails ends the rollout, and so does the sampler's deadline of `timeout`
-    seconds; requests that fail do not.
-
-    Raises:
-        ValueError: the sampler's result does not fit the batch; the message names the first index that is wrong.
+    seconds; requests that fail do not. Raises ValueError, naming the first wrong index of a result that does not fit.
     """
     engine.state.check_can_generate(settings.policy_version)
     if not batch:

@@ -128,10 +128,7 @@ class Prompts:
         self._tokenizer, self._settings, self._batch, self._history = tokenizer, settings, list(batch), history
 
     def requests(self, prompts: Any) -> list[Request]:
-        """Of one or several prompts: texts, ids, or dictionaries with `prompt_token_ids` or `prompt`.
-
-        Ids in a list are one prompt, lists of ids are several.
-        """
+        """Of a prompt or several: texts, lists of ids, or dictionaries with `prompt_token_ids` or `prompt`."""
         one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
         given = [prompts] if one else list(prompts)
         return [self._request(prompt, i, self._place(i, len(given))) for i, prompt in enumerate(given)]
@@ -269,8 +266,7 @@ class SamplerLLM:
     def update_sampling_params(self, **changes: Any) -> "Iterator[SamplingParams]":
         """Other values in `sampling_params` for the length of a block; put back however it ends.
 
-        Raises:
-            ValueError: `SamplingParams` has no such field.
+        Raises ValueError where `SamplingParams` has no such field.
         """
         check_request(changes)
         before = self.sampling_params

@@ -95,8 +95,7 @@ def parse_inline(text: str) -> ToolCall:
 def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
     """Our own reading of "hermes", which tells malformed calls from answers, or any of vLLM's tool parsers by its name.
 
-    Raises:
-        ValueError: there is no such parser.
+    Raises ValueError where there is no such parser.
     """
     if name == "hermes":
         return parse_hermes
@@ -157,11 +156,8 @@ class Tool:
 def make_tool(function: Callable[..., Any], *, method: bool = False) -> Tool:
     """A tool from a function's name, signature, type hints and docstring (with Google's `Args:`, if it has them).
 
-    Args:
-        method: the function is a class's own, and its first parameter is not an argument.
-
-    Raises:
-        ValueError: it takes positional-only, `*args` or `**kwargs` parameters, or has a type hint without a schema.
+    The first parameter of a `method` is not an argument. Raises ValueError for positional-only, `*args` or `**kwargs`
+    parameters, and for a type hint without a schema.
     """
     name = function.__name__
     parameters = list(inspect.signature(function).parameters.values())[int(method) :]
@@ -253,8 +249,7 @@ class ToolRunner:
     ) -> list[str]:
         """The replies to one turn's calls, in order, none longer than the limit; figures are added to `metrics`.
 
-        Args:
-            in_order: one call after the other, as an object's methods need it; otherwise all at once.
+        The calls run all at once, or `in_order` one after the other, as an object's methods need it.
         """
         start = time.perf_counter()
         if in_order:

@@ -46,15 +46,10 @@ async def contained(work: Coroutine[Any, Any, T], timeout: float | None = None) 
     """Run user code as a task of its own, which is cancelled only if the caller is, or when time is up.
 
     When the caller is cancelled, so is the work, and has `ENDING_SECONDS` to end. Work that is late is not waited for.
-
-    Raises:
-        Late: it took longer than `timeout` seconds.
-        UserCodeError: it raised something that is not an `Exception`.
-        Exception: it raised that.
+    Raises what it raised, UserCodeError for what is not an `Exception`, and Late after `timeout` seconds.
     """
 
     async def run() -> T:
-        """The work, with anything that is not an `Exception` turned into one."""
         try:
             return await work
         except Exception:
@@ -87,7 +82,6 @@ async def call_user(function: Callable[[], Any], timeout: float | None = None) -
     """
 
     async def call() -> Any:
-        """The function's result, awaited if it is awaitable."""
         inner = getattr(function, "func", function)  # of a functools.partial
         result = function() if inspect.iscoroutinefunction(inner) else await _in_thread(function)
         return await result if inspect.isawaitable(result) else result
@@ -102,7 +96,6 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
     use_device = this_device()
 
     def work() -> None:
-        """Call the function, and hand its result or its error to the loop."""
         try:
             use_device()
             future.set_result(function())
