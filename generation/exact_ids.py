@@ -365,8 +365,7 @@ def replace_prefix_tokens(
         template_token_ids: all messages, with the generation prompt.
         eos_token_ids: ids that end an answer; by default the tokenizer's.
 
-    Raises:
-        ValueError: the messages are not those of the ids, or it cannot be told where the last answer ends.
+    Raises ValueError where the messages are not those of the ids, or it cannot be told where the last answer ends.
     """
     if not model_prefix_token_ids:
         return list(template_token_ids)

@@ -63,13 +63,10 @@ def _read(path: Path, environ: Mapping[str, str], above: tuple[Path, ...]) -> di
         cycle = " includes ".join([str(above[0]), *(each.name for each in (*above[1:], path))])
         raise ValueError(f"{INCLUDES}: {cycle}, and so on without end")
     values = fill_defaults(loaded, environ)
-    sections = {
-        key: _with_includes(section, f"{key}.{INCLUDES}", path, environ, above)
-        if isinstance(section, dict)
-        else section
-        for key, section in values.items()
-    }
-    return _with_includes(sections, INCLUDES, path, environ, above)
+    for key, section in values.items():
+        if isinstance(section, dict):
+            values[key] = _with_includes(section, f"{key}.{INCLUDES}", path, environ, above)
+    return _with_includes(values, INCLUDES, path, environ, above)
 
 
 def _with_includes(

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ALIVE_SECONDS = 0.25
-"""How often a waiting call checks that the engine is still there."""
-
 
 class WorkerError(RuntimeError):
     """A method of the worker extension reported errors instead of a result; the text names each worker."""
@@ -52,8 +49,7 @@ class Engine:
     Attributes:
         state: which memory the engine holds, and the version of its weights.
         adapter: number of the LoRA adapter that requests are answered with; set by whoever sent the adapter.
-        not_finite: the first log-probability of a sampled token that was NaN or infinite since this was last set to
-            None.
+        not_finite: the first NaN or infinite log-probability of a sampled token since this was last set to None.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -66,10 +62,7 @@ class Engine:
         self._request_numbers = itertools.count()
 
     async def start(self, stat_loggers: list[Any] | None = None) -> None:
-        """Start the engine's processes, on the loop that will serve the engine; blocks until ready.
-
-        `stat_loggers` are vLLM's own, such as `cache_usage_logger`.
-        """
+        """Start its processes, on the loop that will serve it; blocks until ready. `stat_loggers` are vLLM's own."""
         self._llm = start_async_llm(self.settings, stat_loggers)
         if self.settings.on_cpu and self.settings.tensor_parallel_size > 1:
             self._worker_memory = worker_memory()
@@ -154,10 +147,10 @@ class Engine:
 
     async def _unless_dead(self, call: Awaitable[T]) -> T:
         """The call's result. When the engine core is killed, vLLM fails its requests, but never answers other calls
-        (vllm/v1/engine/core_client.py, _call_utility_async).
+        (vllm/v1/engine/core_client.py, _call_utility_async), so they look after it themselves.
         """
         task = asyncio.ensure_future(call)
-        while not (await asyncio.wait({task}, timeout=ALIVE_SECONDS))[0]:
+        while not (await asyncio.wait({task}, timeout=0.25))[0]:
             if self.llm.errored:
                 task.cancel()
                 raise self.llm.dead_error
@@ -277,9 +270,5 @@ class Leader:
 
 def first_not_finite(output: "RequestOutput") -> float | None:
     """The first log-probability of a sampled token that is NaN or infinite, if there is one."""
-    for completion in output.outputs:
-        if completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids):
-            for logprob in sampled_logprobs(completion):
-                if not math.isfinite(logprob):
-                    return logprob
-    return None
+    complete = (c for c in output.outputs if c.logprobs is not None and len(c.logprobs) == len(c.token_ids))
+    return next((logprob for c in complete for logprob in sampled_logprobs(c) if not math.isfinite(logprob)), None)

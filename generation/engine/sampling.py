@@ -43,10 +43,7 @@ def response_budget(context_tokens: int, max_tokens: int, max_model_len: int) ->
 def vllm_sampling_params(
     settings: SamplingSettings, seed: int | None, max_tokens: int | None = None
 ) -> "SamplingParams":
-    """vLLM's parameters for one response, log-probability of each sampled token included.
-
-    `max_tokens` overrides the settings' own where less room is left in the context.
-    """
+    """vLLM's parameters of one response, with log-probabilities; `max_tokens`, if given, replaces the settings' own."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -109,8 +109,8 @@ class EngineSettings:
         Arguments without a field here become `extra`.
         """
         given = {name: value for name, value in arguments.items() if value is not None}
-        fields = {_VLLM_NAMES[name]: value for name, value in given.items() if name in _VLLM_NAMES}
-        extra = {name: value for name, value in given.items() if name not in _VLLM_NAMES}
+        fields = {VLLM_NAMES[name]: value for name, value in given.items() if name in VLLM_NAMES}
+        extra = {name: value for name, value in given.items() if name not in VLLM_NAMES}
         return cls(**(fields | own), extra=extra)
 
     @property
@@ -119,7 +119,7 @@ class EngineSettings:
         return not self.device_indices
 
 
-_VLLM_NAMES = {
+VLLM_NAMES = {
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "worker_extension_cls": "worker_extension",
     "worker_cls": "worker_class",

@@ -41,10 +41,7 @@ class EngineThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
-        """Run a coroutine to its end from another thread.
-
-        Raises TimeoutError, naming `what`, after `timeout` seconds; the coroutine is then cancelled.
-        """
+        """Run a coroutine from another thread. After `timeout` seconds it is cancelled: TimeoutError, naming `what`."""
         future = self.submit(coroutine)
         try:
             return future.result(timeout)

@@ -22,19 +22,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from generation.engine.devices import full_uuids
-from generation.engine.settings import LORA_RANKS, EngineSettings
+from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
-
-PLAIN_WEIGHTS_VARIABLE = "HOTBUNK_PLAIN_CPU_WEIGHTS"
-"""Read by the worker extension when vLLM imports it, before the model is built."""
-
-FORK_VARIABLE = "HOTBUNK_FORK_ENGINE"
-"""Set to 1 by tests: the engine core is forked instead of spawned, which saves the 5 s of its imports. Only on CPU,
-without tensor parallelism, and from a process that has no process group: a child that inherits one may take it for its
-own, or wait at its end for threads that only the parent has."""
 
 # A vLLM process that inherits these joins the trainer's process group, or waits for a store that no process serves
 # (https://github.com/pytorch/pytorch/pull/192113).
@@ -56,7 +48,8 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         return env | _CUDA_ENVIRONMENT | _apart_from_other_ranks()
     env["OMP_NUM_THREADS"] = str(settings.cpu_threads)
     env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, settings.cpu_cores)) or "nobind"
-    env[PLAIN_WEIGHTS_VARIABLE] = str(int(settings.plain_cpu_weights))
+    # The worker extension reads it when vLLM imports it, before the model is built.
+    env["HOTBUNK_PLAIN_CPU_WEIGHTS"] = str(int(settings.plain_cpu_weights))
     # It keeps compiled products by their shape, some 30 KiB each. A batch of every size would fill its own 1024, over
     # hundreds of steps (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
     env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
@@ -117,19 +110,8 @@ def started_with(settings: EngineSettings) -> Iterator[None]:
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs`; what would change what is sampled is never left to a default."""
-    arguments: dict[str, Any] = {
-        "model": settings.model,
+    arguments: dict[str, Any] = {name: getattr(settings, own) for name, own in VLLM_NAMES.items()} | {
         "tokenizer": settings.tokenizer or settings.model,
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "load_format": settings.load_format,
-        "enforce_eager": settings.enforce_eager,
-        "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "seed": settings.seed,
-        "trust_remote_code": settings.trust_remote_code,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": settings.worker_extension or "",
@@ -150,8 +132,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # vLLM's own choice for an AsyncLLM is 2048 (vllm/engine/arg_utils.py, get_batch_defaults), of which every
         # sequence that is being decoded takes one.
         arguments["max_num_batched_tokens"] = max(8192, settings.max_num_seqs)
-    if settings.worker_class is not None:
-        arguments["worker_cls"] = settings.worker_class
+    if settings.worker_class is None:
+        del arguments["worker_cls"]
     if settings.lora_rank:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
@@ -191,9 +173,14 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
 
 
 def _may_fork(settings: EngineSettings) -> bool:
+    """Tests ask for a core that is forked instead of spawned, which saves the 5 s of its imports.
+
+    Only from a process without a process group: a child that inherits one may take it for its own, or wait at its end
+    for threads that only the parent has.
+    """
     from torch import distributed
 
-    asked = os.environ.get(FORK_VARIABLE) == "1" and settings.on_cpu and settings.tensor_parallel_size == 1
+    asked = os.environ.get("HOTBUNK_FORK_ENGINE") == "1" and settings.on_cpu and settings.tensor_parallel_size == 1
     return asked and not distributed.is_initialized()
 
 
@@ -280,14 +267,12 @@ def cache_usage_logger(report: Callable[[float], None]) -> type:
 SUPPORTED = ((0, 32), (0, 33))
 """The oldest release of vLLM that is taken, and the first that is not."""
 
-ANY_VERSION_VARIABLE = "HOTBUNK_ANY_VLLM"
-"""Set to 1 by scripts/try_vllm.sh: releases outside of `SUPPORTED` are taken, too."""
-
 
 def check_version(version: str | None = None) -> None:
     """Raise ImportError, naming the supported range, unless a vLLM of that range is installed.
 
-    `version` is the installed one's if None. A development build, or one that tells no version, is taken as it is.
+    `version` is the installed one's if None. A development build, or one that tells no version, is taken as it is, and
+    with HOTBUNK_ANY_VLLM=1, which scripts/try_vllm.sh sets, any release.
     """
     (_, oldest), (_, newer) = SUPPORTED
     wanted = f"vLLM 0.{oldest} is needed (>=0.{oldest},<0.{newer}): install it with bash scripts/setup.sh"
@@ -298,7 +283,7 @@ def check_version(version: str | None = None) -> None:
 
         version = vllm.__version__
     found = re.match(r"(\d+)\.(\d+)", str(version))
-    if found is None or "dev" in str(version) or os.environ.get(ANY_VERSION_VARIABLE) == "1":
+    if found is None or "dev" in str(version) or os.environ.get("HOTBUNK_ANY_VLLM") == "1":
         return
     if not SUPPORTED[0] <= (int(found[1]), int(found[2])) < SUPPORTED[1]:
         raise ImportError(f"vLLM {version} is installed, but {wanted}; scripts/try_vllm.sh tries another release")
@@ -324,10 +309,9 @@ def check_worker_classes(settings: EngineSettings) -> None:
     """Raise ValueError where a class for the workers is not there, or an engine on CPU has none to sleep by."""
     for name in ("worker_extension", "worker_class"):
         if (path := getattr(settings, name)) is not None:
-            try:
+            found = None
+            with suppress(ImportError, ValueError):
                 found = find_spec(path.rpartition(".")[0])
-            except (ImportError, ValueError):
-                found = None
             if found is None:
                 raise ValueError(f"{name} is {path!r}, but its module is not here: name it as package.module.Class")
     if settings.sleep and settings.on_cpu and settings.worker_extension is None:

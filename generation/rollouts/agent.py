@@ -17,9 +17,6 @@ from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction
 from generation.rollouts.tools import CallParser, Tool, ToolRunner, make_tool, parse_inline, tools_by_name
 from generation.trajectory import Trajectory, checked_reward
 
-OWN_METHODS = ("reset", "turn_reward", "get_reward", "close")
-"""Methods of an environment that are not tools."""
-
 
 @dataclass(frozen=True)
 class Agent:
@@ -129,12 +126,12 @@ def pending_call(text: str, tags: InlineTags) -> str | None:
 
 
 def environment_tools(cls: type) -> dict[str, Tool]:
-    """The public methods of an environment class, as tools. Raises ValueError naming a method that cannot be one."""
+    """An environment's public methods as tools, but for its own four. Raises ValueError naming one that cannot be."""
     methods = {name: f for name, f in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
     return tools_by_name(
         make_tool(function, method=not isinstance(inspect.getattr_static(cls, name), staticmethod))
         for name, function in methods.items()
-        if name not in OWN_METHODS
+        if name not in ("reset", "turn_reward", "get_reward", "close")
     )
 
 

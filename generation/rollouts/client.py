@@ -48,10 +48,7 @@ class LostKey(ValueError):
 
 
 class ClientRollout:
-    """A `RolloutFunction` that calls a client once for each episode, sync or async.
-
-    Its server starts with the first episode, and runs until `aclose`.
-    """
+    """A `RolloutFunction`: an episode is a call of a client, sync or async. The server it starts ends with `aclose`."""
 
     def __init__(self, client: Client, start_server: StartServer, timeout_s: float = 600.0) -> None:
         """`timeout_s` is how long one call of the client may take. Raises ValueError if it cannot be called."""

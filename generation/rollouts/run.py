@@ -30,9 +30,7 @@ OnSample = Callable[[Trajectory], Awaitable[None]]
 class EpisodeSetup:
     """The function that runs an episode, and its arguments besides the prompt's ids.
 
-    Attributes:
-        rows: the dataset's row of each prompt; None: no rows.
-        messages: the messages that each prompt was rendered from, where there are any.
+    `rows` of the dataset are by prompt, and so are `messages`, those it was rendered from, where there are any.
     """
 
     function: RolloutFunction = one_shot
@@ -95,7 +93,8 @@ async def rollout(
     ended = {(t.prompt_index, t.sample_index) for t in finished}
     # A task group does not notice a task that somebody else has cancelled.
     lost = [llm for place, llm in begun.items() if place not in ended]
-    return finished + [failed(llm, "CancelledError: the episode's task was cancelled by somebody else") for llm in lost]
+    error = "CancelledError: the episode's task was cancelled by somebody else"
+    return finished + [llm.trajectory(finish_reason="error", error=error) for llm in lost]
 
 
 async def run_episode(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
@@ -107,7 +106,7 @@ async def run_episode(function: RolloutFunction, llm: PolicyLLM, row: dict[str, 
     except Exception as error:
         if llm.fatal is not None:
             raise llm.fatal from None
-        return [failed(llm, described(error))]
+        return [llm.trajectory(finish_reason="error", error=described(error))]
     if llm.fatal is not None:
         raise llm.fatal
     return trajectories
@@ -123,8 +122,3 @@ async def _checked(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any
         trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
         check_rewards(trajectory, getattr(function, "__qualname__", "the rollout"))
     return trajectories
-
-
-def failed(llm: PolicyLLM, error: str) -> Trajectory:
-    """The trajectory of an episode that gave none."""
-    return llm.trajectory(finish_reason="error", error=error)

@@ -36,7 +36,6 @@ class RolloutSampler(Protocol):
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
         """One output for each prompt, in order."""
-        ...
 
 
 class OneShotRolloutSampler:
@@ -162,8 +161,7 @@ async def sample_batch(
 def trajectories(returned: Any, batch: Sequence[PromptText], history: History) -> list[Trajectory]:
     """The trajectories that a sampler's result stands for, one for each prompt of the batch.
 
-    Raises:
-        ValueError: a result is missing, too many, None, of an unknown kind, or not what the policy has sampled.
+    Raises ValueError where one is missing, too many, None, of an unknown kind, or not what the policy has sampled.
     """
     if returned is None or isinstance(returned, str | Mapping) or not hasattr(returned, "__len__"):
         raise ValueError(f"the sampler returned {returned!r:.60} instead of a list with {len(batch)} results")

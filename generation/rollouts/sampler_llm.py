@@ -196,7 +196,6 @@ class SamplerLLM:
     """One batch's view of the policy, as a `vllm.LLM`. Its methods block: do not call them on the engine's own loop.
 
     Attributes:
-        tokenizer: the model's.
         sampling_params: used where a call gives none; training's, or evaluation's during an evaluation.
         history: every answer so far.
         fatal: the error of the engine itself, if there was one: it ends the rollout whatever the sampler makes of it.
@@ -264,10 +263,7 @@ class SamplerLLM:
 
     @contextmanager
     def update_sampling_params(self, **changes: Any) -> "Iterator[SamplingParams]":
-        """Other values in `sampling_params` for the length of a block; put back however it ends.
-
-        Raises ValueError where `SamplingParams` has no such field.
-        """
+        """Other values in `sampling_params` for the length of a block. Raises ValueError where it has no such field."""
         check_request(changes)
         before = self.sampling_params
         if unknown := sorted(name for name in changes if not hasattr(before, name)):

@@ -93,10 +93,7 @@ def parse_inline(text: str) -> ToolCall:
 
 
 def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
-    """Our own reading of "hermes", which tells malformed calls from answers, or any of vLLM's tool parsers by its name.
-
-    Raises ValueError where there is no such parser.
-    """
+    """Our own "hermes", which tells malformed calls from answers, or vLLM's parser of that name; ValueError: none."""
     if name == "hermes":
         return parse_hermes
     from vllm.tool_parsers import ToolParserManager
@@ -284,10 +281,7 @@ class ToolRunner:
 
 
 def cut_to_tokens(tokenizer: "PreTrainedTokenizerBase", texts: list[str], limit: int) -> tuple[list[str], int]:
-    """The texts with at most `limit` tokens each, and how many were cut, which the text then says.
-
-    One call of the tokenizer for all of them, and one to decode those that are cut.
-    """
+    """The texts with at most `limit` tokens each, and how many were cut, which the text then says; encoded at once."""
     bounded = [text[: limit * _TOKEN_CHARACTERS] for text in texts]
     ids = tokenizer(bounded, add_special_tokens=False)["input_ids"] if texts else []
     whole = [len(i) <= limit and b == t for i, b, t in zip(ids, bounded, texts, strict=True)]

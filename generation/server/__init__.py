@@ -28,9 +28,7 @@ STOP_SECONDS = 5.0
 class OpenAIServer:
     """An OpenAI-compatible server for an engine; made by `start`, on the engine's event loop, and stopped there.
 
-    Attributes:
-        base_url: as OpenAI's clients want it, `http://127.0.0.1:<port>/v1`.
-        settings: those it was started with.
+    `base_url` is as OpenAI's clients want it, `http://127.0.0.1:<port>/v1`.
     """
 
     def __init__(
@@ -45,10 +43,7 @@ class OpenAIServer:
 
     @classmethod
     async def start(cls, worker: Engine, settings: ServerSettings | None = None) -> Self:
-        """Serve a running engine; returns when requests are answered.
-
-        Raises ValueError where the address cannot be listened on, or the engine has no tokenizer.
-        """
+        """Serve a running engine from now on. Raises ValueError where it cannot listen, or there is no tokenizer."""
         import uvicorn
 
         settings = settings or ServerSettings()
@@ -94,10 +89,7 @@ class OpenAIServer:
         return self._conversations.open(key, sampling=sampling, seed=seed, policy_version=policy_version).key
 
     def address(self, key: str) -> str:
-        """A base URL for the clients of one open trajectory: requests there that lack its key count as lost ones.
-
-        Raises KeyError if it is not open.
-        """
+        """A base URL for one trajectory's clients, where requests without its key count as lost. KeyError: not open."""
         return self.base_url.removesuffix("/v1") + PLACES + self._conversations[key].place + "/v1"
 
     def lost_keys(self, key: str) -> int:

@@ -17,9 +17,6 @@ Body = dict[str, Any]
 CARRIED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """The fields that answers carry beside their text, and that a client may send back with them."""
 
-LOWEST = -9999.0
-"""Stands for a log-probability of minus infinity, which JSON does not have (vLLM's own choice)."""
-
 LONGEST = 300
 """Characters of an error's message, at most one less."""
 
@@ -236,7 +233,8 @@ class Answer:
             return
         if said is not None and self._messages is not None and self._call.conversation is not None:
             self._call.conversation.history.record(self._messages, said, generation)
-        logprobs = [max(logprob, LOWEST) for logprob in generation.logprobs]
+        # JSON has no minus infinity; the number in its place is vLLM's own choice.
+        logprobs = [max(logprob, -9999.0) for logprob in generation.logprobs]
         carried = zip(CARRIED, (generation.prompt_ids, generation.token_ids, logprobs), strict=True)
         choice.get(place, choice).update(carried)
 

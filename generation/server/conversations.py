@@ -79,25 +79,17 @@ class Conversations(dict[str, Conversation]):
         if sum(each.by_request == by_request for each in self.values()) >= self._limit:
             raise TooManyConversations(429, f"{self._limit} trajectories are being captured and none of them is taken")
 
-    def open(
-        self,
-        key: str = "",
-        *,
-        by_request: bool = False,
-        sampling: SamplingSettings | None = None,
-        seed: int | None = None,
-        policy_version: int | None = None,
-    ) -> Conversation:
+    def open(self, key: str = "", *, by_request: bool = False, **own: Any) -> Conversation:
         """Begin to capture the answers under `key`, or under a new one that cannot be guessed.
 
-        Raises ValueError where it is open already, TooManyConversations where the server keeps no more.
+        `own` are further fields of the conversation. Raises ValueError where it is open already, TooManyConversations
+        where the server keeps no more.
         """
         key = key or f"hotbunk-{secrets.token_urlsafe(24)}"
         if key in self:
             raise ValueError(f"trajectory {key!r} is being captured already; take it first, or choose another key")
         self.check_room(by_request)
-        history = ChatHistory(self._tokenizer, self._ends)
-        opened = Conversation(key, history, by_request, sampling, seed, policy_version)
+        opened = Conversation(key, ChatHistory(self._tokenizer, self._ends), by_request, **own)
         self[key] = self._places[opened.place] = opened
         return opened
 

@@ -81,12 +81,9 @@ class ServerSettings:
 
 def is_loopback(host: str) -> bool:
     """True if a name or address means this machine to every program: `localhost`, 127.0.0.0/8 or ::1."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    with suppress(ValueError):
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    return False
 
 
 class Gate:

@@ -70,9 +70,9 @@ def test_settings_arrive_in_vllms_configuration(model: str, changes: dict[str, A
 
 
 def test_factories_of_logits_processors_run_in_the_second_runner(model: str) -> None:
-    from generation.engine.logits import factories
+    from generation.engine import logits
 
-    extra = factories.engine_arguments(["make_tiny:make_tiny_model"], factories.uses_v2(on_cpu=False, environ={}))
+    extra = logits.engine_arguments(["make_tiny:make_tiny_model"], logits.uses_v2(on_cpu=False, environ={}))
     config, _ = configured(model, extra=extra)
     assert config.use_v2_model_runner
 
