@@ -12,9 +12,8 @@ from typing import Any
 
 
 def load(spec: str) -> Any:
-    """The object that `spec` names; a file is imported once, whatever asks for it.
-
-    Raises ValueError: the form is wrong, the module or file is not there or fails to import, or it lacks the name.
+    """The object that `spec` names; a file is imported once, whatever asks for it. Raises ValueError: the form is
+    wrong, the module or file is not there or fails to import, or it lacks the name.
     """
     home, colon, name = spec.rpartition(":")
     if not colon or not home or not all(part.isidentifier() for part in name.split(".")):

@@ -66,9 +66,8 @@ class Trajectory:
 
 
 def checked_reward(value: Any, said: str) -> float:
-    """A reward that can be learned from: a number that is finite as a float32.
-
-    Raises ValueError, which begins with `said`: "the client returned nan, which is not a finite float32".
+    """A reward that can be learned from: a number that is finite as a float32. Raises ValueError, which begins with
+    `said`: "the client returned nan, which is not a finite float32".
     """
     try:
         if isinstance(value, str | bytes):

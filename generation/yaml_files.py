@@ -25,10 +25,9 @@ _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):([^{}]*)\}")
 
 
 def read_yaml(path: Path, environ: Mapping[str, str] = os.environ) -> DictConfig:
-    """A file's mapping with its includes merged in and its defaults filled in; `${a.b}` is left to be resolved.
-
-    Raises ValueError where a file is missing, is not a mapping in valid YAML, or includes itself; it is named, and the
-    files that led to it.
+    """A file's mapping with its includes merged in and its defaults filled in; `${a.b}` is left to be resolved. Raises
+    ValueError where a file is missing, is not a mapping in valid YAML, or includes itself; it is named, and the files
+    that led to it.
     """
     merged = OmegaConf.create(_read(path, environ, ()))
     assert isinstance(merged, DictConfig)

@@ -77,10 +77,9 @@ class Engine:
     async def complete(
         self, prompt_ids: list[int], sampling: SamplingSettings, *, seed: int, policy_version: int
     ) -> Generation:
-        """Sample one response to one prompt, token ids in and token ids out.
-
-        Raises EngineStateError unless awake with the weights of `policy_version`, and ValueError where the prompt
-        leaves no room for a response, or vLLM refuses the request.
+        """Sample one response to one prompt, token ids in and token ids out. Raises EngineStateError unless awake with
+        the weights of `policy_version`, and ValueError where the prompt leaves no room for a response, or vLLM refuses
+        the request.
         """
         budget = response_budget(len(prompt_ids), sampling.max_tokens, self.settings.max_model_len)
         if budget == 0:
@@ -146,8 +145,8 @@ class Engine:
         return outcomes
 
     async def _unless_dead(self, call: Awaitable[T]) -> T:
-        """The call's result. When the engine core is killed, vLLM fails its requests, but never answers other calls
-        (vllm/v1/engine/core_client.py, _call_utility_async), so they look after it themselves.
+        """The call's result, or the engine's death, looked for while it waits: when the core is killed, vLLM fails its
+        requests, but never answers other calls (vllm/v1/engine/core_client.py, _call_utility_async).
         """
         task = asyncio.ensure_future(call)
         while not (await asyncio.wait({task}, timeout=0.25))[0]:
@@ -250,9 +249,8 @@ class Leader:
 
     @classmethod
     def start(cls, engine: Engine, timeout: float) -> Self:
-        """Start an engine on a thread of its own. A start that fails leaves nothing behind.
-
-        Raises ValueError where vLLM does not take the settings, TimeoutError after `timeout` seconds.
+        """Start an engine on a thread of its own. A start that fails leaves nothing behind. Raises ValueError where
+        vLLM does not take the settings, TimeoutError after `timeout` seconds.
         """
         leader = cls(engine, EngineThread())
         try:

@@ -60,7 +60,6 @@ class ClientRollout:
 
     async def __call__(self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
         """One run of the client; a trajectory for each of its conversations, all with the reward that it returned.
-
         Raises TimeoutError where it takes longer than it may, LostKey where it has sent requests without its key,
         ValueError where it has asked for nothing or its reward is not a finite number, and as `call_user` does.
         """

@@ -73,10 +73,9 @@ class PolicyLLM:
         return self.engine.settings.max_model_len
 
     async def sample(self, prompt_ids: Sequence[int], sampling: SamplingSettings) -> Generation:
-        """One response to these ids; its seed depends on (seed, step, prompt, sample, number of the call) alone.
-
-        Raises ValueError where no room is left for a response or vLLM refuses the request, SamplingError where vLLM
-        ended it before it was done.
+        """One response to these ids; its seed depends on (seed, step, prompt, sample, number of the call) alone. Raises
+        ValueError where no room is left for a response or vLLM refuses the request, SamplingError where vLLM ended it
+        before it was done.
         """
         settings = self.settings
         seed = sample_seed(settings.seed, settings.step, self.prompt_index, self.sample_index, self.calls)

@@ -94,9 +94,8 @@ class FnCallRolloutSampler:
 
 
 def make_sampler(found: Any, kwargs: Mapping[str, Any] | None = None) -> Sampler:
-    """A sampler from what a recipe names: a class (made with `kwargs`), an object, or a function.
-
-    Raises ValueError where it can neither be called nor has a `generate` method.
+    """A sampler from what a recipe names: a class (made with `kwargs`), an object, or a function. Raises ValueError
+    where it can neither be called nor has a `generate` method.
     """
     made = found(**(kwargs or {})) if isinstance(found, type) else found
     if kwargs and not isinstance(found, type):
@@ -159,9 +158,8 @@ async def sample_batch(
 
 
 def trajectories(returned: Any, batch: Sequence[PromptText], history: History) -> list[Trajectory]:
-    """The trajectories that a sampler's result stands for, one for each prompt of the batch.
-
-    Raises ValueError where one is missing, too many, None, of an unknown kind, or not what the policy has sampled.
+    """The trajectories that a sampler's result stands for, one for each prompt of the batch. Raises ValueError where
+    one is missing, too many, None, of an unknown kind, or not what the policy has sampled.
     """
     if returned is None or isinstance(returned, str | Mapping) or not hasattr(returned, "__len__"):
         raise ValueError(f"the sampler returned {returned!r:.60} instead of a list with {len(batch)} results")

@@ -27,9 +27,8 @@ LARGEST = 4096
 
 
 def parse_body(raw: bytes) -> Body:
-    """The JSON object that a request holds.
-
-    Refused where it is something else, nested beyond reason, or holds halves of surrogate pairs, which are not text.
+    """The JSON object that a request holds. Refused where it is something else, nested beyond reason, or holds halves
+    of surrogate pairs, which are not text.
     """
     try:
         body = json.loads(raw)

@@ -62,17 +62,13 @@ class Conversation:
 
 class Conversations(dict[str, Conversation]):
     """The open conversations by key, each until it is taken: at most `limit` of the program's, and as many that
-    requests opened.
+    requests opened. `places` holds them by their own.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], limit: int) -> None:
         super().__init__()
         self._tokenizer, self._ends, self._limit = tokenizer, tuple(eos_token_ids), limit
-        self._places: dict[str, Conversation] = {}
-
-    def at(self, place: str) -> Conversation | None:
-        """The conversation at that address, if it is open."""
-        return self._places.get(place)
+        self.places: dict[str, Conversation] = {}
 
     def check_room(self, by_request: bool) -> None:
         """Raise TooManyConversations unless one more can be opened."""
@@ -90,7 +86,7 @@ class Conversations(dict[str, Conversation]):
             raise ValueError(f"trajectory {key!r} is being captured already; take it first, or choose another key")
         self.check_room(by_request)
         opened = Conversation(key, ChatHistory(self._tokenizer, self._ends), by_request, **own)
-        self[key] = self._places[opened.place] = opened
+        self[key] = self.places[opened.place] = opened
         return opened
 
     def take(self, key: str) -> list[Trajectory]:
@@ -98,7 +94,7 @@ class Conversations(dict[str, Conversation]):
         because ids could not be kept. Raises KeyError if it is not open.
         """
         taken = self.pop(key)
-        del self._places[taken.place]
+        del self.places[taken.place]
         found = taken.history.trajectories()
         for trajectory in found:
             trajectory.metrics["server/retemplated"] = float(taken.history.retemplated)

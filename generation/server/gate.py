@@ -129,7 +129,7 @@ class Gate:
         path, conversation = request.scope["path"], None
         if path.startswith(PLACES):
             place, _, rest = path.removeprefix(PLACES).partition("/")
-            path, conversation = f"/{rest}", self._conversations.at(place)
+            path, conversation = f"/{rest}", self._conversations.places.get(place)
             if conversation is None:
                 raise Refused(404, "there is no such trajectory, or it has ended")
         if path not in SERVED:
