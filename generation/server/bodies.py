@@ -17,9 +17,6 @@ Body = dict[str, Any]
 CARRIED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """The fields that answers carry beside their text, and that a client may send back with them."""
 
-LONGEST = 300
-"""Characters of an error's message, at most one less."""
-
 _FAILED = b'data: {"error"'
 
 LARGEST = 4096
@@ -282,7 +279,7 @@ def error_response(status: int, text: str) -> Response:
     """
     kind = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
     sentence = " ".join(text.split())
-    sentence = sentence if len(sentence) < LONGEST else f"{sentence[: LONGEST - 2]}…"
+    sentence = sentence if len(sentence) < 300 else f"{sentence[:298]}…"
     error = {"message": sentence, "type": kind.get(status, "invalid_request_error"), "param": None, "code": status}
     headers = {"retry-after": "1"} if status == 503 else {"connection": "close"} if status in (408, 413) else {}
     return as_json(status, {"error": error}, headers)
