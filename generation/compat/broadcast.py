@@ -11,17 +11,11 @@ import torch.distributed as dist
 
 
 def broadcast_across_tp(obj: Any = None, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The object of rank `src` of the group, on every rank of it; the others' `obj` does not matter.
+    """The object of rank `src` of the group (None: all ranks) on every rank of it; the others' `obj` does not matter.
 
     Always two collectives, whatever the object is, on CPU tensors; nothing is unpickled, so the object consists of
-    None, booleans, numbers, text, bytes, lists and dictionaries. Tuples and sets arrive as lists.
-
-    Args:
-        src: number within the group, from 0.
-        group: the ranks that share an engine; None: all ranks.
-
-    Raises:
-        TypeError: on all ranks, when the object holds something else.
+    None, booleans, numbers, text, bytes, lists and dictionaries. Tuples and sets arrive as lists; anything else is a
+    TypeError on all ranks.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return obj

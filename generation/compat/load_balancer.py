@@ -13,18 +13,12 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-STRATEGIES = ("kv-cache", "prefix-aware", "requests", "round-robin")
-
 SAME_USAGE = 1e-6
 """KV-cache uses (shares of 1) closer than this are a tie."""
 
 
 class EngineLoad:
-    """The load of one engine as its front process knows it; from any thread.
-
-    Attributes:
-        cache_usage: share of the KV cache in use, as last reported; None before the first report.
-    """
+    """The load of one engine as its front process knows it; from any thread."""
 
     def __init__(self) -> None:
         self.cache_usage: float | None = None
@@ -46,7 +40,7 @@ class EngineLoad:
         return self._unfinished
 
     def get_cache_usage(self) -> float | None:
-        """Share of the KV cache in use, 0 to 1, or None before the engine has reported it."""
+        """Share of the KV cache in use, 0 to 1, as last reported; None before the first report."""
         return self.cache_usage
 
 
@@ -83,9 +77,6 @@ class LoadBalancer:
             overload_floor: unless it has fewer than this many: without a floor, the first request in flight would
                 overload its engine, and prefixes would never meet their cache at low load.
             seed: of the generator that breaks ties.
-
-        Raises:
-            ValueError: for engines, strategies or numbers that make no sense.
         """
         self.actors: list[Any] = getattr(engines, "actors", engines)
         if not isinstance(self.actors, list):
@@ -94,8 +85,14 @@ class LoadBalancer:
             raise ValueError("No actors provided")
         chosen = ["prefix-aware", "requests"] if strategy is None else strategy
         self.strategies = [chosen] if isinstance(chosen, str) else list(chosen)
-        if unknown := [name for name in self.strategies if name not in STRATEGIES]:
-            known = ", ".join(map(repr, STRATEGIES))
+        self._choose: dict[str, Callable[[Any], int]] = {
+            "kv-cache": lambda _: self._by_cache_usage(),
+            "prefix-aware": self._by_prefix,
+            "requests": lambda _: self._fewest_requests(self._counts()),
+            "round-robin": lambda _: self._in_turn(),
+        }
+        if unknown := [name for name in self.strategies if name not in self._choose]:
+            known = ", ".join(map(repr, self._choose))
             raise ValueError(f"Invalid strategy '{unknown[0]}'. Must be one of {{{known}}}")
         if not self.strategies:
             raise ValueError("At least one strategy must be provided")
@@ -108,23 +105,14 @@ class LoadBalancer:
         self._random = random.Random(seed)
         self._next_in_turn = 0
         self._turn_lock = threading.Lock()
-        self._choose: dict[str, Callable[[Any], int]] = {
-            "prefix-aware": self._by_prefix,
-            "requests": lambda _: self._fewest_requests(self._counts()),
-            "kv-cache": lambda _: self._by_cache_usage(),
-            "round-robin": lambda _: self._in_turn(),
-        }
 
     def select_actor(self, prompt: Any = None, request_context: Mapping[str, str] | None = None) -> int:
-        """Index of the engine that the next request should go to.
+        """Index of the engine that the next request should go to; ValueError where there are none.
 
         Args:
             prompt: a text, token ids, or a prompt dictionary of vLLM's with either; only "prefix-aware" looks at it.
-            request_context: `{"session_id": name}` keeps the requests of one session together, as if the name were
-                the prompt; turns of a conversation that begin differently still share most of their cache.
-
-        Raises:
-            ValueError: there are no engines, or `request_context` holds something else.
+            request_context: `{"session_id": name}`, and nothing else, keeps the requests of one session together, as if
+                the name were the prompt; turns that begin differently still share most of their cache.
         """
         if not self.actors:
             raise ValueError("No actors available for selection")
@@ -143,9 +131,7 @@ class LoadBalancer:
         return self._random.randrange(len(self.actors))
 
     def get_stats(self) -> dict[str, Any]:
-        """Settings, and each engine's load in `actor_stats`; where that cannot be read, it is empty and `error` says
-        why.
-        """
+        """Settings, and each engine's load in `actor_stats`: empty where it cannot be read, and `error` says why."""
         stats: dict[str, Any] = {
             "strategies": self.strategies,
             "primary_strategy": self.strategy,
@@ -212,9 +198,7 @@ def routing_key(prompt: Any, prefix_length: int) -> bytes:
     """The part of a prompt that decides where it goes: its first token ids, or of a text its first words.
 
     A dictionary (vLLM's `TokensPrompt`, `TextPrompt`) is looked into, ids first; so is an object with such attributes.
-
-    Raises:
-        ValueError: there is nothing to go by.
+    Raises ValueError where there is nothing to go by.
     """
     if isinstance(prompt, str):
         if words := prompt.split(None, prefix_length)[:prefix_length]:

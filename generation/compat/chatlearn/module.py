@@ -17,8 +17,7 @@ Alone, a module starts an engine of its own. Named in a recipe as `rollout.sampl
 `rollout.kwargs.model_args`, it samples for training, on the engine that has the policy's weights.
 
 What vLLM's scheduler used to hand out, it keeps to itself today; asking for it is an error that says what to do.
-
-A module's prompts and batches: by tokens, never by characters, and never cut at the end that asks for an answer.
+Prompts are measured by tokens, never by characters, and never cut at the end that asks for an answer.
 """
 
 import hashlib
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import RequestOutput, SamplingParams
 
-
 STEP_REMEDY = "return self.execute_step(data) from forward_step, and vLLM schedules by itself"
 _SCHEDULED = ("seq_group_metadata_list", "blocks_to_swap_in", "blocks_to_swap_out", "blocks_to_copy")
 
@@ -52,19 +50,15 @@ _SCHEDULED = ("seq_group_metadata_list", "blocks_to_swap_in", "blocks_to_swap_ou
 class PromptPipeline:
     """Prompts with their ids, as a dataset: each item is `{"input_ids": …, "prompt": …}`.
 
-    Attributes:
-        dropped: how many prompts were left out for having too many tokens.
+    `dropped` is how many prompts were left out for having too many tokens.
     """
-
-    prompts_ids: list[dict[str, Any]]
 
     def __init__(
         self, prompts: Sequence[str], max_prompt_length: int, tokenizer: "PreTrainedTokenizerBase", cut: bool = False
     ) -> None:
         """Prompts with more than `max_prompt_length` tokens are dropped, or cut at their beginning where `cut` is set.
 
-        Raises:
-            ValueError: a prompt is empty, or `max_prompt_length` is not a whole number above 0.
+        Raises ValueError where a prompt is empty, or `max_prompt_length` is not a whole number above 0.
         """
         if not isinstance(max_prompt_length, int) or max_prompt_length < 1:
             raise ValueError("Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0")
@@ -127,12 +121,6 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", training: "PreTrainedT
         raise ValueError(f"tokenizer {names[0]} has other tokens than {names[1]}, which the policy is trained with")
 
 
-def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """A batch as a mapping of lists, from the rows of a dataset."""
-    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
-
-
-START_SECONDS = 600.0
 _INTERNALS = ("scheduler", "schedule", "build_scheduler", "block_manager", "cache_engine", "profile_cache_blocks",
               "reinit_cache_engine", "process_model_outputs", "worker", "model_runner")  # fmt: skip
 
@@ -140,11 +128,7 @@ _INTERNALS = ("scheduler", "schedule", "build_scheduler", "block_manager", "cach
 class VLLMModule:
     """A policy that answers prompts by vLLM. All methods except `generate` may be overridden.
 
-    Attributes:
-        model_args: the hyper-parameters as they were given, includes merged in.
-        settings: the settings made of them.
-        llm: anything with vLLM's `generate`.
-        tokenizer: the model's; `tokenizer.tokenizer` is the plain one.
+    `model_args` are the hyper-parameters as given, includes merged in; `llm` is anything with vLLM's `generate`.
     """
 
     def __init__(self, model_args: Mapping[str, Any] | str | Path, llm: Any = None) -> None:
@@ -161,9 +145,8 @@ class VLLMModule:
         self._given: SamplingParams | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name in _INTERNALS:
-            raise AttributeError(f"{name} belonged to vLLM's inside, which is its own now: {STEP_REMEDY}")
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        gone = f"{name} belonged to vLLM's inside, which is its own now: {STEP_REMEDY}"
+        raise AttributeError(gone if name in _INTERNALS else f"{type(self).__name__} has no attribute {name!r}")
 
     @property
     def tokenizer(self) -> ModuleTokenizer:
@@ -177,9 +160,18 @@ class VLLMModule:
         self.model_provider()
 
     def model_provider(self) -> Any:
-        """`llm` if it was given, else one on an engine with the model's weights, started now."""
+        """`llm` if it was given, else one on an engine with the model's weights, never updated, started now."""
         if self.llm is None:
-            self._own = start_engine(self.settings)
+            engine = self.settings.engine
+            if "model" not in engine:
+                raise ValueError(
+                    "model is missing: set it to a folder in Hugging Face format, or give the module an llm"
+                )
+            devices = first_devices(engine.get("tensor_parallel_size", 1))
+            arguments = engine | {"max_model_len": self.settings.seq_length}
+            started = Engine(EngineSettings.from_vllm(arguments, sleep=False, device_indices=devices))
+            self._own = Leader.start(started, timeout=600.0)
+            started.state.adopt_checkpoint(0)
             self._renew_llm(0)
         return self.llm
 
@@ -216,8 +208,7 @@ class VLLMModule:
 
     def generate(self, data: Any, iteration: int = 0, is_eval: bool = False) -> Any:
         """Answer a batch, a mapping of lists or a list of a dataset's items: what `decode_internal` makes of it."""
-        batch = ScheduledData(data if isinstance(data, Mapping) else columns(data))
-        self._prepare(batch, iteration, is_eval)
+        batch = self._prepare(data, iteration, is_eval)
         outputs = (self.eval_forward if is_eval else self.forward_step)(batch, iteration=iteration)
         return self.decode_internal(outputs)
 
@@ -230,16 +221,14 @@ class VLLMModule:
         self.llm, self._given = llm, sampling_params
         self._tokenizer = ModuleTokenizer(llm.get_tokenizer())
         items = [{self.settings.prompt_key: p, self.settings.input_ids_key: p.token_ids} for p in prompts]
-        batch = ScheduledData(columns(items))
-        self._prepare(batch, 0, is_eval=False)
+        batch = self._prepare(items, 0, is_eval=False)
         outputs: list[RequestOutput] = self.forward_step(batch, iteration=0)
         return outputs
 
     def execute_step(self, data: Any = None, *scheduled: Any) -> "list[RequestOutput]":
         """Sample for all requests that were added (for `data`, if none were); outputs in their order.
 
-        Raises:
-            ValueError: it is called with what vLLM's scheduler once handed out.
+        Raises ValueError for arguments that vLLM's scheduler once handed out.
         """
         if scheduled or not (data is None or isinstance(data, Mapping)):
             raise ValueError(f"execute_step takes the batch only: {STEP_REMEDY}")
@@ -268,13 +257,18 @@ class VLLMModule:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(self, batch: Mapping[str, Any], iteration: int, is_eval: bool) -> None:
+    def _prepare(self, data: Any, iteration: int, is_eval: bool) -> ScheduledData:
+        """The batch from a mapping of lists or the rows of a dataset, handed over."""
+        if not isinstance(data, Mapping):
+            data = {key: [row[key] for row in data] for key in data[0]} if data else {}
+        batch = ScheduledData(data)
         self._queue, self._eval_mode = [], is_eval
         if self._own is not None:
             self._renew_llm(iteration)
         if self.llm is None:
             raise ValueError(f"{type(self).__name__} has nothing to sample with: call its setup(), or give it an llm")
         self._hand_over(batch)
+        return batch
 
     def _hand_over(self, data: Mapping[str, Any]) -> None:
         known = "is_eval" in inspect.signature(self._add_request).parameters
@@ -290,8 +284,7 @@ class VLLMModule:
 
     def _add_request_internal(self, prompt: Any, input_ids: Any, is_eval: bool = False) -> None:
         """Queue one prompt or a list of them, each `n` times: requests of their own, each with its own fate."""
-        several = not isinstance(prompt, str)
-        pairs = zip(prompt, input_ids, strict=True) if several else [(prompt, input_ids)]
+        pairs = [(prompt, input_ids)] if isinstance(prompt, str) else zip(prompt, input_ids, strict=True)
         for text, ids in pairs:
             params = self._sampling_params(list(ids), is_eval or self._eval_mode)
             self._queue += [(text, list(ids), params)] * self.settings.n
@@ -323,19 +316,6 @@ class VLLMModule:
         engine, sampling = self._own.engine, SamplingSettings(self.settings.max_new_tokens)
         rollout = RolloutSettings(1, sampling, policy_version=0, seed=engine.settings.seed, step=iteration)
         self.llm = SamplerLLM(engine, self.tokenizer.tokenizer, rollout, self._own.thread.loop)
-
-
-def start_engine(settings: ChatLearnSettings) -> Leader:
-    """An engine with the weights of a checkpoint, which are never updated."""
-    if "model" not in settings.engine:
-        raise ValueError("model is missing: set it to a folder in Hugging Face format, or give the module an llm")
-    devices = first_devices(settings.engine.get("tensor_parallel_size", 1))
-    arguments = settings.engine | {"max_model_len": settings.seq_length}
-    leader = Leader.start(
-        Engine(EngineSettings.from_vllm(arguments, sleep=False, device_indices=devices)), START_SECONDS
-    )
-    leader.engine.state.adopt_checkpoint(0)
-    return leader
 
 
 def get_model(provider: Callable[[], Any], *_: Any) -> Any:

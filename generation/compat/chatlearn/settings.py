@@ -30,15 +30,7 @@ _ENGINE = (  # vLLM's own names
 _CONCURRENCY = ("max_concurrent_requests", "max_num_seqs", "generation_batch_size", "micro_batch_size")
 _PROMPTS = ("seq_length", "max_new_tokens", "new_token_limit", "vllm_input_ids_key", "vllm_prompt_key")
 _RANKS = "tensor_model_parallel_size"  # ChatLearn's name for tensor_parallel_size
-_OWN = (
-    "tensor_model_parallel_size",
-    "n",
-    "ignore_eos",
-    "use_beam_search",
-    "stop_token_list",
-    "prompt_logprobs",
-    "includes",
-)
+_OWN = ("n", "ignore_eos", "use_beam_search", "stop_token_list", "prompt_logprobs", "includes")
 KNOWN = frozenset(
     [*_SAMPLING, *(f"eval_{name}" for name in _SAMPLING), *_ENGINE, *_CONCURRENCY, *_PROMPTS, *_OWN, *_GONE, _RANKS]
 )
@@ -50,12 +42,9 @@ class ChatLearnSettings:
 
     Attributes:
         seq_length: tokens of prompt and answer together.
-        max_new_tokens: longest answer; a prompt may have `seq_length - max_new_tokens` tokens.
         new_token_limit: False: answers may fill whatever the prompt leaves of `seq_length`.
         n: answers to each prompt, requests of their own.
         sampling, eval_sampling: fields of vLLM's `SamplingParams`, for training and for evaluation.
-        stop: strings that end an answer.
-        engine: vLLM's engine arguments, by vLLM's names.
         input_ids_key, prompt_key: the keys of a prompt's ids and its text in the rows of a dataset.
     """
 
@@ -83,8 +72,7 @@ class ChatLearnSettings:
 def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
     """The settings from a model's hyper-parameters.
 
-    Raises:
-        ValueError: one is unknown, out of its range, or has no meaning any more; the message names what replaces it.
+    Raises ValueError for one that is unknown, out of its range, or has no meaning any more, naming what replaces it.
     """
     given = {key: value for key, value in args.items() if value is not None}
     for key in given:
@@ -98,13 +86,16 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
             "use_beam_search: beams are not samples of the policy, and vLLM no longer has them: set it to false, "
             "and for evaluation use LLM.beam_search of a plain vllm.LLM"
         )
-    sampling = _sampling(given, "")
+    sampling, listed = _sampling(given, ""), given.get("stop_token_list", "")
+    parts = listed.split(";") if listed else []  # `<EOS>;</s>`
+    if not all(parts):
+        warnings.warn(f"stop_token_list {listed!r} has an empty entry, which is left out", stacklevel=2)
     return ChatLearnSettings(
         **_lengths(given),
         n=_whole(given, "n", 1, 1),
         sampling=sampling,
         eval_sampling=sampling | _sampling(given, "eval_"),
-        stop=_stop_strings(given.get("stop_token_list", "")),
+        stop=[part for part in parts if part],
         engine=_engine(given),
         input_ids_key=str(given.get("vllm_input_ids_key", "input_ids")),
         prompt_key=str(given.get("vllm_prompt_key", "prompt")),
@@ -140,14 +131,6 @@ def _sampling(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     if "prompt_logprobs" in given:
         fields["prompt_logprobs"] = _whole(given, "prompt_logprobs", 0)
     return fields | {"ignore_eos": _flag(given, "ignore_eos", False)}
-
-
-def _stop_strings(listed: str) -> list[str]:
-    """The strings of `<EOS>;</s>`."""
-    parts = listed.split(";") if listed else []
-    if any(not part for part in parts):
-        warnings.warn(f"stop_token_list {listed!r} has an empty entry, which is left out", stacklevel=2)
-    return [part for part in parts if part]
 
 
 def _engine(given: Mapping[str, Any]) -> dict[str, Any]:

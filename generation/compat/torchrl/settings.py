@@ -19,11 +19,7 @@ def require_vllm() -> None:
 
 
 def start_timeout() -> float:
-    """Seconds that a service may take to start.
-
-    Raises:
-        ValueError: the environment variable is not a positive number.
-    """
+    """Seconds that a service may take to start; ValueError unless the variable holds a positive number."""
     text = os.environ.get(TIMEOUT_VARIABLE, "300")
     try:
         seconds = float(text)
@@ -44,10 +40,7 @@ def gpus_per_replica(engine_args: Any) -> int:
 
 def as_settings(engine_args: Any) -> EngineSettings:
     """`EngineSettings` as they are, or those of an `AsyncEngineArgs`, of which only what differs from vLLM's defaults
-    is taken. `engine_args` is not changed.
-
-    Raises:
-        ValueError: an argument that a service cannot honour.
+    is taken. `engine_args` is not changed. Raises ValueError for an argument that a service cannot honour.
     """
     if isinstance(engine_args, EngineSettings):
         settings = dataclasses.replace(engine_args, sleep=False)
@@ -61,11 +54,7 @@ def as_settings(engine_args: Any) -> EngineSettings:
 
 
 def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
-    """Settings from vLLM's engine arguments, by vLLM's names.
-
-    Raises:
-        ValueError: an argument that a service cannot honour.
-    """
+    """Settings from vLLM's engine arguments, by vLLM's names; ValueError for one that a service cannot honour."""
     if "worker_extension_cls" in arguments:
         raise ValueError("worker_extension_cls is the service's own, which carriers=sharding sets: leave it out")
     given = {name: value for name, value in arguments.items() if value is not None}
