@@ -31,7 +31,6 @@ class VllmAsyncGenerationWorker(Engine):
 
     Attributes:
         sampling: how `generate_async` and `generate_text_async` draw.
-        pad_token_id: what rows of batches are padded with.
         device_ids: the device of each worker, known after `post_init_async`.
         server: the OpenAI-compatible server that `post_init_async` started, if it was asked to.
     """
@@ -48,11 +47,11 @@ class VllmAsyncGenerationWorker(Engine):
         self.device_ids: list[str] = []
         self.server: OpenAIServer | None = None
         self._expose_http_server = expose_http_server
-        self._calls = itertools.count()
+        self._calls = itertools.count()  # seeds are made of a call's number
 
     @classmethod
     def from_config(cls, config: VllmConfig, device_indices: Sequence[int] = (), seed: int | None = None) -> Self:
-        """A worker for what a `VllmConfig` describes, not yet started; on CPU without `device_indices`."""
+        """A worker for a `VllmConfig`, not yet started; on CPU without `device_indices`."""
         settings, sampling = engine_settings(config, device_indices, seed), sampling_settings(config)
         serve = config["vllm_cfg"].get("expose_http_server", False)
         return cls(settings, sampling, pad_token_id(config), serve)
@@ -75,10 +74,6 @@ class VllmAsyncGenerationWorker(Engine):
     def has_tokenizer(self) -> bool:
         """True if texts and stop strings can be used."""
         return not self.settings.extra.get("skip_tokenizer_init")
-
-    def next_call(self) -> int:
-        """A number for one call with a batch, from which its samples' seeds are made."""
-        return next(self._calls)
 
     async def answer(self, row: Row, greedy: bool, call: int) -> Generation:
         """One sample of a batch. Its seed depends on (engine seed, `call`, place in the batch), not on the engine.
@@ -116,11 +111,10 @@ class VllmAsyncGenerationWorker(Engine):
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         """Yields (place in the batch, its output without padding) as responses are ready; nothing for an empty batch.
 
-        Raises:
-            ValueError: a batch that is not right-padded, or lacks something.
-            EngineStateError: unless awake, with weights.
+        Raises ValueError for a batch that is not right-padded, or lacks something, and EngineStateError unless awake,
+        with weights.
         """
-        rows, call = rows_of(data, self.pad_token_id), self.next_call()
+        rows, call = rows_of(data, self.pad_token_id), next(self._calls)
         self.state.usable_version()
         async with aclosing(as_ready(self.answer(row, greedy, call) for row in rows)) as answers:
             async for place, completion in answers:
@@ -133,7 +127,7 @@ class VllmAsyncGenerationWorker(Engine):
 
         `stop_strings` in the batch hold by sample; a response ends with the one that ended it.
         """
-        rows, call = text_rows(data, self.has_tokenizer), self.next_call()
+        rows, call = text_rows(data, self.has_tokenizer), next(self._calls)
         self.state.usable_version()
         async with aclosing(as_ready(self.answer_text(row, greedy, call) for row in rows)) as answers:
             async for place, answer in answers:
@@ -153,7 +147,6 @@ class VllmAsyncGenerationWorker(Engine):
         return [str(torch.cuda.get_device_properties(index).uuid) for index in self.settings.device_indices]
 
     async def reset_prefix_cache_async(self) -> None:
-        """See `Engine.reset_prefix_cache`."""
         await self.reset_prefix_cache()
 
     async def init_collective_async(
@@ -175,13 +168,12 @@ class VllmAsyncGenerationWorker(Engine):
     ) -> bool:
         """Receive one update from the trainer's rank on each worker's device, which must be connected.
 
+        Returns True. An update that fails raises, and leaves the engine without a version.
+
         Args:
             session: the number that the ranks' messages carry.
             timeout_s: how long (s) a worker waits for a message.
             version: see `Engine.receive`.
-
-        Returns:
-            True. An update that fails raises, and leaves the engine without a version.
         """
         return bool(await self.receive("update_weights_via_ipc_zmq", session, timeout_s, version=version))
 
@@ -196,11 +188,9 @@ class VllmAsyncGenerationWorker(Engine):
         return bool(await self.receive("load_weights_from_storage", path, timeout_s, version=version))
 
     async def sleep_async(self, level: int = 2) -> None:
-        """See `Engine.sleep`."""
         await self.sleep(level)
 
     async def wake_up_async(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """See `Engine.wake`."""
         await self.wake(tags)
 
     async def shutdown(self) -> bool:

@@ -75,8 +75,7 @@ class GenerationOutputSpec(TypedDict):
         logprobs: as `output_ids`, float32: the log-probability (nats) of the token at the same place under the
             distribution it was drawn from; 0 on prompt and padding.
         truncated: [B] bool, whether the response was cut at its longest length, or where the context ends.
-        errors: B strings, empty for a sample that was generated; otherwise the error of this sample, whose row then
-            holds its prompt alone.
+        errors: B strings, empty for a sample that was generated; a row with an error holds its prompt alone.
     """
 
     output_ids: torch.Tensor
@@ -96,11 +95,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
 
     @property
     def size(self) -> int:
-        """Number of samples; 0 for a batch without keys.
-
-        Raises:
-            ValueError: values of different lengths, naming them.
-        """
+        """Number of samples; 0 for a batch without keys. ValueError names the lengths where they differ."""
         lengths = {key: len(value) for key, value in self.data.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the values of a batch must be equally long, these are: {lengths}")
@@ -110,13 +105,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
-        """One batch after the other. Tensors of two and more dimensions are padded on the right of dimension 1.
-
-        Args:
-            pad_value_dict: the padding of each key; 0 for those it does not name.
-
-        Raises:
-            KeyError: a key that some batches have and others, not empty, lack.
+        """One batch after the other. Tensors of two and more dimensions are padded on the right of dimension 1, with
+        the value in `pad_value_dict` or 0. Raises KeyError for a key that only some batches, of those not empty, have.
         """
         filled = [batch for batch in batches if len(batch)]
         for key in sorted({key for batch in filled for key in batch}):
@@ -148,12 +138,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
     ) -> list[Self]:
         """Cut every `batch_size` consecutive samples (all of them if None) into `shards` consecutive parts; shard k has
-        the k-th part of each.
+        the k-th part of each. Raises ValueError for sizes that do not divide.
 
         With `allow_uneven_shards` the parts hold ceil(size / shards) samples, the last ones fewer, or none.
-
-        Raises:
-            ValueError: sizes that do not divide.
         """
         if allow_uneven_shards and batch_size is not None:
             raise ValueError("shards of uneven size are cut from the whole batch: leave batch_size out")
@@ -166,24 +153,20 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return [self.select_indices([i for i, own in enumerate(shard_of) if own == shard]) for shard in range(shards)]
 
     def reorder_data(self, order: Sequence[int]) -> Self:
-        """Sample i moves to place `order[i]`: undoes a `select_indices(order)`.
-
-        Raises:
-            ValueError: `order` does not hold every place once.
-        """
+        """Sample i moves to place `order[i]`, which must hold each place once: undoes a `select_indices(order)`."""
         if sorted(order) != list(range(self.size)):
             raise ValueError(f"the new places of {self.size} samples must be 0 to {self.size - 1}, each once")
         return self.select_indices(torch.argsort(torch.tensor(order, dtype=torch.long)))
 
     def repeat_interleave(self, count: int) -> Self:
         """Every sample `count` times in a row; entries of lists are copied."""
-        return self._of(
-            lambda value: (
-                value.repeat_interleave(count, dim=0)
-                if isinstance(value, torch.Tensor)
-                else [copy.deepcopy(item) for item in value for _ in range(count)]
-            )
-        )
+
+        def repeated(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.repeat_interleave(count, dim=0)
+            return [copy.deepcopy(item) for item in value for _ in range(count)]
+
+        return self._of(repeated)
 
     def truncate_tensors(self, dim: int, length: int) -> Self:
         """Tensors that have dimension `dim`, cut to `length` in it; a negative `dim` does not count from the end."""
@@ -208,9 +191,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
 
     def to(self, device: torch.device | str) -> Self:
         """Move all tensors, in place."""
-        for key, value in self.data.items():
-            if isinstance(value, torch.Tensor):
-                self.data[key] = value.to(device)
+        self.data |= {key: value.to(device) for key, value in self.data.items() if isinstance(value, torch.Tensor)}
         return self
 
     def _of(self, part: Callable[[Any], Any]) -> Self:
@@ -233,8 +214,8 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> list[Future[None]]:
-        """Start joining the process group that weights are broadcast in; wait for the futures when the trainer's ranks
-        are joining, too.
+        """Start joining the process group that weights are broadcast in, trainer ranks first; one future an engine. Wait
+        for them when the trainer's ranks are joining, too.
         """
 
     @abstractmethod
@@ -260,28 +241,23 @@ class GenerationInterface(ABC):
         raise NotImplementedError(f"{type(self).__name__} takes no weights while it runs")
 
     def update_weights_via_ipc_zmq(self) -> list[Future[bool]]:
-        """Start to receive weights from trainer ranks on the same devices."""
+        """Start to receive weights from trainer ranks on the same devices; one future an engine."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights from its own device")
 
     def update_weights_from_collective(self) -> list[Future[bool]]:
-        """Start to receive weights by broadcast, in the group of `init_collective`."""
+        """Start to receive weights by broadcast, in the group of `init_collective`; one future an engine."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights by broadcast")
 
 
 def verify_right_padding(
     data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = False
 ) -> tuple[bool, str | None]:
-    """True if every row holds only `pad_value` to the right of its length.
+    """(True, None) if every row holds only `pad_value` to the right of its length, or else (False, the problem).
 
     Looks at `input_ids` [B, S] with `input_lengths` [B], or else at `output_ids` with `unpadded_sequence_lengths`.
     Tokens left of the length are not looked at: they may be `pad_value`, too.
 
-    Returns:
-        (True, None), or (False, the problem).
-
-    Raises:
-        ValueError: the problem, with `raise_error`.
-        TypeError: not a batch, or no pad value.
+    Raises ValueError with the problem if `raise_error`; TypeError for what is not a batch, or no pad value.
     """
     if not isinstance(data, BatchedDataDict):
         raise TypeError(f"data must be a BatchedDataDict, not {type(data).__name__}")
@@ -338,13 +314,11 @@ class Row:
 def rows_of(data: BatchedDataDict[GenerationDatumSpec], pad_value: int) -> list[Row]:
     """The samples of a batch of `input_ids` and `input_lengths`, without padding.
 
-    Raises:
-        ValueError: a key is missing, the padding is not on the right, or there is not one entry a sample.
+    Raises ValueError where a key is missing, the padding is not on the right, or there is not one entry a sample.
     """
     if missing := [key for key in ("input_ids", "input_lengths") if key not in data]:
-        raise ValueError(
-            f"generation needs {' and '.join(missing)} in its batch, which has {', '.join(data) or 'none'}"
-        )
+        has = ", ".join(data) or "none"
+        raise ValueError(f"generation needs {' and '.join(missing)} in its batch, which has {has}")
     verify_right_padding(data, pad_value, raise_error=True)
     stops, lengths = _stop_strings(data, data.size), data["input_lengths"].tolist()
     rows = zip(data["input_ids"].tolist(), lengths, stops, strict=True)
@@ -352,11 +326,7 @@ def rows_of(data: BatchedDataDict[GenerationDatumSpec], pad_value: int) -> list[
 
 
 def text_rows(data: Mapping[str, Any], has_tokenizer: bool) -> list[Row]:
-    """The samples of a batch of texts, `prompts`.
-
-    Raises:
-        ValueError: there are none, they are not texts, or there is no tokenizer for them.
-    """
+    """The samples of a batch of texts, `prompts`; ValueError where there are none, or no tokenizer for them."""
     prompts = data.get("prompts")
     if not isinstance(prompts, list) or any(not isinstance(prompt, str) for prompt in prompts):
         raise ValueError("generation from texts needs `prompts` in its batch, a list of strings")

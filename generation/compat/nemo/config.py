@@ -19,8 +19,6 @@ CPU_KV_CACHE_BYTES = 4 << 30
 MAX_NUM_SEQS = 64
 """Sequences that an engine works on at once, where the configuration does not say."""
 
-_SPARE_TOKENS = 32  # vLLM rounds up to blocks
-
 
 class VllmSpecificArgs(TypedDict):
     """The part of the configuration that only vLLM engines have.
@@ -36,7 +34,6 @@ class VllmSpecificArgs(TypedDict):
         async_engine: either value: every engine here serves the blocking and the asynchronous methods.
         expose_http_server: serve the OpenAI-compatible API on the loopback interface.
         num_replicas: engines, each with `tensor_parallel_size` devices of its own.
-        seed: decides, with a request's place, what is sampled.
     """
 
     max_model_len: int
@@ -77,41 +74,30 @@ def check_config(config: Mapping[str, Any]) -> None:
     _check_keys("generation", config, VllmConfig)
     _check_keys("generation.vllm_cfg", config["vllm_cfg"], VllmSpecificArgs)
     top_k, top_p, stop = config.get("top_k"), config.get("top_p", 1.0), config.get("stop_strings")
-    _check(
-        config,
-        "generation",
-        {
-            "backend": (config["backend"] == "vllm", "'vllm'"),
-            "max_new_tokens": (config["max_new_tokens"] >= 1, "at least 1"),
-            "temperature": (config["temperature"] >= 0, "0, which is greedy, or more"),
-            "top_p": (0 < top_p <= 1, "more than 0, and 1 at most"),
-            "top_k": (top_k is None or top_k == -1 or top_k >= 1, "at least 1, or -1 or None for all tokens"),
-            "stop_strings": (not isinstance(stop, str), "a list of strings"),
-        },
-    )
+    rules = {
+        "backend": (config["backend"] == "vllm", "'vllm'"),
+        "max_new_tokens": (config["max_new_tokens"] >= 1, "at least 1"),
+        "temperature": (config["temperature"] >= 0, "0, which is greedy, or more"),
+        "top_p": (0 < top_p <= 1, "more than 0, and 1 at most"),
+        "top_k": (top_k is None or top_k == -1 or top_k >= 1, "at least 1, or -1 or None for all tokens"),
+        "stop_strings": (not isinstance(stop, str), "a list of strings"),
+    }
+    _check(config, "generation", rules)
     engine: Mapping[str, Any] = config["vllm_cfg"]
-    size = engine.get("tensor_parallel_size", 1)
+    size, share = engine.get("tensor_parallel_size", 1), engine.get("gpu_memory_utilization", 1.0)
     counts = ("max_model_len", "tensor_parallel_size", "num_replicas", "max_num_seqs")
     one_stage = "1, since weights reach tensor parallel workers only: raise tensor_parallel_size instead"
+    experts = engine.get("expert_parallel_size", 1) in (1, size)
+    extension = (config.get("vllm_kwargs") or {}).get("worker_extension_cls")
     updates = "auto, or vllm_kwargs.worker_extension_cls sharding.WORKER_EXTENSION: no update could bring weights"
-    _check(
-        engine,
-        "generation.vllm_cfg",
-        {key: (engine.get(key, 1) >= 1, "at least 1") for key in counts}
-        | {
-            "pipeline_parallel_size": (engine.get("pipeline_parallel_size", 1) == 1, one_stage),
-            "expert_parallel_size": (
-                engine.get("expert_parallel_size", 1) in (1, size),
-                f"1, or {size} as tensor_parallel_size",
-            ),
-            "gpu_memory_utilization": (
-                0 < engine.get("gpu_memory_utilization", 1.0) <= 1,
-                "more than 0, and 1 at most",
-            ),
-            "precision": (engine.get("precision", "float32") in ("float32", "bfloat16"), "float32 or bfloat16"),
-            "load_format": (engine.get("load_format") != "dummy" or _extension(config) is not None, updates),
-        },
-    )
+    rules = {key: (engine.get(key, 1) >= 1, "at least 1") for key in counts} | {
+        "pipeline_parallel_size": (engine.get("pipeline_parallel_size", 1) == 1, one_stage),
+        "expert_parallel_size": (experts, f"1, or {size} as tensor_parallel_size"),
+        "gpu_memory_utilization": (0 < share <= 1, "more than 0, and 1 at most"),
+        "precision": (engine.get("precision", "float32") in ("float32", "bfloat16"), "float32 or bfloat16"),
+        "load_format": (engine.get("load_format") != "dummy" or extension is not None, updates),
+    }
+    _check(engine, "generation.vllm_cfg", rules)
 
 
 def _check_keys(where: str, given: Mapping[str, Any], spec: Any) -> None:
@@ -204,13 +190,8 @@ def _cpu_kv_cache_bytes(config: Mapping[str, Any]) -> int:
         raise ValueError(f"generation.model_name is {config['model_name']!r}: there is no such model here") from error
     free = psutil.virtual_memory().available * engine.get("gpu_memory_utilization", 0.9)
     room = min(CPU_KV_CACHE_BYTES, int(free / 2 / replicas(config)))
-    tokens = (engine["max_model_len"] + _SPARE_TOKENS) * engine.get("max_num_seqs", MAX_NUM_SEQS)
+    tokens = (engine["max_model_len"] + 32) * engine.get("max_num_seqs", MAX_NUM_SEQS)  # vLLM rounds up to blocks
     return min(room, tokens * 4 * kv_elements(model.to_dict()))
-
-
-def _extension(config: Mapping[str, Any]) -> str | None:
-    """The worker extension that the configuration names."""
-    return (config.get("vllm_kwargs") or {}).get("worker_extension_cls")
 
 
 def pad_token_id(config: Mapping[str, Any]) -> int:

@@ -42,6 +42,13 @@ class _Batches:
     _pad: int
     _calls: Iterator[int]
     _choose: Callable[[Any], int]
+    shutdown: Callable[[], Any]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     def _rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> tuple[list[Row], int]:
         """The samples of a batch of ids, and the number of this call; raises unless all engines can generate."""
@@ -61,11 +68,8 @@ class _Batches:
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """One response to every prompt, in the order of the prompts; an empty batch gives an empty batch.
 
-        A sample that fails has its error in `errors`, and does not affect the others.
-
-        Raises:
-            ValueError: a batch that is not right-padded, or lacks something.
-            EngineStateError: an engine is asleep, or has no weights.
+        A sample that fails has its error in `errors`, and does not affect the others. Raises ValueError for a batch
+        that is not right-padded, or lacks something, and EngineStateError where an engine is asleep, or has no weights.
         """
         rows, call = self._rows(data)
         futures = [self.workers[self._choose(row.token_ids)].answer(row, greedy, call) for row in rows]
@@ -79,9 +83,7 @@ class _Batches:
 class VllmGenerationWorker(_Batches, EngineLoad):
     """A started engine. Every method may be called from any thread except the engine's, and waits `timeout` seconds.
 
-    Attributes:
-        engine: the asynchronous worker, for coroutines on the thread's loop.
-        thread: its event loop.
+    `engine` is the asynchronous worker, for coroutines on the loop of `thread`.
     """
 
     def __init__(
@@ -99,12 +101,6 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         except BaseException:
             self.shutdown()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
 
     def _choose(self, _: Any) -> int:
         return 0
@@ -178,17 +174,10 @@ class VllmGeneration(_Batches, GenerationInterface):
     depend on the configuration's, the number of the call and the place in the batch.
 
     A context manager. Without one, `shutdown` runs when the object is collected, or the process ends.
-
-    Attributes:
-        workers: one for each engine.
     """
 
     def __init__(self, config: VllmConfig, timeout: float = 1800.0) -> None:
-        """Start the engines; `timeout` (s) bounds every wait.
-
-        Raises:
-            ValueError: a configuration that is incomplete or contradicts itself, naming the key.
-        """
+        """Start the engines; `timeout` (s) bounds every wait. ValueError names a key that is missing or cannot be."""
         check_config(config)
         self.config, self.timeout = config, timeout
         self.workers = []
@@ -202,12 +191,6 @@ class VllmGeneration(_Batches, GenerationInterface):
             self.shutdown()
             raise
         self._choose = LoadBalancer(self.workers, "requests").select_actor
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
 
     @property
     def device_uuids(self) -> list[list[str]]:
@@ -273,31 +256,23 @@ class VllmGeneration(_Batches, GenerationInterface):
         return True
 
     def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> list[Future[None]]:
-        """Start joining the process group that weights are broadcast in: trainer ranks first, then the engines'
-        workers. One future an engine; wait for them when the trainer's ranks are joining.
-        """
         size = (world_size - train_world_size) // len(self.workers)
-        joins = [
-            worker.engine.init_collective_async(number * size, ip, port, world_size, train_world_size)
-            for number, worker in enumerate(self.workers)
+        return [
+            w.thread.submit(w.engine.init_collective_async(number * size, ip, port, world_size, train_world_size))
+            for number, w in enumerate(self.workers)
         ]
-        return [worker.thread.submit(join) for worker, join in zip(self.workers, joins, strict=True)]
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
-        """Announce what weights will be broadcast: name -> (shape, dtype)."""
         for worker in self.workers:
             worker.prepare_refit_info(state_dict_info)
 
     def update_weights_via_ipc_zmq(self) -> list[Future[bool]]:
-        """Start to receive weights from trainer ranks on the same devices; one future an engine."""
         return [w.thread.submit(w.engine.update_weights_via_ipc_zmq_async()) for w in self.workers]
 
     def update_weights_from_collective(self) -> list[Future[bool]]:
-        """Start to receive weights by broadcast, in the group of `init_collective`; one future an engine."""
         return [w.thread.submit(w.engine.update_weights_from_collective_async()) for w in self.workers]
 
     def shutdown(self) -> bool:
-        """Stop all engines; safe to call twice."""
         self._end()
         return True
 

@@ -32,10 +32,7 @@ CONCURRENT_CALLS = 1 << 16
 
 
 class UpdateGate:
-    """Requests go through together, a weight update alone: so no answer holds tokens of two versions.
-
-    For use on one event loop.
-    """
+    """Requests go through together, a weight update alone: so no answer holds tokens of two versions. On one loop."""
 
     def __init__(self) -> None:
         self._requests = 0
@@ -61,9 +58,8 @@ class UpdateGate:
     async def update(self, timeout: float) -> AsyncIterator[None]:
         """Enter alone, after the requests that are inside; those that come later wait.
 
-        Raises:
-            RuntimeError: another update is under way.
-            TimeoutError: requests did not end within `timeout` seconds; nothing was updated.
+        Raises RuntimeError while another update is under way, and TimeoutError where requests did not end within
+        `timeout` seconds; nothing was updated then.
         """
         if self._updated is not None:
             raise RuntimeError("a weight update is under way already")
@@ -72,9 +68,8 @@ class UpdateGate:
             try:
                 await asyncio.wait_for(self._empty.wait(), timeout)
             except TimeoutError as error:
-                raise TimeoutError(
-                    f"{self._requests} requests did not end within {timeout:.0f} s, so no weights were updated"
-                ) from error
+                late = f"{self._requests} requests did not end within {timeout:.0f} s"
+                raise TimeoutError(f"{late}, so no weights were updated") from error
             yield
         finally:
             updated, self._updated = self._updated, None
@@ -99,9 +94,8 @@ class ServiceEngine(Engine):
         await super().start([*(stat_loggers or ()), cache_usage_logger(note)])
         if self.settings.load_format != "dummy":
             self.state.adopt_checkpoint(0)
-        async for _ in self.submit(
-            {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1, temperature=0.0), "the first request"
-        ):
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        async for _ in self.submit({"prompt_token_ids": [0]}, params, "the first request"):
             pass
 
     async def generate(
@@ -115,13 +109,10 @@ class ServiceEngine(Engine):
         """Answer one prompt; the output's `weight_version` says with which weights.
 
         Args:
-            version: the oldest weights that will do.
-            timeout: seconds, waiting for an update included; None waits for as long as it takes.
+            version: the oldest weights that will do; EngineStateError where the engine has older ones, or none.
+            timeout: seconds, waiting for an update included, then TimeoutError, and the engine aborts the request; None
+                waits for as long as it takes.
             options: further arguments of `AsyncLLM.generate`, such as `lora_request`.
-
-        Raises:
-            EngineStateError: the engine holds older weights, or none that can be trusted.
-            TimeoutError: after `timeout` seconds; the request is aborted in the engine.
         """
         try:
             async with asyncio.timeout(timeout), self._gate.request():
@@ -147,11 +138,8 @@ class ServiceEngine(Engine):
     async def update_weights(self, method: str, arguments: tuple[Any, ...], timeout: float) -> int | None:
         """Let the workers take weights by one of the extension's methods, with no request in the engine.
 
-        Returns:
-            The version of the weights, as the sender says.
-
-        Raises:
-            WorkerError: the complaints of the workers. The engine then holds no version.
+        Returns the version of the weights, as the sender says. Raises `WorkerError` with the complaints of the
+        workers; the engine then holds no version.
         """
         async with self._gate.update(timeout):
             await self.receive(method, *arguments)
@@ -165,9 +153,9 @@ class ServiceEngine(Engine):
 class Replica(EngineLoad, ABC):
     """One engine as the service sees it; its load is counted here, at submit and finish."""
 
-    @abstractmethod
     def launch(self) -> Future[Any]:
-        """Start the engine; the future is done when it can generate."""
+        """Start the engine, on the service's event loop; the future is done when it can generate."""
+        return self.submit("start")
 
     @abstractmethod
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -185,29 +173,20 @@ class LocalReplica(Replica):
         super().__init__()
         self._engine, self._thread = ServiceEngine(settings), thread
 
-    def launch(self) -> Future[Any]:
-        """Start the engine; blocks the service's event loop meanwhile."""
-        return self.submit("start")
-
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """See `Replica`."""
         return self._thread.submit(getattr(self._engine, method)(*args, **kwargs))
 
     def get_cache_usage(self) -> float | None:
-        """See `EngineLoad`."""
         return self._engine.cache_usage_now()
 
     async def close(self) -> None:
-        """See `Replica`."""
         await self._engine.shutdown()
 
 
 class RayReplica(Replica):
     """An engine in a Ray actor, on a node of the cluster that has its devices free."""
 
-    def __init__(
-        self, settings: EngineSettings, thread: EngineThread, name: str, actor_class: type | None = None
-    ) -> None:
+    def __init__(self, settings: EngineSettings, thread: EngineThread, name: str, actor_class: type | None) -> None:
         super().__init__()
         self._settings, self._thread, self._name = settings, thread, name
         self._class = actor_class or ServiceEngine
@@ -238,7 +217,6 @@ class RayReplica(Replica):
             self.cache_usage = None
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """See `Replica`."""
         return self._thread.submit(self._call(method, *args, **kwargs))
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -268,11 +246,7 @@ class RayReplica(Replica):
 
 
 def ray_module() -> Any:
-    """Ray, imported now.
-
-    Raises:
-        ImportError: with the remedy, where it is not installed.
-    """
+    """Ray, imported now; ImportError with the remedy, where it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -288,11 +262,7 @@ def local_address(backend: str) -> str:
 
 
 def gpu_count(backend: str) -> int:
-    """Devices there are: of this machine, or of the whole Ray cluster.
-
-    Raises:
-        RuntimeError: there is no cluster.
-    """
+    """Devices there are: of this machine, or of the whole Ray cluster; RuntimeError where there is none."""
     if backend == "ray":
         if not ray_module().is_initialized():
             raise RuntimeError("there is no Ray cluster: call ray.init() first, which starts one or connects to one")

@@ -3,7 +3,7 @@ prompt, and waits that end.
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, as_completed, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from typing import TYPE_CHECKING, Any, Self
 
 from generation.compat.torchrl.settings import TIMEOUT_VARIABLE
@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 class PromptErrors(ExceptionGroup[Exception]):
-    """Some prompts of a batch failed, each with its own error.
-
-    Attributes:
-        outputs: in the order of the prompts; None for those that failed.
-    """
+    """Some prompts of a batch failed, each with its own error. `outputs` has None for those, in the prompts' order."""
 
     outputs: "list[RequestOutput | None]"
 
@@ -33,14 +29,6 @@ class PromptErrors(ExceptionGroup[Exception]):
     def derive(self, excs: Sequence[Exception]) -> "PromptErrors":  # type: ignore[override]
         """The same for some of the errors, as `except*` splits them."""
         return PromptErrors(excs, self.outputs)
-
-
-def wait_for_answers(futures: Sequence[Future[Any]], progress: bool) -> None:
-    """Wait until all have ended, each by its own deadline; with a progress bar if asked for."""
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
-
-    for _ in tqdm(as_completed(futures), total=len(futures), desc="Processed prompts", disable=not progress):
-        pass
 
 
 def answer_or_error(future: Future[Any], place: int) -> Any:
@@ -68,8 +56,7 @@ def answers(results: list[Any], single: bool, return_exceptions: bool) -> Any:
 def results_of(calls: Sequence[Future[Any]], timeout: float, what: str) -> list[Any]:
     """Results of calls to all engines, in order; the first failure is raised at once.
 
-    Raises:
-        TimeoutError: naming `what` and the engines that did not answer in time.
+    Raises TimeoutError, naming `what` and the engines that did not answer in time.
     """
     done, missing = wait(calls, timeout, FIRST_EXCEPTION)
     for call in done:
@@ -98,11 +85,9 @@ def prompt_dictionaries(prompts: Any = None, prompt_token_ids: Any = None) -> tu
     """The prompts that a call asks for, in order, and whether it asks for one by itself rather than for a list.
 
     Args:
-        prompts: a text, token ids, a prompt dictionary, or a list or tuple of these.
+        prompts: a text, token ids, a prompt dictionary, or a list or tuple of these; ValueError names the first item
+            that is not a prompt.
         prompt_token_ids: instead of `prompts`: token ids of one prompt, or a list of those of several.
-
-    Raises:
-        ValueError: naming the first item that is not a prompt.
     """
     if prompt_token_ids is not None:
         if prompts is not None:
@@ -140,10 +125,8 @@ def _prompt_dictionary(prompt: Any, place: int) -> dict[str, Any]:
 def sampling_for_each(
     sampling_params: "SamplingParams | Sequence[SamplingParams] | None", count: int
 ) -> "list[SamplingParams]":
-    """Sampling parameters of each of `count` prompts, for final outputs only; the caller's objects stay as they are.
-
-    Raises:
-        ValueError: a list of another length.
+    """Copies of the parameters for each of `count` prompts, for final outputs only; ValueError for a list of another
+    length.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -9,7 +9,7 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, as_completed, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -21,7 +21,6 @@ from generation.compat.torchrl.results import (
     prompt_dictionaries,
     results_of,
     sampling_for_each,
-    wait_for_answers,
     wait_until_started,
 )
 from generation.compat.torchrl.settings import as_settings, of_replicas, require_vllm, resolve, start_timeout
@@ -42,7 +41,6 @@ class AsyncVLLM(WeightUpdates):
 
     Attributes:
         actors: the replicas, while the service is launched.
-        settings: of each engine, except for its devices.
         weight_version: of the weights that answers are given with: 0 for the checkpoint's, then those of updates.
             Each output carries the version it was made with as `weight_version`.
     """
@@ -65,9 +63,6 @@ class AsyncVLLM(WeightUpdates):
             enable_prefix_caching: overrides `engine_args`; None leaves it at what they say.
             backend: "local" runs replicas as processes of this machine, "ray" as actors on a cluster that is there.
             carriers: the package `sharding`, for weight updates; without it answers are given with the checkpoint's.
-
-        Raises:
-            ImportError, ValueError: vLLM is not installed; arguments contradict each other.
         """
         super().__init__(carriers)
         require_vllm()
@@ -80,8 +75,7 @@ class AsyncVLLM(WeightUpdates):
             settings = replace(settings, extra=settings.extra | {"enable_prefix_caching": enable_prefix_caching})
         if carriers is not None:
             settings = replace(settings, worker_extension=carriers.WORKER_EXTENSION)
-        self.settings = settings
-        self.num_replicas = num_replicas
+        self.settings, self.num_replicas = settings, num_replicas
         self.backend = backend or ("local" if actor_class is None else "ray")
         self.service_id = uuid.uuid4().hex[:8]
         self.actors: list[Replica] = []
@@ -123,9 +117,8 @@ class AsyncVLLM(WeightUpdates):
     def start(self) -> None:
         """Start all engines and wait until each has generated a token. Does nothing if they are running.
 
-        Raises:
-            TimeoutError: naming the environment variable that allows more time.
-            RuntimeError, ValueError: the devices, or the Ray cluster, are not there.
+        Raises TimeoutError, naming the environment variable that allows more time, and RuntimeError or ValueError
+        where the devices, or the Ray cluster, are not there.
         """
         if self.launched:
             log.warning("AsyncVLLM %s is launched already", self.service_id)
@@ -155,10 +148,8 @@ class AsyncVLLM(WeightUpdates):
         self.weight_version = 0
 
     def shutdown(self, drain_seconds: float = CLOSE_SECONDS) -> None:
-        """Stop all engines; safe to call twice and in any state. The service can be started again.
-
-        Args:
-            drain_seconds: how long requests in flight may take to end; then they are cancelled.
+        """Stop all engines, cancelling requests in flight after `drain_seconds`. Safe to call twice and in any state;
+        the service can be started again.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -192,7 +183,6 @@ class AsyncVLLM(WeightUpdates):
         Args:
             prompts: a text, token ids, a prompt dictionary of vLLM's, or a list or tuple of these.
             sampling_params: for all prompts, or one for each.
-            prompt_token_ids: instead of `prompts`.
             timeout_seconds: of each prompt; where it expires, the engine drops the request. None or 0: no limit.
             actor_index: the engine to use, instead of the load balancer's choice.
             return_exceptions: put errors in their prompts' places instead of raising.
@@ -204,7 +194,13 @@ class AsyncVLLM(WeightUpdates):
             ValueError: before anything is submitted, for prompts or parameters of no known form.
             PromptErrors: some prompts of a list failed; it holds the others' outputs. One by itself raises its own.
         """
-        _refuse(removed)
+        for name, value in removed.items():
+            if name not in _GONE:
+                raise TypeError(f"generate has no argument {name!r}")
+            if value is not None:
+                raise ValueError(f"{name}: {_GONE[name]}")
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
         listed, single = prompt_dictionaries(prompts, prompt_token_ids)
         each = sampling_for_each(sampling_params, len(listed))
         options = {} if lora_request is None else {"lora_request": lora_request}
@@ -212,7 +208,8 @@ class AsyncVLLM(WeightUpdates):
         try:
             for prompt, params in zip(listed, each, strict=True):
                 futures.append(self._submit(prompt, params, actor_index, timeout_seconds, options))
-            wait_for_answers(futures, use_tqdm)
+            for _ in tqdm(as_completed(futures), total=len(futures), desc="Processed prompts", disable=not use_tqdm):
+                pass  # each ends by its own deadline
         except BaseException:
             for future in futures:
                 future.cancel()
@@ -223,9 +220,7 @@ class AsyncVLLM(WeightUpdates):
     def submit(
         self, prompt: Any, sampling_params: "SamplingParams | None" = None, timeout_seconds: float | None = None
     ) -> "Future[RequestOutput]":
-        """Start answering one prompt, in any form; the future's `result(timeout)` gives its output or raises its error,
-        and its `cancel()` drops the request in the engine.
-        """
+        """Start answering one prompt, in any form; cancelling the future drops the request in the engine."""
         listed, single = prompt_dictionaries(prompt)
         if not single:
             raise ValueError("submit takes one prompt, not a list of them")
@@ -306,8 +301,7 @@ class AsyncVLLM(WeightUpdates):
     ) -> list[list[Any]]:
         """Call a method of every worker of every engine; waits. One list of results, in worker order, per engine.
 
-        Raises:
-            TimeoutError: an engine did not answer within `timeout` seconds (without one: the service's time to start).
+        Raises TimeoutError where one did not answer in `timeout` seconds (without: the service's time to start).
         """
         self._require_launched("calling workers")
         named = {"timeout": timeout, **(kwargs or {})}
@@ -328,14 +322,6 @@ _GONE = {
     "prompt_adapter_request": "vLLM has no prompt adapters any more; leave it out",
     "guided_options_request": "set SamplingParams(structured_outputs=...) instead",
 }
-
-
-def _refuse(arguments: dict[str, Any]) -> None:
-    for name, value in arguments.items():
-        if name not in _GONE:
-            raise TypeError(f"generate has no argument {name!r}")
-        if value is not None:
-            raise ValueError(f"{name}: {_GONE[name]}")
 
 
 def make_async_vllm_engine(
@@ -360,10 +346,6 @@ def make_async_vllm_engine(
         enable_fp32_output: compute logits in float32, whatever the weights' dtype.
         carriers: see `AsyncVLLM`.
         engine_args: fields of vLLM's `AsyncEngineArgs`, by name.
-
-    Raises:
-        ImportError: vLLM is not installed.
-        ValueError: sizes that contradict each other, or more devices than there are.
     """
     require_vllm()
     if verbose:

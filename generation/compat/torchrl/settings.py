@@ -61,17 +61,14 @@ def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
     if given.get("pipeline_parallel_size", 1) > 1:
         given.setdefault("distributed_executor_backend", "mp")
     if "max_model_len" not in given:
-        given["max_model_len"] = _longest_context(given["model"], given.get("trust_remote_code", False))
+        from transformers import AutoConfig
+
+        trust = given.get("trust_remote_code", False)
+        config = AutoConfig.from_pretrained(given["model"], trust_remote_code=trust).get_text_config()
+        given["max_model_len"] = int(config.max_position_embeddings)
     # vLLM's own defaults; those of `EngineSettings` are for engines that share a device.
     defaults = {"dtype": "auto", "enforce_eager": False, "max_num_seqs": 256, "gpu_memory_utilization": 0.9}
     return EngineSettings.from_vllm(defaults | given, sleep=False)
-
-
-def _longest_context(model: str, trust_remote_code: bool) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
-    return int(config.max_position_embeddings)
 
 
 def resolve(
@@ -84,11 +81,7 @@ def resolve(
     pipeline_parallel_size: int | None = None,
     **engine_args: Any,
 ) -> EngineSettings:
-    """The settings that `make_async_vllm_engine` starts engines with.
-
-    Raises:
-        ValueError: sizes that contradict each other.
-    """
+    """Settings that `make_async_vllm_engine` starts engines with; ValueError for sizes that contradict each other."""
     if num_devices is not None and tensor_parallel_size not in (None, num_devices):
         raise ValueError(f"tensor_parallel_size must be set to {num_devices}")
     arguments: dict[str, Any] = {"enforce_eager": not compile} if "compilation_config" not in engine_args else {}
@@ -99,16 +92,13 @@ def resolve(
 
 
 def of_replicas(settings: EngineSettings, num_replicas: int, gpus: int, shared: bool) -> list[EngineSettings]:
-    """Settings of each replica, with its own devices.
+    """Settings of each replica, with its own devices; ValueError where more are needed than there are.
 
     Args:
         settings: their `device_indices`, if there are any, are dealt out, and all must be used.
         gpus: devices there are to deal out where `settings` names none, from the last one on, since the caller's own
             is mostly the first, and NCCL cannot bring weights from a device to itself; 0 for the CPU.
         shared: replicas are processes of one machine. Otherwise each has devices of its own, numbered from 0.
-
-    Raises:
-        ValueError: more devices are needed than there are.
     """
     size = gpus_per_replica(settings)
     spare = max(0, gpus - size * num_replicas)

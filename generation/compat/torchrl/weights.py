@@ -56,18 +56,15 @@ class WeightUpdates:
     def get_model_metadata(self) -> "dict[str, tuple[torch.dtype, torch.Size]]":
         """(dtype, shape) of every weight that an update must bring, by its name in the checkpoint.
 
-        Raises:
-            RuntimeError: the engines' names cannot be found out, or differ among them.
+        Raises RuntimeError where the engines' names cannot be found out, or differ among them.
         """
         import torch
 
         return {name: (getattr(torch, dtype), torch.Size(shape)) for name, (shape, dtype) in self._manifest().items()}
 
     def check_model_metadata(self, trainer: "Mapping[str, tuple[torch.dtype, Iterable[int]]]") -> None:
-        """Compare the weights that a trainer would send with those that the engines need.
-
-        Raises:
-            ValueError: naming the weights that are missing, unknown, or of another shape or dtype.
+        """Raise ValueError naming the weights that a trainer would send and the engines miss, do not know, or need in
+        another shape or dtype.
         """
         sent = {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (dtype, shape) in trainer.items()}
         manifest = self._manifest()
@@ -86,21 +83,15 @@ class WeightUpdates:
     def _require_carriers(self, action: str) -> None:
         self._require_launched(action)
         if self._carriers is None:
-            raise RuntimeError(
-                f"{action} needs the package that carries weights: import sharding, and start the service with "
-                "AsyncVLLM(..., carriers=sharding)"
-            )
+            remedy = "import sharding, and start the service with AsyncVLLM(..., carriers=sharding)"
+            raise RuntimeError(f"{action} needs the package that carries weights: {remedy}")
 
     def get_master_address(self) -> str:
         """The address at which this process listens for the engines: loopback, unless a Ray cluster has other nodes."""
         return local_address(self.backend)
 
     def get_master_port(self) -> int:
-        """The port that the weights group of `update_weights` listens on; the system chose it when it was bound.
-
-        Raises:
-            RuntimeError: there is no such group yet.
-        """
+        """The port of `update_weights`' group, as the system chose it; RuntimeError before there is a group."""
         if self._sender is None:
             raise RuntimeError("there is no weights group yet: the first update_weights makes it")
         return int(self._sender.port)
@@ -109,8 +100,7 @@ class WeightUpdates:
         """Let all workers join the group of a trainer's own `sharding.CollectiveSender`, whose `ip` and `port` these
         are: rank 0 is the trainer, workers follow in the engines' order.
 
-        Returns:
-            One future an engine, for `CollectiveSender.connect`; they end when the whole group stands.
+        Returns one future an engine, for `CollectiveSender.connect`; they end when the whole group stands.
         """
         self._require_launched("initializing weight update group")
         size = gpus_per_replica(self.settings)
@@ -123,8 +113,7 @@ class WeightUpdates:
     def receive_weights(self) -> list[Future[int]]:
         """Let all engines take one update from the group they have joined.
 
-        Returns:
-            One future an engine, for `CollectiveSender.send`; they give the version.
+        Returns one future an engine, for `CollectiveSender.send`; they give the version.
         """
         return self._updates("update_weights_from_collective")
 
@@ -150,17 +139,15 @@ class WeightUpdates:
         """
         self._require_carriers("updating weights")
         version = self.weight_version + 1 if version is None else version
-        sends = hasattr(weights, "gather_into")
-        source = weights if sends else self._carriers.StreamSource(self._manifest(), weights)
+        is_source = hasattr(weights, "gather_into")
+        source = weights if is_source else self._carriers.StreamSource(self._manifest(), weights)
         try:
-            sender = self._connected_sender(source)
-            report = sender.send(version, self.receive_weights())
+            return self._connected_sender(source).send(version, self.receive_weights())
         except BaseException:
             self.close_weights_group()
             raise
         finally:
             self.weight_version = version  # engines that hold older weights must not be asked any more
-        return report
 
     def _connected_sender(self, source: Any) -> Any:
         """The sender of the updates before, or a new one that all workers have joined."""
@@ -197,17 +184,12 @@ class WeightUpdates:
         self._sender = self._source = None
 
     def load_weights_from_storage(self, path: Path | str) -> int:
-        """Let all engines load the latest complete update in a folder that a `sharding.StorageWriter` writes.
+        """Let all engines load the latest complete update in a folder of a `sharding.StorageWriter`; gives its version.
 
-        Returns:
-            Its version.
-
-        Raises:
-            RuntimeError: naming the engine and the weight; it refuses to generate until an update succeeds.
+        Raises RuntimeError naming the engine and the weight; it refuses to generate until an update succeeds.
         """
-        versions = results_of(
-            self._updates("load_weights_from_storage", str(path)), 2 * UPDATE_SECONDS, "loading weights"
-        )
+        calls = self._updates("load_weights_from_storage", str(path))
+        versions = results_of(calls, 2 * UPDATE_SECONDS, "loading weights")
         if len(set(versions)) > 1:  # the trainer wrote meanwhile
             raise RuntimeError(f"engines loaded versions {sorted(set(versions))}, since the folder changed: load again")
         self.weight_version = versions[0]
