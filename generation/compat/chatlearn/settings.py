@@ -3,7 +3,7 @@
 import difflib
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 _GONE = {
@@ -38,26 +38,18 @@ KNOWN = frozenset(
 
 @dataclass(frozen=True)
 class ChatLearnSettings:
-    """Settings made of the hyper-parameters.
+    """Settings made of the hyper-parameters."""
 
-    Attributes:
-        seq_length: tokens of prompt and answer together.
-        new_token_limit: False: answers may fill whatever the prompt leaves of `seq_length`.
-        n: answers to each prompt, requests of their own.
-        sampling, eval_sampling: fields of vLLM's `SamplingParams`, for training and for evaluation.
-        input_ids_key, prompt_key: the keys of a prompt's ids and its text in the rows of a dataset.
-    """
-
-    seq_length: int
+    seq_length: int  # tokens of prompt and answer together
     max_new_tokens: int
-    new_token_limit: bool = True
-    n: int = 1
-    sampling: dict[str, Any] = field(default_factory=dict)
-    eval_sampling: dict[str, Any] = field(default_factory=dict)
-    stop: list[str] = field(default_factory=list)
-    engine: dict[str, Any] = field(default_factory=dict)
-    input_ids_key: str = "input_ids"
-    prompt_key: str = "prompt"
+    new_token_limit: bool  # False: answers may fill whatever the prompt leaves of `seq_length`
+    n: int  # answers to each prompt, requests of their own
+    sampling: dict[str, Any]  # fields of vLLM's `SamplingParams`
+    eval_sampling: dict[str, Any]
+    stop: list[str]  # strings
+    engine: dict[str, Any]  # by vLLM's names
+    input_ids_key: str  # of a dataset's rows
+    prompt_key: str
 
     @property
     def max_prompt_length(self) -> int:

@@ -146,8 +146,9 @@ class VllmAsyncGenerationWorker(Engine):
 
         return [str(torch.cuda.get_device_properties(index).uuid) for index in self.settings.device_indices]
 
-    async def reset_prefix_cache_async(self) -> None:
-        await self.reset_prefix_cache()
+    reset_prefix_cache_async = Engine.reset_prefix_cache
+    sleep_async = Engine.sleep
+    wake_up_async = Engine.wake
 
     async def init_collective_async(
         self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int, timeout_s: float = 300.0
@@ -186,12 +187,6 @@ class VllmAsyncGenerationWorker(Engine):
     ) -> bool:
         """Load the latest complete update in a folder (`sharding.storage`); otherwise as the update by IPC."""
         return bool(await self.receive("load_weights_from_storage", path, timeout_s, version=version))
-
-    async def sleep_async(self, level: int = 2) -> None:
-        await self.sleep(level)
-
-    async def wake_up_async(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        await self.wake(tags)
 
     async def shutdown(self) -> bool:
         """Stop the server, if there is one, and the engine's processes. Returns True: a failure raises."""

@@ -29,61 +29,47 @@ class ResourcesConfig(TypedDict, total=False):
 
 
 class ColocatedConfig(TypedDict):
-    """True if engine and trainer share their devices, so that the engine sleeps between generations."""
+    """Whether engine and trainer share their devices, so that the engine sleeps between generations."""
 
     enabled: bool
     resources: NotRequired[ResourcesConfig]
 
 
 class GenerationConfig(TypedDict):
-    """Sampling of responses, for any backend.
-
-    `top_k` None or -1 and `top_p` 1.0 truncate nothing; `pad_token_id` is what rows are padded with, 0 by default;
-    `stop_strings` hold for every sample, beside those a sample brings itself.
-    """
+    """Sampling of responses, for any backend."""
 
     backend: str
     model_name: str
     max_new_tokens: int
     temperature: float
-    top_p: NotRequired[float]
-    top_k: NotRequired[int | None]
+    top_p: NotRequired[float]  # 1.0 truncates nothing
+    top_k: NotRequired[int | None]  # None and -1 truncate nothing
     stop_token_ids: NotRequired[list[int] | None]
-    stop_strings: NotRequired[list[str] | None]
-    pad_token_id: NotRequired[int]
+    stop_strings: NotRequired[list[str] | None]  # for every sample, beside those it brings itself
+    pad_token_id: NotRequired[int]  # what rows are padded with; 0 by default
     colocated: NotRequired[ColocatedConfig]
 
 
 class GenerationDatumSpec(TypedDict):
-    """The batch to generate from: `input_ids` [B, S], right-padded integers; `input_lengths` [B]; stop strings by
-    sample (None where it has none of its own).
-    """
+    """The batch to generate from."""
 
-    input_ids: torch.Tensor
-    input_lengths: torch.Tensor
-    stop_strings: NotRequired[list[list[str] | None]]
+    input_ids: torch.Tensor  # [B, S], right-padded integers
+    input_lengths: torch.Tensor  # [B]
+    stop_strings: NotRequired[list[list[str] | None]]  # by sample, None where it has none of its own
     __extra__: NotRequired[Any]
 
 
 class GenerationOutputSpec(TypedDict):
-    """The generated batch, on the CPU.
+    """The generated batch, on the CPU. The row of a sample with an error holds its prompt alone."""
 
-    Attributes:
-        output_ids: [B, S + the longest response], the input's dtype: each row its prompt, its response, padding.
-        generation_lengths: [B] int64, tokens of the response.
-        unpadded_sequence_lengths: [B] int64, tokens of prompt and response together.
-        logprobs: as `output_ids`, float32: the log-probability (nats) of the token at the same place under the
-            distribution it was drawn from; 0 on prompt and padding.
-        truncated: [B] bool, whether the response was cut at its longest length, or where the context ends.
-        errors: B strings, empty for a sample that was generated; a row with an error holds its prompt alone.
-    """
-
-    output_ids: torch.Tensor
-    generation_lengths: torch.Tensor
-    unpadded_sequence_lengths: torch.Tensor
+    output_ids: torch.Tensor  # [B, S + the longest response], the input's dtype: prompt, response, padding
+    generation_lengths: torch.Tensor  # [B] int64, tokens of the response
+    unpadded_sequence_lengths: torch.Tensor  # [B] int64, tokens of prompt and response together
+    # As output_ids, float32: the log-probability (nats) of the token at the same place under the distribution it was
+    # drawn from; 0 on prompt and padding.
     logprobs: torch.Tensor
-    truncated: torch.Tensor
-    errors: list[str]
+    truncated: torch.Tensor  # [B] bool, whether the response was cut at its longest length, or where the context ends
+    errors: list[str]  # one a sample, empty where it was generated
     __extra__: NotRequired[Any]
 
 
@@ -214,9 +200,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> list[Future[None]]:
-        """Start joining the process group that weights are broadcast in, trainer ranks first; one future an engine. Wait
-        for them when the trainer's ranks are joining, too.
-        """
+        """Start joining the group that weights are broadcast in; wait for the futures when trainer ranks join, too."""
 
     @abstractmethod
     def generate(
@@ -281,12 +265,8 @@ def _padding_problem(data: Mapping[str, Any], pad_value: int) -> str | None:
             return f"{name} must be a tensor of integers with {dim} dimension{'s'[: dim - 1]}, not {found}"
     if len(ids) != len(lengths):
         return f"{pair[0]} has {len(ids)} rows, {pair[1]} has {len(lengths)} entries: they must be equally many"
-    return _content_problem(ids, lengths.to(ids.device), pad_value)
-
-
-def _content_problem(ids: torch.Tensor, lengths: torch.Tensor, pad_value: int) -> str | None:
-    """One comparison over the whole batch; rows are looked at only to word the first problem."""
-    width = ids.shape[1]
+    # One comparison over the whole batch; rows are looked at only to word the first problem.
+    width, lengths = ids.shape[1], lengths.to(ids.device)
     stray = (ids != pad_value) & (torch.arange(width, device=ids.device) >= lengths[:, None])
     bad = (lengths < 0) | (lengths > width) | stray.any(dim=1)
     if not bool(bad.any()):

@@ -21,38 +21,25 @@ MAX_NUM_SEQS = 64
 
 
 class VllmSpecificArgs(TypedDict):
-    """The part of the configuration that only vLLM engines have.
+    """The part of the configuration that only vLLM engines have."""
 
-    Attributes:
-        max_model_len: tokens, prompt and response together.
-        gpu_memory_utilization: share of the device's memory that the engine may use; on CPU, of the free memory.
-        precision: "float32" or "bfloat16"; by default bfloat16 on CUDA, float32 on CPU.
-        load_format: "auto" reads the checkpoint; "dummy" starts without weights, and generation waits for an update.
-        skip_tokenizer_init: start without a tokenizer: token ids only, no texts and no stop strings.
-        kv_cache_memory_bytes: size of the KV cache on each device.
-        expert_parallel_size: 1, or `tensor_parallel_size`.
-        async_engine: either value: every engine here serves the blocking and the asynchronous methods.
-        expose_http_server: serve the OpenAI-compatible API on the loopback interface.
-        num_replicas: engines, each with `tensor_parallel_size` devices of its own.
-    """
-
-    max_model_len: int
+    max_model_len: int  # tokens, prompt and response together
     tensor_parallel_size: NotRequired[int]
     pipeline_parallel_size: NotRequired[int]
-    expert_parallel_size: NotRequired[int]
-    gpu_memory_utilization: NotRequired[float]
-    precision: NotRequired[str]
+    expert_parallel_size: NotRequired[int]  # 1, or tensor_parallel_size
+    gpu_memory_utilization: NotRequired[float]  # share of the device's memory; on CPU, of the free memory
+    precision: NotRequired[str]  # "float32" or "bfloat16"; by default bfloat16 on CUDA, float32 on CPU
     kv_cache_dtype: NotRequired[str]
-    kv_cache_memory_bytes: NotRequired[int]
-    load_format: NotRequired[str]
-    skip_tokenizer_init: NotRequired[bool]
+    kv_cache_memory_bytes: NotRequired[int]  # on each device
+    load_format: NotRequired[str]  # "auto" reads the checkpoint; "dummy": no weights; generation waits for an update
+    skip_tokenizer_init: NotRequired[bool]  # token ids only: no texts and no stop strings
     enforce_eager: NotRequired[bool]
     max_num_seqs: NotRequired[int]
     trust_remote_code: NotRequired[bool]
-    async_engine: NotRequired[bool]
-    expose_http_server: NotRequired[bool]
-    num_replicas: NotRequired[int]
-    seed: NotRequired[int]
+    async_engine: NotRequired[bool]  # either value: every engine serves the blocking and the asynchronous methods
+    expose_http_server: NotRequired[bool]  # the OpenAI-compatible API, on the loopback interface
+    num_replicas: NotRequired[int]  # engines, each with tensor_parallel_size devices of its own
+    seed: NotRequired[int]  # decides, with a request's place, what is sampled
 
 
 _OWN = {"async_engine", "expose_http_server", "num_replicas", "precision", "expert_parallel_size"}
@@ -60,12 +47,11 @@ _OWN = {"async_engine", "expose_http_server", "num_replicas", "precision", "expe
 
 
 class VllmConfig(GenerationConfig):
-    """A `GenerationConfig` for vLLM. `vllm_kwargs` are further engine arguments, by vLLM's own names.
-
-    `worker_extension_cls` among them is what weight updates and memory need: `sharding.WORKER_EXTENSION`.
-    """
+    """A `GenerationConfig` for vLLM."""
 
     vllm_cfg: VllmSpecificArgs
+    # Further engine arguments, by vLLM's names; weight updates and memory need worker_extension_cls among them,
+    # sharding.WORKER_EXTENSION.
     vllm_kwargs: NotRequired[dict[str, Any]]
 
 

@@ -1,5 +1,5 @@
-"""The engines of an `AsyncVLLM`: the one in the process that holds it, and the two ways to hold it, as child processes
-and in Ray actors. Ray is imported when the first actor is made, and not before.
+"""The engines of an `AsyncVLLM`, and the two ways to hold them: as child processes and in Ray actors. Ray is imported
+when the first actor is made, and not before.
 """
 
 import asyncio
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
-
-WATCH_SECONDS = 0.5
-"""How often a Ray actor is asked, in the background, how full its KV cache is."""
-
-ACTOR_NAMESPACE = "hotbunk"
-
-CONCURRENT_CALLS = 1 << 16
-"""Requests that an actor takes at the same time; its engine queues them, not Ray."""
 
 
 class UpdateGate:
@@ -58,8 +50,7 @@ class UpdateGate:
     async def update(self, timeout: float) -> AsyncIterator[None]:
         """Enter alone, after the requests that are inside; those that come later wait.
 
-        Raises RuntimeError while another update is under way, and TimeoutError where requests did not end within
-        `timeout` seconds; nothing was updated then.
+        RuntimeError while another update is under way; TimeoutError where requests did not end in `timeout` seconds.
         """
         if self._updated is not None:
             raise RuntimeError("a weight update is under way already")
@@ -138,8 +129,7 @@ class ServiceEngine(Engine):
     async def update_weights(self, method: str, arguments: tuple[Any, ...], timeout: float) -> int | None:
         """Let the workers take weights by one of the extension's methods, with no request in the engine.
 
-        Returns the version of the weights, as the sender says. Raises `WorkerError` with the complaints of the
-        workers; the engine then holds no version.
+        Returns the version that the sender says. After a `WorkerError` of the workers the engine holds no version.
         """
         async with self._gate.update(timeout):
             await self.receive(method, *arguments)
@@ -196,10 +186,10 @@ class RayReplica(Replica):
     def launch(self) -> Future[Any]:
         """Create the actor and start the engine in it."""
         # One actor takes all devices of its engine, so they are on one node; Ray tells it which by
-        # CUDA_VISIBLE_DEVICES, and the engine's workers are the actor's children.
-        options = {"num_cpus": 1, "num_gpus": len(self._settings.device_indices), "max_concurrency": CONCURRENT_CALLS}
+        # CUDA_VISIBLE_DEVICES, and the engine's workers are the actor's children. Its engine queues requests, not Ray.
+        options = {"num_cpus": 1, "num_gpus": len(self._settings.device_indices), "max_concurrency": 1 << 16}
         actor = ray_module().remote(self._class)
-        self._actor = actor.options(name=self._name, namespace=ACTOR_NAMESPACE, **options).remote(self._settings)
+        self._actor = actor.options(name=self._name, namespace="hotbunk", **options).remote(self._settings)
         return self._thread.submit(self._start())
 
     async def _start(self) -> None:
@@ -207,10 +197,11 @@ class RayReplica(Replica):
         self._watcher = asyncio.ensure_future(self._watch())
 
     async def _watch(self) -> None:
+        """Ask the actor every half second how full its KV cache is."""
         try:
             while True:
                 self.cache_usage = await self._call("cache_usage")
-                await asyncio.sleep(WATCH_SECONDS)
+                await asyncio.sleep(0.5)
         except ray_module().exceptions.RayError as error:  # requests raise the same error to their callers
             log.warning("Actor %s no longer reports its load: %s", self._name, error)
         finally:

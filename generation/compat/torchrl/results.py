@@ -1,6 +1,4 @@
-"""A service's calls: prompts in every form that vLLM's `LLM.generate` takes, answers in order, errors that name their
-prompt, and waits that end.
-"""
+"""A service's calls: prompts in all forms of vLLM's `LLM.generate`, errors that name their prompt, waits that end."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
@@ -54,10 +52,7 @@ def answers(results: list[Any], single: bool, return_exceptions: bool) -> Any:
 
 
 def results_of(calls: Sequence[Future[Any]], timeout: float, what: str) -> list[Any]:
-    """Results of calls to all engines, in order; the first failure is raised at once.
-
-    Raises TimeoutError, naming `what` and the engines that did not answer in time.
-    """
+    """Results of calls to all engines, in order; the first failure at once, TimeoutError naming `what` and engines."""
     done, missing = wait(calls, timeout, FIRST_EXCEPTION)
     for call in done:
         if (error := call.exception()) is not None:
@@ -125,9 +120,7 @@ def _prompt_dictionary(prompt: Any, place: int) -> dict[str, Any]:
 def sampling_for_each(
     sampling_params: "SamplingParams | Sequence[SamplingParams] | None", count: int
 ) -> "list[SamplingParams]":
-    """Copies of the parameters for each of `count` prompts, for final outputs only; ValueError for a list of another
-    length.
-    """
+    """A copy of the parameters for each of `count` prompts, for final outputs only; ValueError for another number."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

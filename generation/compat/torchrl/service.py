@@ -1,7 +1,7 @@
-"""`AsyncVLLM`: several engines behind one blocking `generate`, as local processes or as Ray actors.
+"""`AsyncVLLM`: several engines behind one blocking `generate`, apart from a trainer: local processes or Ray actors.
 
-It is for engines that stand apart from a trainer, and for plain inference. Prefix caching is on unless
-`enable_prefix_caching=False` is among the engine's arguments; the cache is emptied after every weight update.
+Prefix caching is on unless `enable_prefix_caching=False` is among the engine's arguments; the cache is emptied after
+every weight update.
 """
 
 import logging
@@ -41,8 +41,7 @@ class AsyncVLLM(WeightUpdates):
 
     Attributes:
         actors: the replicas, while the service is launched.
-        weight_version: of the weights that answers are given with: 0 for the checkpoint's, then those of updates.
-            Each output carries the version it was made with as `weight_version`.
+        weight_version: of the weights that answers are given with, 0 for the checkpoint's; outputs carry their own.
     """
 
     def __init__(
@@ -117,8 +116,7 @@ class AsyncVLLM(WeightUpdates):
     def start(self) -> None:
         """Start all engines and wait until each has generated a token. Does nothing if they are running.
 
-        Raises TimeoutError, naming the environment variable that allows more time, and RuntimeError or ValueError
-        where the devices, or the Ray cluster, are not there.
+        TimeoutError names the environment variable that allows more time.
         """
         if self.launched:
             log.warning("AsyncVLLM %s is launched already", self.service_id)
@@ -155,8 +153,7 @@ class AsyncVLLM(WeightUpdates):
         if thread is None:
             return
         self.close_weights_group()
-        unfinished = wait(list(self._unfinished), drain_seconds).not_done
-        for future in unfinished:
+        for future in wait(list(self._unfinished), drain_seconds).not_done:
             future.cancel()
         closing = [thread.submit(replica.close()) for replica in self.actors]
         self.actors.clear()
@@ -339,12 +336,10 @@ def make_async_vllm_engine(
     """A started `AsyncVLLM` for a model.
 
     Args:
-        model_name: folder or hub name.
         num_devices: of each replica; the same as `tensor_parallel_size`.
         verbose: let vLLM log what it does.
         compile: torch.compile and CUDA graphs; without, engines start sooner and generate slower.
         enable_fp32_output: compute logits in float32, whatever the weights' dtype.
-        carriers: see `AsyncVLLM`.
         engine_args: fields of vLLM's `AsyncEngineArgs`, by name.
     """
     require_vllm()

@@ -1,7 +1,5 @@
-"""New weights for an `AsyncVLLM`: by broadcast from a trainer, or from a folder.
-
-The carriers and their rules (every weight accounted for, none cast in silence) live in the package `sharding`, which
-the service is given when it is made.
+"""New weights for an `AsyncVLLM`: by broadcast from a trainer, or from a folder. The carriers and their rules (every
+weight accounted for, none cast in silence) live in the package `sharding`, which the service is given.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -54,18 +52,13 @@ class WeightUpdates:
         self._source: _CurrentSource | None = None
 
     def get_model_metadata(self) -> "dict[str, tuple[torch.dtype, torch.Size]]":
-        """(dtype, shape) of every weight that an update must bring, by its name in the checkpoint.
-
-        Raises RuntimeError where the engines' names cannot be found out, or differ among them.
-        """
+        """(dtype, shape) of every weight that an update must bring, by its name in the checkpoint."""
         import torch
 
         return {name: (getattr(torch, dtype), torch.Size(shape)) for name, (shape, dtype) in self._manifest().items()}
 
     def check_model_metadata(self, trainer: "Mapping[str, tuple[torch.dtype, Iterable[int]]]") -> None:
-        """Raise ValueError naming the weights that a trainer would send and the engines miss, do not know, or need in
-        another shape or dtype.
-        """
+        """Raise ValueError naming the weights that a trainer would send and the engines cannot take, or miss."""
         sent = {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (dtype, shape) in trainer.items()}
         manifest = self._manifest()
         if complaints := self._carriers.differences(sent, manifest):
@@ -98,9 +91,8 @@ class WeightUpdates:
 
     def init_weight_update_group(self, master_address: str, master_port: int | str) -> list[Future[Any]]:
         """Let all workers join the group of a trainer's own `sharding.CollectiveSender`, whose `ip` and `port` these
-        are: rank 0 is the trainer, workers follow in the engines' order.
-
-        Returns one future an engine, for `CollectiveSender.connect`; they end when the whole group stands.
+        are: rank 0 is the trainer, workers follow in the engines' order. One future an engine, for its `connect`; they
+        end when the whole group stands.
         """
         self._require_launched("initializing weight update group")
         size = gpus_per_replica(self.settings)
@@ -111,10 +103,7 @@ class WeightUpdates:
         ]
 
     def receive_weights(self) -> list[Future[int]]:
-        """Let all engines take one update from the group they have joined.
-
-        Returns one future an engine, for `CollectiveSender.send`; they give the version.
-        """
+        """Let all engines take one update from the group they joined: futures of its version, for the sender."""
         return self._updates("update_weights_from_collective")
 
     def _updates(self, method: str, *arguments: Any) -> list[Future[int]]:
@@ -123,15 +112,12 @@ class WeightUpdates:
         return [replica.submit("update_weights", *call) for replica in self.actors]
 
     def update_weights(self, weights: Any, version: int | None = None) -> Any:
-        """Broadcast new weights from this process to all engines, bucket by bucket; blocks.
+        """Broadcast new weights from this process to all engines, bucket by bucket; blocks. Returns a `SyncReport`.
 
         Args:
             weights: (name, tensor) pairs, by names of the checkpoint and in any order, none held longer than needed;
                 or a `sharding.WeightSource`.
             version: of these weights; one more than the last by default.
-
-        Returns:
-            What was sent, a `SyncReport`.
 
         Raises:
             RemoteError: naming what is missing, unknown, sent twice or of the wrong shape, and the engine that failed.
@@ -185,8 +171,7 @@ class WeightUpdates:
 
     def load_weights_from_storage(self, path: Path | str) -> int:
         """Let all engines load the latest complete update in a folder of a `sharding.StorageWriter`; gives its version.
-
-        Raises RuntimeError naming the engine and the weight; it refuses to generate until an update succeeds.
+        RuntimeError names the engine and the weight; that engine refuses to generate until an update succeeds.
         """
         calls = self._updates("load_weights_from_storage", str(path))
         versions = results_of(calls, 2 * UPDATE_SECONDS, "loading weights")
