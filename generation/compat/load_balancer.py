@@ -13,9 +13,6 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-SAME_USAGE = 1e-6
-"""KV-cache uses (shares of 1) closer than this are a tie."""
-
 
 class EngineLoad:
     """The load of one engine as its front process knows it; from any thread."""
@@ -169,7 +166,7 @@ class LoadBalancer:
         if len(known) < len(usages):
             raise ValueError(f"engine {usages.index(None)} has not reported its KV-cache use")
         least = min(known)
-        tied = [i for i, usage in enumerate(known) if usage - least < SAME_USAGE]
+        tied = [i for i, usage in enumerate(known) if usage - least < 1e-6]
         if len(tied) == 1:
             return tied[0]
         counts = self._counts()

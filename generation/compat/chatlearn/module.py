@@ -20,9 +20,7 @@ What vLLM's scheduler used to hand out, it keeps to itself today; asking for it 
 Prompts are measured by tokens, never by characters, and never cut at the end that asks for an answer.
 """
 
-import hashlib
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -112,11 +110,7 @@ def load_tokenizer(engine: Mapping[str, Any]) -> "PreTrainedTokenizerBase":
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", training: "PreTrainedTokenizerBase") -> None:
     """Raise ValueError unless two tokenizers have the same tokens under the same ids: else ids mean something else."""
-    digests = [
-        hashlib.blake2b(json.dumps(sorted(t.get_vocab().items())).encode(), digest_size=16).digest()
-        for t in (tokenizer, training)
-    ]
-    if digests[0] != digests[1]:
+    if tokenizer.get_vocab() != training.get_vocab():
         names = tokenizer.name_or_path, training.name_or_path
         raise ValueError(f"tokenizer {names[0]} has other tokens than {names[1]}, which the policy is trained with")
 

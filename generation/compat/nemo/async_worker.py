@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from generation.compat.nemo.batch import (
     BatchedDataDict,
-    GenerationDatumSpec,
-    GenerationOutputSpec,
+    Prompts,
+    Responses,
     Row,
     rows_of,
     sequence_output,
@@ -106,9 +106,7 @@ class VllmAsyncGenerationWorker(Engine):
         temperature = 0.0 if greedy else self.sampling.temperature
         return replace(self.sampling, temperature=temperature, stop=[*self.sampling.stop, *stop])
 
-    async def generate_async(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
-    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+    async def generate_async(self, data: Prompts, greedy: bool = False) -> AsyncIterator[tuple[int, Responses]]:
         """Yields (place in the batch, its output without padding) as responses are ready; nothing for an empty batch.
 
         Raises ValueError for a batch that is not right-padded, or lacks something, and EngineStateError unless awake,

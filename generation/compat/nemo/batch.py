@@ -18,8 +18,6 @@ from generation.exact_ids import Generation
 
 Spec = TypeVar("Spec")
 
-_LENGTHS = {"input_ids": "input_lengths", "output_ids": "unpadded_sequence_lengths"}
-
 
 class ResourcesConfig(TypedDict, total=False):
     """The place of engines that run apart from the trainer."""
@@ -76,7 +74,7 @@ class GenerationOutputSpec(TypedDict):
 class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     """A batch: tensors and lists by name, all with the same number of entries, the samples, in their first dimension.
 
-    `BatchedDataDict[GenerationDatumSpec]` says which names there are. Every method except `to` returns a new batch.
+    Every method except `to` returns a new batch.
     """
 
     @property
@@ -184,6 +182,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return type(self)({key: part(value) for key, value in self.data.items()})
 
 
+Prompts = BatchedDataDict[GenerationDatumSpec]
+Responses = BatchedDataDict[GenerationOutputSpec]
+
+
 def _joined(values: Sequence[Any], padding: float) -> Any:
     """Lists as one list, tensors as one tensor, each padded in dimension 1 to the widest."""
     if not isinstance(values[0], torch.Tensor):
@@ -203,9 +205,7 @@ class GenerationInterface(ABC):
         """Start joining the group that weights are broadcast in; wait for the futures when trainer ranks join, too."""
 
     @abstractmethod
-    def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
-    ) -> BatchedDataDict[GenerationOutputSpec]:
+    def generate(self, data: Prompts, greedy: bool = False) -> Responses:
         """One response to every prompt, in the order of the prompts; an empty batch gives an empty batch."""
 
     @abstractmethod
@@ -254,7 +254,8 @@ def verify_right_padding(
 
 
 def _padding_problem(data: Mapping[str, Any], pad_value: int) -> str | None:
-    pair = next(((ids, lengths) for ids, lengths in _LENGTHS.items() if ids in data and lengths in data), None)
+    pairs = ("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths")
+    pair = next((pair for pair in pairs if pair[0] in data and pair[1] in data), None)
     if pair is None:
         wanted = "(input_ids, input_lengths) or (output_ids, unpadded_sequence_lengths)"
         return f"could not find {wanted}; the keys are {', '.join(data) or 'none'}"
@@ -291,7 +292,7 @@ class Row:
     text: str = ""
 
 
-def rows_of(data: BatchedDataDict[GenerationDatumSpec], pad_value: int) -> list[Row]:
+def rows_of(data: Prompts, pad_value: int) -> list[Row]:
     """The samples of a batch of `input_ids` and `input_lengths`, without padding.
 
     Raises ValueError where a key is missing, the padding is not on the right, or there is not one entry a sample.
@@ -324,9 +325,7 @@ def _stop_strings(data: Mapping[str, Any], size: int) -> list[list[str]]:
     return [list(stop or ()) for stop in stops]
 
 
-def padded_output(
-    data: BatchedDataDict[GenerationDatumSpec], completions: Sequence[Generation], pad_value: int
-) -> BatchedDataDict[GenerationOutputSpec]:
+def padded_output(data: Prompts, completions: Sequence[Generation], pad_value: int) -> Responses:
     """The responses to the rows of `data`, in their order: as wide as the input and the longest response."""
     input_ids, input_lengths = data["input_ids"].cpu(), data["input_lengths"].cpu().long()
     counts = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.long)
@@ -350,12 +349,10 @@ def padded_output(
     )
 
 
-def sequence_output(
-    data: BatchedDataDict[GenerationDatumSpec], row: Row, completion: Generation, pad_value: int
-) -> BatchedDataDict[GenerationOutputSpec]:
+def sequence_output(data: Prompts, row: Row, completion: Generation, pad_value: int) -> Responses:
     """The output of one row of `data` by itself, without padding: prompt and response side by side."""
     length = len(row.token_ids)
-    alone = BatchedDataDict[GenerationDatumSpec](
+    alone = Prompts(
         {"input_ids": data["input_ids"][row.index : row.index + 1, :length], "input_lengths": torch.tensor([length])}
     )
     return padded_output(alone, [completion], pad_value)

@@ -13,9 +13,6 @@ from generation.compat.nemo.batch import GenerationConfig
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places, kv_elements
 
-CPU_KV_CACHE_BYTES = 4 << 30
-"""Largest KV cache on CPU where the configuration gives no size; pages that no request has used yet cost nothing."""
-
 MAX_NUM_SEQS = 64
 """Sequences that an engine works on at once, where the configuration does not say."""
 
@@ -175,7 +172,7 @@ def _cpu_kv_cache_bytes(config: Mapping[str, Any]) -> int:
     except OSError as error:
         raise ValueError(f"generation.model_name is {config['model_name']!r}: there is no such model here") from error
     free = psutil.virtual_memory().available * engine.get("gpu_memory_utilization", 0.9)
-    room = min(CPU_KV_CACHE_BYTES, int(free / 2 / replicas(config)))
+    room = min(4 << 30, int(free / 2 / replicas(config)))  # pages that no request has used yet cost nothing
     tokens = (engine["max_model_len"] + 32) * engine.get("max_num_seqs", MAX_NUM_SEQS)  # vLLM rounds up to blocks
     return min(room, tokens * 4 * kv_elements(model.to_dict()))
 

@@ -14,9 +14,9 @@ from generation.compat.load_balancer import EngineLoad, LoadBalancer
 from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
 from generation.compat.nemo.batch import (
     BatchedDataDict,
-    GenerationDatumSpec,
     GenerationInterface,
-    GenerationOutputSpec,
+    Prompts,
+    Responses,
     Row,
     padded_output,
     rows_of,
@@ -50,7 +50,7 @@ class _Batches:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> tuple[list[Row], int]:
+    def _rows(self, data: Prompts) -> tuple[list[Row], int]:
         """The samples of a batch of ids, and the number of this call; raises unless all engines can generate."""
         rows = rows_of(data, self._pad)
         for worker in self.workers:
@@ -63,9 +63,7 @@ class _Batches:
             worker.engine.state.usable_version()
         return [self.workers[self._choose(row.text)].answer_text(row, greedy, call) for row in rows]
 
-    def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
-    ) -> BatchedDataDict[GenerationOutputSpec]:
+    def generate(self, data: Prompts, greedy: bool = False) -> Responses:
         """One response to every prompt, in the order of the prompts; an empty batch gives an empty batch.
 
         A sample that fails has its error in `errors`, and does not affect the others. Raises ValueError for a batch
@@ -156,14 +154,12 @@ class VllmGenerationWorker(_Batches, EngineLoad):
 def collected(futures: Sequence[Future[T]], timeout: float) -> list[T]:
     """The results in their order. The first error, or `timeout` seconds, end the others."""
     done, unfinished = wait(futures, timeout, return_when=FIRST_EXCEPTION)
-    failed = next((future for future in futures if future in done and future.exception() is not None), None)
     for future in unfinished:
         future.cancel()
-    if failed is not None:
-        failed.result()
+    results = [future.result() for future in futures if future in done]
     if unfinished:
         raise TimeoutError(f"{len(unfinished)} of {len(futures)} requests did not finish within {timeout:.0f} s")
-    return [future.result() for future in futures]
+    return results
 
 
 class VllmGeneration(_Batches, GenerationInterface):
@@ -203,9 +199,7 @@ class VllmGeneration(_Batches, GenerationInterface):
         servers = [worker.engine.server for worker in self.workers]
         return [None if server is None else server.base_url for server in servers]
 
-    async def generate_async(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
-    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+    async def generate_async(self, data: Prompts, greedy: bool = False) -> AsyncIterator[tuple[int, Responses]]:
         """Yields (place in the batch, its output without padding) as responses are ready, on the caller's own loop.
 
         `gen_leader_worker_idx` in an output is the number of the engine that it came from.

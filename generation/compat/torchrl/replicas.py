@@ -245,13 +245,6 @@ def ray_module() -> Any:
     return ray
 
 
-def local_address(backend: str) -> str:
-    """The address under which replicas reach this process: loopback, unless a Ray cluster has other nodes."""
-    if backend == "local" or len([node for node in ray_module().nodes() if node["Alive"]]) == 1:
-        return "127.0.0.1"
-    return str(ray_module().util.get_node_ip_address())
-
-
 def gpu_count(backend: str) -> int:
     """Devices there are: of this machine, or of the whole Ray cluster; RuntimeError where there is none."""
     if backend == "ray":

@@ -25,7 +25,6 @@ class PromptErrors(ExceptionGroup[Exception]):
         return f"PromptErrors({self.message!r}, {list(self.exceptions)!r})"
 
     def derive(self, excs: Sequence[Exception]) -> "PromptErrors":  # type: ignore[override]
-        """The same for some of the errors, as `except*` splits them."""
         return PromptErrors(excs, self.outputs)
 
 
@@ -54,13 +53,11 @@ def answers(results: list[Any], single: bool, return_exceptions: bool) -> Any:
 def results_of(calls: Sequence[Future[Any]], timeout: float, what: str) -> list[Any]:
     """Results of calls to all engines, in order; the first failure at once, TimeoutError naming `what` and engines."""
     done, missing = wait(calls, timeout, FIRST_EXCEPTION)
-    for call in done:
-        if (error := call.exception()) is not None:
-            raise error
+    results = [call.result() for call in calls if call in done]
     if missing:
         late = ", ".join(str(i) for i, call in enumerate(calls) if call in missing)
         raise TimeoutError(f"{what}: no answer from engine {late} within {timeout:.0f} s")
-    return [call.result() for call in calls]
+    return results
 
 
 def wait_until_started(starts: Sequence[Future[Any]], timeout: float) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from generation.compat.torchrl.replicas import Replica, local_address
+from generation.compat.torchrl.replicas import Replica, ray_module
 from generation.compat.torchrl.results import results_of
 from generation.compat.torchrl.settings import gpus_per_replica
 from generation.engine.settings import EngineSettings
@@ -81,7 +81,9 @@ class WeightUpdates:
 
     def get_master_address(self) -> str:
         """The address at which this process listens for the engines: loopback, unless a Ray cluster has other nodes."""
-        return local_address(self.backend)
+        if self.backend == "local" or len([node for node in ray_module().nodes() if node["Alive"]]) == 1:
+            return "127.0.0.1"
+        return str(ray_module().util.get_node_ip_address())
 
     def get_master_port(self) -> int:
         """The port of `update_weights`' group, as the system chose it; RuntimeError before there is a group."""
