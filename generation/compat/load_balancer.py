@@ -98,18 +98,15 @@ class LoadBalancer:
             needed = "prefix_length must be at least 1, overload_threshold above 0, overload_floor not negative"
             raise ValueError(f"{needed}: not {prefix_length}, {overload_threshold} and {overload_floor}")
         self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
-        self.overload_floor = overload_floor
-        self._random = random.Random(seed)
-        self._next_in_turn = 0
-        self._turn_lock = threading.Lock()
+        self.overload_floor, self._random = overload_floor, random.Random(seed)
+        self._next_in_turn, self._turn_lock = 0, threading.Lock()
 
     def select_actor(self, prompt: Any = None, request_context: Mapping[str, str] | None = None) -> int:
         """Index of the engine that the next request should go to; ValueError where there are none.
 
-        Args:
-            prompt: a text, token ids, or a prompt dictionary of vLLM's with either; only "prefix-aware" looks at it.
-            request_context: `{"session_id": name}`, and nothing else, keeps the requests of one session together, as if
-                the name were the prompt; turns that begin differently still share most of their cache.
+        Only "prefix-aware" looks at `prompt`: a text, token ids, or a prompt dictionary of vLLM's with either.
+        `request_context`, `{"session_id": name}` and nothing else, keeps the requests of one session together, as if
+        the name were the prompt; turns that begin differently still share most of their cache.
         """
         if not self.actors:
             raise ValueError("No actors available for selection")
@@ -140,8 +137,8 @@ class LoadBalancer:
         }
         try:
             stats["actor_stats"] = [
-                {"actor_index": index, "pending_requests": pending, "cache_usage": usage}
-                for index, (pending, usage) in enumerate(zip(self._counts(), self._usages(), strict=True))
+                {"actor_index": index, "pending_requests": pending, "cache_usage": engine.get_cache_usage()}
+                for index, (engine, pending) in enumerate(zip(self.actors, self._counts(), strict=True))
             ]
         except Exception as error:  # statistics never take down who asks for them
             log.warning("Error gathering load balancer stats: %s", error)
@@ -151,9 +148,6 @@ class LoadBalancer:
     def _counts(self) -> list[int]:
         return [engine.get_num_unfinished_requests() for engine in self.actors]
 
-    def _usages(self) -> list[float | None]:
-        return [engine.get_cache_usage() for engine in self.actors]
-
     def _fewest_requests(self, counts: list[int]) -> int:
         fewest = min(counts)
         if counts.count(fewest) == 1:
@@ -161,7 +155,7 @@ class LoadBalancer:
         return self._random.choice([i for i, count in enumerate(counts) if count == fewest])
 
     def _by_cache_usage(self) -> int:
-        usages = self._usages()
+        usages: list[float | None] = [engine.get_cache_usage() for engine in self.actors]
         known = [usage for usage in usages if usage is not None]
         if len(known) < len(usages):
             raise ValueError(f"engine {usages.index(None)} has not reported its KV-cache use")
@@ -192,10 +186,9 @@ class LoadBalancer:
 
 
 def routing_key(prompt: Any, prefix_length: int) -> bytes:
-    """The part of a prompt that decides where it goes: its first token ids, or of a text its first words.
-
-    A dictionary (vLLM's `TokensPrompt`, `TextPrompt`) is looked into, ids first; so is an object with such attributes.
-    Raises ValueError where there is nothing to go by.
+    """The part of a prompt that decides where it goes: its first token ids, or of a text its first words. Dictionaries
+    (vLLM's `TokensPrompt`, `TextPrompt`) and objects with such attributes are looked into, ids first; ValueError where
+    there is nothing to go by.
     """
     if isinstance(prompt, str):
         if words := prompt.split(None, prefix_length)[:prefix_length]:

@@ -46,18 +46,12 @@ _SCHEDULED = ("seq_group_metadata_list", "blocks_to_swap_in", "blocks_to_swap_ou
 
 
 class PromptPipeline:
-    """Prompts with their ids, as a dataset: each item is `{"input_ids": …, "prompt": …}`.
-
-    `dropped` is how many prompts were left out for having too many tokens.
-    """
+    """Prompts with their ids: items `{"input_ids": …, "prompt": …}`. `dropped` is how many had too many tokens."""
 
     def __init__(
         self, prompts: Sequence[str], max_prompt_length: int, tokenizer: "PreTrainedTokenizerBase", cut: bool = False
     ) -> None:
-        """Prompts with more than `max_prompt_length` tokens are dropped, or cut at their beginning where `cut` is set.
-
-        Raises ValueError where a prompt is empty, or `max_prompt_length` is not a whole number above 0.
-        """
+        """Prompts of more than `max_prompt_length` tokens are dropped, or cut at their beginning where `cut` is set."""
         if not isinstance(max_prompt_length, int) or max_prompt_length < 1:
             raise ValueError("Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0")
         if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
@@ -220,10 +214,7 @@ class VLLMModule:
         return outputs
 
     def execute_step(self, data: Any = None, *scheduled: Any) -> "list[RequestOutput]":
-        """Sample for all requests that were added (for `data`, if none were); outputs in their order.
-
-        Raises ValueError for arguments that vLLM's scheduler once handed out.
-        """
+        """Sample for all requests that were added (for `data`, if none were); outputs in their order."""
         if scheduled or not (data is None or isinstance(data, Mapping)):
             raise ValueError(f"execute_step takes the batch only: {STEP_REMEDY}")
         if not self._queue and data is not None:

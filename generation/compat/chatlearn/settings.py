@@ -62,9 +62,8 @@ class ChatLearnSettings:
 
 
 def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
-    """The settings from a model's hyper-parameters.
-
-    Raises ValueError for one that is unknown, out of its range, or has no meaning any more, naming what replaces it.
+    """The settings from a model's hyper-parameters; ValueError for one that is unknown, out of its range, or has no
+    meaning any more, naming what replaces it.
     """
     given = {key: value for key, value in args.items() if value is not None}
     for key in given:

@@ -57,9 +57,7 @@ class VllmAsyncGenerationWorker(Engine):
         return cls(settings, sampling, pad_token_id(config), serve)
 
     async def post_init_async(self) -> None:
-        """After `start`: learn the workers' devices, take the checkpoint's weights, if they were loaded, for version 0,
-        and start the server, if there is to be one.
-        """
+        """After `start`: learn the workers' devices, adopt loaded weights as version 0, start the server if there is one."""
         self.device_ids = await self.report_device_id_async()
         if self.settings.load_format != "dummy":
             self.state.adopt_checkpoint(0)
@@ -122,7 +120,6 @@ class VllmAsyncGenerationWorker(Engine):
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
         """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready.
-
         `stop_strings` in the batch hold by sample; a response ends with the one that ended it.
         """
         rows, call = text_rows(data, self.has_tokenizer), next(self._calls)
@@ -132,9 +129,8 @@ class VllmAsyncGenerationWorker(Engine):
                 yield place, text_output([answer])
 
     async def report_device_id_async(self) -> list[str]:
-        """The device each worker runs on, in worker order: a UUID on CUDA, `cpu:<rank>` on CPU.
-
-        Workers without an extension cannot be asked; theirs follow from the settings.
+        """The device of each worker, in worker order: a UUID on CUDA, `cpu:<rank>` on CPU. Workers without an extension
+        cannot be asked; theirs follow from the settings.
         """
         if self.settings.worker_extension is not None:
             return await self.call_workers("report_device_id")
@@ -151,8 +147,8 @@ class VllmAsyncGenerationWorker(Engine):
     async def init_collective_async(
         self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int, timeout_s: float = 300.0
     ) -> None:
-        """Join the process group that weights are broadcast in: worker k becomes its rank `train_world_size +
-        rank_prefix + k`. Returns when all `world_size` ranks are there.
+        """Join the group that weights are broadcast in, worker k as rank `train_world_size + rank_prefix + k`; returns
+        when all `world_size` ranks are there.
         """
         await self.ask_workers("init_collective", rank_prefix, ip, port, world_size, train_world_size, timeout_s)
 
@@ -167,12 +163,8 @@ class VllmAsyncGenerationWorker(Engine):
     ) -> bool:
         """Receive one update from the trainer's rank on each worker's device, which must be connected.
 
-        Returns True. An update that fails raises, and leaves the engine without a version.
-
-        Args:
-            session: the number that the ranks' messages carry.
-            timeout_s: how long (s) a worker waits for a message.
-            version: see `Engine.receive`.
+        `session` is the number that the ranks' messages carry, `timeout_s` how long a worker waits for one; `version` is
+        as in `Engine.receive`. Returns True: an update that fails raises, and leaves the engine without a version.
         """
         return bool(await self.receive("update_weights_via_ipc_zmq", session, timeout_s, version=version))
 

@@ -1,7 +1,4 @@
-"""Generation by right-padded batches, as NeMo RL has it: what goes in and out, and the way to single requests.
-
-A batch is a dictionary whose values all have one entry a sample. Token ids in, token ids out.
-"""
+"""Generation by right-padded batches, as NeMo RL has it: what goes in and out, and the way to single requests."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -19,18 +16,11 @@ from generation.exact_ids import Generation
 Spec = TypeVar("Spec")
 
 
-class ResourcesConfig(TypedDict, total=False):
-    """The place of engines that run apart from the trainer."""
-
-    gpus_per_node: int | None
-    num_nodes: int | None
-
-
 class ColocatedConfig(TypedDict):
     """Whether engine and trainer share their devices, so that the engine sleeps between generations."""
 
     enabled: bool
-    resources: NotRequired[ResourcesConfig]
+    resources: NotRequired[dict[str, int | None]]  # gpus_per_node, num_nodes of engines apart from the trainer
 
 
 class GenerationConfig(TypedDict):
@@ -72,10 +62,7 @@ class GenerationOutputSpec(TypedDict):
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
-    """A batch: tensors and lists by name, all with the same number of entries, the samples, in their first dimension.
-
-    Every method except `to` returns a new batch.
-    """
+    """A batch: tensors and lists by name, with one entry a sample each. All methods but `to` return a new batch."""
 
     @property
     def size(self) -> int:
@@ -122,9 +109,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
     ) -> list[Self]:
         """Cut every `batch_size` consecutive samples (all of them if None) into `shards` consecutive parts; shard k has
-        the k-th part of each. Raises ValueError for sizes that do not divide.
-
-        With `allow_uneven_shards` the parts hold ceil(size / shards) samples, the last ones fewer, or none.
+        the k-th part of each. ValueError for sizes that do not divide. With `allow_uneven_shards` the parts hold
+        ceil(size / shards) samples, the last ones fewer, or none.
         """
         if allow_uneven_shards and batch_size is not None:
             raise ValueError("shards of uneven size are cut from the whole batch: leave batch_size out")
@@ -239,9 +225,8 @@ def verify_right_padding(
     """(True, None) if every row holds only `pad_value` to the right of its length, or else (False, the problem).
 
     Looks at `input_ids` [B, S] with `input_lengths` [B], or else at `output_ids` with `unpadded_sequence_lengths`.
-    Tokens left of the length are not looked at: they may be `pad_value`, too.
-
-    Raises ValueError with the problem if `raise_error`; TypeError for what is not a batch, or no pad value.
+    Tokens left of the length are not looked at: they may be `pad_value`, too. Raises ValueError with the problem if
+    `raise_error`; TypeError for what is not a batch, or no pad value.
     """
     if not isinstance(data, BatchedDataDict):
         raise TypeError(f"data must be a BatchedDataDict, not {type(data).__name__}")
@@ -293,10 +278,7 @@ class Row:
 
 
 def rows_of(data: Prompts, pad_value: int) -> list[Row]:
-    """The samples of a batch of `input_ids` and `input_lengths`, without padding.
-
-    Raises ValueError where a key is missing, the padding is not on the right, or there is not one entry a sample.
-    """
+    """The samples of a batch of ids, without padding; ValueError where a key lacks, or padding is not on the right."""
     if missing := [key for key in ("input_ids", "input_lengths") if key not in data]:
         has = ", ".join(data) or "none"
         raise ValueError(f"generation needs {' and '.join(missing)} in its batch, which has {has}")

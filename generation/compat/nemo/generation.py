@@ -1,6 +1,4 @@
-"""Blocking generation on vLLM: one engine (`VllmGenerationWorker`), or several behind NeMo RL's interface
-(`VllmGeneration`).
-"""
+"""Blocking generation on vLLM: one engine (`VllmGenerationWorker`), or several behind NeMo RL's interface."""
 
 import asyncio
 import itertools
@@ -167,9 +165,8 @@ class VllmGeneration(_Batches, GenerationInterface):
     `tensor_parallel_size` CUDA devices of its own, or on the CPU where there are none.
 
     Each request goes to the engine with the fewest unfinished ones. The choice does not change what is sampled: seeds
-    depend on the configuration's, the number of the call and the place in the batch.
-
-    A context manager. Without one, `shutdown` runs when the object is collected, or the process ends.
+    depend on the configuration's, the number of the call and the place in the batch. A context manager; without one,
+    `shutdown` runs when the object is collected, or the process ends.
     """
 
     def __init__(self, config: VllmConfig, timeout: float = 1800.0) -> None:
@@ -225,18 +222,14 @@ class VllmGeneration(_Batches, GenerationInterface):
                 yield place, text_output([answer])
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
-        """Wake the engines of a colocated configuration: all memory, or `["weights"]` before an update of the weights
-        and `["kv_cache"]` after it.
-        """
+        """Wake colocated engines: all memory, or `["weights"]` before an update of weights and `["kv_cache"]` after it."""
         if colocated(self.config):
             for worker in self.workers:
                 worker.wake_up(tags)
         return True
 
     def finish_generation(self, level: int = 2) -> bool:
-        """Put the engines of a colocated configuration to sleep, at level 2 without their weights; others forget
-        cached prefixes.
-        """
+        """Put colocated engines to sleep, at level 2 without their weights; others forget cached prefixes."""
         if not colocated(self.config):
             return self.invalidate_kv_cache()
         for worker in self.workers:

@@ -48,9 +48,8 @@ class UpdateGate:
 
     @asynccontextmanager
     async def update(self, timeout: float) -> AsyncIterator[None]:
-        """Enter alone, after the requests that are inside; those that come later wait.
-
-        RuntimeError while another update is under way; TimeoutError where requests did not end in `timeout` seconds.
+        """Enter alone, after the requests that are inside; those that come later wait. RuntimeError while another
+        update is under way; TimeoutError where requests did not end within `timeout` seconds.
         """
         if self._updated is not None:
             raise RuntimeError("a weight update is under way already")

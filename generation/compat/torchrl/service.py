@@ -14,16 +14,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from generation.compat.load_balancer import LoadBalancer
-from generation.compat.torchrl.replicas import LocalReplica, RayReplica, Replica, gpu_count
-from generation.compat.torchrl.results import (
+from generation.compat.torchrl.arguments import (
     answer_or_error,
     answers,
+    as_settings,
+    of_replicas,
     prompt_dictionaries,
+    require_vllm,
+    resolve,
     results_of,
     sampling_for_each,
+    start_timeout,
     wait_until_started,
 )
-from generation.compat.torchrl.settings import as_settings, of_replicas, require_vllm, resolve, start_timeout
+from generation.compat.torchrl.replicas import LocalReplica, RayReplica, Replica, gpu_count
 from generation.compat.torchrl.weights import NO_DEVICE_LEFT, WeightUpdates
 from generation.engine.thread import EngineThread
 
@@ -39,9 +43,7 @@ CLOSE_SECONDS = 30.0
 class AsyncVLLM(WeightUpdates):
     """A service of engines of one model. May be used from several threads; a context manager.
 
-    Attributes:
-        actors: the replicas, while the service is launched.
-        weight_version: of the weights that answers are given with, 0 for the checkpoint's; outputs carry their own.
+    `weight_version` is that of the weights that answers are given with, 0 for the checkpoint's; outputs carry theirs.
     """
 
     def __init__(
@@ -114,9 +116,8 @@ class AsyncVLLM(WeightUpdates):
         return self._thread is not None
 
     def start(self) -> None:
-        """Start all engines and wait until each has generated a token. Does nothing if they are running.
-
-        TimeoutError names the environment variable that allows more time.
+        """Start all engines and wait until each has generated a token; nothing if they are running. TimeoutError names
+        the environment variable that allows more time.
         """
         if self.launched:
             log.warning("AsyncVLLM %s is launched already", self.service_id)
@@ -297,8 +298,7 @@ class AsyncVLLM(WeightUpdates):
         kwargs: dict[str, Any] | None = None,
     ) -> list[list[Any]]:
         """Call a method of every worker of every engine; waits. One list of results, in worker order, per engine.
-
-        Raises TimeoutError where one did not answer in `timeout` seconds (without: the service's time to start).
+        TimeoutError where one did not answer in `timeout` seconds (without: the service's time to start).
         """
         self._require_launched("calling workers")
         named = {"timeout": timeout, **(kwargs or {})}

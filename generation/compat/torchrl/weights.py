@@ -7,9 +7,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from generation.compat.torchrl.arguments import gpus_per_replica, results_of
 from generation.compat.torchrl.replicas import Replica, ray_module
-from generation.compat.torchrl.results import results_of
-from generation.compat.torchrl.settings import gpus_per_replica
 from generation.engine.settings import EngineSettings
 
 if TYPE_CHECKING:

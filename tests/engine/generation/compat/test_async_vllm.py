@@ -15,9 +15,8 @@ import torch
 from vllm import AsyncEngineArgs, SamplingParams
 
 import sharding
-from generation.compat.torchrl.results import PromptErrors
+from generation.compat.torchrl.arguments import PromptErrors, as_settings
 from generation.compat.torchrl.service import AsyncVLLM, make_async_vllm_engine
-from generation.compat.torchrl.settings import as_settings
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.vllm_compat import engine_arguments
 from sharding.apart.broadcast import CollectiveSender

@@ -11,10 +11,9 @@ import ray
 from vllm import SamplingParams
 
 import sharding
+from generation.compat.torchrl.arguments import PromptErrors, resolve
 from generation.compat.torchrl.replicas import ServiceEngine
-from generation.compat.torchrl.results import PromptErrors
 from generation.compat.torchrl.service import AsyncVLLM
-from generation.compat.torchrl.settings import resolve
 from tests.colocated import HfPolicy
 from tests.conftest import TinyModel
 

@@ -14,18 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from generation.compat.torchrl import settings as service_settings
-from generation.compat.torchrl.replicas import UpdateGate
-from generation.compat.torchrl.results import (
+from generation.compat.torchrl import arguments
+from generation.compat.torchrl.arguments import (
     PromptErrors,
     answer_or_error,
     answers,
+    from_arguments,
+    gpus_per_replica,
+    of_replicas,
     prompt_dictionaries,
+    resolve,
     results_of,
+    start_timeout,
     wait_until_started,
 )
+from generation.compat.torchrl.replicas import UpdateGate
 from generation.compat.torchrl.service import AsyncVLLM, make_async_vllm_engine
-from generation.compat.torchrl.settings import from_arguments, gpus_per_replica, of_replicas, resolve, start_timeout
 from generation.engine.settings import EngineSettings
 from generation.engine.vllm_compat import engine_arguments
 
@@ -38,7 +42,7 @@ def settings(**changes: Any) -> EngineSettings:
 
 @pytest.mark.covers("T01")
 def test_without_vllm_everything_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_settings, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     calls: list[Callable[[], Any]] = [
         lambda: AsyncVLLM(settings()),
         lambda: AsyncVLLM.launch(settings()),
