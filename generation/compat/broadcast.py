@@ -1,6 +1,5 @@
-"""One object from one rank of a group to all: for code that runs on every rank of an engine group, as in seed 001.
-
-Rollouts here need it not: tools and environments run on the group's leader only, and whole trajectories are exchanged.
+"""One object from one rank of a group to all, for code that runs on every rank of an engine group. Rollouts do not need
+it: tools and environments run on the group's leader only, and whole trajectories are exchanged.
 """
 
 from typing import Any

@@ -98,8 +98,7 @@ def load_tokenizer(engine: Mapping[str, Any]) -> "PreTrainedTokenizerBase":
 
     if not (name := engine.get("tokenizer") or engine.get("model")):
         raise ValueError("tokenizer is missing: set it or model, or give the module an llm")
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-    return tokenizer
+    return AutoTokenizer.from_pretrained(name)
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", training: "PreTrainedTokenizerBase") -> None:
@@ -152,9 +151,8 @@ class VLLMModule:
         if self.llm is None:
             engine = self.settings.engine
             if "model" not in engine:
-                raise ValueError(
-                    "model is missing: set it to a folder in Hugging Face format, or give the module an llm"
-                )
+                remedy = "set it to a folder in Hugging Face format, or give the module an llm"
+                raise ValueError(f"model is missing: {remedy}")
             devices = first_devices(engine.get("tensor_parallel_size", 1))
             arguments = engine | {"max_model_len": self.settings.seq_length}
             started = Engine(EngineSettings.from_vllm(arguments, sleep=False, device_indices=devices))
@@ -210,8 +208,7 @@ class VLLMModule:
         self._tokenizer = ModuleTokenizer(llm.get_tokenizer())
         items = [{self.settings.prompt_key: p, self.settings.input_ids_key: p.token_ids} for p in prompts]
         batch = self._prepare(items, 0, is_eval=False)
-        outputs: list[RequestOutput] = self.forward_step(batch, iteration=0)
-        return outputs
+        return self.forward_step(batch, iteration=0)
 
     def execute_step(self, data: Any = None, *scheduled: Any) -> "list[RequestOutput]":
         """Sample for all requests that were added (for `data`, if none were); outputs in their order."""
@@ -281,10 +278,8 @@ class VLLMModule:
             return self._given
         settings = self.settings
         if len(ids) > settings.max_prompt_length:
-            raise ValueError(
-                f"a prompt has {len(ids)} tokens, more than the {settings.max_prompt_length} that seq_length and "
-                "max_new_tokens leave: drop it in build_dataset"
-            )
+            room = f"the {settings.max_prompt_length} that seq_length and max_new_tokens leave"
+            raise ValueError(f"a prompt has {len(ids)} tokens, more than {room}: drop it in build_dataset")
         single = {stop: self.tokenizer.encode(stop, add_special_tokens=False) for stop in settings.stop}
         fields = settings.eval_sampling if is_eval else settings.sampling
         return SamplingParams(

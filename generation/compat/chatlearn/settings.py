@@ -78,22 +78,6 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
             "and for evaluation use LLM.beam_search of a plain vllm.LLM"
         )
     sampling, listed = _sampling(given, ""), given.get("stop_token_list", "")
-    parts = listed.split(";") if listed else []  # `<EOS>;</s>`
-    if not all(parts):
-        warnings.warn(f"stop_token_list {listed!r} has an empty entry, which is left out", stacklevel=2)
-    return ChatLearnSettings(
-        **_lengths(given),
-        n=_whole(given, "n", 1, 1),
-        sampling=sampling,
-        eval_sampling=sampling | _sampling(given, "eval_"),
-        stop=[part for part in parts if part],
-        engine=_engine(given),
-        input_ids_key=str(given.get("vllm_input_ids_key", "input_ids")),
-        prompt_key=str(given.get("vllm_prompt_key", "prompt")),
-    )
-
-
-def _lengths(given: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("seq_length", "max_new_tokens"):
         if key not in given:
             raise ValueError(f"{key} is missing: set it to a number of tokens")
@@ -104,7 +88,21 @@ def _lengths(given: Mapping[str, Any]) -> dict[str, Any]:
             "Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0: seq_length - "
             f"max_new_tokens = {total} - {new}"
         )
-    return {"seq_length": total, "max_new_tokens": new, "new_token_limit": limited}
+    parts = listed.split(";") if listed else []  # `<EOS>;</s>`
+    if not all(parts):
+        warnings.warn(f"stop_token_list {listed!r} has an empty entry, which is left out", stacklevel=2)
+    return ChatLearnSettings(
+        seq_length=total,
+        max_new_tokens=new,
+        new_token_limit=limited,
+        n=_whole(given, "n", 1, 1),
+        sampling=sampling,
+        eval_sampling=sampling | _sampling(given, "eval_"),
+        stop=[part for part in parts if part],
+        engine=_engine(given),
+        input_ids_key=str(given.get("vllm_input_ids_key", "input_ids")),
+        prompt_key=str(given.get("vllm_prompt_key", "prompt")),
+    )
 
 
 def _sampling(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -27,13 +27,7 @@ from generation.server import OpenAIServer, ServerSettings
 
 
 class VllmAsyncGenerationWorker(Engine):
-    """An `Engine` that generates for batches and takes weights by NeMo RL's method names.
-
-    Attributes:
-        sampling: how `generate_async` and `generate_text_async` draw.
-        device_ids: the device of each worker, known after `post_init_async`.
-        server: the OpenAI-compatible server that `post_init_async` started, if it was asked to.
-    """
+    """An `Engine` that generates for batches and takes weights by NeMo RL's method names."""
 
     def __init__(
         self,
@@ -44,8 +38,8 @@ class VllmAsyncGenerationWorker(Engine):
     ) -> None:
         super().__init__(settings)
         self.sampling, self.pad_token_id = sampling, pad_token_id
-        self.device_ids: list[str] = []
-        self.server: OpenAIServer | None = None
+        self.device_ids: list[str] = []  # the device of each worker, known after `post_init_async`
+        self.server: OpenAIServer | None = None  # started by `post_init_async` if it was asked to
         self._expose_http_server = expose_http_server
         self._calls = itertools.count()  # seeds are made of a call's number
 
@@ -57,7 +51,7 @@ class VllmAsyncGenerationWorker(Engine):
         return cls(settings, sampling, pad_token_id(config), serve)
 
     async def post_init_async(self) -> None:
-        """After `start`: learn the workers' devices, adopt loaded weights as version 0, start the server if there is one."""
+        """After `start`: learn the workers' devices, adopt loaded weights as version 0, start the server."""
         self.device_ids = await self.report_device_id_async()
         if self.settings.load_format != "dummy":
             self.state.adopt_checkpoint(0)
@@ -163,7 +157,7 @@ class VllmAsyncGenerationWorker(Engine):
     ) -> bool:
         """Receive one update from the trainer's rank on each worker's device, which must be connected.
 
-        `session` is the number that the ranks' messages carry, `timeout_s` how long a worker waits for one; `version` is
+        `session` is the number that the ranks' messages carry, `timeout_s` how long a worker waits for one, `version`
         as in `Engine.receive`. Returns True: an update that fails raises, and leaves the engine without a version.
         """
         return bool(await self.receive("update_weights_via_ipc_zmq", session, timeout_s, version=version))

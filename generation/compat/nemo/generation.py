@@ -77,10 +77,7 @@ class _Batches:
 
 
 class VllmGenerationWorker(_Batches, EngineLoad):
-    """A started engine. Every method may be called from any thread except the engine's, and waits `timeout` seconds.
-
-    `engine` is the asynchronous worker, for coroutines on the loop of `thread`.
-    """
+    """A started engine. Its methods may be called from any thread except the engine's, and wait `timeout` seconds."""
 
     def __init__(
         self, config: VllmConfig, device_indices: Sequence[int] = (), seed: int | None = None, timeout: float = 1800.0
@@ -91,7 +88,7 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         self._pad, self._calls = pad_token_id(config), itertools.count()
         self.engine = VllmAsyncGenerationWorker.from_config(config, device_indices, seed)
         self._leader = Leader.start(self.engine, timeout)
-        self.thread = self._leader.thread
+        self.thread = self._leader.thread  # on its loop run the coroutines of `engine`
         try:
             self._wait(self.engine.post_init_async(), "preparing the engine")
         except BaseException:
@@ -222,7 +219,7 @@ class VllmGeneration(_Batches, GenerationInterface):
                 yield place, text_output([answer])
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
-        """Wake colocated engines: all memory, or `["weights"]` before an update of weights and `["kv_cache"]` after it."""
+        """Wake colocated engines: all memory, or `["weights"]` before an update and `["kv_cache"]` after it."""
         if colocated(self.config):
             for worker in self.workers:
                 worker.wake_up(tags)
