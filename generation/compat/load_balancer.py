@@ -88,9 +88,9 @@ class LoadBalancer:
             "requests": lambda _: self._fewest_requests(self._counts()),
             "round-robin": lambda _: self._in_turn(),
         }
-        if unknown := [name for name in self.strategies if name not in self._choose]:
-            known = ", ".join(map(repr, self._choose))
-            raise ValueError(f"Invalid strategy '{unknown[0]}'. Must be one of {{{known}}}")
+        known = list(self._choose)
+        if unknown := [name for name in self.strategies if name not in known]:
+            raise ValueError(f"Invalid strategy '{unknown[0]}'. Must be one of {{{', '.join(map(repr, known))}}}")
         if not self.strategies:
             raise ValueError("At least one strategy must be provided")
         self.strategy = self.strategies[0]
