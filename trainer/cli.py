@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -24,10 +24,7 @@ from trainer.errors import UserError
 from trainer.estimates.gpus import GPUS
 from trainer.rewards import RewardPool
 from trainer.run import processes
-from trainer.run.last_words import leave_word
-
-if TYPE_CHECKING:
-    from trainer.run.lock import RunLock
+from trainer.run.lock import RunLock
 
 _TRAINING = {"train": "trainer.loop", "sft": "trainer.commands.sft"}
 _OTHERS = {
@@ -81,14 +78,12 @@ def _train(arguments: argparse.Namespace) -> int:
         check_inputs(config, arguments.command)
         print(to_yaml(config), end="")
         return 0
-    from trainer.run.lock import RunLock
-
     lock = RunLock(config.run.folder)
     processes.start_guardian(lock.descriptor)  # before anything that starts processes or takes long
     return processes.run(lambda: _reporting(lambda: _train_locked(config, lock, arguments.command)))
 
 
-def _train_locked(config: TrainConfig, lock: "RunLock", command: str) -> int:
+def _train_locked(config: TrainConfig, lock: RunLock, command: str) -> int:
     if os.environ.get("RANK", "0") == "0":
         lock.take(config.checkpoint.grace_s + 60)  # one that has been asked to end may take so long
     return import_module(_TRAINING[command]).main(config, lock) or 0
@@ -297,7 +292,7 @@ def _reporting(action: Callable[[], int]) -> int:
         error = raised if isinstance(raised, UserError) else raised.__cause__
         if not isinstance(error, UserError):
             raise
-        leave_word("UserError", str(error))
+        processes.leave_word("UserError", str(error))
         if not re.fullmatch("0*[1-9][0-9]{0,5}", os.environ.get("LOCAL_RANK", "0")):  # the first here, or not a number
             for line in str(error).splitlines():
                 print(f"hotbunk: {line}", file=sys.stderr)

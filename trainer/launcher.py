@@ -46,7 +46,6 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 from sharding.wire.group import listen
 from trainer.errors import UserError
 from trainer.run import guardian, processes
-from trainer.run.last_words import VARIABLE
 
 _BACKEND = "hotbunk"
 _GONE_SECONDS = 30.0  # for guardians to end what the ranks have left behind
@@ -86,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun (None: with this process's arguments); gives the exit code."""
     args = parse_args(argv)
     words = os.memfd_create("hotbunk-last-words")
-    os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{words}"
+    os.environ[processes.LAST_WORDS] = f"/proc/{os.getpid()}/fd/{words}"
     failures: dict[int, ProcessFailure] = {}
     try:
         _stay_private(args)

@@ -26,8 +26,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 HANDED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
@@ -194,26 +193,16 @@ def sweep(parent: Path) -> list[Path]:
     """Remove folders of this user's ended runs from `parent`, those whose lock is not held. Returns them."""
     swept = []
     for path in sorted(parent.glob("hotbunk-*")):
-        with suppress(OSError), _unused(path):
-            remove(path)
-            swept.append(path)
+        with suppress(OSError), ExitStack() as opened:  # an OSError: it is a link, without a lock, or in use
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            opened.callback(os.close, folder)
+            if os.fstat(folder).st_uid == os.geteuid():
+                lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+                opened.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(path)
+                swept.append(path)
     return swept
-
-
-@contextmanager
-def _unused(path: Path) -> Iterator[None]:
-    """Hold a folder's lock. Raises OSError if it is a link, another user's, without a lock, or in use."""
-    opened = []
-    try:
-        opened.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
-        if os.fstat(opened[0]).st_uid != os.geteuid():
-            raise PermissionError(f"{path} belongs to another user")
-        opened.append(os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=opened[0]))
-        fcntl.flock(opened[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
 
 
 def end_as(status: int) -> None:

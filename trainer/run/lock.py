@@ -17,7 +17,6 @@ from trainer.errors import UserError
 
 _LOOK_SECONDS = 0.2
 _SHARE_SECONDS = 60.0  # from the ranks' meeting until rank 0 shares its lock
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class RunLock:
@@ -77,7 +76,7 @@ class RunLock:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in _WITHOUT_LOCKS:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             if say:
                 line = f"{self._folder} is on a file system without locks: nothing keeps a second start from using it"

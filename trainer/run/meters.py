@@ -22,7 +22,6 @@ from trainer.flops import Work
 from trainer.run.watchdog import Watchdog
 
 _GIB = 1024**3
-_ENGINE_STATES = ("awake", "asleep")
 
 
 class PhaseMeter:
@@ -82,7 +81,7 @@ class PhaseMeter:
         and throughput/mfu, the share of the devices' peak (`trainer.flops`), where that is known.
         """
         metrics = {f"time/{name}": value for name, value in self._seconds.items()}
-        metrics |= {f"memory/engine_gib_{state}": self._engine.get(state, 0.0) for state in _ENGINE_STATES}
+        metrics |= {f"memory/engine_gib_{state}": self._engine.get(state, 0.0) for state in ("awake", "asleep")}
         metrics |= self._memory.metrics() | {"memory/offloaded_gib": self._offloaded}
         computed = all_reduce_sum(dict(zip(("tokens", "flops"), self._computed, strict=True)))
         self._seconds, self._engine, self._offloaded, self._computed = {}, {}, 0.0, np.zeros(2)
@@ -123,7 +122,14 @@ class MemoryMeter:
         try:
             yield
         finally:
-            self._peaks[name] = max(self._peaks.get(name, 0.0), self._peak_gib())
+            if self._device.type == "cuda":
+                peak = torch.cuda.max_memory_reserved(self._device)
+            else:
+                # psutil knows neither this peak nor shared memory apart from mapped files. The peak counts the pages of
+                # files too, those of libraries, which are shared; they hardly change within a phase.
+                sizes = dict(re.findall(r"(VmHWM|RssFile):\s+(\d+) kB", Path("/proc/self/status").read_text()))
+                peak = (int(sizes["VmHWM"]) - int(sizes["RssFile"])) * 1024
+            self._peaks[name] = max(self._peaks.get(name, 0.0), peak / _GIB)
 
     def metrics(self) -> dict[str, float]:
         """memory/trainer_gib_<phase> of every phase since the last call.
@@ -147,14 +153,6 @@ class MemoryMeter:
         for name in ("allocated", "reserved"):
             key, peak = f"peak_{name}_bytes", statistics.get(f"{name}_bytes.all.peak", 0)
             self._allocator[key] = max(self._allocator.get(key, 0), peak)
-
-    def _peak_gib(self) -> float:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self._device) / _GIB
-        # psutil knows neither this peak nor shared memory apart from mapped files. The peak counts the pages of files
-        # too, those of libraries, which are shared; they hardly change within a phase.
-        sizes = dict(re.findall(r"(VmHWM|RssFile):\s+(\d+) kB", Path("/proc/self/status").read_text()))
-        return (int(sizes["VmHWM"]) - int(sizes["RssFile"])) * 1024 / _GIB
 
 
 class StepProfiler:
@@ -180,18 +178,14 @@ class StepProfiler:
         if self._profile is None and first <= number <= last:
             self._profile = profile(activities=self._activities, record_shapes=True, profile_memory=True)
             self._profile.start()
-            self._steps = number, last
+            self._steps = first, last = number, last
         with torch.profiler.record_function(f"step {number}"):
             yield
         if self._profile is not None and number == last:
-            self._write(*self._steps)
-
-    def _write(self, first: int, last: int) -> None:
-        assert self._profile is not None
-        self._profile.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"steps_{first}_{last}.json.gz"
-        unfinished = path.with_name(f"unfinished_{path.name}")  # torch.profiler compresses by the end of the name
-        self._profile.export_chrome_trace(str(unfinished))
-        os.replace(unfinished, path)
-        self._profile = None
+            self._profile.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"steps_{first}_{last}.json.gz"
+            unfinished = path.with_name(f"unfinished_{path.name}")  # torch.profiler compresses by the end of the name
+            self._profile.export_chrome_trace(str(unfinished))
+            os.replace(unfinished, path)
+            self._profile = None

@@ -13,6 +13,7 @@ Called before anything heavy is imported, so this module uses the standard libra
 
 import ctypes
 import faulthandler
+import json
 import os
 import select
 import signal
@@ -30,8 +31,11 @@ from typing import NoReturn
 
 from trainer.errors import Interrupted
 from trainer.run import guardian
-from trainer.run.last_words import leave_word
 
+LAST_WORDS = "HOTBUNK_LAST_WORDS"
+"""Path of a file in the launcher's memory, for the reasons that ranks end. Every process of a run inherits it."""
+
+_WORD_LIMIT = 600  # characters
 GRACE_SECONDS = 8.0  # from the signal to the forced exit; an orderly shutdown of vLLM takes up to 5
 _BASE_LIMIT = 40  # characters; a Unix socket's path has at most 107: up to 24 are our folder's name, 37 are vLLM's
 _SAME_REQUEST_SECONDS = 1.0  # Slurm and torchrun both forward a request; only a later signal is a second request
@@ -40,6 +44,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _folder: Path | None = None
 _hold: "_Hold | None" = None
+_said = False
 
 
 @dataclass
@@ -101,13 +106,13 @@ def _go_below_guardians(folder: Path, kept: tuple[int, ...]) -> None:
     adopt_orphans()
     outer = os.getpid()
     if inner := os.fork():
-        _become_guardian(inner, 0, folder, f"the guardian of {_name()}", kept)
+        _become_guardian(inner, 0, folder, f"the guardian of rank {_rank()}", kept)
     os.setsid()  # neither Ctrl-C nor a launcher that kills the outer guardian's process group reaches it
     adopt_orphans()
     _prctl(_PR_SET_PDEATHSIG, guardian.PARENT_GONE)
     inner = os.getpid()
     if own := os.fork():
-        _become_guardian(own, outer, folder, _name(), kept)
+        _become_guardian(own, outer, folder, f"rank {_rank()}", kept)
     os.setsid()
     _die_with(inner)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -216,7 +221,7 @@ def _announcer(phase: Callable[[], str]) -> Callable[[int], None]:
         if said.acquire(blocking=False):
             text = f"interrupted by {signal.Signals(number).name} during phase {phase()}"
             leave_word("Interrupted", text)
-            line = f"{_name()}: {text}\n"
+            line = f"rank {_rank()}: {text}\n"
             os.write(2, line.encode())  # not sys.stderr: the signal may have come while that was being written to
 
     return announce
@@ -240,7 +245,7 @@ def _enforce(reader: int, announce: Callable[[int], None], phase: Callable[[], s
         again = _next_signal(reader, left)
         if again is not None and time.monotonic() - first > _SAME_REQUEST_SECONDS:
             os._exit(128 + again)
-    os.write(2, f"{_name()}: still in phase {phase()} {grace_seconds:.0f} s after the signal; leaving\n".encode())
+    os.write(2, f"rank {_rank()}: still in phase {phase()} {grace_seconds:.0f} s after the signal; leaving\n".encode())
     faulthandler.dump_traceback(file=2, all_threads=True)
     leave(128 + number)
 
@@ -271,6 +276,25 @@ def _next_signal(reader: int, timeout: float | None) -> int | None:
             return number
 
 
+def leave_word(kind: str, text: str) -> None:
+    """Tell the launcher, if there is one, why this rank ends, to print last; only its first word counts. Never raises.
+
+    `kind` is the name of the exception's class, which goes before the text unless that says it all.
+    """
+    global _said
+    path = os.environ.get(LAST_WORDS)
+    if path is None or _said:
+        return
+    _said = True
+    text = " ".join(text.split())
+    text = text if len(text) <= _WORD_LIMIT else f"{text[:_WORD_LIMIT]} …"
+    with suppress(OSError, ValueError):  # the launcher is gone, or it was not the launcher that set our number
+        line = json.dumps({"rank": int(os.environ.get("RANK", "")), "kind": kind, "text": text}) + "\n"
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.write(descriptor, line.encode())  # in one piece, so that ranks do not mix
+        os.close(descriptor)
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Call `main`, and end the process with the exit code it returns, or that its exception stands for.
 
@@ -282,7 +306,7 @@ def run(main: Callable[[], int]) -> NoReturn:
         code = interrupted.exit_code
     except KeyboardInterrupt:  # before install_signal_handlers
         leave_word("Interrupted", "interrupted by SIGINT during start-up")
-        print(f"{_name()}: interrupted by SIGINT during start-up", file=sys.stderr)
+        print(f"rank {_rank()}: interrupted by SIGINT during start-up", file=sys.stderr)
         code = 128 + signal.SIGINT
     except SystemExit as wanted:
         code = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
@@ -305,7 +329,3 @@ def leave(code: int) -> NoReturn:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def _name() -> str:
-    return f"rank {_rank()}"

@@ -41,13 +41,9 @@ def _number(key: str, form: str) -> Callable[[Metrics], str]:
 
 
 def _seconds(*phases: str) -> Callable[[Metrics], str]:
-    """Show the sum of some phases' seconds."""
-
-    def show(metrics: Metrics) -> str:
-        present = [metrics[f"time/{phase}"] for phase in phases if f"time/{phase}" in metrics]
-        return f"{sum(present):.2f}" if present else ""
-
-    return show
+    """Show the sum of some phases' seconds; nothing where the step has none of them."""
+    keys = [f"time/{phase}" for phase in phases]
+    return lambda metrics: f"{sum(metrics.get(key, 0.0) for key in keys):.2f}" if metrics.keys() & keys else ""
 
 
 def _tokens_per_second(metrics: Metrics) -> str:
@@ -61,11 +57,9 @@ def _memory(metrics: Metrics) -> str:
         [value for key, value in metrics.items() if key.startswith(f"memory/{side}_gib")]
         for side in ("trainer", "engine")
     )
-    if not trainer and not engine:
-        return ""
     left = f"{max(trainer):.2f}" if trainer else "-"
     right = f"{max(engine):.2f}→{min(engine):.2f}" if engine else "-"
-    return f"{left} | {right}"
+    return f"{left} | {right}" if trainer or engine else ""
 
 
 _COLUMNS = [

@@ -29,7 +29,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from trainer.run.last_words import leave_word
+from trainer.run.processes import leave_word
 
 EXIT_CODE = 124  # what timeout(1) exits with
 _POLL_SECONDS = 0.5
@@ -146,7 +146,13 @@ class Watchdog:
                     return
                 alarm = self._store.check([_ALARM])
             except RuntimeError as gone:
-                self._end_without_store(gone)
+                # Its holder has died, so no collective can end well; the main thread may know already.
+                if not self._closed.wait(_STORE_GONE_SECONDS):
+                    why = "lost the store that the ranks share, so its holder has ended"
+                    leave_word("RemoteError", why)
+                    _say(f"rank {self._rank}: {why}: {gone}\n")
+                    self._describe()
+                    self._exit(EXIT_CODE)
                 return
             if alarm:
                 self._last_words()
@@ -211,15 +217,6 @@ class Watchdog:
             self._store.wait(keys, timedelta(seconds=_LAST_WORDS_SECONDS))
         except RuntimeError as silent:
             _say(f"rank {self._rank}: left without hearing from every rank: {str(silent).splitlines()[0]}\n")
-        self._exit(EXIT_CODE)
-
-    def _end_without_store(self, gone: Exception) -> None:
-        """The process that held the store has died, so no collective can end well; the main thread may know already."""
-        if self._closed.wait(_STORE_GONE_SECONDS):
-            return
-        leave_word("RemoteError", "lost the store that the ranks share, so its holder has ended")
-        _say(f"rank {self._rank}: lost the store that the ranks share, so its holder has ended: {gone}\n")
-        self._describe()
         self._exit(EXIT_CODE)
 
     def _describe(self) -> None:
