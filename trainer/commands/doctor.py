@@ -29,17 +29,9 @@ from trainer.estimates.model_sizes import model_sizes
 from trainer.run import processes
 from trainer.run.screen import make_console
 
-Verdict = Literal["ok", "failed", "not tried"]
-
-FREE_GIB = 4.0
-"""Memory that the trials need, on each device or, on a CPU, on the machine."""
-
-SHM_GIB = 1.0
-"""NCCL and vLLM's tensor parallelism pass messages through /dev/shm; Docker gives it 64 MiB by default."""
-
-OLDEST_CAPABILITY = (8, 0)
-"""Ampere. Older devices lack bfloat16 and the attention kernels that packed micro-batches use."""
-
+FREE_GIB = 4.0  # that the trials need, on each device or, on a CPU, on the machine
+SHM_GIB = 1.0  # NCCL and vLLM's tensor parallelism pass messages through /dev/shm; Docker gives it 64 MiB by default
+OLDEST_CAPABILITY = (8, 0)  # Ampere. Older ones lack bfloat16 and the attention kernels of packed micro-batches
 TRIAL_SECONDS = 900.0
 TRIAL_MODULE = ["-P", "-m", "trainer.commands.doctor_trials"]  # the current folder may have a trainer of its own
 _LAST_LINES = 40  # of a trial's output that go to doctor.json where it failed
@@ -52,7 +44,7 @@ class Finding:
     what: str
     found: str
     wanted: str
-    verdict: Verdict
+    verdict: Literal["ok", "failed", "not tried"]
     remedy: str = ""
 
 
@@ -106,11 +98,6 @@ class Machine:
     temporary: str
     compiler: str
 
-    @property
-    def cuda(self) -> bool:
-        """True if the trials run on GPUs."""
-        return bool(self.devices)
-
 
 def main(arguments: argparse.Namespace) -> int:
     """Look, judge, try, and show one table. Returns 1 if anything failed."""
@@ -128,7 +115,7 @@ def main(arguments: argparse.Namespace) -> int:
                 findings.append(Finding(trial, "", "", "not tried", reason))
                 continue
             print(f"doctor: trying {trial}", file=sys.stderr, flush=True)
-            found, outputs[trial] = run_trial(trial, ranks, machine.cuda)
+            found, outputs[trial] = run_trial(trial, ranks, bool(machine.devices))
             findings.extend(found)
         show(findings)
         write(arguments.output, machine, findings, outputs)
@@ -212,8 +199,8 @@ def judge(machine: Machine) -> Iterator[Finding]:
     yield _finding("/dev/shm", f"{machine.shm_gib:.2f} GiB", wanted, fine, remedy)
     yield from _judge_allocator(machine.allocator)
     remedy = "bring the loopback interface up (ip link set lo up): ranks and engines meet on 127.0.0.1"
-    found = machine.loopback or "127.0.0.1 listens"
-    yield _finding("ports", found, "a listener on 127.0.0.1", not machine.loopback, remedy)
+    listening = machine.loopback or "127.0.0.1 listens"
+    yield _finding("ports", listening, "a listener on 127.0.0.1", not machine.loopback, remedy)
     remedy = "set TMPDIR to a writable folder with a short path on a local disk, such as /tmp"
     yield _finding("sockets", machine.temporary or "made", "a Unix socket in TMPDIR", not machine.temporary, remedy)
     remedy = "install one (on Debian: apt install g++), or name one as CXX: PyTorch compiles kernels while vLLM runs"
@@ -284,7 +271,8 @@ def trials(machine: Machine, findings: list[Finding], facts_only: bool) -> Itera
     yield "one engine", 1, reason
     yield "zero copy", 1, reason
     if not reason and machine.ranks < 2:
-        reason = "there are fewer than two devices" if machine.cuda else "it takes two devices, or --ranks 2 on a CPU"
+        few = "there are fewer than two devices"
+        reason = few if machine.devices else "it takes two devices, or --ranks 2 on a CPU"
     yield "tensor parallel", 2, reason
 
 
@@ -329,13 +317,11 @@ def run_trial(trial: str, ranks: int, cuda: bool) -> tuple[list[Finding], str]:
 
 def show(findings: list[Finding]) -> None:
     """The table, and below it a sentence for each row that failed or was not tried."""
-    table = Table(header_style="bold")
-    for title in ("what", "found", "wanted", "verdict"):
-        table.add_column(title)
+    table = Table("what", "found", "wanted", "verdict", header_style="bold")
     styles = {"ok": "green", "failed": "bold red", "not tried": "yellow"}
     for finding in findings:
-        style = styles[finding.verdict]
-        table.add_row(finding.what, finding.found, finding.wanted, f"[{style}]{finding.verdict}[/]")
+        verdict = f"[{styles[finding.verdict]}]{finding.verdict}[/]"
+        table.add_row(finding.what, finding.found, finding.wanted, verdict)
     console = make_console()
     console.print(table)
     for finding in findings:

@@ -5,10 +5,10 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from torch.distributed import HashStore
 
 from generation.engine.engine import Leader
@@ -30,9 +30,6 @@ from trainer.rollouts import RolloutLevel, Rollouts, answer_rows
 from trainer.run import processes
 from trainer.run.screen import make_console
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 Results = dict[str, Any]
 """The contents of eval.json."""
 
@@ -41,7 +38,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
     config = evaluation_config(arguments.model, arguments.recipe, arguments.overrides)
     check_config(config, "eval")
-    output = arguments.output or default_output(arguments.model)
+    model = Path(arguments.model)  # a run's results go to its folder, a model's to runs/eval
+    default = model / "eval" if (model / "config.yaml").is_file() else Path("runs/eval") / model.name
+    output = arguments.output or default
     if reason := unwritable(output):
         raise UserError(f"--output: {output} cannot be made or written to, as {reason}: name another")
     evaluation = Evaluation(config)
@@ -57,12 +56,8 @@ def evaluation_config(model: str, recipe: Path | None, overrides: list[str]) -> 
     run = Path(model) / "config.yaml"
     if recipe is None and not run.is_file():
         raise UserError(f"{model} is not a run's folder: name a recipe after it, for the data and rewards to use")
-    fixed = {
-        "model.path": str(model_folder(model)),
-        "engine.sleep": False,
-        "engine.load_format": "auto",
-        "lora.rank": 0,
-    }
+    fixed = {"model.path": str(model_folder(model)), "lora.rank": 0}
+    fixed |= {"engine.sleep": False, "engine.load_format": "auto"}
     if run.is_file():
         fixed["model.tokenizer"] = None  # the run has saved the one it used
     config = load_config(recipe or run, [*(f"{key}={json.dumps(value)}" for key, value in fixed.items()), *overrides])
@@ -72,17 +67,12 @@ def evaluation_config(model: str, recipe: Path | None, overrides: list[str]) -> 
     return config.model_copy(update={"data": data})
 
 
-def default_output(model: str) -> Path:
-    """A run's results go to its folder, a model's to runs/eval."""
-    return Path(model) / "eval" if (Path(model) / "config.yaml").is_file() else Path("runs/eval") / Path(model).name
-
-
 class Evaluation:
     """Everything but the engine: loaded and checked before that is started. Raises UserError."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model)
+        self.tokenizer = load_tokenizer(config.model)
         self.level = RolloutLevel(config, self.tokenizer, start_server)
         ends = end_token_ids(config.model.path, self.tokenizer)
         self.held_outs = load_held_outs(config, self.level.data, self.tokenizer, ends)
@@ -90,14 +80,8 @@ class Evaluation:
 
     def answers(self, leader: Leader) -> dict[str, list[Answer]]:
         """Every dataset's answers, scored, from an engine that holds the model's weights as version 0."""
-        rollouts = Rollouts(
-            leader,
-            self.tokenizer,
-            self.rewards,
-            HashStore(),
-            self.level,
-            max_error_rate=self.config.rollout.max_error_rate,
-        )
+        most = self.config.rollout.max_error_rate
+        rollouts = Rollouts(leader, self.tokenizer, self.rewards, HashStore(), self.level, max_error_rate=most)
         try:
             with self.rewards:
                 # The samples that a training run with this seed would draw before its first step.
@@ -163,12 +147,11 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
 def table(results: Results) -> RenderableType:
     """A row for each dataset."""
     datasets = results["datasets"]
-    first = next(iter(datasets.values()))
-    estimates = [key for key in first if key.startswith(("pass@", "majority@"))]
-    shown = Table(title=f"{results['model']}, {results['seconds']:.0f} s", title_justify="left", header_style="bold")
-    shown.add_column("dataset")
-    for title in ("prompts", "answers", "accuracy", *estimates, "reward", "length", "cut"):
-        shown.add_column(title, justify="right")
+    estimates = [key for key in next(iter(datasets.values())) if key.startswith(("pass@", "majority@"))]
+    titles = ("prompts", "answers", "accuracy", *estimates, "reward", "length", "cut")
+    columns = [Column(title, justify="right") for title in titles]
+    title = f"{results['model']}, {results['seconds']:.0f} s"
+    shown = Table("dataset", *columns, title=title, title_justify="left", header_style="bold")
     for name, figures in datasets.items():
         shown.add_row(
             name or Path(figures["path"]).stem,

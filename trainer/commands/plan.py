@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from generation.engine.devices import cuda_problem
 from trainer.config.checks import find_problems
@@ -28,8 +28,7 @@ def main(arguments: argparse.Namespace) -> int:
     if ranks < 1:
         raise UserError("--ranks must be at least 1")
     gpu = GPUS.get(arguments.gpu)
-    # A plan for a GPU is one for CUDA, wherever it is made.
-    device = [] if gpu is None else ["run.device=cuda"]
+    device = [] if gpu is None else ["run.device=cuda"]  # wherever the plan is made
     config = load_config(arguments.recipe, [*arguments.overrides, *device])
     problems = find_problems(config, "train", os.environ | {"WORLD_SIZE": str(ranks)})
     if gpu is not None:
@@ -41,7 +40,10 @@ def main(arguments: argparse.Namespace) -> int:
         cuda = resolve_device(config) == "cuda" and cuda_problem() is None
         total = torch.cuda.mem_get_info()[1] / GIB if cuda else host_gib()
     console = make_console()
-    console.print(batch_table(config, ranks))
+    table = Table(title=f"{config.run.name}: {config.model.path}", title_justify="left", show_header=False)
+    for line in batch_lines(config, ranks):
+        table.add_row(*line)
+    console.print(table)
     model = model_sizes(config, config.model.path, config.lora)
     console.print(memory_table(config, model, ranks, total))
     if gpu is not None:
@@ -66,22 +68,12 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     yield "answers an update and rank", f"{share}, in at most {largest} micro-batch(es)"
 
 
-def batch_table(config: TrainConfig, ranks: int) -> RenderableType:
-    """`batch_lines` for the screen."""
-    table = Table(title=f"{config.run.name}: {config.model.path}", title_justify="left", show_header=False)
-    for line in batch_lines(config, ranks):
-        table.add_row(*line)
-    return table
-
-
 def memory_table(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> RenderableType:
     """All parts and their sums, which a CPU's ranks share and a CUDA device has to itself."""
     parts = [*trainer_parts(config, model, ranks, device_gib), *engine_parts(config, model, ranks, device_gib)]
-    table = Table(title=f"GiB of a rank; {model.total:,} parameters", title_justify="left", header_style="bold")
-    table.add_column("")
-    for title in ("generating", "training"):
-        table.add_column(title, justify="right")
-    table.add_column("")
+    columns = [Column(heading, justify="right") for heading in ("generating", "training")]
+    title = f"GiB of a rank; {model.total:,} parameters"
+    table = Table("", *columns, "", title=title, title_justify="left", header_style="bold")
     for part in parts:
         table.add_row(part.name, _gib(part.generating), _gib(part.training), part.remark)
     table.add_section()
@@ -105,11 +97,8 @@ def seconds_table(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, 
     """All parts of a step, their sum, and the share of the peak it reaches."""
     costs = step_costs(config, model, ranks, gpu, lengths)
     title = f"Seconds of a step, modelled; prompts of {lengths.prompt:g} and answers of {lengths.answer:g} tokens"
-    table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("")
-    for heading in ("seconds", "overlapped"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+    columns = [Column(heading, justify="right") for heading in ("seconds", "overlapped")]
+    table = Table("", *columns, "", title=title, title_justify="left", header_style="bold")
     for cost in costs:
         table.add_row(cost.name, f"{cost.seconds:.2f}", f"{cost.hidden:.2f}" if cost.hidden else "", cost.remark)
     flops = step_flops(config, model, ranks, lengths) / gpu.flops

@@ -4,6 +4,7 @@ import argparse
 import re
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,18 +69,13 @@ def read_record(folder: Path) -> Record:
         raise UserError(f"{folder} holds no metrics.jsonl, so it is not a run's folder")
     if not (rows := read_rows(metrics)):
         raise UserError(f"{metrics} holds no step yet: there is nothing to report")
-    written = datetime.fromtimestamp(metrics.stat().st_mtime, UTC)
-    return Record(folder, rows, read_rows(folder / "completions.jsonl"), _read_recipe(folder / "config.yaml"), written)
-
-
-def _read_recipe(path: Path) -> dict[str, Any]:
-    """The sections of the recipe; none if the file is missing or incomplete, as older runs left some."""
-    try:
-        loaded = yaml.safe_load(path.read_bytes()) if path.is_file() else None
-    except yaml.YAMLError:
-        loaded = None
+    file, loaded = folder / "config.yaml", None
+    with suppress(yaml.YAMLError):  # incomplete, as older runs left some
+        loaded = yaml.safe_load(file.read_bytes()) if file.is_file() else None
     sections = loaded.items() if isinstance(loaded, dict) else ()
-    return {name: keys for name, keys in sections if isinstance(keys, dict)}
+    recipe = {name: keys for name, keys in sections if isinstance(keys, dict)}
+    written = datetime.fromtimestamp(metrics.stat().st_mtime, UTC)
+    return Record(folder, rows, read_rows(folder / "completions.jsonl"), recipe, written)
 
 
 def render(record: Record) -> str:
@@ -122,27 +118,21 @@ def _figures(rows: Rows) -> Iterator[Sequence[str]]:
 
 def _remarks(rows: Rows) -> Iterator[str]:
     """Remarks on whether the figures can be believed, and on failures during the run."""
-    yield from _gap(rows)
-    if cut := series(rows, "length/truncated")[1]:
-        yield f"answers cut off at their longest: {cut[0]:.0%} at first, {cut[-1]:.0%} at last, {max(cut):.0%} at most"
-    for key, meaning in _COUNTS.items():
-        if total := sum(series(rows, key)[1]):
-            yield f"{total:.0f} {meaning}"
-
-
-def _gap(rows: Rows) -> Iterator[str]:
     what = "log-probability gap between trainer and engine"
     steps, gaps = series(rows, "gap/max")
     if gaps:
-        worst = max(gaps)
-        means = series(rows, "gap/mean")[1]
-        where = f"step {steps[gaps.index(worst)]}"
-        yield f"{what}: at most {worst:.1e} nats ({where}), {statistics.fmean(means):.1e} in the mean"
+        worst, mean = max(gaps), statistics.fmean(series(rows, "gap/mean")[1])
+        yield f"{what}: at most {worst:.1e} nats (step {steps[gaps.index(worst)]}), {mean:.1e} in the mean"
     trained = [row for row in rows if "reward/mean" in row]
     if bad := [row["train/step"] for row in trained if "gap/max" in row and row["gap/max"] is None]:
         yield f"{what}: **not finite** in {len(bad)} steps, first in step {bad[0]}"
     if missing := sum("gap/max" not in row for row in trained):
         yield f"{what}: not measured in {missing} of {len(trained)} steps"
+    if cut := series(rows, "length/truncated")[1]:
+        yield f"answers cut off at their longest: {cut[0]:.0%} at first, {cut[-1]:.0%} at last, {max(cut):.0%} at most"
+    for key, meaning in _COUNTS.items():
+        if total := sum(series(rows, key)[1]):
+            yield f"{total:.0f} {meaning}"
 
 
 def _phases(rows: Rows) -> Iterator[Sequence[str]]:
@@ -171,8 +161,7 @@ def _answers(answers: Rows) -> Iterator[str]:
     """The two best and the two worst of the latest answers, each text once."""
     latest = {(row.get("prompt"), row.get("text")): row for row in answers[-_RECENT:]}.values()
     ranked = sorted(latest, key=lambda row: -(row.get("reward") or 0.0))
-    chosen = ranked if len(ranked) < 4 else [*ranked[:2], *ranked[-2:]]
-    for row in chosen:
+    for row in ranked if len(ranked) < 4 else [*ranked[:2], *ranked[-2:]]:
         expected = "" if row.get("answer") is None else f"; expected: {str(row['answer'])[:100]!r}"
         yield f"Reward {row.get('reward')}, step {row.get('train/step')}, end: {row.get('finish_reason')}{expected}"
         yield _fenced(f"{row.get('prompt', '')}{row.get('text', '')}"[:_ANSWER_LIMIT])

@@ -34,23 +34,19 @@ def main(arguments: argparse.Namespace) -> int:
             lock = RunLock(place)
             held.callback(os.close, lock.descriptor)
             lock.take(0)
-        _upgrade(place, recipes, checkpoints)
-    return 0
-
-
-def _upgrade(place: Path, recipes: list[Path], checkpoints: list[Path]) -> None:
-    files: dict[Path, tuple[str, list[str]]] = {}
-    for path in recipes:
-        _rewrite(path, "", files)
-    changed = [(path, text, changes) for path, (text, changes) in files.items() if changes]
-    for path, text, changes in changed:
-        write_whole(path, text)
-        print(f"{path}: {', '.join(changes)}")
-    upgraded = [path for path in checkpoints if _upgrade_checkpoint(path)]
-    for path in upgraded:
-        print(f"{path}: the keys that a resumed run is compared by")
+        files: dict[Path, tuple[str, list[str]]] = {}
+        for path in recipes:
+            _rewrite(path, "", files)
+        changed = [(path, text, changes) for path, (text, changes) in files.items() if changes]
+        for path, text, changes in changed:
+            write_whole(path, text)
+            print(f"{path}: {', '.join(changes)}")
+        upgraded = [path for path in checkpoints if _upgrade_checkpoint(path)]
+        for path in upgraded:
+            print(f"{path}: the keys that a resumed run is compared by")
     if not changed and not upgraded:
         print(f"{place}: nothing to change")
+    return 0
 
 
 def _upgrade_checkpoint(path: Path) -> bool:
@@ -82,7 +78,8 @@ def _rewrite(path: Path, section: str, files: dict[Path, tuple[str, list[str]]])
     tops = _nodes(root)
     inner = {} if section else {f"{name}.": _nodes(value) for name, (_, value) in tops.items()}
     for prefix, nodes in {section: tops, **inner}.items():
-        for name in _included(nodes):
+        names = fill_defaults(_value(nodes[INCLUDES][1])) if INCLUDES in nodes else []
+        for name in [names] if isinstance(names, str) else names:
             _rewrite(path.parent / name, prefix, files)
         for name, (key, value) in nodes.items():
             if new := RENAMED.get(prefix + name):
@@ -108,8 +105,3 @@ def _nodes(node: yaml.Node | None) -> Nodes:
 
 def _value(node: yaml.Node) -> Any:
     return yaml.constructor.SafeConstructor().construct_document(node)
-
-
-def _included(nodes: Nodes) -> list[str]:
-    names = fill_defaults(_value(nodes[INCLUDES][1])) if INCLUDES in nodes else []
-    return [names] if isinstance(names, str) else names
