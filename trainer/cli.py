@@ -26,16 +26,7 @@ from trainer.rewards import RewardPool
 from trainer.run import processes
 from trainer.run.lock import RunLock
 
-_TRAINING = {"train": "trainer.loop", "sft": "trainer.commands.sft"}
-_OTHERS = {
-    "doctor": "trainer.commands.doctor",
-    "eval": "trainer.commands.evaluate",
-    "generate": "trainer.commands.generate",
-    "plan": "trainer.commands.plan",
-    "report": "trainer.commands.report",
-    "serve": "trainer.commands.serve",
-    "upgrade": "trainer.commands.upgrade",
-}
+_MODULES = {"train": "trainer.loop", "eval": "trainer.commands.evaluate"}  # others: trainer.commands.<command>
 _WITH_OVERRIDES = ("train", "sft", "eval", "plan", "doctor")
 
 
@@ -48,9 +39,13 @@ def _dispatch(argv: list[str]) -> int:
     processes.put_current_folder_last()
     arguments = parse(argv)
     check_torch_libraries()
-    if arguments.command in _OTHERS:
-        return import_module(_OTHERS[arguments.command]).main(arguments) or 0
-    return _train(arguments)
+    if arguments.command in ("train", "sft"):
+        return _train(arguments)
+    return _module(arguments.command).main(arguments) or 0
+
+
+def _module(command: str) -> Any:
+    return import_module(_MODULES.get(command, f"trainer.commands.{command}"))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -86,7 +81,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _train_locked(config: TrainConfig, lock: RunLock, command: str) -> int:
     if os.environ.get("RANK", "0") == "0":
         lock.take(config.checkpoint.grace_s + 60)  # one that has been asked to end may take so long
-    return import_module(_TRAINING[command]).main(config, lock) or 0
+    return _module(command).main(config, lock) or 0
 
 
 def check_rollout(config: TrainConfig) -> None:
@@ -139,11 +134,7 @@ def describe_keys(width: int) -> str:
     lines: list[str] = []
 
     def add(text: str, first: int, further: int) -> None:
-        lines.extend(
-            textwrap.wrap(
-                text, width, initial_indent=" " * first, subsequent_indent=" " * further, break_on_hyphens=False
-            )
-        )
+        lines.extend(textwrap.TextWrapper(width, " " * first, " " * further, break_on_hyphens=False).wrap(text))
 
     for key, field in known_keys():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):

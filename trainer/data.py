@@ -26,17 +26,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, ready for the engine.
+    """One prompt, ready for the engine."""
 
-    Attributes:
-        id: row index in the dataset, whatever was dropped before it.
-        token_ids: chat template applied once, generation prompt included.
-        row: the whole row; `row["answer"]` is the column that data.answer_key names.
-    """
-
-    id: int
-    token_ids: tuple[int, ...]
-    row: dict[str, Any]
+    id: int  # row index in the dataset, whatever was dropped before it
+    token_ids: tuple[int, ...]  # chat template applied once, generation prompt included
+    row: dict[str, Any]  # the whole row; `row["answer"]` is the column that data.answer_key names
 
 
 class PromptDataset:
@@ -104,15 +98,12 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def load_prompts(
-    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int | None = None
-) -> PromptDataset:
-    """The prompts to train on. Those longer than `max_prompt_tokens` (None: as configured) are dropped and counted.
+def load_prompts(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptDataset:
+    """The prompts to train on. Those longer than data.max_prompt_tokens are dropped and counted.
 
     Raises UserError if the data cannot be read, lack a column, hold a row without a prompt, or leave no prompts.
     """
-    rows = load_rows(config.path, config.subset, config.split)
-    return _prepare(rows, config.path, config, tokenizer, max_prompt_tokens or config.max_prompt_tokens)
+    return _prepare(load_rows(config.path, config.subset, config.split), config.path, config, tokenizer)
 
 
 def load_held_out(dataset: HeldOutConfig, config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptDataset:
@@ -130,7 +121,7 @@ def load_held_out(dataset: HeldOutConfig, config: DataConfig, tokenizer: "PreTra
         others = [name for name in rows.column_names if name != config.prompt_key]
         rows = rows.select_columns(others).rename_column(dataset.prompt_key, config.prompt_key)
     config = config.model_copy(update={"answer_key": dataset.answer_key or config.answer_key})
-    return _prepare(rows, dataset.path, config, tokenizer, config.max_prompt_tokens)
+    return _prepare(rows, dataset.path, config, tokenizer)
 
 
 def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
@@ -144,8 +135,11 @@ def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
         if not source.is_file():
             rows = datasets.load_dataset(path, subset, split=split)
         elif kind := _FILE_KINDS.get(source.suffix):
-            if kind == "json":
-                _check_rows(source)
+            if kind == "json":  # pyarrow 26 may crash on a null: https://github.com/apache/arrow/issues/47409
+                with source.open("rb") as lines:
+                    null = next((number for number, line in enumerate(lines, 1) if line.strip() == b"null"), None)
+                if null is not None:
+                    raise UserError(f"{source}: line {null} is null, but should be a row: leave it out")
             rows = datasets.load_dataset(kind, data_files={split.partition("[")[0]: path}, split=split)
         else:
             raise UserError(f"{path} is neither jsonl nor parquet, to judge by its name")
@@ -158,17 +152,7 @@ def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
     return rows
 
 
-def _check_rows(file: Path) -> None:
-    """Raise UserError where a line is null: pyarrow 26 may crash on it (https://github.com/apache/arrow/issues/47409)."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip() == b"null":
-                raise UserError(f"{file}: line {number} is null, but should be a row: leave it out")
-
-
-def _prepare(
-    rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
-) -> PromptDataset:
+def _prepare(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptDataset:
     there = f"{path} has only the columns {', '.join(rows.column_names)}"
     if config.prompt_key not in rows.column_names and config.messages_key not in rows.column_names:
         keys = f"data.prompt_key = {config.prompt_key!r} nor data.messages_key = {config.messages_key!r}"
@@ -176,12 +160,10 @@ def _prepare(
     if config.answer_key is not None and config.answer_key not in rows.column_names:
         key = f"data.answer_key = {config.answer_key!r}"
         raise UserError(f"{key} is not a column: {there}; set it to null if rewards need no answer")
-    prompts = [
-        prompt for prompt in _tokenise(rows, path, config, tokenizer) if len(prompt.token_ids) <= max_prompt_tokens
-    ]
+    everything, most = _tokenise(rows, path, config, tokenizer), config.max_prompt_tokens
+    prompts = [prompt for prompt in everything if len(prompt.token_ids) <= most]
     if not prompts:
-        limit = f"data.max_prompt_tokens = {max_prompt_tokens}"
-        raise UserError(f"all {len(rows)} prompts of {path} are longer than {limit}: raise it")
+        raise UserError(f"all {len(rows)} prompts of {path} are longer than data.max_prompt_tokens = {most}: raise it")
     return PromptDataset(prompts, dropped=len(rows) - len(prompts))
 
 

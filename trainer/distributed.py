@@ -26,7 +26,7 @@ from sharding.wire.group import own_address
 from trainer.errors import UserError
 
 _DCP = "torch.distributed.checkpoint"
-TABLE_CLASSES = {
+TABLE_CLASSES = {  # in a checkpoint's table of tensors, besides torch.Size and dtypes
     *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # the same class; the latter is its name in Python 3.13
     f"{_DCP}.filesystem._StorageInfo",
     f"{_DCP}.metadata.BytesStorageMetadata",
@@ -39,7 +39,6 @@ TABLE_CLASSES = {
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
     "torch.serialization._get_layout",
 }
-"""The classes in a checkpoint's table of tensors, besides torch.Size and dtypes."""
 
 _EXCHANGED = TABLE_CLASSES | {
     f"{_DCP}.api.CheckpointException",
@@ -67,11 +66,6 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not among the classes that ranks exchange")
 
 
-def restrict_exchanged_objects() -> None:
-    """From now on torch's exchanges of objects between ranks, in this process, raise UnpicklingError for others."""
-    distributed_c10d._unpickler = _Unpickler  # type: ignore[misc, assignment]
-
-
 def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
     """Join the ranks: gloo for CPU tensors, and NCCL for CUDA ones if `device` is "cuda" (or "auto" and CUDA works).
 
@@ -82,7 +76,7 @@ def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
     timeout = timedelta(seconds=timeout_seconds)
     cuda = device == "cuda" or (device == "auto" and cuda_problem() is None)
     _stay_private()
-    restrict_exchanged_objects()
+    distributed_c10d._unpickler = _Unpickler  # type: ignore[misc, assignment]  # others raise UnpicklingError
     if "RANK" in os.environ:
         _store, rank_, world = next(dist.rendezvous("env://", timeout=timeout))
     else:

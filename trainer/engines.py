@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -13,7 +12,7 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places
 from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.ranks import rank
-from trainer.config.schema import EngineConfig, HeldOutConfig, TrainConfig
+from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.policy.hf_format import resolve_folder
 from trainer.run import processes
@@ -26,6 +25,11 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     group = range(local_rank, local_rank + size)
     places = cpu_places(group, local_ranks)
+    try:
+        needed = engine_arguments(engine.logits_processors, uses_v2(on_cpu=not on_cuda, environ=os.environ))
+    except ValueError as error:
+        raise UserError(f"engine.logits_processors: {error}") from error
+    both = {"additional_config": needed.get("additional_config", {}) | engine.extra.get("additional_config", {})}
     return EngineSettings(
         model=str(resolve_folder(config.model.path)),
         tokenizer=config.model.tokenizer,
@@ -49,18 +53,8 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         lora_rank=config.lora.rank if config.lora.engines_apply else 0,
         worker_extension=WORKER_EXTENSION,
         worker_class=SHARING_WORKER if config.sync.way == "zero_copy" and on_cuda else None,
-        extra=_vllm_arguments(engine, on_cuda),
+        extra=needed | engine.extra | (both if both["additional_config"] else {}),
     )
-
-
-def _vllm_arguments(engine: EngineConfig, on_cuda: bool) -> dict[str, Any]:
-    """vLLM's own arguments: `engine.extra`, and what the named logits processors need."""
-    try:
-        needed = engine_arguments(engine.logits_processors, uses_v2(on_cpu=not on_cuda, environ=os.environ))
-    except ValueError as error:
-        raise UserError(f"engine.logits_processors: {error}") from error
-    both = {"additional_config": needed.get("additional_config", {}) | engine.extra.get("additional_config", {})}
-    return needed | engine.extra | (both if both["additional_config"] else {})
 
 
 def fetch_model(config: TrainConfig) -> None:
@@ -92,8 +86,7 @@ def stop_engine(leader: Leader | None) -> None:
 def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader], int], timeout: float = 600.0) -> int:
     """Run a command's job on an engine that holds a checkpoint's weights, and stop the engine.
 
-    Returns:
-        The job's exit status; 2, with a sentence on stderr, for mistakes that the user can mend.
+    Returns the job's exit status; 2, with a sentence on stderr, for mistakes that the user can mend.
     """
     processes.install_signal_handlers(lambda: command)
     print(f"starting vLLM with {settings.model}", file=sys.stderr)

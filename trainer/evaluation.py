@@ -71,8 +71,7 @@ def _wins(counts: tuple[int, ...], abstaining: int, k: int) -> dict[int, Fractio
 def _ways(counts: Sequence[int], abstaining: int, most: int, cast: int) -> Counter[int]:
     """In how many ways `cast` ballots fall to these answers, none of which gets more than `most`, and to abstainers.
 
-    Returns:
-        the ways, by how many answers get exactly `most`.
+    Counted by how many answers get exactly `most`.
     """
     left = sum(min(count, most) for count in counts)  # ballots that the answers still to come can take
     ways = Counter({(0, k): comb(abstaining, k) for k in range(max(0, cast - left), min(abstaining, cast) + 1)})
@@ -91,17 +90,12 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One dataset to evaluate on.
+    """One dataset to evaluate on."""
 
-    Attributes:
-        name: empty for the only one, which data.eval_path names.
-        samples: answers for each prompt.
-    """
-
-    name: str
+    name: str  # empty for the only one, which data.eval_path names
     prompts: PromptDataset
     sampling: SamplingSettings
-    samples: int
+    samples: int  # answers for each prompt
 
 
 def load_held_outs(
@@ -109,18 +103,13 @@ def load_held_outs(
 ) -> list[HeldOut]:
     """All datasets to evaluate on, in the recipe's order. Raises UserError naming the one that cannot be read.
 
-    Args:
-        data: the recipe's data section, or what rollouts made of it.
+    `data` is the recipe's section, or what rollouts made of it.
     """
-    return [
-        HeldOut(
-            name,
-            load_held_out(dataset, data, tokenizer),
-            evaluation_sampling(config, dataset, end_ids),
-            dataset.samples or config.eval.samples,
-        )
-        for name, dataset in config.held_out.items()
-    ]
+    found = []
+    for name, dataset in config.held_out.items():
+        prompts, sampling = load_held_out(dataset, data, tokenizer), evaluation_sampling(config, dataset, end_ids)
+        found.append(HeldOut(name, prompts, sampling, dataset.samples or config.eval.samples))
+    return found
 
 
 def sample_held_out(
@@ -128,9 +117,8 @@ def sample_held_out(
 ) -> list[Answer]:
     """All engines' answers to a dataset's prompts, scored, with details and votes. Collective.
 
-    Args:
-        version: of the weights that the engines hold.
-        step: chooses the samples' seeds: -1 before a run's first step, one less after each.
+    The engines hold weights of `version`. `step` chooses the samples' seeds: -1 before a run's first step, one less
+    after each.
     """
     settings = RolloutSettings(
         held_out.samples,
@@ -163,9 +151,8 @@ def random_states_kept() -> Iterator[None]:
 def evaluation_metrics(answers: Mapping[str, Sequence[Answer]], label: str | None, config: EvalConfig) -> Metrics:
     """eval/NAME/… of every dataset that has a name, and eval/…, their mean, in which each dataset weighs the same.
 
-    Args:
-        answers: to each dataset's prompts, by its name.
-        label: of the recipe's first reward function, the one that tells right from wrong; None: the reward does.
+    `answers` are by dataset. `label` is that of the recipe's first reward function, the one that tells right from
+    wrong; None: the reward does.
     """
     figures = {name: dataset_figures(trajectories, label, config) for name, trajectories in answers.items()}
     metrics = {f"eval/{name}/{key}": value for name, part in figures.items() if name for key, value in part.items()}

@@ -107,8 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(0.1)
     for number in _INTERRUPTIONS:
         signal.signal(number, signal.SIG_IGN)  # what is left to do takes a moment
+    with os.fdopen(words, "rb") as file:  # in the order in which they were left
+        spoken = [json.loads(line) for line in file.read().splitlines()]
     ending = f"was interrupted by {signal.Signals(code - 128).name}" if code - 128 in _INTERRUPTIONS else "failed"
-    lines = [f"the run {ending}, exit code {code}", *_reasons(_read(words), failures), *_remedy(args)]
+    lines = [f"the run {ending}, exit code {code}", *_reasons(spoken, failures), *_remedy(args)]
     with suppress(OSError):  # the terminal is gone
         print("".join(f"[hotbunk] {line}\n" for line in lines), end="", file=sys.stderr, flush=True)
     return code
@@ -145,12 +147,6 @@ def _address(host: str) -> str:
         return socket.gethostbyname(host)
     except OSError as error:
         raise UserError(f"MASTER_ADDR={host} is not known on this node: {error.strerror}") from error
-
-
-def _read(words: int) -> list[dict[str, Any]]:
-    """The ranks' last words, in the order in which they were left."""
-    with os.fdopen(words, "rb") as file:
-        return [json.loads(line) for line in file.read().splitlines()]
 
 
 def _reasons(words: list[dict[str, Any]], failures: dict[int, ProcessFailure]) -> list[str]:

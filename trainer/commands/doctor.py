@@ -50,53 +50,33 @@ class Finding:
 
 @dataclass(frozen=True)
 class Device:
-    """One CUDA device, as torch sees it.
-
-    Attributes:
-        capability: major and minor; 9.0 is Hopper.
-        free_gib: now, whoever holds the rest.
-    """
+    """One CUDA device, as torch sees it."""
 
     name: str
     uuid: str
-    capability: tuple[int, int]
-    free_gib: float
+    capability: tuple[int, int]  # major and minor; 9.0 is Hopper
+    free_gib: float  # now, whoever holds the rest
     total_gib: float
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts.
+    """The facts."""
 
-    Attributes:
-        ranks: of the largest trial.
-        gpu: an NVIDIA driver is there and CUDA_VISIBLE_DEVICES does not hide its devices.
-        driver: its version, where /proc tells it.
-        torch, torch_cuda: version of the wheel, and of the CUDA it was built for (None: a build for CPU).
-        vllm: name and version of the distribution that provides vLLM; "" without one.
-        peers: whether every device reaches every other's memory; None with fewer than two.
-        shm_gib: size of /dev/shm.
-        free_gib: memory of the machine that is free.
-        allocator: the variables that set torch's CUDA allocator.
-        loopback: an error that a listener on 127.0.0.1 met, or "".
-        temporary: an error that a Unix socket in the folder for temporary files met, or "".
-        compiler: path of a C++ compiler, or "".
-    """
-
-    ranks: int
-    gpu: bool
-    driver: str | None
-    torch: str
-    torch_cuda: str | None
-    vllm: str
+    ranks: int  # of the largest trial
+    gpu: bool  # an NVIDIA driver is there and CUDA_VISIBLE_DEVICES does not hide its devices
+    driver: str | None  # its version, where /proc tells it
+    torch: str  # version of the wheel
+    torch_cuda: str | None  # version of the CUDA that the wheel was built for; None: a build for CPU
+    vllm: str  # name and version of the distribution that provides vLLM; "" without one
     devices: tuple[Device, ...]
-    peers: bool | None
-    shm_gib: float
-    free_gib: float
-    allocator: Mapping[str, str]
-    loopback: str
-    temporary: str
-    compiler: str
+    peers: bool | None  # whether every device reaches every other's memory; None with fewer than two
+    shm_gib: float  # size of /dev/shm
+    free_gib: float  # memory of the machine that is free
+    allocator: Mapping[str, str]  # the variables that set torch's CUDA allocator
+    loopback: str  # an error that a listener on 127.0.0.1 met, or ""
+    temporary: str  # an error that a Unix socket in the folder for temporary files met, or ""
+    compiler: str  # path of a C++ compiler, or ""
 
 
 def main(arguments: argparse.Namespace) -> int:

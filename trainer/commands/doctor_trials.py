@@ -40,8 +40,8 @@ PROMPTS, TOKENS = 8, 32
 TEMPERATURES = (1.0, 0.7)
 SHIFTS = 10
 DRIFT_MIB = 64
+# Name, quantile and bound, in nats: float32 differs in the last digits, bfloat16 by roundings of single logits.
 GAPS = {"float32": ("largest gap", 1.0, 1e-3), "bfloat16": ("95th percentile of the gap", 0.95, 0.15)}
-"""Name, quantile and bound, in nats: float32 differs in the last digits, bfloat16 by roundings of single logits."""
 
 Report = Callable[[str, str, str, bool, str], None]
 

@@ -30,8 +30,7 @@ from trainer.rollouts import RolloutLevel, Rollouts, answer_rows
 from trainer.run import processes
 from trainer.run.screen import make_console
 
-Results = dict[str, Any]
-"""The contents of eval.json."""
+Results = dict[str, Any]  # the contents of eval.json
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -33,20 +33,13 @@ _COUNTS = {
 
 @dataclass(frozen=True)
 class Record:
-    """A run's folder, read.
-
-    Attributes:
-        rows: of metrics.jsonl.
-        answers: of completions.jsonl.
-        recipe: config.yaml; empty where there is none, as of a warm start.
-        written: when the last row was.
-    """
+    """A run's folder, read."""
 
     folder: Path
-    rows: Rows
-    answers: Rows
-    recipe: dict[str, Any]
-    written: datetime
+    rows: Rows  # of metrics.jsonl
+    answers: Rows  # of completions.jsonl
+    recipe: dict[str, Any]  # config.yaml; empty where there is none, as of a warm start
+    written: datetime  # when the last row was
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -30,8 +30,7 @@ from trainer.run.tracking import make_tracker
 from trainer.run.watchdog import Watchdog
 from trainer.types import MicroBatch, Sample
 
-Piece = tuple[str, bool]
-"""A stretch of a transcript's text, and whether the assistant wrote it."""
+Piece = tuple[str, bool]  # a stretch of a transcript's text, and whether the assistant wrote it
 
 
 @dataclass
@@ -43,10 +42,7 @@ class Transcripts:
 
 
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
-    """Train `model.path` on the data for `sft.steps` steps and write the result to the run's folder, as `model`.
-
-    `lock` is that of the run's folder, which rank 0 has taken.
-    """
+    """Train `model.path` for `sft.steps` steps and write it to the run's folder, whose lock rank 0 has taken."""
     with joined(config, config.run.step_deadline_s, lock) as watchdog:
         with watchdog.phase("start-up", config.run.first_step_deadline_s):
             tokenizer = load_tokenizer(config.model)

@@ -14,8 +14,8 @@ from trainer.errors import UserError
 from trainer.run.lock import RunLock
 from trainer.run.records import write_whole
 
+# A mapping's keys and values by name, with their places in the text.
 Nodes = dict[str, tuple[yaml.ScalarNode, yaml.Node]]
-"""A mapping's keys and values by name, with their places in the text."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -62,8 +62,7 @@ def _upgrade_checkpoint(path: Path) -> bool:
 def _rewrite(path: Path, section: str, files: dict[Path, tuple[str, list[str]]]) -> None:
     """Add to `files` a file's new text and its changes, and those of all that it includes; comments stay.
 
-    Args:
-        section: with its dot, of a file that a section includes; "" for a whole recipe.
+    `section`, with its dot, is that of a file that a section includes; "" for a whole recipe.
     """
     if path in files:
         return

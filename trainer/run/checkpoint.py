@@ -47,8 +47,7 @@ _FILES = re.compile(rf"{SHARDS}|{re.escape(METADATA)}|rank_\d+\.json|extra\.json
 _COUNT_LIMIT = 1 << 24  # of steps, and of ranks: each of these has a file
 _REASON_LIMIT = 160  # characters of an error that go into a sentence
 
-Parts = Mapping[str, Stateful]
-"""The contents of a checkpoint by name: the policy, and whatever else learns."""
+Parts = Mapping[str, Stateful]  # the contents of a checkpoint by name: the policy, and whatever else learns
 
 
 class Damaged(UserError):
@@ -57,18 +56,12 @@ class Damaged(UserError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run between two steps: this rank's share of a checkpoint.
-
-    Attributes:
-        tensors: those of each part's `state_dict`, by their dotted path, which begins with the part's name.
-        random_states: this rank's.
-        extra: JSON, the same on all ranks.
-    """
+    """A run between two steps: this rank's share of a checkpoint."""
 
     step: int
-    tensors: dict[str, Tensor]
-    random_states: dict[str, Any]
-    extra: dict[str, Any]
+    tensors: dict[str, Tensor]  # of each part's `state_dict`, by their dotted path, which begins with the part's name
+    random_states: dict[str, Any]  # this rank's
+    extra: dict[str, Any]  # JSON, the same on all ranks
 
     @classmethod
     def take(cls, step: int, parts: Parts, extra: dict[str, Any]) -> Self:
@@ -103,7 +96,12 @@ def write(folder: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = No
             raise UserError(
                 f"{folder} is not shared between the machines of this run; set run.output_dir to a folder that is"
             )
-        _write_shards(temporary, snapshot.tensors, group)
+        try:
+            writer, alone = dcp.FileSystemWriter(temporary, sync_files=True), not dist.is_initialized()
+            dcp.save(snapshot.tensors, storage_writer=writer, process_group=group, no_dist=alone)
+        except CheckpointException as failed:  # a BaseException (torch/distributed/checkpoint/api.py) few handlers see
+            who, (error, _) = next(iter(failed.failures.items()))
+            raise RuntimeError(f"rank {who}: {type(error).__name__}: {error}") from failed
         write_whole(temporary / f"rank_{rank()}.json", json.dumps(snapshot.random_states))
         if is_main():
             write_whole(temporary / _EXTRA, json.dumps(snapshot.extra))
@@ -297,15 +295,6 @@ def _host_copy(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):  # from_local (torch/distributed/tensor/_api.py) would move it to the mesh's device
         return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)
     return tensor.detach().to("cpu", copy=True)
-
-
-def _write_shards(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    try:
-        writer = dcp.FileSystemWriter(folder, sync_files=True)
-        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
-    except CheckpointException as failed:  # a BaseException (torch/distributed/checkpoint/api.py): few handlers see it
-        who, (error, _) = next(iter(failed.failures.items()))
-        raise RuntimeError(f"rank {who}: {type(error).__name__}: {error}") from failed
 
 
 def _publish(temporary: Path, final: Path, digests: bytes) -> None:

@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from trainer.distributed import TABLE_CLASSES, is_size_or_dtype
 
 METADATA = ".metadata"
-SHARDS = r"__\d+_\d+\.distcp"
-"""Names of the files that hold tensors, as a regular expression."""
+SHARDS = r"__\d+_\d+\.distcp"  # names of the files that hold tensors
 
 
 def read_metadata(folder: Path) -> Metadata:

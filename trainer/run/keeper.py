@@ -44,32 +44,23 @@ from trainer.run.records import write_whole
 from trainer.run.tracking import NullTracker, make_tracker
 from trainer.run.watchdog import Watchdog
 
-_FLEETING = ("_name_or_path", "transformers_version")  # what saving a model again changes in its config.json
 _SAMPLE_BYTES = 1 << 16
 
+# JSON values by key: data, model and tokenizer as digests, recipe keys by their dotted paths as they stand.
 Identity = dict[str, Any]
-"""JSON values by key: data, model and tokenizer as digests, recipe keys by their dotted paths as they stand."""
 
 
 @dataclass
 class RunState:
-    """The state of a run besides the policy, which checkpoints keep.
+    """The state of a run besides the policy, which checkpoints keep."""
 
-    Attributes:
-        step: steps done.
-        prompts: taken from the training data so far; the next step continues from there.
-        seconds: spent in steps, all sessions of the run together.
-        largest_gap: of all steps so far, nats; NaN where one was; None before any was measured.
-        eval_before, eval_after: mean reward on held-out prompts, of the first and of the latest evaluation.
-    """
-
-    step: int = 0
-    prompts: int = 0
-    seconds: float = 0.0
-    largest_gap: float | None = None
+    step: int = 0  # steps done
+    prompts: int = 0  # taken from the training data so far; the next step continues from there
+    seconds: float = 0.0  # spent in steps, all sessions of the run together
+    largest_gap: float | None = None  # of all steps so far, nats; NaN where one was; None before any was measured
     syncs_verified: int = 0
-    eval_before: float | None = None
-    eval_after: float | None = None
+    eval_before: float | None = None  # mean reward on held-out prompts, of the first evaluation
+    eval_after: float | None = None  # and of the latest
 
     def count_step(self, metrics: dict[str, float]) -> None:
         """A step is done."""
@@ -98,7 +89,8 @@ def run_identity(config: TrainConfig, fingerprint: str, tokenizer: PreTrainedTok
 def model_digest(folder: Path) -> str:
     """Of config.json and of some of the weights: size, beginning, middle and end of each file, so that it is quick."""
     config = json.loads((folder / "config.json").read_text())
-    pieces = [json.dumps({key: config[key] for key in sorted(config.keys() - set(_FLEETING))}).encode()]
+    kept = config.keys() - {"_name_or_path", "transformers_version"}  # which saving the model again changes
+    pieces = [json.dumps({key: config[key] for key in sorted(kept)}).encode()]
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
         pieces.append(str(size).encode())
@@ -128,11 +120,8 @@ def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowe
     """Raise UserError, one sentence, when the checkpoint at `path` belongs to another run than `identity` says.
 
     With other data, another model or another algorithm it would be another experiment. A key that the recipe did not
-    have yet when the checkpoint was saved counts as its default, and one that had another name by today's.
-
-    Args:
-        extra: the checkpoint's.
-        allowed: keys, or sections of keys, that may differ (`checkpoint.resume_anyway`).
+    have yet when the checkpoint was saved counts as its default, and one that had another name by today's. `extra` is
+    the checkpoint's; `allowed` are keys, or sections of keys, that may differ (`checkpoint.resume_anyway`).
     """
     if not isinstance(extra.get("identity"), dict):
         raise UserError(
@@ -157,11 +146,8 @@ def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowe
 def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | None, RunState]:
     """The checkpoint that the run resumes from, verified, and the state in it; None where the run begins. Collective.
 
-    Of the run's own, damaged ones are named and passed over.
-
-    Raises:
-        UserError: the checkpoint asked for is damaged, none is sound, or the newest sound one is another run's by its
-            identity (checkpoint.resume_anyway permits it).
+    Of the run's own, damaged ones are named and passed over. Raises UserError when the checkpoint asked for is damaged,
+    none is sound, or the newest sound one is another run's by its identity (checkpoint.resume_anyway permits it).
     """
     folder, wanted = config.run.folder / "checkpoints", config.checkpoint.resume
     with agreed("removing unfinished checkpoints"):
@@ -291,9 +277,8 @@ class Keeper:
         self._state = state
         self._parts = parts
         self._identity = identity
-        self._writer = CheckpointWriter(
-            config.run.folder / "checkpoints", config.checkpoint, config.run.first_step_deadline_s
-        )
+        folder, timeout = config.run.folder / "checkpoints", config.run.first_step_deadline_s
+        self._writer = CheckpointWriter(folder, config.checkpoint, timeout)
         self._saved = state.step if config.checkpoint.resume == "auto" else 0
         self._metrics: dict[str, float] = {}
 

@@ -122,26 +122,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class Report:
-    """The last screen: how the run went and where everything is.
-
-    Attributes:
-        before, after: accuracy on held-out prompts, 0..1; None where it was not measured.
-        rewards: mean reward of every step, for the little curve.
-        answers: sampled rows with `prompt`, `text`, `reward`; the first `ANSWERS_SHOWN` are shown.
-        memory: side ("trainer", "engine") -> state ("at its peak", "asleep") -> GiB.
-        paths: what it is ("model", "curves", "metrics") -> where; with a model, in Hugging Face format, one can chat.
-        max_gap: largest log-probability gap between trainer and engine over all steps, nats; None: not measured.
-    """
+    """The last screen: how the run went and where everything is."""
 
     steps: int
     seconds: float
-    before: float | None
+    before: float | None  # accuracy on held-out prompts, 0..1; None where it was not measured
     after: float | None
-    rewards: list[float]
-    answers: list[dict[str, Any]]
-    memory: dict[str, dict[str, float]]
-    paths: dict[str, Path]
-    max_gap: float | None
+    rewards: list[float]  # mean reward of every step, for the little curve
+    answers: list[dict[str, Any]]  # sampled rows with `prompt`, `text`, `reward`; the first `ANSWERS_SHOWN` are shown
+    memory: dict[str, dict[str, float]]  # side ("trainer", "engine") -> state ("at its peak", "asleep") -> GiB
+    paths: dict[str, Path]  # what it is ("curves", "metrics") -> where; with a "model" (Hugging Face) one can chat
+    max_gap: float | None  # largest log-probability gap, trainer to engine, of all steps, nats; None: not measured
 
     def render(self) -> RenderableType:
         """The panel."""

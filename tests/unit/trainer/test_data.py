@@ -136,7 +136,7 @@ def test_long_prompts_are_dropped_by_tokens_and_counted(tmp_path: Path) -> None:
     # Five characters of two bytes are ten tokens; eight of one byte are eight.
     assert (len(dataset), dataset.dropped, dataset[0].id) == (1, 2, 1)
     assert [prompt.id for prompt in dataset.take(0, 2, seed=0)] == [1, 1]
-    assert load_prompts(config, small_tokenizer(), max_prompt_tokens=10).dropped == 1
+    assert load_prompts(config.model_copy(update={"max_prompt_tokens": 10}), small_tokenizer()).dropped == 1
 
 
 def test_more_rows_than_are_tokenised_at_once_keep_their_ids(tmp_path: Path) -> None:
