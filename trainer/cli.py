@@ -67,7 +67,11 @@ def _train(arguments: argparse.Namespace) -> int:
     check_config(config, arguments.command)
     if arguments.check:
         RewardPool(config.reward)
-        check_rollout(config)
+        if config.rollout != RolloutConfig():
+            from trainer.data import load_tokenizer
+            from trainer.rollouts import RolloutLevel
+
+            RolloutLevel(config, load_tokenizer(config.model))  # loads what that section names
         return 0
     if arguments.dry_run:
         check_inputs(config, arguments.command)
@@ -82,16 +86,6 @@ def _train_locked(config: TrainConfig, lock: RunLock, command: str) -> int:
     if os.environ.get("RANK", "0") == "0":
         lock.take(config.checkpoint.grace_s + 60)  # one that has been asked to end may take so long
     return _module(command).main(config, lock) or 0
-
-
-def check_rollout(config: TrainConfig) -> None:
-    """Load what the recipe's rollout section names, if it names anything. Raises UserError."""
-    if config.rollout == RolloutConfig():
-        return
-    from trainer.data import load_tokenizer
-    from trainer.rollouts import RolloutLevel
-
-    RolloutLevel(config, load_tokenizer(config.model))
 
 
 def check_inputs(config: TrainConfig, command: str) -> None:

@@ -34,21 +34,16 @@ class Prompt:
 
 
 class PromptDataset:
-    """Prompts that fit, and the endless sequence in which training sees them.
-
-    Attributes:
-        dropped: how many prompts were too long.
-        fingerprint: of the prompts' ids, tokens and rows; positions are only valid in data with the same one.
-    """
+    """Prompts that fit, and the endless sequence in which training sees them."""
 
     def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
         self._prompts = list(prompts)
-        self.dropped = dropped
+        self.dropped = dropped  # how many prompts were too long
         digest = hashlib.blake2b(digest_size=16)
         for prompt in prompts:
             line = json.dumps([prompt.id, prompt.token_ids, prompt.row], sort_keys=True, default=repr)
             digest.update(line.encode())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = digest.hexdigest()  # positions are only valid in data with the same one
 
     def __len__(self) -> int:
         return len(self._prompts)

@@ -171,11 +171,10 @@ def _recipe(recipe: dict[str, Any]) -> str:
         return ""
     required = {"model": {"path": "-"}, "data": {"path": "-"}}
     default = TrainConfig.model_validate(required).model_dump(mode="json")
-    changed = {
-        section: kept
-        for section, keys in recipe.items()
-        if (kept := {key: value for key, value in keys.items() if value != default.get(section, {}).get(key)})
-    }
+    changed = {}
+    for section, keys in recipe.items():
+        if kept := {key: value for key, value in keys.items() if value != default.get(section, {}).get(key)}:
+            changed[section] = kept
     return _fenced(yaml.safe_dump(changed, sort_keys=False, allow_unicode=True).rstrip()).replace("text", "yaml", 1)
 
 

@@ -29,8 +29,7 @@ def export_and_report(
 ) -> None:
     """Write everything that outlives a run, then say where it is. Collective; rank 0 writes.
 
-    Args:
-        answers: rows of the latest evaluation or step, for the screen.
+    `answers` are rows of the latest evaluation or step, for the screen.
     """
     folder, paths = config.run.folder, {}
     if config.checkpoint.export_hf:

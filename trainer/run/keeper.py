@@ -109,11 +109,8 @@ def _compared_keys(config: TrainConfig) -> Identity:
     sections = config.model_dump(mode="json").items()
     recipe = {f"{section}.{name}": value for section, values in sections for name, value in values.items()}
     del recipe["algorithm.preset"]  # the keys that it sets are there
-    return {
-        key: value
-        for key, value in recipe.items()
-        if key in IDENTITY_KEYS or key.partition(".")[0] in IDENTITY_SECTIONS
-    }
+    compared = [key for key in recipe if key in IDENTITY_KEYS or key.partition(".")[0] in IDENTITY_SECTIONS]
+    return {key: recipe[key] for key in compared}
 
 
 def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str]) -> None:

@@ -20,11 +20,7 @@ _SHARE_SECONDS = 60.0  # from the ranks' meeting until rank 0 shares its lock
 
 
 class RunLock:
-    """The lock of one run's folder, open but not taken yet.
-
-    Attributes:
-        descriptor: a process that inherits it, by fork or exec, holds the lock as well.
-    """
+    """The lock of one run's folder, open but not taken yet."""
 
     def __init__(self, folder: Path) -> None:
         """Make the folder where there is none. Raises UserError if it cannot be written."""
@@ -33,6 +29,7 @@ class RunLock:
         self._owner = f"process {os.getppid() if launched else os.getpid()} on {socket.gethostname()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # A process that inherits it, by fork or exec, holds the lock as well.
             self.descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UserError(f"the run's folder {folder} cannot be written: {error.strerror}") from error

@@ -56,16 +56,13 @@ def compare(runs: Mapping[str, Rows], window: int = 5) -> Figure:
 def _reward(axes: Axes, rows: Rows) -> None:
     axes.set_title("reward")
     steps, mean = series(rows, "reward/mean")
-    by_step = dict(zip(*series(rows, "reward/std"), strict=True))
-    spread = [by_step.get(step, 0.0) for step in steps]
-    low = [value - deviation for value, deviation in zip(mean, spread, strict=True)]
-    high = [value + deviation for value, deviation in zip(mean, spread, strict=True)]
+    spread = dict(zip(*series(rows, "reward/std"), strict=True))
+    low = [value - spread.get(step, 0.0) for step, value in zip(steps, mean, strict=True)]
+    high = [value + spread.get(step, 0.0) for step, value in zip(steps, mean, strict=True)]
     axes.fill_between(steps, low, high, color=_BLUE, alpha=0.12, linewidth=0, label="± std")
     _line(axes, rows, "reward/mean", "training", _BLUE)
-    if any("eval/accuracy" in row for row in rows):
-        _line(axes, rows, "eval/accuracy", "held-out accuracy", _GREEN, marker="o")
-    else:
-        _line(axes, rows, "eval/reward", "held-out reward", _GREEN, marker="o")
+    held_out = "accuracy" if any("eval/accuracy" in row for row in rows) else "reward"
+    _line(axes, rows, f"eval/{held_out}", f"held-out {held_out}", _GREEN, marker="o")
 
 
 def _gap(axes: Axes, rows: Rows) -> None:

@@ -114,11 +114,9 @@ class WandbCopy:
     """The copy in Weights & Biases, on a thread of its own. The first failure ends it, with one warning."""
 
     def __init__(self, settings: dict[str, Any], earlier: list[dict[str, float]]) -> None:
-        """Continue or begin a run.
+        """Continue or begin a run with these `settings`, keyword arguments of `wandb.init`.
 
-        Args:
-            settings: keyword arguments of `wandb.init`; none of its costly extras is on.
-            earlier: the steps that a resumed run has behind it, in order; W&B gets those that it lacks.
+        `earlier` are the steps that a resumed run has behind it, in order; W&B gets those that it lacks.
         """
         self._settings = settings
         self._earlier = earlier

@@ -13,7 +13,6 @@ A Python thread cannot run while C code keeps the interpreter's lock. For that, 
 in `faulthandler`, whose timer runs without the interpreter.
 """
 
-import contextlib
 import faulthandler
 import json
 import os
@@ -22,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
@@ -55,14 +54,9 @@ class _Phase:
 
 
 class Watchdog:
-    """Watches this rank's phases, and through `store` all ranks'. Close it on every rank before the process group.
+    """Watches this rank's phases, and through a clone of `store` all ranks'. Close it before the process group.
 
-    Args:
-        store: any c10d store; the watchdog works on a clone of it.
-        exit_process: called last; a test passes its own.
-
-    Attributes:
-        called_at: when this rank has heard that one of them was asked to end (time.monotonic()), or None.
+    `exit_process` is called last; a test passes its own.
     """
 
     def __init__(
@@ -75,7 +69,7 @@ class Watchdog:
         self._store.set_timeout(timedelta(seconds=10))
         self._phases: tuple[_Phase, ...] = ()  # outermost first; replaced, never changed: the thread needs no lock
         self._posted: tuple[_Phase, ...] | None = None
-        self.called_at: float | None = None
+        self.called_at: float | None = None  # time.monotonic() when this rank heard that one was asked to end
         self._next = (rank + 1) % world_size
         self._heard, self._missed = b"", 0  # the next rank's latest beat, and how many of our own there were since
         self._beat_at = time.monotonic()
@@ -121,7 +115,7 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
         if kind is None:
-            with contextlib.suppress(RuntimeError):  # the store is gone, and so are the others
+            with suppress(RuntimeError):  # the store is gone, and so are the others
                 self._store.set(f"watchdog/beat/{self._rank}", "closed")
 
     def _arm(self) -> None:
@@ -140,7 +134,9 @@ class Watchdog:
                 return
             try:
                 self._post()
-                self._answer()
+                if self.called_at is None and self._store.check([_CALL]):
+                    self.called_at = time.monotonic()
+                    self._store.set(f"watchdog/here/{self._rank}", "")  # an answer: this rank is alive
                 if self._is_silent():
                     self._raise_alarm(f"has heard nothing of rank {self._next} for {_SILENT_SECONDS:g} s")
                     return
@@ -165,12 +161,6 @@ class Watchdog:
             elapsed = time.monotonic() - phases[-1].since if phases else 0.0
             self._store.set(f"watchdog/phase/{self._rank}", json.dumps([_path(phases), time.time() - elapsed]))
             self._posted = phases
-
-    def _answer(self) -> None:
-        """Take note of a call, and report that this rank is alive."""
-        if self.called_at is None and self._store.check([_CALL]):
-            self.called_at = time.monotonic()
-            self._store.set(f"watchdog/here/{self._rank}", "")
 
     def _is_silent(self) -> bool:
         """Beat, and return True if the next rank has stopped beating for too long.
