@@ -39,13 +39,33 @@ def _dispatch(argv: list[str]) -> int:
     processes.put_current_folder_last()
     arguments = parse(argv)
     check_torch_libraries()
-    if arguments.command in ("train", "sft"):
-        return _train(arguments)
-    return _module(arguments.command).main(arguments) or 0
+    command = arguments.command
+    module = _MODULES.get(command, f"trainer.commands.{command}")
+    if command not in ("train", "sft"):
+        return import_module(module).main(arguments) or 0
+    config = training_config(arguments)
+    check_config(config, command)
+    if arguments.check:
+        RewardPool(config.reward)
+        if config.rollout != RolloutConfig():
+            from trainer.data import load_tokenizer
+            from trainer.rollouts import RolloutLevel
 
+            RolloutLevel(config, load_tokenizer(config.model))  # loads what that section names
+        return 0
+    if arguments.dry_run:
+        check_inputs(config, command)
+        print(to_yaml(config), end="")
+        return 0
+    lock = RunLock(config.run.folder)
+    processes.start_guardian(lock.descriptor)  # before anything that starts processes or takes long
 
-def _module(command: str) -> Any:
-    return import_module(_MODULES.get(command, f"trainer.commands.{command}"))
+    def locked() -> int:
+        if os.environ.get("RANK", "0") == "0":
+            lock.take(config.checkpoint.grace_s + 60)  # one that has been asked to end may take so long
+        return import_module(module).main(config, lock) or 0
+
+    return processes.run(lambda: _reporting(locked))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -60,32 +80,6 @@ def training_config(arguments: argparse.Namespace) -> TrainConfig:
     """The recipe that the arguments of train or sft name, with what they override. Raises UserError."""
     resume = [] if arguments.resume is None else [f"checkpoint.resume={json.dumps(arguments.resume)}"]
     return load_config(arguments.recipe, [*arguments.overrides, *resume])
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    config = training_config(arguments)
-    check_config(config, arguments.command)
-    if arguments.check:
-        RewardPool(config.reward)
-        if config.rollout != RolloutConfig():
-            from trainer.data import load_tokenizer
-            from trainer.rollouts import RolloutLevel
-
-            RolloutLevel(config, load_tokenizer(config.model))  # loads what that section names
-        return 0
-    if arguments.dry_run:
-        check_inputs(config, arguments.command)
-        print(to_yaml(config), end="")
-        return 0
-    lock = RunLock(config.run.folder)
-    processes.start_guardian(lock.descriptor)  # before anything that starts processes or takes long
-    return processes.run(lambda: _reporting(lambda: _train_locked(config, lock, arguments.command)))
-
-
-def _train_locked(config: TrainConfig, lock: RunLock, command: str) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        lock.take(config.checkpoint.grace_s + 60)  # one that has been asked to end may take so long
-    return _module(command).main(config, lock) or 0
 
 
 def check_inputs(config: TrainConfig, command: str) -> None:

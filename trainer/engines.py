@@ -104,16 +104,7 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
 
 def training_sampling(config: TrainConfig, stop_token_ids: list[int]) -> SamplingSettings:
     """Sampling of answers in training."""
-    sampling = config.sampling
-    return SamplingSettings(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop=list(sampling.stop),
-        stop_token_ids=stop_token_ids,
-    )
+    return SamplingSettings(**config.sampling.model_dump(), stop_token_ids=stop_token_ids)
 
 
 def evaluation_sampling(config: TrainConfig, dataset: HeldOutConfig, stop_token_ids: list[int]) -> SamplingSettings:

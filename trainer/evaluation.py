@@ -120,13 +120,9 @@ def sample_held_out(
     The engines hold weights of `version`. `step` chooses the samples' seeds: -1 before a run's first step, one less
     after each.
     """
+    seed, extra = config.run.seed, config.data.chat_template_kwargs
     settings = RolloutSettings(
-        held_out.samples,
-        held_out.sampling,
-        policy_version=version,
-        seed=config.run.seed,
-        step=step,
-        chat_template_kwargs=config.data.chat_template_kwargs,
+        held_out.samples, held_out.sampling, policy_version=version, seed=seed, step=step, chat_template_kwargs=extra
     )
     deadline, voting = config.run.first_step_deadline_s, bool(config.eval.k)
     return rollouts.run(list(held_out.prompts), settings, deadline, voting=voting, details=True)

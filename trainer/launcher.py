@@ -121,11 +121,16 @@ def _stay_private(args: Any) -> None:
     host, port, node, nodes = "127.0.0.1", 0, args.node_rank, parse_min_max_nnodes(args.nnodes)[1]
     if nodes > 1:
         host, port = args.master_addr, args.master_port or 29500
-        if node == 0 and not _is_loopback(host) and _is_loopback(found := _address(host)):
-            raise UserError(
-                f"MASTER_ADDR={host} is {found} on this node, where no other can reach it: set it to this node's "
-                "address on the network"
-            )
+        if node == 0 and not _is_loopback(host):
+            try:
+                found = socket.gethostbyname(host)
+            except OSError as error:
+                raise UserError(f"MASTER_ADDR={host} is not known on this node: {error.strerror}") from error
+            if _is_loopback(found):
+                raise UserError(
+                    f"MASTER_ADDR={host} is {found} on this node, where no other can reach it: set it to this node's "
+                    "address on the network"
+                )
 
     def rendezvous(parameters: RendezvousParameters) -> BoundRendezvous:
         return BoundRendezvous(host, port, node, nodes, parameters.run_id, int(parameters.config["timeout"]))
@@ -140,13 +145,6 @@ def _is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
-
-
-def _address(host: str) -> str:
-    try:
-        return socket.gethostbyname(host)
-    except OSError as error:
-        raise UserError(f"MASTER_ADDR={host} is not known on this node: {error.strerror}") from error
 
 
 def _reasons(words: list[dict[str, Any]], failures: dict[int, ProcessFailure]) -> list[str]:

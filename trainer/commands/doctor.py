@@ -258,13 +258,10 @@ def trials(machine: Machine, findings: list[Finding], facts_only: bool) -> Itera
 
 def run_trial(trial: str, ranks: int, cuda: bool) -> tuple[list[Finding], str]:
     """The findings of one trial in processes of its own, and the last lines of its output if it failed."""
-    with (
-        tempfile.TemporaryDirectory(prefix="hotbunk-doctor-") as folder,
-        socket.create_server(("127.0.0.1", 0)) as free,
-    ):
-        results, log = Path(folder) / "findings.jsonl", Path(folder) / "output"
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-        free.close()
+    with tempfile.TemporaryDirectory(prefix="hotbunk-doctor-") as folder:
+        results, log = Path(folder) / "findings.jsonl", Path(folder) / "output"
         command = [sys.executable, *TRIAL_MODULE, trial, "cuda" if cuda else "cpu", str(results)]
         processes = []
         with log.open("w") as output:

@@ -180,15 +180,9 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
 
 def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
     """The run's record, with its resolved recipe beside it; metrics of steps after `state.step` are dropped."""
-    tracker = make_tracker(
-        config.run.folder,
-        config.model_dump(mode="json"),
-        name=config.run.name,
-        project=config.tracking.project,
-        wandb=config.tracking.wandb,
-        completions_per_step=config.tracking.completions_per_step,
-        resumed_from=state.step or None,
-    )
+    own, resumed_from = config.tracking.model_dump(), state.step or None
+    recipe = config.model_dump(mode="json")
+    tracker = make_tracker(config.run.folder, recipe, name=config.run.name, resumed_from=resumed_from, **own)
     if is_main():
         write_whole(config.run.folder / "config.yaml", to_yaml(config))
     return tracker

@@ -166,9 +166,7 @@ def private_folder() -> Path:
     return _folder
 
 
-def install_signal_handlers(
-    phase: Callable[[], str] = lambda: "start-up", grace_seconds: float = GRACE_SECONDS
-) -> None:
+def install_signal_handlers(phase: Callable[[], str], grace_seconds: float = GRACE_SECONDS) -> None:
     """From now on SIGINT and SIGTERM raise `Interrupted` in the main thread, and end the process in any case.
 
     A process that still exists after `grace_seconds`, or gets a second signal, exits with 128 + the signal's number.

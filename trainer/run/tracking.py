@@ -74,7 +74,7 @@ class Tracker(NullTracker):
             file.flush()
             os.fsync(file.fileno())  # before a checkpoint says that the step is done
         for copy in self._copies:
-            copy.log(row)
+            copy.put("log", row)
 
     def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
         for row in rows[: self._completions_per_step]:
@@ -89,7 +89,7 @@ class Tracker(NullTracker):
         self._summary |= {key: _finite(value) for key, value in values.items()}
         write_whole(self._folder / "summary.json", json.dumps(self._summary, indent=2) + "\n")
         for copy in self._copies:
-            copy.summary(values)
+            copy.put("summary", values)
 
     def _check_folder(self) -> None:
         """Raise UserError when the folder was deleted, moved or replaced meanwhile: what is written would be lost."""
@@ -124,22 +124,15 @@ class WandbCopy:
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
-    def log(self, row: dict[str, float]) -> None:
-        """Copy a step's metrics, train/step included."""
-        self._put("log", row)
-
-    def summary(self, values: dict[str, Any]) -> None:
-        """Copy figures of the whole run."""
-        self._put("summary", values)
-
     def close(self) -> None:
         """Wait, with a deadline, until W&B has everything."""
-        self._put("finish", {})
+        self.put("finish", {})
         self._thread.join(_FINISH_SECONDS)
         if self._thread.is_alive():
             _warn(f"not finished after {_FINISH_SECONDS:.0f} s")
 
-    def _put(self, what: str, values: dict[str, Any]) -> None:
+    def put(self, what: Literal["log", "summary", "finish"], values: dict[str, Any]) -> None:
+        """Copy a step's metrics, train/step included, or figures of the whole run."""
         if self._thread.is_alive():
             with suppress(queue.Full):  # a network that hangs; the files have it all
                 self._queue.put_nowait((what, values))
