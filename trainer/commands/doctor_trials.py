@@ -222,11 +222,7 @@ def tensor_parallel(trial: Trial, report: Report) -> None:
     report_syncs(trial, report)
 
 
-TRIALS: dict[str, Callable[[Trial, Report], None]] = {
-    "one engine": one_engine,
-    "zero copy": zero_copy,
-    "tensor parallel": tensor_parallel,
-}
+TRIALS = {"one engine": one_engine, "zero copy": zero_copy, "tensor parallel": tensor_parallel}
 
 
 def main(name: str, device: str, findings: Path) -> int:

@@ -174,8 +174,14 @@ def install_signal_handlers(phase: Callable[[], str], grace_seconds: float = GRA
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    announce = _announcer(phase)
-    raised = threading.Event()
+    said, raised = threading.Lock(), threading.Event()
+
+    def announce(number: int) -> None:
+        if said.acquire(blocking=False):  # main thread or enforcer, whichever is first
+            text = f"interrupted by {signal.Signals(number).name} during phase {phase()}"
+            leave_word("Interrupted", text)
+            line = f"rank {_rank()}: {text}\n"
+            os.write(2, line.encode())  # not sys.stderr: the signal may have come while that was being written to
 
     def handler(number: int, _frame: FrameType | None) -> None:
         announce(number)
@@ -209,20 +215,6 @@ def interrupt_now() -> None:
     if _hold is not None:
         _hold.over = True
     signal.raise_signal(signal.SIGTERM)
-
-
-def _announcer(phase: Callable[[], str]) -> Callable[[int], None]:
-    """Says once how and when this rank was interrupted, for main thread or enforcer, whichever is first."""
-    said = threading.Lock()
-
-    def announce(number: int) -> None:
-        if said.acquire(blocking=False):
-            text = f"interrupted by {signal.Signals(number).name} during phase {phase()}"
-            leave_word("Interrupted", text)
-            line = f"rank {_rank()}: {text}\n"
-            os.write(2, line.encode())  # not sys.stderr: the signal may have come while that was being written to
-
-    return announce
 
 
 def _forget_handlers() -> None:

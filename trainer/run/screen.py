@@ -25,16 +25,6 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 Metrics = dict[str, float]
 
 
-@dataclass(frozen=True)
-class _Column:
-    """One column of the step table: its title, its width, and how a step's metrics are shown in it."""
-
-    title: str
-    width: int
-    show: Callable[[Metrics], str]
-    style: str = ""
-
-
 def _number(key: str, form: str) -> Callable[[Metrics], str]:
     """Show one metric; nothing where the step does not have it."""
     return lambda metrics: format(metrics[key], form) if key in metrics else ""
@@ -62,18 +52,19 @@ def _memory(metrics: Metrics) -> str:
     return f"{left} | {right}" if trainer or engine else ""
 
 
-_COLUMNS = [
-    _Column("reward", 8, _number("reward/mean", ".3f"), "bold"),
-    _Column("eval", 7, _number("eval/accuracy", ".3f"), "bold green"),
-    _Column("gap max", 9, _number("gap/max", ".1e")),
-    _Column("entropy", 9, _number("entropy", ".3f")),
-    _Column("length", 8, _number("length/mean", ".1f")),
-    _Column("cut", 6, _number("length/truncated", ".0%")),
-    _Column("tok/s", 8, _tokens_per_second, "cyan"),
-    _Column("rollout s", 11, _seconds("rollout"), "dim"),
-    _Column("sync", 6, _seconds("sync", "sleep", "wake"), "dim"),
-    _Column("train", 7, _seconds("logprobs", "update"), "dim"),
-    _Column("GiB trainer | engine", 22, _memory, "dim"),
+# Each column's title and width, how a step's metrics are shown in it, and its style.
+_COLUMNS: list[tuple[str, int, Callable[[Metrics], str], str]] = [
+    ("reward", 8, _number("reward/mean", ".3f"), "bold"),
+    ("eval", 7, _number("eval/accuracy", ".3f"), "bold green"),
+    ("gap max", 9, _number("gap/max", ".1e"), ""),
+    ("entropy", 9, _number("entropy", ".3f"), ""),
+    ("length", 8, _number("length/mean", ".1f"), ""),
+    ("cut", 6, _number("length/truncated", ".0%"), ""),
+    ("tok/s", 8, _tokens_per_second, "cyan"),
+    ("rollout s", 11, _seconds("rollout"), "dim"),
+    ("sync", 6, _seconds("sync", "sleep", "wake"), "dim"),
+    ("train", 7, _seconds("logprobs", "update"), "dim"),
+    ("GiB trainer | engine", 22, _memory, "dim"),
 ]
 
 
@@ -94,14 +85,14 @@ class Progress:
         """The row of a step; every so often the header again."""
         if self._rows % _ROWS_PER_HEADER == 0:
             header = Text("step".rjust(2 * len(str(self._total)) + 1), "bold underline")
-            for column in _COLUMNS:
-                header.append(f"{column.title:>{column.width}}")
+            for title, width, _, _ in _COLUMNS:
+                header.append(f"{title:>{width}}")
             self._print(header.append(f"{'left':>11}"))
         self._rows += 1
         self._times = [*self._times[:1], time.monotonic()]
         row = Text(f"{step:>{len(str(self._total))}}/{self._total}", "dim")
-        for column in _COLUMNS:
-            row.append(f"{column.show(metrics):>{column.width}}", column.style)
+        for _, width, show, style in _COLUMNS:
+            row.append(f"{show(metrics):>{width}}", style)
         if skipped := metrics.get("skipped_steps"):
             row.append(f"{f'{skipped:.0f} skipped':>11}", "bold red")
         else:
