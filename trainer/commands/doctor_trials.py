@@ -11,8 +11,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -148,20 +148,6 @@ class Trial:
         self.policy.update([batch], loss, 1.0)
 
 
-@contextmanager
-def reporting(path: Path, prefix: str) -> Iterator[Report]:
-    """A function that writes a finding, on rank 0."""
-    with path.open("a") as file:
-
-        def report(what: str, found: str, wanted: str, fine: bool, remedy: str) -> None:
-            if is_main():
-                finding = Finding(prefix + what, found, wanted, "ok" if fine else "failed", "" if fine else remedy)
-                file.write(json.dumps(asdict(finding)) + "\n")
-                file.flush()
-
-        yield report
-
-
 def one_engine(trial: Trial, report: Report) -> None:
     """Start, sleep, wake, a sync, an optimizer step, another sync, and shifts in which memory stays flat."""
     report("engine", f"started in {trial.start_seconds:.0f} s", "a start", True, "")
@@ -236,8 +222,16 @@ def main(name: str, device: str, findings: Path) -> int:
             make_model(folder)
         exchange(None)  # it is complete
         config = recipe(folder, device, "zero_copy" if name == "zero copy" else "staged", world_size())
-        with reporting(findings, "" if name == "one engine" else f"{name}: ") as report:
-            TRIALS[name](Trial(config, resources), report)
+        prefix = "" if name == "one engine" else f"{name}: "
+        file = resources.enter_context(findings.open("a"))
+
+        def report(what: str, found: str, wanted: str, fine: bool, remedy: str) -> None:
+            if is_main():
+                finding = Finding(prefix + what, found, wanted, "ok" if fine else "failed", "" if fine else remedy)
+                file.write(json.dumps(asdict(finding)) + "\n")
+                file.flush()
+
+        TRIALS[name](Trial(config, resources), report)
     destroy_process_group()
     return 0
 
