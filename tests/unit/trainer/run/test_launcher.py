@@ -42,7 +42,7 @@ def test_a_name_that_means_loopback_on_the_first_node_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")  # as Debian's /etc/hosts has it
-    monkeypatch.setenv(launcher.VARIABLE, "")
+    monkeypatch.setenv(launcher.processes.LAST_WORDS, "")
     several = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "first", "-m", "trainer", "train", "r.yaml"]
     assert launcher.main(several) == 2
     assert "MASTER_ADDR=first is 127.0.1.1 on this node" in capsys.readouterr().err
