@@ -129,7 +129,6 @@ class Broadcast:
                 joined.result(self._timeout)
 
     def begin(self, version: int, plan: BucketPlan, read: bool = True) -> None:
-        """See `Way`."""
         self.buffers = local_buffers(self.buffers, with_stamp(plan.capacity), self._device)
         if rank() == 0 and self._group is None:
             raise SyncError(
@@ -138,7 +137,6 @@ class Broadcast:
             )
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
-        """See `Way`."""
         if self._group is not None and not failed:
             memory = self.buffers[fields["buffer"]][: fields["nbytes"] + STAMP_BYTES]
             self._works[fields["buffer"]] = self._group.start(memory)
@@ -154,7 +152,6 @@ class Broadcast:
             self._group.wait(work, "broadcast of a bucket", lambda: None)
 
     def finish(self, release: bool) -> None:
-        """See `Way`."""
         if release:
             self.buffers = []
 
@@ -199,7 +196,6 @@ class Workers:
         return sum(link.messages for link in self._links)
 
     def post(self, kind: str, **fields: Any) -> None:
-        """See `Peer`."""
         if self.error is None:
             for link in self._links:
                 link.post(kind, **fields)

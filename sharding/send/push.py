@@ -104,7 +104,6 @@ class NullPeer:
         """See `Peer`."""
 
     def collect(self) -> dict[str, Any]:
-        """See `Peer`."""
         return {}
 
 

@@ -79,7 +79,7 @@ def one_piece(name: str, shape: torch.Size) -> list[tuple[str, int, tuple[int, .
 
 
 class FsdpWeightSource:
-    """Weights of a module whose parameters are FSDP2 DTensors, cut by ZeRO-3, or whole on every rank."""
+    """A `ShardedSource`: a module whose parameters are FSDP2 DTensors, cut by ZeRO-3, or whole on every rank."""
 
     def __init__(
         self, named_parameters: list[tuple[str, torch.Tensor]], dtype: torch.dtype, layout: PieceLayout = one_piece
@@ -89,7 +89,6 @@ class FsdpWeightSource:
         self._layout = layout
 
     def parameters(self) -> list[SourceParameter]:
-        """See `WeightSource.parameters`."""
         return [self._describe(name, tensor) for name, tensor in self._tensors.items()]
 
     def _describe(self, name: str, tensor: torch.Tensor) -> SourceParameter:
@@ -120,7 +119,6 @@ class FsdpWeightSource:
 
     @torch.no_grad()
     def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
-        """See `WeightSource.gather_part`."""
         if (group := shard_group(self._tensors[name])) is None:
             target, first = slot.view(self._dtype), start // self._dtype.itemsize
             target.copy_(self.own_values(name)[1][first : first + target.numel()])
@@ -142,7 +140,6 @@ class FsdpWeightSource:
 
     @torch.no_grad()
     def own_values(self, name: str) -> tuple[int, torch.Tensor]:
-        """See `ShardedSource.own_values`."""
         tensor = self._tensors[name]
         group = shard_group(tensor)
         if group is None:
@@ -152,7 +149,6 @@ class FsdpWeightSource:
         return first, self._to_send(name, local, first)
 
     def holders(self, name: str) -> list[int]:
-        """See `ShardedSource.holders`."""
         group = shard_group(self._tensors[name])
         return [rank()] if group is None else dist.get_process_group_ranks(group)
 
@@ -212,7 +208,7 @@ def _largest_shard(tensor: torch.Tensor, ranks: int) -> int:
 
 
 class StreamSource:
-    """Weights that arrive one by one from an iterator; each is let go once it is in its bucket. One process only.
+    """A `WeightSource` of an iterator; each weight is let go once it is in its bucket. One process only.
 
     The iterator may have another order than `info`; what comes before its turn is held until then.
     """
@@ -224,7 +220,6 @@ class StreamSource:
         self._seen: set[str] = set()
 
     def parameters(self) -> list[SourceParameter]:
-        """See `WeightSource.parameters`."""
         sizes = {name: math.prod(shape) * getattr(torch, dtype).itemsize for name, (shape, dtype) in self._info.items()}
         return [
             SourceParameter(name, sizes[name], (Piece(name, dtype, tuple(shape), 0),))

@@ -80,7 +80,6 @@ class Staged:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """See `Way`."""
         return [] if self._staging is None else self._staging.buffers
 
     def connect(self, call: Call | None) -> None:
@@ -96,7 +95,6 @@ class Staged:
             self._staging.export()
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
-        """See `Way`."""
         assert self._staging is not None
         wait_for_writes(self._device)
         return {"handle": self._staging.handle}
@@ -105,12 +103,10 @@ class Staged:
         """See `Way`: the worker's answer says it."""
 
     def finish(self, release: bool) -> None:
-        """See `Way`."""
         if release:
             Staged.abort(self, "")
 
     def abort(self, reason: str) -> None:
-        """See `Way`."""
         if self._staging is not None:
             self._staging.close()
             self._staging = None
@@ -143,7 +139,6 @@ class ZeroCopy(Staged):
         self._call: Call | None = None
 
     def connect(self, call: Call | None) -> None:
-        """See `Way`."""
         self._call = call
 
     def finish(self, release: bool) -> None:

@@ -154,7 +154,6 @@ class StoreChannel:
         self._sent = self._received = 0
 
     def send(self, kind: str, **fields: Any) -> None:
-        """See `Channel.send`."""
         self._store.put(f"{self._outbox}/{self._sent}", pack(kind, **fields))
         self._sent += 1
 

@@ -124,7 +124,6 @@ class BroadcastBuckets:
         self._group.wait(self._works.popleft(), f"broadcast of bucket {message['stamp']}", lambda: None)
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
-        """See `Buckets`."""
         self.finish(message)
         return stamped_bucket(self._buffers[message["buffer"]], message)
 

@@ -210,7 +210,7 @@ class Buckets(Protocol):
 
 
 class StagedBuckets:
-    """Buckets in memory of the rank on the same device, which is mapped once and stays so until `close`."""
+    """Buckets in memory of the rank on the same device, mapped once until `close`. See `Buckets`."""
 
     ahead = False
 
@@ -224,7 +224,6 @@ class StagedBuckets:
         """See `Buckets`: the bucket is there when it is announced."""
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
-        """See `Buckets`."""
         if message["handle"] != self._handle:
             self.close()
             self._buffers, self._handle = open_memory(message["handle"], self._device), message["handle"]
@@ -232,7 +231,6 @@ class StagedBuckets:
         return stamped_bucket(self._buffers[message["buffer"]], message)
 
     def close(self, reason: str | None = None) -> None:
-        """See `Buckets`."""
         if self._handle is None:
             return
         self._handle, self._buffers = None, []
@@ -243,7 +241,7 @@ class StagedBuckets:
 
 
 class ChannelCarrier:
-    """An update whose messages come over a channel and are answered there, and whose buckets come their own way."""
+    """An update whose messages come over a channel and are answered there, and whose buckets come their own way. See `Carrier`."""
 
     def __init__(self, channel: channels.Conversation, buckets: Buckets, waiting_for: str) -> None:
         """`waiting_for` names the sender in the error of a wait that has been too long."""
@@ -258,7 +256,6 @@ class ChannelCarrier:
         self._ahead.clear()
 
     def next(self) -> dict[str, Any]:
-        """See `Carrier`."""
         return self._ahead.popleft() if self._ahead else self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -273,24 +270,20 @@ class ChannelCarrier:
         return message
 
     def answer(self, **fields: Any) -> None:
-        """See `Carrier`."""
         self._channel.send("done", session=self._session, **fields)
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
-        """See `Carrier`."""
         memory = self._buckets.bucket(message)
         if self._buckets.ahead and self._channel.waiting():
             self._ahead.append(self._read())
         return memory
 
     def leave(self, message: dict[str, Any]) -> None:
-        """See `Carrier`."""
         if message.get("close", True):
             self._buckets.close("the trainer broke the update off" if message["kind"] == "abort" else None)
         self.answer(opened=self._buckets.opened, closed=self._buckets.closed, left=True)
 
     def fail(self, error: Exception) -> None:
-        """See `Carrier`."""
         told = f"{type(error).__name__}: {error}"
         for frames in _chain(error):
             traceback.clear_frames(frames.__traceback__)  # they hold views of the memory, which would stay mapped

@@ -31,21 +31,18 @@ class StorageBuckets:
         self._expected = 0
 
     def expect(self, message: dict[str, Any]) -> None:
-        """See `Buckets`."""
         at, self._expected = self._expected % BUFFERS, self._expected + 1
         if self._buffers[at].nbytes < message["nbytes"]:
             self._buffers[at] = torch.empty(message["nbytes"], dtype=torch.uint8)
         self._reading.append(self._disk.submit(_read, message, self._buffers[at][: message["nbytes"]]))
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
-        """See `Buckets`."""
         try:
             return self._reading.popleft().result(message["timeout_s"]).to(self._device)
         except TimeoutError:
             raise TimeoutError(f"bucket {message['number']} was not read within {message['timeout_s']:.0f} s") from None
 
     def close(self, reason: str | None = None) -> None:
-        """See `Buckets`."""
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS
         self._reading.clear()
 
@@ -83,7 +80,6 @@ class StorageCarrier:
         self._messages = self._update()
 
     def next(self) -> dict[str, Any]:
-        """See `Carrier`."""
         return next(self._messages)
 
     def _update(self) -> Generator[dict[str, Any], None, None]:
@@ -121,20 +117,16 @@ class StorageCarrier:
             yield message
 
     def answer(self, **fields: Any) -> None:
-        """See `Carrier`."""
         self._plain = fields.get("plain", self._plain)
         if different := fields.get("different"):
             raise SyncError(f"the model does not hold what was read: {first_names(different)} differ")
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
-        """See `Carrier`."""
         return self._buckets.bucket(message)
 
     def leave(self, message: dict[str, Any]) -> None:
-        """See `Carrier`."""
         self._messages.close()
         self._buckets.end(self._fd)
 
     def fail(self, error: Exception) -> None:
-        """See `Carrier`."""
         self.leave({})
