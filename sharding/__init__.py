@@ -14,7 +14,7 @@ SHARING_WORKER = "sharding.worker.sharing_worker.SharingWorker"
 """For `EngineSettings.worker_class`, on CUDA, where the trainer computes with the engine's weights."""
 
 _HOMES = {
-    "BucketPlan": "send.plan",
+    "BucketPlan": "send.ways",
     "CollectiveSender": "apart.broadcast",
     "FsdpWeightSource": "send.source",
     "ShardingManager": "manager",

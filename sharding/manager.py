@@ -22,15 +22,21 @@ from generation.engine.engine import Engine, Leader, WorkerError
 from generation.engine.sampling import NotFiniteError
 from generation.engine.settings import LEAST_MODEL_LEN
 from sharding.ranks import RemoteError, agree, agreed, dead_ranks, exchange, rank
-from sharding.send.plan import BucketPlan
-from sharding.send.push import AdapterFormat, Link, SyncReport, SyncSettings, announce, different_weights, push
+from sharding.send.push import (
+    AdapterFormat,
+    DigestCheck,
+    Link,
+    SyncReport,
+    SyncSettings,
+    announce,
+    different_weights,
+    push,
+)
 from sharding.send.source import ShardedSource
-from sharding.send.verify import DigestCheck
-from sharding.send.ways import Staged, Way
+from sharding.send.ways import BucketPlan, Staged, Way
 from sharding.wire.channel import Listener, SyncError
 from sharding.wire.manifest import first_names
-from sharding.wire.memory import return_free_pages
-from sharding.wire.staging import BUFFERS, wait_for_writes
+from sharding.wire.staging import BUFFERS, return_free_pages, wait_for_writes
 
 PROBE_TOKENS = LEAST_MODEL_LEN - 1
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}

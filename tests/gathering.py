@@ -5,11 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from sharding.send.plan import BucketPlan
-from sharding.send.push import gather
+from sharding.send.push import DigestCheck, gather
 from sharding.send.source import ShardedSource, WeightSource
-from sharding.send.verify import DigestCheck
-from sharding.wire.digests import digest_tensors
+from sharding.send.ways import BucketPlan
+from sharding.wire.manifest import digest_tensors
 from sharding.wire.staging import STAMP_BYTES
 
 

@@ -41,8 +41,8 @@ from common import (
 
 from sharding.apart.broadcast import CollectiveSender
 from sharding.apart.storage import StorageWriter
-from sharding.send.plan import BucketPlan
 from sharding.send.push import SyncSettings
+from sharding.send.ways import BucketPlan
 from sharding.wire.group import BroadcastGroup, GroupStore, connect_store, listen
 
 GIB = 2**30

@@ -47,7 +47,7 @@ from train_step import Answers, ours
 
 from generation.engine.sampling import SamplingSettings
 from sharding.send.push import SyncSettings
-from sharding.wire.memory import resident_bytes
+from sharding.wire.staging import resident_bytes
 
 MIB = 2**20
 PHASES = {

@@ -55,8 +55,8 @@ from peers import IPC_ARGUMENTS, IPC_ENVIRONMENT, Verl, VllmIpc, Way, trl
 from sharding.manager import SyncReport, SyncSettings
 from sharding.ranks import is_main, world_size
 from sharding.send import push
-from sharding.send.plan import BucketPlan
 from sharding.send.source import FsdpWeightSource
+from sharding.send.ways import BucketPlan
 from sharding.wire.channel import Listener, connect
 from sharding.wire.staging import BUFFERS, Staging, make_staging, open_memory, wait_for_writes
 from trainer.policy.zero_copy import InPlacePolicy

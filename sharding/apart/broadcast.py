@@ -17,11 +17,18 @@ import torch
 from torch.distributed import Work
 
 from sharding.ranks import agree, agreed, exchange, rank
-from sharding.send.plan import BucketPlan
-from sharding.send.push import Link, NullPeer, SyncReport, SyncSettings, announce, different_weights, push
+from sharding.send.push import (
+    Link,
+    NullPeer,
+    SyncReport,
+    SyncSettings,
+    announce,
+    different_weights,
+    parameters_to_verify,
+    push,
+)
 from sharding.send.source import WeightSource
-from sharding.send.verify import parameters_to_verify
-from sharding.send.ways import Call
+from sharding.send.ways import BucketPlan, Call
 from sharding.wire.channel import SyncError
 from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, StoreChannel, listen, wait_until
 from sharding.wire.manifest import Manifest, first_names, manifest_of

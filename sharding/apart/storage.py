@@ -1,4 +1,4 @@
-"""Weights through a folder (`sharding.wire.folder`), for engines that share only a disk with the trainer."""
+"""Weights through a folder (`sharding.worker.storage`), for engines that share only a disk with the trainer."""
 
 import json
 import os
@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from sharding.ranks import agree, agreed, exchange, rank
-from sharding.send.plan import BucketPlan
 from sharding.send.push import NullPeer, push
 from sharding.send.source import WeightSource
-from sharding.send.ways import Call
+from sharding.send.ways import BucketPlan, Call
 from sharding.wire.channel import SyncError
-from sharding.wire.folder import FORMAT, MANIFEST, SLOTS, digest, lock, read_manifest
 from sharding.wire.manifest import manifest_of
 from sharding.wire.staging import local_buffers, with_stamp
+from sharding.worker.storage import FORMAT, MANIFEST, SLOTS, digest, lock, read_manifest
 
 _CPU = torch.device("cpu")
 

@@ -1,16 +1,24 @@
-"""Memory that another process on the same device maps: described by a handle of plain types, opened from it.
+"""Memory of a process, the trainer's or a worker's: mapped by another on the same device, or given back to the system.
 
+Memory to map is described by a handle of plain types, and opened from it.
 On CPU the memory is an anonymous file (`memfd_create`), opened by the other process through `/proc`: it has no name, so
 nothing is left behind however a run ends, and a small `/dev/shm` does not matter to it. On CUDA it is plain device
 memory, opened through an IPC handle. The trainer's two staging buffers are such memory, and so are the engine's weights
 where the trainer computes with them. Either is exported once, opened once and closed once; only offsets travel after.
+
+vLLM's CPU build has no sleep mode (vllm/platforms/interface.py, is_sleep_mode_available), so a sleeping worker frees
+its pages here. Addresses stay what they are; the pages return as zeros when touched.
 """
 
+import ctypes
+import gc
 import itertools
 import mmap
 import os
+from collections.abc import Iterable
 from typing import Any
 
+import psutil
 import torch
 
 from sharding.wire.channel import SyncError
@@ -20,6 +28,9 @@ BUFFERS = 2
 
 STAMP_BYTES = 8
 _ALIGNMENT = 64  # bytes, as torch's own memory on CPU
+_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
+_PAGE = 4096
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def stamp(buffer: torch.Tensor, number: int) -> None:
@@ -186,3 +197,49 @@ def make_staging(nbytes: int, device: torch.device) -> Staging:
     """Two buffers of `nbytes` and a stamp on the policy's device."""
     nbytes = with_stamp(nbytes)
     return CudaIpcStaging(nbytes, device) if device.type == "cuda" else SharedMemoryStaging(nbytes)
+
+
+def release_pages(tensors: Iterable[torch.Tensor]) -> int:
+    """Free the whole pages inside each distinct storage; returns the bytes given back. Contents become zeros.
+
+    Only pages that belong to one storage entirely are freed: a small tensor shares its page with others.
+    """
+    freed = 0
+    for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values():
+        start = -(-storage.data_ptr() // _PAGE) * _PAGE
+        length = (storage.data_ptr() + storage.nbytes()) // _PAGE * _PAGE - start
+        if length <= 0:
+            continue
+        if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), f"madvise could not free {length} bytes of a sleeping engine")
+        # A wish, which the system may not know: pages that come back in large pieces come back several times as fast.
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+        freed += length
+    return freed
+
+
+def release_weights(model: torch.nn.Module, reprocessed: list[torch.nn.Module]) -> None:
+    """Free all weights of a sleeping engine; a complete weight update brings them back.
+
+    Args:
+        reprocessed: modules that are loaded layerwise; oneDNN's packed copies, which live in each layer's `cpu_linear`,
+            are dropped, and made again then.
+    """
+    for module in (inner for outer in reprocessed for inner in outer.modules()):
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = None  # type: ignore[assignment]
+    release_pages(p.data for p in model.parameters() if p.numel())
+    gc.collect()
+    return_free_pages()
+
+
+def return_free_pages() -> None:
+    """Give back what malloc keeps of freed memory, which after a training step may be gigabytes."""
+    if hasattr(_libc, "malloc_trim"):  # of glibc alone
+        _libc.malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Physical memory of this process that is its own: code and other mapped files are left out."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - memory.shared

@@ -215,7 +215,7 @@ class WeightLoader:
         self._reload.begin()
 
     def take_in_place(self) -> None:
-        """The announced weights are in the model already: its parameters are the trainer's (`sharding.worker.sharing`).
+        """The announced weights are in the model already: its parameters are the trainer's (`SharedWeights`).
 
         Raises:
             SyncError: they are no longer in the memory that was shared.

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from sharding.wire import channel as channels
-from sharding.wire.digests import digest_tensors
-from sharding.wire.manifest import Manifest, NamedTensors, Part, View, check_manifest
+from sharding.wire.manifest import Manifest, NamedTensors, Part, View, check_manifest, digest_tensors
 from sharding.wire.staging import open_memory, stamped_bucket
 from sharding.worker.adapter import AdapterLoader
 from sharding.worker.loader import WeightLoader
@@ -241,7 +240,7 @@ class StagedBuckets:
 
 
 class ChannelCarrier:
-    """An update whose messages come over a channel and are answered there, and whose buckets come their own way. See `Carrier`."""
+    """A `Carrier` whose messages come over a channel and are answered there, and whose buckets come their own way."""
 
     def __init__(self, channel: channels.Conversation, buckets: Buckets, waiting_for: str) -> None:
         """`waiting_for` names the sender in the error of a wait that has been too long."""

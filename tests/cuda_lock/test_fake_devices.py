@@ -23,10 +23,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForSequenceClassification
 
-from sharding.send.plan import BucketPlan
 from sharding.send.push import gather
 from sharding.send.source import FsdpWeightSource
-from sharding.wire import digests
+from sharding.send.ways import BucketPlan
+from sharding.wire import manifest as manifests
 from sharding.wire.staging import STAMP_BYTES
 from sharding.worker.loader import WeightLoader
 from tests.distributed import policy_checks as checks
@@ -226,12 +226,12 @@ def test_a_worker_records_replays_and_digests_without_waiting_but_for_what_it_re
     assert not waits.found
 
     monkeypatch.setattr(
-        digests, "_multipliers", lambda count, where: device.fake(torch.zeros(count, dtype=torch.int64))
+        manifests, "_multipliers", lambda count, where: device.fake(torch.zeros(count, dtype=torch.int64))
     )
     monkeypatch.setattr(torch.Tensor, "__int__", lambda _: 0)
     with Waits() as waits:
         for targets in ([model.rows.data], [model.columns.data, model.norm.data]):  # of whole words, and not
-            digests.digest_tensors(targets, None)
+            manifests.digest_tensors(targets, None)
     assert not waits.found
 
 

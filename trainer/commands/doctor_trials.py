@@ -23,7 +23,7 @@ from torch import Tensor
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.exact_ids import Generation
 from sharding.ranks import agreed, exchange, is_main, world_size
-from sharding.wire.memory import resident_bytes
+from sharding.wire.staging import resident_bytes
 from trainer.build import build_models, build_sharding, rank_device
 from trainer.commands.doctor import Finding
 from trainer.config.schema import TrainConfig

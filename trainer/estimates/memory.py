@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from generation.engine.settings import kv_elements
-from sharding.send.plan import BucketPlan
+from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS
 from trainer.config.machine import resolve_device

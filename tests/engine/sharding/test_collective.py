@@ -16,9 +16,9 @@ from generation.engine.sampling import SamplingSettings
 from sharding.apart.broadcast import CollectiveSender, engine_ranks
 from sharding.apart.storage import StorageWriter
 from sharding.ranks import RemoteError
-from sharding.send.plan import BucketPlan
 from sharding.send.push import SyncSettings
 from sharding.send.source import FsdpWeightSource
+from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import checkpoint_manifest, differences
 from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import TinyModel

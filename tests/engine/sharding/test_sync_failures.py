@@ -14,10 +14,9 @@ import torch
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings
 from sharding.ranks import RemoteError
-from sharding.send.plan import BucketPlan
-from sharding.send.push import Link
-from sharding.send.verify import parameters_to_verify
-from sharding.wire.memory import resident_bytes
+from sharding.send.push import Link, parameters_to_verify
+from sharding.send.ways import BucketPlan
+from sharding.wire.staging import resident_bytes
 from tests.colocated import Colocated
 from tests.conftest import TinyModel
 

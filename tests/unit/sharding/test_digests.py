@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sharding.wire import digests
-from sharding.wire.digests import MODULUS, cut, digest, digest_tensors, part_of
-from sharding.wire.manifest import View
+from sharding.wire import manifest
+from sharding.wire.manifest import MODULUS, View, cut, digest, digest_tensors, part_of
 
 VIEWS = st.tuples(
     st.integers(0, 5), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=3)
@@ -23,8 +22,8 @@ VIEWS = st.tuples(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and windows so small that a few elements fill several."""
-    monkeypatch.setattr(digests, "BLOCK", 8)
-    monkeypatch.setattr(digests, "WINDOW", 4)
+    monkeypatch.setattr(manifest, "BLOCK", 8)
+    monkeypatch.setattr(manifest, "WINDOW", 4)
 
 
 def places(view: View) -> list[int]:
@@ -43,13 +42,13 @@ def test_a_digest_is_what_python_integers_give(dtype: torch.dtype, turned: bool,
     weight = memory[1:].view(9, columns)
     blocks = [weight.t(), weight.t()[1:4]] if turned else [weight, weight[1:4]]
     sums = [sum(m * w for m, w in zip(multipliers(), words(block), strict=False)) for block in blocks]
-    assert digest(blocks) == (sums[0] * digests._STEP + sums[1]) % MODULUS
-    assert digest(blocks[::-1]) == (sums[1] * digests._STEP + sums[0]) % MODULUS
+    assert digest(blocks) == (sums[0] * manifest._STEP + sums[1]) % MODULUS
+    assert digest(blocks[::-1]) == (sums[1] * manifest._STEP + sums[0]) % MODULUS
 
 
 def multipliers() -> list[int]:
-    found = digests._multipliers(300, torch.device("cpu")).tolist()
-    whole = digests._multipliers(2 * digests.BLOCK, torch.device("cpu"))
+    found = manifest._multipliers(300, torch.device("cpu")).tolist()
+    whole = manifest._multipliers(2 * manifest.BLOCK, torch.device("cpu"))
     assert all(multiplier % 2 for multiplier in found) and found == whole[:300].tolist()
     return found
 
@@ -82,7 +81,7 @@ def test_every_single_bit_every_exchange_and_every_shift_changes_it() -> None:
 @given(VIEWS)
 def test_blocks_are_a_view_once_and_never_more_than_fits(view: View) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digests, "BLOCK", 8)
+        patch.setattr(manifest, "BLOCK", 8)
         (blocks,) = map(list, cut([view], None))
     assert all(math.prod(shape) <= 8 for _, shape, _ in blocks)
     assert [place for block in blocks for place in places(block)] == places(view)
@@ -93,7 +92,7 @@ def test_blocks_are_a_view_once_and_never_more_than_fits(view: View) -> None:
 def test_a_window_is_part_of_a_view_and_the_same_of_all_views_of_its_shape(view: View, seed: int) -> None:
     shape = view[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digests, "WINDOW", 4)
+        patch.setattr(manifest, "WINDOW", 4)
         ((window,),) = map(list, cut([view], seed))
         plain = torch.arange(math.prod(shape)).view(shape)
         ((same,),) = map(list, cut([(0, shape, plain.stride())], seed))

@@ -11,8 +11,8 @@ from sharding.send.ways import memory_of
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import open_memory
+from sharding.worker.extension import SharedWeights, contiguous_runs
 from sharding.worker.loader import WeightLoader
-from sharding.worker.sharing import SharedWeights, contiguous_runs
 from tests.in_process import SmallModel, Worker, small_weights
 from trainer import engines
 from trainer.config.schema import TrainConfig

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sharding.ranks import RemoteError
+from sharding.send.push import parameters_to_verify
 from sharding.send.source import FsdpWeightSource
-from sharding.send.verify import parameters_to_verify
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.worker import extension, receiver
 from sharding.worker.recording import Recording

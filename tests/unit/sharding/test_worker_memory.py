@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from sharding.wire.memory import resident_bytes, return_free_pages
+from sharding.wire.staging import resident_bytes, return_free_pages
 
 
 def test_what_malloc_keeps_of_freed_memory_is_given_back() -> None:

@@ -25,10 +25,9 @@ from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import unfinished_requests
 from sharding import WORKER_EXTENSION
 from sharding.apart.broadcast import CollectiveSender
-from sharding.send.plan import BucketPlan
 from sharding.send.push import Link, SyncSettings, announce, push
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import Staged
+from sharding.send.ways import BucketPlan, Staged
 from sharding.wire.channel import Listener
 from tests.colocated import HfPolicy
 from tests.conftest import TinyModel
