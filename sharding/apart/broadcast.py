@@ -85,9 +85,7 @@ class Broadcast:
 
     def meet(self, calls: Sequence["Future[Any]"]) -> None:
         """Have rank 0 wait for all workers to join; collective. When one of the engines' `calls` fails, that ends it.
-
-        Raises:
-            RemoteError: on all ranks; it names who is missing, or what is wrong with whom.
+        Raises RemoteError: on all ranks; it names who is missing, or what is wrong with whom.
         """
         with agreed("connecting the engines"):
             if self.store is None:
@@ -150,11 +148,7 @@ class Broadcast:
         return {"capacity": self.buffers[0].nbytes}
 
     def wait(self, buffer: int) -> None:
-        """See `Way`.
-
-        Raises:
-            GroupError: a member was lost, or gave up.
-        """
+        """See `Way`. Raises GroupError: a member was lost, or gave up."""
         if self._group is not None and (work := self._works.pop(buffer, None)) is not None:
             self._group.wait(work, "broadcast of a bucket", lambda: None)
 
@@ -242,9 +236,7 @@ class CollectiveSender:
     calls it alike.
 
     Weights are verified by passing through the workers' loaders a second time.
-
-    Attributes:
-        ip, port, world_size, train_world_size: arguments of the engines' `init_collective`.
+    `ip`, `port`, `world_size`, `train_world_size`: arguments of the engines' `init_collective`.
     """
 
     def __init__(
@@ -284,14 +276,10 @@ class CollectiveSender:
 
     def send(self, version: int, calls: Sequence["Future[Any]"] = ()) -> SyncReport:
         """Bring all engines to `version`, and verify that they hold it. Collective over the trainer's ranks.
-
-        Args:
-            calls: the engines' `update_weights_from_collective` calls, which run already. They are waited for; one that
-                fails early ends the update at once.
-
-        Raises:
-            RemoteError: on all ranks, naming the worker and the weight. When the weights were wrong, the next `send`
-                repairs it; when a worker was lost, a new sender and a new `init_collective` are needed, and it says so.
+        `calls`: the engines' `update_weights_from_collective` calls, which run already. They are waited for; one that
+        fails early ends the update at once.
+        Raises RemoteError: on all ranks, naming the worker and the weight. When the weights were wrong, the next `send`
+        repairs it; when a worker was lost, a new sender and a new `init_collective` are needed, and it says so.
         """
         report, start = SyncReport(version), time.perf_counter()
         self._session += 1

@@ -41,11 +41,7 @@ class Storage:
         """See `Way`."""
 
     def begin(self, version: int, plan: BucketPlan, read: bool = True) -> None:
-        """See `Way`.
-
-        Raises:
-            TimeoutError: the slot that is to be written is still being read.
-        """
+        """See `Way`. Raises TimeoutError: the slot that is to be written is still being read."""
         self.buffers = local_buffers(self.buffers, with_stamp(plan.capacity), self._device)
         if rank() != 0:
             return
@@ -58,9 +54,7 @@ class Storage:
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
         """See `Way`. Collective: workers of all ranks learn where rank 0 has written the bucket.
-
-        Raises:
-            SyncError: it could not be written, on all ranks.
+        Raises SyncError: it could not be written, on all ranks.
         """
         place: dict[str, Any] = {}
         if rank() == 0 and not failed:
@@ -139,8 +133,7 @@ class StorageWriter:
         Returns:
             The folder, which `load_weights_from_storage` takes.
 
-        Raises:
-            RemoteError: on all ranks: the disk is full, or a reader has not left the slot in time.
+        Raises RemoteError: on all ranks: the disk is full, or a reader has not left the slot in time.
         """
         peer = NullPeer()
         try:

@@ -84,9 +84,7 @@ class Peer(Protocol):
     """The receiver of an update's messages: a worker (`Link`), many workers, or nobody.
 
     Nothing here raises: errors are kept, and the ranks agree on them together.
-
-    Attributes:
-        error: the first failure; from then on nothing is sent.
+    `error`: the first failure; from then on nothing is sent.
     """
 
     error: Exception | None
@@ -305,10 +303,8 @@ class DigestCheck:
 
     def expect(self, views: dict[str, list[View]]) -> None:
         """Learn what this rank's worker should hold. Collective.
-
-        Args:
-            views: of the weights drawn, what this worker copies into its parameters; none for a weight that its loaders
-                take care of.
+        `views`: of the weights drawn, what this worker copies into its parameters; none for a weight that its loaders
+        take care of.
         """
         if not self._drawn:
             return

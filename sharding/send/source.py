@@ -229,9 +229,7 @@ class StreamSource:
     @torch.no_grad()
     def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
         """See `WeightSource.gather_into`.
-
-        Raises:
-            SyncError: naming a weight that is missing, unexpected, that came twice or in another shape.
+        Raises SyncError: naming a weight that is missing, unexpected, that came twice or in another shape.
         """
         for name, slot in zip(names, slots, strict=True):
             while name not in self._early:

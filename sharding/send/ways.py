@@ -84,9 +84,7 @@ class BucketPlan:
     One that is larger travels in parts, if it may, and has a bucket to itself otherwise. A part is the same stretch of
     every rank's shard rather than some rows of the parameter: so each rank gives equally much of its own to each part,
     and the gather of a part puts it into its place, as that of a parameter does.
-
-    Attributes:
-        capacity: bytes of the largest bucket, and so of each staging buffer.
+    `capacity`: bytes of the largest bucket, and so of each staging buffer.
     """
 
     def __init__(
@@ -280,13 +278,9 @@ def memory_of(
     parameter: SourceParameter, places: dict[str, tuple[int, int]], storages: list[torch.Tensor]
 ) -> torch.Tensor:
     """A parameter's memory in the engine, flat, in the engine's dtype.
-
-    Args:
-        places: weight -> number of the storage it lies in, and the byte at which it begins there. A parameter of two
-            weights of 288 and 192 bytes may lie at (0, 512) and (0, 800), which makes one run.
-
-    Raises:
-        SyncError: the parameter consists of weights that the engine keeps in different places.
+    `places`: weight -> number of the storage it lies in, and the byte at which it begins there. A parameter of two
+    weights of 288 and 192 bytes may lie at (0, 512) and (0, 800), which makes one run.
+    Raises SyncError: the parameter consists of weights that the engine keeps in different places.
     """
     starts = {(places[p.name][0], places[p.name][1] - p.offset) for p in parameter.pieces}
     if len(starts) > 1:

@@ -20,9 +20,7 @@ class SyncError(RuntimeError):
 
 def pack(kind: str, **fields: Any) -> bytes:
     """A message as it travels.
-
-    Raises:
-        SyncError: it is larger than what is taken at the other end, which would drop it without a word.
+    Raises SyncError: it is larger than what is taken at the other end, which would drop it without a word.
     """
     packed = msgspec.msgpack.encode({"kind": kind, **fields})
     if len(packed) > MAX_MESSAGE_BYTES:
@@ -31,11 +29,7 @@ def pack(kind: str, **fields: Any) -> bytes:
 
 
 def unpack(packed: bytes, waiting_for: str) -> dict[str, Any]:
-    """The message in bytes that `pack` has made, wherever they come from.
-
-    Raises:
-        SyncError: they are not a message.
-    """
+    """The message in bytes that `pack` has made, wherever they come from. Raises SyncError: they are not a message."""
     try:
         message = msgspec.msgpack.decode(packed)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -70,9 +64,7 @@ class Channel:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send one message without waiting.
-
-        Raises:
-            SyncError: the peer has gone (a send would otherwise wait for its return, for ever), or see `pack`.
+        Raises SyncError: the peer has gone (a send would otherwise wait for its return, for ever), or see `pack`.
         """
         packed = pack(kind, **fields)
         try:
@@ -130,11 +122,7 @@ class Listener(Channel):
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Listen in `folder`.
-
-        Raises:
-            SyncError: other users can enter it.
-        """
+        """Listen in `folder`. Raises SyncError: other users can enter it."""
         if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
             raise SyncError(f"{folder} has mode {mode:o}, open to other users: sockets need a folder of mode 700")
         self.secret = secrets.token_hex(16)
@@ -148,9 +136,7 @@ class Listener(Channel):
 
     def accept(self, timeout: float, device_id: str) -> None:
         """Wait for the worker and check that it is ours, on our device.
-
-        Raises:
-            SyncError: another process, or the worker of another device, spoke. Silent connections are ignored.
+        Raises SyncError: another process, or the worker of another device, spoke. Silent connections are ignored.
         """
         self._peer = b""
         hello = self.receive(timeout, f"connection from the worker on {device_id}")

@@ -39,8 +39,7 @@ def wait_until(done: Callable[[], bool], timeout: float, waiting_for: str, still
         timeout: seconds.
         still_alive: called now and then; raises when there is nothing left to wait for.
 
-    Raises:
-        TimeoutError: naming `waiting_for`.
+    Raises TimeoutError: naming `waiting_for`.
     """
     deadline = time.monotonic() + timeout
     look, pause = 0.0, _FINEST
@@ -218,11 +217,7 @@ class BroadcastGroup:
             raise GroupError(f"a broadcast could not start: {error}") from error
 
     def wait(self, work: Work, what: str, still_alive: Callable[[], None]) -> None:
-        """Until the memory of a broadcast can be used.
-
-        Raises:
-            GroupError: a member was lost, or the deadline passed.
-        """
+        """Until the memory of a broadcast can be used. Raises GroupError: a member was lost, or the deadline passed."""
         self._until(work.is_completed, what, still_alive)
         try:
             work.wait()

@@ -108,11 +108,7 @@ class SourceParameter:
 
 
 def manifest_of(parameters: list[SourceParameter]) -> Manifest:
-    """The manifest of what a source sends.
-
-    Raises:
-        SyncError: two parameters hold a weight of the same name.
-    """
+    """The manifest of what a source sends. Raises SyncError: two parameters hold a weight of the same name."""
     manifest: Manifest = {}
     for piece in (piece for parameter in parameters for piece in parameter.pieces):
         if piece.name in manifest:
@@ -134,13 +130,9 @@ def differences(sent: Manifest, expected: Manifest) -> list[str]:
 
 def check_manifest(sent: Manifest, promised: Manifest | None, engine_dtype: str) -> None:
     """Check an update in a worker, before any weight arrives.
-
-    Args:
-        promised: the weights given to `prepare_refit_info`; None where it was not called.
-
-    Raises:
-        SyncError: naming the weights that do not fit. A dtype that is not the engine's would be cast by its loaders
-            without a word.
+    `promised`: the weights given to `prepare_refit_info`; None where it was not called.
+    Raises SyncError: naming the weights that do not fit. A dtype that is not the engine's would be cast by its loaders
+    without a word.
     """
     complaints = [] if promised is None else differences(sent, promised)
     complaints += [
@@ -165,8 +157,7 @@ def checkpoint_manifest(model: str, dtype: str, tied: bool) -> Manifest:
         model: a folder, or the name of a model in the local hub cache.
         tied: the output head is the embedding, and not a weight of its own, whatever the files hold.
 
-    Raises:
-        SyncError: there are no safetensors files to read.
+    Raises SyncError: there are no safetensors files to read.
     """
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
@@ -266,9 +257,7 @@ def part_of(view: View, values: Tensor, first: int, dtype: torch.dtype) -> Tenso
     """A view's elements that this rank owns, and zeros for the rest; zeros do not change a digest.
 
     Of a view of elements 4 to 11, a rank that owns elements 8 to 15 gives four zeros and its first four.
-
-    Args:
-        values: [n], the weight's elements from number `first` on; they are cast to `dtype`.
+    `values`: [n], the weight's elements from number `first` on; they are cast to `dtype`.
     """
     offset, shape, stride = view
     start = offset - first

@@ -48,9 +48,7 @@ def stamped(buffer: torch.Tensor) -> int:
 
 def stamped_bucket(buffer: torch.Tensor, message: dict[str, Any]) -> torch.Tensor:
     """The bucket at the start of a staging buffer, after a look at the stamp behind it.
-
-    Raises:
-        SyncError: the memory holds another bucket than was announced.
+    Raises SyncError: the memory holds another bucket than was announced.
     """
     marked = buffer[: message["nbytes"] + STAMP_BYTES]
     if (found := stamped(marked)) != message["stamp"]:
@@ -122,9 +120,7 @@ def cuda_handle(storages: list[torch.UntypedStorage]) -> dict[str, Any]:
 
 def open_memory(handle: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
     """uint8 tensors over another process's memory. Dropping the last reference closes them.
-
-    Raises:
-        OSError: that process is gone, or belongs to another user.
+    Raises OSError: that process is gone, or belongs to another user.
     """
     if handle["kind"] == "cuda_ipc":
         return [_open_cuda(list(arguments), nbytes, device) for nbytes, arguments in handle["storages"]]
@@ -220,10 +216,8 @@ def release_pages(tensors: Iterable[torch.Tensor]) -> int:
 
 def release_weights(model: torch.nn.Module, reprocessed: list[torch.nn.Module]) -> None:
     """Free all weights of a sleeping engine; a complete weight update brings them back.
-
-    Args:
-        reprocessed: modules that are loaded layerwise; oneDNN's packed copies, which live in each layer's `cpu_linear`,
-            are dropped, and made again then.
+    `reprocessed`: modules that are loaded layerwise; oneDNN's packed copies, which live in each layer's `cpu_linear`,
+    are dropped, and made again then.
     """
     for module in (inner for outer in reprocessed for inner in outer.modules()):
         if hasattr(module, "cpu_linear"):

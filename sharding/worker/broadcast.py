@@ -36,9 +36,7 @@ class Place:
 
 class Membership:
     """A worker's membership in a group, from joining to `leave`.
-
-    Attributes:
-        token: tells this group from another at the same address.
+    `token`: tells this group from another at the same address.
     """
 
     def __init__(self, place: Place, device: torch.device, device_id: str, timeout: float) -> None:

@@ -57,9 +57,7 @@ class SharedWeights:
 
     def __init__(self, model: torch.nn.Module, recording: Recording | None, device: torch.device) -> None:
         """Export the parameters, on CPU from memory into which they are moved.
-
-        Raises:
-            SyncError: naming the weights that the model does not keep as they are sent, in one piece each.
+        Raises SyncError: naming the weights that the model does not keep as they are sent, in one piece each.
         """
         runs = contiguous_runs(model, recording)
         storages = {storage_key(run): run.untyped_storage() for run in runs.values()}
@@ -81,9 +79,7 @@ class SharedWeights:
 
 def contiguous_runs(model: torch.nn.Module, recording: Recording | None) -> dict[str, Tensor]:
     """The view of a parameter that each weight is copied to, where that is all that its loader does.
-
-    Raises:
-        SyncError: naming the others.
+    Raises SyncError: naming the others.
     """
     if recording is None or not recording.complete:
         raise channels.SyncError(f"{type(model).__name__} re-processes its weights after loading, {_REMEDY}")
@@ -168,10 +164,8 @@ class VllmInternalWorkerExtension:
         """Join the group that a `CollectiveSender` at `ip:port` broadcasts weights in. Returns when all members have.
 
         Joining a group that this worker is in already changes nothing; joining another one leaves the first.
-
-        Args:
-            rank_prefix: workers of the engines before this one. Workers stand behind the trainer's members:
-                rank = `train_world_size` + `rank_prefix` + rank in the engine.
+        `rank_prefix`: workers of the engines before this one. Workers stand behind the trainer's members: rank =
+        `train_world_size` + `rank_prefix` + rank in the engine.
         """
 
         def join() -> None:
@@ -200,10 +194,8 @@ class VllmInternalWorkerExtension:
 
     def load_weights_from_storage(self, path: str, timeout_s: float = 300.0, verify: bool = True) -> Outcome:
         """Load the latest complete update that a `StorageWriter` has written to the folder `path`.
-
-        Args:
-            verify: read it a second time and compare, where weights are kept as they are sent; digests are always
-                checked.
+        `verify`: read it a second time and compare, where weights are kept as they are sent; digests are always
+        checked.
         """
         return self._hotbunk_receive(StorageCarrier(path, self.device, timeout_s, verify))  # type: ignore[attr-defined]
 

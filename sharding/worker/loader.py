@@ -26,9 +26,7 @@ _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 
 def reprocessed_modules(model: Module, plain_on_cpu: bool) -> list[Module]:
     """The outermost modules that cannot be written in place, or read back; the model itself where oneDNN packs it.
-
-    Args:
-        plain_on_cpu: oneDNN packing was switched off before the model was built.
+    `plain_on_cpu`: oneDNN packing was switched off before the model was built.
     """
     if not plain_on_cpu and next(model.parameters()).device.type == "cpu":
         return [model]
@@ -216,9 +214,7 @@ class WeightLoader:
 
     def take_in_place(self) -> None:
         """The announced weights are in the model already: its parameters are the trainer's (`SharedWeights`).
-
-        Raises:
-            SyncError: they are no longer in the memory that was shared.
+        Raises SyncError: they are no longer in the memory that was shared.
         """
         if self.recording is None or not self.recording.complete:
             raise SyncError(
@@ -231,9 +227,7 @@ class WeightLoader:
 
     def load(self, weights: NamedTensors) -> None:
         """Load some of the announced weights. When it returns, their memory may be overwritten.
-
-        Raises:
-            SyncError: a weight that was not announced as it is, that came before, or that the model refuses.
+        Raises SyncError: a weight that was not announced as it is, that came before, or that the model refuses.
         """
         self._arrivals.check_off(weights)
         if self.recording is not None and self.recording.complete:
@@ -246,9 +240,7 @@ class WeightLoader:
 
     def load_parts(self, parts: list[Part]) -> None:
         """Load parts of weights, as `load`; of those that `whole` does not name.
-
-        Raises:
-            SyncError: as `load` does; or a weight has to come whole.
+        Raises SyncError: as `load` does; or a weight has to come whole.
         """
         self._arrivals.check_off_parts(parts)
         recording = self.recording
@@ -309,9 +301,7 @@ class WeightLoader:
 
     def finish(self) -> None:
         """End the update: post-process where needed and account for every weight.
-
-        Raises:
-            SyncError: naming announced weights that nothing read, and parameters that were not written in full.
+        Raises SyncError: naming announced weights that nothing read, and parameters that were not written in full.
         """
         if self.recording is not None and self.recording.complete:
             with self._watcher:

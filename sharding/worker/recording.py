@@ -201,9 +201,7 @@ class Recording:
     @torch.no_grad()
     def move(self, model: torch.nn.Module, storages: dict[int, torch.UntypedStorage]) -> None:
         """Have the model's parameters, and what is recorded of them, in other memory that holds the same.
-
-        Args:
-            storages: `storage_key` of the old memory -> the new.
+        `storages`: `storage_key` of the old memory -> the new.
         """
         targets = [copy.target for copies in self.copies.values() for copy in copies]
         targets += [target for copies in self.sealed.values() for _, target in copies]
@@ -216,9 +214,7 @@ class Recording:
 
     def check(self, whole: bool) -> None:
         """End the recording: what does not add up is left to the loaders.
-
-        Args:
-            whole: every element of every weight has to be read, too; a tensor-parallel rank reads only its part.
+        `whole`: every element of every weight has to be read, too; a tensor-parallel rank reads only its part.
         """
         for name, copies in self.copies.items():
             if whole and not _covers_once([(c.offset, c.shape, c.stride) for c in copies], self.elements[name]):

@@ -39,9 +39,7 @@ def digest(data: memoryview) -> str:
 
 def lock(fd: int, shared: bool, deadline: float, complaint: str) -> None:
     """Lock a slot for reading, `shared`, or for writing.
-
-    Raises:
-        TimeoutError: with this complaint, when others hold it until the deadline (of `time.monotonic`).
+    Raises TimeoutError: with this complaint, when others hold it until the deadline (of `time.monotonic`).
     """
     while True:
         try:
@@ -53,11 +51,7 @@ def lock(fd: int, shared: bool, deadline: float, complaint: str) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The current manifest of a weights folder.
-
-    Raises:
-        SyncError: there is none, or it is not one.
-    """
+    """The current manifest of a weights folder. Raises SyncError: there is none, or it is not one."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text())
