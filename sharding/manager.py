@@ -1,8 +1,7 @@
 """The sharding manager: a context manager around generation that brings the policy's weights and takes the memory back.
 
-Every rank runs the same code and enters the same collectives, whatever happens to its own worker: a rank
-whose worker failed continues to gather without sending, and the failure is raised on all ranks together at the next
-agreement.
+Every rank enters the same collectives, whatever happens to its own worker: a rank whose worker failed continues to
+gather without sending, and the failure is raised on all ranks together at the next agreement.
 """
 
 import gc
@@ -60,9 +59,7 @@ class Tenant(Protocol):
 
 
 class VersionedPolicy(Tenant, Protocol):
-    """A policy that can be synced: its version, and its own log-probabilities where weights cannot be read
-    back.
-    """
+    """A policy that can be synced: its version, and its log-probabilities where weights cannot be read back."""
 
     @property
     def version(self) -> int:
@@ -131,11 +128,9 @@ class ShardingManager:
 
     @contextmanager
     def generation_shift(self, policy: VersionedPolicy, *others: Tenant) -> Iterator[None]:
-        """Inside, the engines are awake at `policy.version`; afterwards they are asleep and the memory is the
-        trainer's.
+        """Inside, the engines are awake at `policy.version`; afterwards they sleep and the memory is the trainer's.
 
-        When the body raises, nothing more is asked of the engines: the ranks may no longer be in step, and the run
-        ends.
+        When the body raises, nothing more is asked of the engines: the ranks may be out of step, and the run ends.
         """
         self.wake(policy, *others)
         yield
@@ -207,7 +202,10 @@ class ShardingManager:
         if self._broken:
             self._connect_way()
         self._session += 1
-        call = self._start_receiving(version)
+        call: Future[Any] | None = None
+        with agreed("starting the update"):  # from here on the engine holds no version, and its workers wait
+            if self._leader is not None:
+                call = self._leader.thread.submit(self._receive(self._leader.engine, version))
         timeout = self._settings.timeout
         link = Link(self._channel, self._session, timeout, lambda: _raise_if_dead(call), self._device_id)
         try:
@@ -220,13 +218,6 @@ class ShardingManager:
             if isinstance(error, RuntimeError) and not isinstance(error, RemoteError) and (whom := dead_ranks()):
                 raise RemoteError(f"rank {rank()} lost contact with {whom} during a weight update: {error}") from error
             raise
-
-    def _start_receiving(self, version: int) -> "Future[Any] | None":
-        """Leaders: from here on the engine holds no version, and its workers wait for weights."""
-        with agreed("starting the update"):
-            if self._leader is None:
-                return None
-            return self._leader.thread.submit(self._receive(self._leader.engine, version))
 
     async def _receive(self, engine: Engine, version: int) -> list[dict[str, Any]]:
         """On the leader's engine: one update. When it ends well, the engine holds `version`."""
@@ -273,8 +264,8 @@ class ShardingManager:
         return push(self._source, plan, self._way, link, kind, self._stamps)
 
     def _verify(self, link: Link, check: DigestCheck, different: list[str]) -> None:
-        """Report what digests found, and send the weights again that workers leave to their loaders, for those to
-        compare, unless they are re-processed: that takes the probe.
+        """Report what digests found. Weights that workers leave to their loaders are sent again, for those to compare,
+        unless they are re-processed: that takes the probe.
         """
         if self._settings.verify == "off":
             return
@@ -302,7 +293,9 @@ class ShardingManager:
             outcomes = [] if call is None else call.result(self._settings.timeout)
             self._way.finish(release)
             if self._leader is not None:
-                self.report.unreplayable = _together([outcome.get("unreplayable") for outcome in outcomes])
+                known = [weights for outcome in outcomes if (weights := outcome.get("unreplayable")) is not None]
+                together = {name: why for weights in known for name, why in weights.items()}
+                self.report.unreplayable = together if known else None
 
     def _fail(self, link: Link, call: "Future[Any] | None") -> None:
         """Get the workers out of their receive loops; the engine stays without a version until a complete sync."""
@@ -320,7 +313,12 @@ class ShardingManager:
         if self._settings.verify == "off" or self._plain:
             return None
         with self._timed("verify"):
-            token_ids = self._probe_tokens(policy.version)
+            if self._adapter is not None:
+                vocabulary = self._adapter.vocabulary
+            else:
+                embedding = next((p for p in self._parameters if "embed" in p.name), self._parameters[0])
+                vocabulary = embedding.pieces[0].shape[0]
+            token_ids = random.Random(policy.version).choices(range(vocabulary), k=PROBE_TOKENS)
             expected = policy.score_tokens(token_ids)
             if bad := [logprob for logprob in expected if not math.isfinite(logprob)]:  # alike on all ranks
                 raise NotFiniteError(f"the policy gives random tokens a log-probability of {bad[0]}")
@@ -338,27 +336,12 @@ class ShardingManager:
                 f"more than {bound:g}: its weights are not the policy's"
             )
 
-    def _probe_tokens(self, version: int) -> list[int]:
-        if self._adapter is not None:
-            vocabulary = self._adapter.vocabulary
-        else:
-            embedding = next((p for p in self._parameters if "embed" in p.name), self._parameters[0])
-            vocabulary = embedding.pieces[0].shape[0]
-        return random.Random(version).choices(range(vocabulary), k=PROBE_TOKENS)
-
 
 def _raise_if_dead(call: "Future[Any] | None") -> None:
     """Called while waiting for a worker: a call that ended early means that the engine, or its worker, is gone."""
-    if call is None or not call.done() or (error := call.exception()) is None:
-        return
-    if not isinstance(error, WorkerError):  # what a worker complains of, it tells its rank itself
+    error = call.exception() if call is not None and call.done() else None
+    if error is not None and not isinstance(error, WorkerError):  # what a worker complains of, it tells its rank itself
         raise SyncError(f"the engine ended during a weight update: {type(error).__name__}: {error}") from error
-
-
-def _together(unreplayable: list[dict[str, str] | None]) -> dict[str, str] | None:
-    """The weights that any worker of an engine cannot replay; None where they record nothing."""
-    known = [weights for weights in unreplayable if weights is not None]
-    return {name: why for weights in known for name, why in weights.items()} if known else None
 
 
 def device_id(device: torch.device, rank_in_group: int) -> str:

@@ -67,7 +67,6 @@ def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch
 
 def all_to_all_bytes(payloads: list[bytes]) -> list[bytes]:
     """From every rank, in rank order, what it has for this one; `payloads` has one for each. Every rank must call it.
-
     Nothing is padded: a rank receives the bytes that are meant for it, and a number from each.
     """
     if world_size() == 1:
@@ -162,7 +161,6 @@ def agreed(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[None]
 
 def all_reduce_sum(values: dict[str, float]) -> dict[str, float]:
     """The sum over ranks of each value, added in rank order: bit-equal on all ranks and in every run.
-
     Raises RuntimeError, on all ranks, when their keys differ.
     """
     return {key: sum(column) for key, column in _columns(values).items()}
