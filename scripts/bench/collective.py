@@ -54,7 +54,7 @@ def receive_bare(port: int, sizes: list[int], rounds: int, device: torch.device)
     group = BroadcastGroup(GroupStore(connect_store(HOST, port, TIMEOUT), "bench"), 1, 2, device, HOST, TIMEOUT)
     buffer = torch.ones(max(sizes), dtype=torch.uint8, device=device)
     for size in sizes * rounds:
-        group.wait(group.start(buffer[:size]), "bucket", lambda: None)
+        group.wait(group.start(buffer[:size]), "bucket")
 
 
 def bare_broadcast(plan: BucketPlan, rounds: int, device: torch.device, other: torch.device) -> list[float]:
@@ -69,7 +69,7 @@ def bare_broadcast(plan: BucketPlan, rounds: int, device: torch.device, other: t
 
     def send() -> None:
         for size in sizes:
-            group.wait(group.start(buffer[:size]), "bucket", lambda: None)
+            group.wait(group.start(buffer[:size]), "bucket")
 
     times = seconds(send, rounds, device)
     process.join(60)

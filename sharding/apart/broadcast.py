@@ -40,7 +40,6 @@ TRAIN_WORLD_SIZE = 1
 
 def engine_ranks(engines: int, workers_per_engine: int) -> tuple[int, list[int]]:
     """World size of the weights group, and the rank of each engine's first worker in it.
-
     Two engines of two workers make a world of 5 with the engines at ranks 1 and 3.
     """
     if engines < 1 or workers_per_engine < 1:
@@ -91,15 +90,15 @@ class Broadcast:
             if self.store is None:
                 return
             try:
-                self._meet(self.store, lambda: raise_if_failed(calls))
+                self._meet(self.store, calls)
             except Exception as error:
                 self.lost = str(error)
                 self.store.abort(f"the trainer gave up: {error}")
                 raise
 
-    def _meet(self, store: GroupStore, still_alive: Callable[[], None]) -> None:
+    def _meet(self, store: GroupStore, calls: Sequence["Future[Any]"]) -> None:
         def look() -> None:
-            still_alive()
+            raise_if_failed(calls)
             store.check_aborted()
 
         for number in range(TRAIN_WORLD_SIZE, self.world_size):
@@ -123,8 +122,8 @@ class Broadcast:
 
     def connect(self, call: Call | None) -> None:
         """See `Way`. Every leader's engine joins; ranks and workers correspond one to one."""
-        calls = []
         self.listen()
+        calls = []
         if call is not None:
             place = (rank(), self.ip, self.port, self.world_size, TRAIN_WORLD_SIZE, self._timeout)
             calls = [call("init_collective", *place)]
@@ -150,7 +149,7 @@ class Broadcast:
     def wait(self, buffer: int) -> None:
         """See `Way`. Raises GroupError: a member was lost, or gave up."""
         if self._group is not None and (work := self._works.pop(buffer, None)) is not None:
-            self._group.wait(work, "broadcast of a bucket", lambda: None)
+            self._group.wait(work, "broadcast of a bucket")
 
     def finish(self, release: bool) -> None:
         if release:
@@ -213,7 +212,6 @@ class Workers:
 
     def abort(self, reason: str, way: Broadcast) -> bool:
         """Let all workers leave the update; whether they did, and the group can be used again.
-
         It cannot when a worker was lost. One that failed and said so still takes part in what was announced.
         """
         if self._way_error or any(link.error and not link.ended for link in self._links):
@@ -232,8 +230,7 @@ class Workers:
 
 
 class CollectiveSender:
-    """The trainer's end for engines that join by themselves. Every rank, or a single plain process, constructs it and
-    calls it alike.
+    """The trainer's end for engines that join by themselves. All ranks, or a single plain process, call it alike.
 
     Weights are verified by passing through the workers' loaders a second time.
     `ip`, `port`, `world_size`, `train_world_size`: arguments of the engines' `init_collective`.

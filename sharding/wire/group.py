@@ -34,11 +34,7 @@ class GroupError(SyncError):
 
 def wait_until(done: Callable[[], bool], timeout: float, waiting_for: str, still_alive: Callable[[], None]) -> None:
     """Wait for something that can only be asked for.
-
-    Args:
-        timeout: seconds.
-        still_alive: called now and then; raises when there is nothing left to wait for.
-
+    `timeout`: seconds. `still_alive`: called now and then; raises when there is nothing left to wait for.
     Raises TimeoutError: naming `waiting_for`.
     """
     deadline = time.monotonic() + timeout
@@ -68,12 +64,7 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
 
 
 def connect_store(host: str, port: int, timeout: float) -> TCPStore:
-    """A connection to the group's store.
-
-    Raises:
-        TimeoutError: nothing answers there.
-        GroupError: something else does.
-    """
+    """Connect to the group's store. Raises TimeoutError: nothing answers there; GroupError: something else does."""
     wait_until(lambda: _answers(host, port), timeout, f"trainer at {host}:{port}", lambda: None)
     try:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
@@ -134,10 +125,6 @@ class GroupStore:
         if self.has(_ABORTED):
             raise GroupError(self.read(_ABORTED).decode())
 
-    def prefixed(self, prefix: str) -> Store:
-        """A part of the store, for torch's own use."""
-        return PrefixStore(prefix, self._store)
-
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
             return question()
@@ -183,10 +170,10 @@ class BroadcastGroup:
     ) -> None:
         self._store, self._timeout = store, timeout
         make = _nccl if device.type == "cuda" else _gloo
-        self._backend: Any = make(store.prefixed("broadcast"), rank, world_size, address, timeout)
+        self._backend: Any = make(PrefixStore("broadcast", store._store), rank, world_size, address, timeout)
         first = torch.full((1,), world_size if rank == 0 else 0, dtype=torch.uint8, device=device)
         try:
-            self.wait(self._join(first), "first broadcast", lambda: None)
+            self.wait(self._join(first), "first broadcast")
         except BaseException:
             self.close()
             raise
@@ -204,7 +191,7 @@ class BroadcastGroup:
                 started.set_exception(error)
 
         threading.Thread(target=start, name="weights-group-join", daemon=True).start()
-        self._until(started.done, "connection of all members", lambda: None)
+        self._until(started.done, "connection of all members")
         return started.result()
 
     def start(self, tensor: torch.Tensor) -> Work:
@@ -216,21 +203,17 @@ class BroadcastGroup:
         except RuntimeError as error:
             raise GroupError(f"a broadcast could not start: {error}") from error
 
-    def wait(self, work: Work, what: str, still_alive: Callable[[], None]) -> None:
+    def wait(self, work: Work, what: str) -> None:
         """Until the memory of a broadcast can be used. Raises GroupError: a member was lost, or the deadline passed."""
-        self._until(work.is_completed, what, still_alive)
+        self._until(work.is_completed, what)
         try:
             work.wait()
         except RuntimeError as error:
             raise GroupError(f"{what}: {error}") from error
 
-    def _until(self, done: Callable[[], bool], what: str, still_alive: Callable[[], None]) -> None:
-        def look() -> None:
-            still_alive()
-            self._store.check_aborted()
-
+    def _until(self, done: Callable[[], bool], what: str) -> None:
         try:
-            wait_until(done, self._timeout, what, look)
+            wait_until(done, self._timeout, what, self._store.check_aborted)
         except SyncError:
             raise
         except (RuntimeError, TimeoutError) as error:

@@ -35,9 +35,7 @@ class Place:
 
 
 class Membership:
-    """A worker's membership in a group, from joining to `leave`.
-    `token`: tells this group from another at the same address.
-    """
+    """A worker's membership in a group, until `leave`; its `token` tells the group from others at the same address."""
 
     def __init__(self, place: Place, device: torch.device, device_id: str, timeout: float) -> None:
         """Join. Returns when all members are there and a first broadcast has arrived.
@@ -105,10 +103,10 @@ class BroadcastBuckets:
 
     @property
     def _group(self) -> BroadcastGroup:
-        if self._worker.hotbunk_membership is None:
+        membership: Membership | None = self._worker.hotbunk_membership
+        if membership is None:
             raise SyncError("in no weights group: init_collective comes first")
-        group: BroadcastGroup = self._worker.hotbunk_membership.group
-        return group
+        return membership.group
 
     def expect(self, message: dict[str, Any]) -> None:
         """See `Buckets`. The broadcast begins here: the buffer it is for holds nothing that is still needed."""
@@ -119,7 +117,7 @@ class BroadcastBuckets:
 
     def finish(self, message: dict[str, Any]) -> None:
         """Wait for the oldest broadcast, which is this bucket's."""
-        self._group.wait(self._works.popleft(), f"broadcast of bucket {message['stamp']}", lambda: None)
+        self._group.wait(self._works.popleft(), f"broadcast of bucket {message['stamp']}")
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
         self.finish(message)
@@ -150,7 +148,6 @@ class CollectiveCarrier(ChannelCarrier):
 
     def fail(self, error: Exception) -> None:
         """See `Carrier`. Stays for what was announced, since a broadcast needs everybody, until the trainer gives up.
-
         Where the group itself is what failed, the others learn it from the store.
         """
         try:
