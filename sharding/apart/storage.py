@@ -128,11 +128,7 @@ class StorageWriter:
     def write(self, version: int) -> Path:
         """Write an update. It is the current one when this returns; when it raises, the one before still is.
 
-        Collective over the trainer's ranks.
-
-        Returns:
-            The folder, which `load_weights_from_storage` takes.
-
+        Collective over the trainer's ranks. Returns the folder, which `load_weights_from_storage` takes.
         Raises RemoteError: on all ranks: the disk is full, or a reader has not left the slot in time.
         """
         peer = NullPeer()

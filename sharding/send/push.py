@@ -115,15 +115,12 @@ class NullPeer:
 
 
 class Link:
-    """A rank's conversation with one worker during one update.
+    """A rank's conversation with one worker during one update. See `Peer`.
 
     Messages are answered in order, so they can be sent ahead of their answers. After the first failure nothing more is
     sent, and answers are {}: the rank continues with the others' collectives.
 
-    Attributes:
-        error: the first failure.
-        ended: the worker has left its receive loop.
-        messages: sent so far.
+    `ended`: the worker has left its receive loop.
     """
 
     def __init__(
@@ -131,37 +128,34 @@ class Link:
     ) -> None:
         """See `Channel.receive`; `session` tells this update's messages from those of one that broke off."""
         self.error: Exception | None = None
-        self.ended = False
-        self.messages = 0
+        self.ended, self.messages = False, 0
         self._channel, self._session, self._timeout = channel, session, timeout
         self._still_alive, self._worker = still_alive, worker
         self._unanswered = 0
 
     def post(self, kind: str, **fields: Any) -> None:
-        """Send without waiting for the answer."""
         if self.error is not None:
             return
         try:
             self._channel.send(kind, session=self._session, **fields)
         except SyncError as error:
-            self.error = self._cause(error)
+            self.error = SyncError(f"the worker on {self._worker} cannot be reached: {error}")
+            try:
+                self._still_alive()
+            except Exception as cause:  # the engine's own end, where that is known
+                self.error = cause
         self._unanswered += 1
         self.messages += 1
 
-    def _cause(self, error: SyncError) -> Exception:
-        """Why nothing can be sent: the engine's own end, where that is known."""
-        try:
-            self._still_alive()
-        except Exception as cause:
-            return cause
-        return SyncError(f"the worker on {self._worker} cannot be reached: {error}")
-
     def collect(self) -> dict[str, Any]:
-        """The answer to the oldest unanswered message; {} after a failure."""
         if self.error is not None or not self._unanswered:
             return {}
+        waiting_for = f"answer from the worker on {self._worker}"
         try:
-            answer = self._answer()
+            while True:
+                answer = self._channel.receive(self._timeout, waiting_for, self._still_alive)
+                if answer.get("session") == self._session:
+                    break
             self._unanswered -= 1
             if answer["kind"] == "failed":
                 self.ended = True
@@ -170,14 +164,6 @@ class Link:
         except Exception as error:
             self.error = error
             return {}
-
-    def _answer(self) -> dict[str, Any]:
-        while True:
-            answer = self._channel.receive(
-                self._timeout, f"answer from the worker on {self._worker}", self._still_alive
-            )
-            if answer.get("session") == self._session:
-                return answer
 
     def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Send and wait."""
@@ -199,19 +185,16 @@ def announce(
     adapter: dict[str, Any] | None = None,
     verify: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Say what will come.
-
-    Args:
-        adapter: the `number` and `config` of a LoRA adapter, if that is what comes.
-        verify: what will be compared by digests, see `DigestCheck.request`.
+    """Say what will come: full weights, or a LoRA `adapter` of this `number` and `config`.
+    `verify`: what will be compared by digests, see `DigestCheck.request`.
 
     Returns:
         `plain`: whether the receiver keeps weights as they are sent, so that they can be compared. `views`: what it
         reads of the weights in `verify`. `whole`: which weights have to arrive whole; None: all. `records`: whether it
         notes down in this update what it can replay in later ones. {} after a failure.
     """
-    fields = {"weights": manifest_of(parameters), "version": version, "replay": replay}
-    peer.post("begin", **fields, adapter=adapter, verify=verify)
+    weights = manifest_of(parameters)
+    peer.post("begin", weights=weights, version=version, replay=replay, adapter=adapter, verify=verify)
     return peer.collect()
 
 
@@ -219,7 +202,6 @@ def push(
     source: WeightSource, plan: BucketPlan, way: Way, peer: Peer, kind: str, stamps: Iterator[int]
 ) -> list[dict[str, Any]]:
     """Gather each bucket into one buffer while the peer reads the other; returns the peer's answers.
-
     Collective over the trainer's ranks: gathering continues when the peer, or the way, has failed.
     """
     answers = []

@@ -4,14 +4,13 @@ Three ways were weighed for FSDP2: `full_tensor()` (a full copy per parameter an
 flattened all-gather per bucket (a second bucket of memory, since ranks' shards arrive interleaved), and this one: an
 all-gather of each parameter whose output *is* the parameter's slot, those of a bucket coalesced into one collective.
 FSDP2 shards dimension 0 in equal chunks with only the last ones short, so what arrives rank after rank is the parameter
-itself, with the padding behind it: no copy and no extra memory. ZeRO-3 cuts the flattened parameter into equal
-stretches, the last one padded: the same holds. So it does of a part of a parameter that is too large for a bucket: the
+itself, with the padding behind it: no copy and no extra memory. The same holds of ZeRO-3, which cuts the flattened
+parameter into equal stretches, the last one padded, and of a part of a parameter that is too large for a bucket: the
 same stretch of every rank's shard.
 
-Weights with low-rank adapters, sent as if they had been trained whole: W + scale · B A (arXiv 2106.09685, eq. 3).
-
-The sum is made anew for every sync, in float32, of the elements that a rank holds and of no others; the weights
-themselves are never touched, so that no rounding adds up.
+Weights with low-rank adapters are sent as if they had been trained whole: W + scale · B A (arXiv 2106.09685, eq. 3).
+The sum is made anew for every sync, in float32, of the elements that a rank holds; the weights themselves are never
+touched, so that no rounding adds up.
 """
 
 import math
@@ -47,13 +46,11 @@ class WeightSource(Protocol):
 
     def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
         """Fill each slot (uint8 [nbytes], on the policy's device) with the whole parameter in the engine's dtype.
-
         Collective: every rank calls it with the same names in the same order.
         """
 
     def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
         """Fill a slot with a part of a parameter, see `Slot`: of every shard what is `start` bytes behind its start.
-
         Collective, as `gather_into`.
         """
 
@@ -64,9 +61,8 @@ class ShardedSource(WeightSource, Protocol):
     def own_values(self, name: str) -> tuple[int, torch.Tensor]:
         """This rank's part of a parameter: the number of the first element, and the values, flat, yet to be cast.
 
-        Of [5, 4] cut over two ranks, rank 1 has elements 12 to 19.
-
-        Collective over the `holders`. The values must not be changed; padding may follow them.
+        Of [5, 4] cut over two ranks, rank 1 has elements 12 to 19. Collective over the `holders`. The values must not
+        be changed; padding may follow them.
         """
 
     def holders(self, name: str) -> list[int]:
@@ -126,9 +122,7 @@ class FsdpWeightSource:
             all_gather(slot, self._padded_shard(name, slot.numel() // dist.get_world_size(group), start), group=group)
 
     def _start(self, group: dist.ProcessGroup, pairs: list[tuple[str, torch.Tensor]]) -> tuple[Any, list[torch.Tensor]]:
-        """Begin to gather parameters into their slots, as one collective; what to wait for, and memory to keep until
-        then.
-        """
+        """Gather parameters into their slots, as one collective; what to wait for, and memory to keep until then."""
         parts = dist.get_world_size(group)
         shards = [self._padded_shard(name, slot.numel() // parts) for name, slot in pairs]
         if len(pairs) == 1:
@@ -141,8 +135,7 @@ class FsdpWeightSource:
     @torch.no_grad()
     def own_values(self, name: str) -> tuple[int, torch.Tensor]:
         tensor = self._tensors[name]
-        group = shard_group(tensor)
-        if group is None:
+        if (group := shard_group(tensor)) is None:
             return 0, self._to_send(name, _whole(tensor).reshape(-1), 0)
         local = local_part(tensor).reshape(-1)
         first = dist.get_rank(group) * _largest_shard(tensor, dist.get_world_size(group))
@@ -154,14 +147,12 @@ class FsdpWeightSource:
 
     def _to_send(self, name: str, values: torch.Tensor, offset: int) -> torch.Tensor:
         """The values to send for elements [offset, offset + n) of a parameter, `values` [n]: here they themselves.
-
         Called on all ranks of the parameter's group, in the same order. `values` must not be changed.
         """
         return values
 
     def _padded_shard(self, name: str, nbytes: int, start: int = 0) -> torch.Tensor:
         """This rank's shard in the engine's dtype from byte `start` on, as uint8 [nbytes]; zeros where it has ended.
-
         What is added to a shard is added to all of it: bits of a product can depend on how many rows are multiplied.
         """
         begin, count = start // self._dtype.itemsize, nbytes // self._dtype.itemsize
@@ -174,9 +165,7 @@ class FsdpWeightSource:
 
 
 def _batches(pairs: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
-    """Names and slots that are gathered by one collective each: all of a bucket, except that large ones go alone where
-    gloo would copy them twice.
-    """
+    """Pairs for one collective each: all of a bucket, except that large ones go alone where gloo copies them twice."""
     large = [pair for pair in pairs if not pair[1].is_cuda and pair[1].numel() > LARGE_BYTES]
     small = [pair for pair in pairs if pair[1].is_cuda or pair[1].numel() <= LARGE_BYTES]
     return [[pair] for pair in large] + ([small] if small else [])
@@ -189,8 +178,8 @@ def whole_shape(tensor: torch.Tensor) -> torch.Size:
 
 def partition(tensor: Any) -> torch.Tensor:
     """This rank's stretch of a parameter that ZeRO-3 has cut."""
-    partition: torch.Tensor = tensor.ds_tensor
-    return partition.detach()
+    stretch: torch.Tensor = tensor.ds_tensor
+    return stretch.detach()
 
 
 def local_part(tensor: Any) -> torch.Tensor:
@@ -220,11 +209,8 @@ class StreamSource:
         self._seen: set[str] = set()
 
     def parameters(self) -> list[SourceParameter]:
-        sizes = {name: math.prod(shape) * getattr(torch, dtype).itemsize for name, (shape, dtype) in self._info.items()}
-        return [
-            SourceParameter(name, sizes[name], (Piece(name, dtype, tuple(shape), 0),))
-            for name, (shape, dtype) in self._info.items()
-        ]
+        pieces = [Piece(name, dtype, tuple(shape), 0) for name, (shape, dtype) in self._info.items()]
+        return [SourceParameter(piece.name, piece.nbytes, (piece,)) for piece in pieces]
 
     @torch.no_grad()
     def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
@@ -262,18 +248,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         return partition(tensor)[: whole_shape(tensor).numel()]
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    return tensor.to_local() if _sharded_ranks(tensor) == 1 else tensor.full_tensor()
-
-
-def _sharded_ranks(tensor: DTensor) -> int:
-    """Over how many ranks a tensor is cut; replicas do not count."""
-    mesh = tensor.device_mesh
-    return math.prod(mesh.size(i) for i, p in enumerate(tensor.placements) if not isinstance(p, Replicate))
+    mesh, placements = tensor.device_mesh, tensor.placements
+    cut = any(mesh.size(i) > 1 for i, p in enumerate(placements) if not isinstance(p, Replicate))
+    return tensor.full_tensor() if cut else tensor.to_local()
 
 
 def shard_group(tensor: Any) -> dist.ProcessGroup | None:
     """The process group whose ranks' parts, one after another, are the parameter; None where a plain gather must do.
-
     Replicated dimensions (HSDP) need no gather. A single rank, a tensor without rows and any other placement give None.
     """
     if hasattr(tensor, "ds_tensor"):
@@ -301,7 +282,6 @@ class LowRank(NamedTuple):
 
     def added_to_stretch(self, values: torch.Tensor, offset: int) -> torch.Tensor:
         """The sum for the weight's elements [offset, offset + n), as a new float32 tensor [n]. Collective.
-
         `values` [n] may reach beyond the weight's end, as the padding of a last shard does; that is left as it is.
         """
         a, b = gathered(self.a).float(), gathered(self.b).float()

@@ -47,7 +47,6 @@ class Slot:
 
     def stretches(self) -> Iterator[Stretch]:
         """The elements of the checkpoint's tensors that lie here; padding is left out.
-
         Of [8, 64] float32 from two shards of 1024 bytes, the part with `start` 512 and 1024 bytes holds elements 128
         to 255 and 384 to 511.
         """
@@ -170,8 +169,7 @@ class Way(Protocol):
             fields: of its message: `buffer`, `nbytes`, `stamp`, and what it holds (`pieces`, `stretches`).
             failed: this rank's worker gets no more messages.
 
-        Returns:
-            Further fields of the message: where the worker finds the bucket.
+        Returns further fields of the message: where the worker finds the bucket.
         """
 
     def wait(self, buffer: int) -> None:
@@ -245,7 +243,6 @@ class ZeroCopy(Staged):
         timeout: float,
     ) -> None:
         """`compute_in` takes the engine's memory of each parameter, flat, for the trainer to compute in from then on.
-
         The engine must have one worker, with `shared_weights` set; `timeout` is of the wait for it, s.
         """
         super().__init__(device)

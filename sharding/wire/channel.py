@@ -77,12 +77,8 @@ class Channel:
     def receive(
         self, timeout: float, waiting_for: str, still_alive: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """The next message.
-
-        Args:
-            timeout: seconds.
-            waiting_for: named in the error.
-            still_alive: called between polls; raises when the peer's process is known to be gone.
+        """The next message, within `timeout` seconds; the error names what it was `waiting_for`.
+        `still_alive`: called between polls; raises when the peer's process is known to be gone.
 
         Raises:
             TimeoutError: nothing arrived in time; what is larger than `MAX_MESSAGE_BYTES` never does.
@@ -105,8 +101,7 @@ class Channel:
     def _put(self, packed: bytes) -> None:
         self._socket.send(packed, zmq.NOBLOCK)
 
-    def _take(self) -> bytes | None:
-        """The message that has arrived, if it is from whom we listen to."""
+    def _take(self) -> bytes | None:  # None: not from whom we listen to
         return self._socket.recv()
 
     def close(self) -> None:
@@ -115,19 +110,16 @@ class Channel:
 
 
 class Listener(Channel):
-    """The trainer's end.
-
-    It lives in the run's private folder and knows its peer by a secret that only the peer was told. Who else connects,
-    before the peer or after it, is neither heard nor in its way.
+    """The trainer's end, in the run's private folder. It knows its peer by a secret that only the peer was told: who
+    else connects, before the peer or after it, is neither heard nor in its way.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         """Listen in `folder`. Raises SyncError: other users can enter it."""
         if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
             raise SyncError(f"{folder} has mode {mode:o}, open to other users: sockets need a folder of mode 700")
-        self.secret = secrets.token_hex(16)
-        self.endpoint = f"ipc://{folder / name}"
-        self._path = folder / name
+        self.secret, self._path = secrets.token_hex(16), folder / name
+        self.endpoint = f"ipc://{self._path}"
         self._speaker = self._peer = b""  # who spoke last, and whom we listen to, by numbers that ZMQ gives them
         socket = _socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what is sent to a peer that has gone is an error

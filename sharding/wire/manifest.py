@@ -46,7 +46,7 @@ WINDOW = 1 << 14
 MODULUS = 1 << 64
 _WORD = 4  # bytes
 _STEP = 0x9E3779B97F4A7C15 - MODULUS  # odd: the multipliers of a block are those of the one behind it times this
-_MOST = 6  # differences spelled out in an error
+_MOST = 6  # names or differences spelled out in an error
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ class Piece:
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype.itemsize
+        return int(getattr(torch, self.dtype).itemsize)
 
     @property
     def nbytes(self) -> int:
@@ -77,12 +76,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some of a weight's elements, in the order in which the whole weight has them.
-
-    Attributes:
-        first, count: which elements of the weight.
-        offset: bytes from the start of the bucket.
-    """
+    """Elements [`first`, `first` + `count`) of a weight, at `offset` bytes from the start of the bucket."""
 
     name: str
     dtype: str
@@ -141,13 +135,8 @@ def check_manifest(sent: Manifest, promised: Manifest | None, engine_dtype: str)
         if dtype != engine_dtype
     ]
     if complaints:
-        raise SyncError("the update does not fit: " + summary(complaints))
-
-
-def summary(complaints: list[str]) -> str:
-    """The first few complaints, and the number of the others."""
-    more = f"; and {len(complaints) - _MOST} more" if len(complaints) > _MOST else ""
-    return "; ".join(complaints[:_MOST]) + more
+        more = f"; and {len(complaints) - _MOST} more" if len(complaints) > _MOST else ""
+        raise SyncError("the update does not fit: " + "; ".join(complaints[:_MOST]) + more)
 
 
 def checkpoint_manifest(model: str, dtype: str, tied: bool) -> Manifest:
@@ -174,9 +163,9 @@ def checkpoint_manifest(model: str, dtype: str, tied: bool) -> Manifest:
     return manifest
 
 
-def first_names(names: list[str], most: int = 6) -> str:
+def first_names(names: list[str]) -> str:
     """The first few names, for an error."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
 def digest(blocks: Iterable[Tensor]) -> int:
@@ -211,7 +200,6 @@ def _multipliers(count: int, device: torch.device) -> Tensor:
 
 def cut(views: Iterable[View], seed: int | None) -> Iterator[Iterator[View]]:
     """For each view the parts that are digested: all of it in blocks, or one window that `seed` decides.
-
     Nothing but shapes and the seed decide: views of the same shapes are cut alike, whatever their strides.
     """
     draw = random.Random(seed)
@@ -255,7 +243,6 @@ def _window(view: View, draw: random.Random) -> View:
 
 def part_of(view: View, values: Tensor, first: int, dtype: torch.dtype) -> Tensor:
     """A view's elements that this rank owns, and zeros for the rest; zeros do not change a digest.
-
     Of a view of elements 4 to 11, a rank that owns elements 8 to 15 gives four zeros and its first four.
     `values`: [n], the weight's elements from number `first` on; they are cast to `dtype`.
     """

@@ -39,10 +39,7 @@ def stamp(buffer: torch.Tensor, number: int) -> None:
 
 
 def stamped(buffer: torch.Tensor) -> int:
-    """The number of the bucket in the buffer.
-
-    A worker that reads other memory than the trainer wrote finds another one.
-    """
+    """The number of the bucket in the buffer; a worker that reads other memory than the trainer wrote finds another."""
     return int(buffer[-STAMP_BYTES:].view(torch.int64).item())
 
 
@@ -80,8 +77,7 @@ class MemoryFile:
         """Raises OSError where the system does not give that much."""
         *starts, total = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        # The inode tells this memory from an earlier one that had the same descriptor.
-        inode = os.fstat(self._fd).st_ino
+        inode = os.fstat(self._fd).st_ino  # tells this memory from an earlier one that had the same descriptor
         places = {"starts": starts, "sizes": sizes}
         self.handle = {"kind": "shared_memory", "pid": os.getpid(), "fd": self._fd, "inode": inode, **places}
         try:
@@ -197,7 +193,6 @@ def make_staging(nbytes: int, device: torch.device) -> Staging:
 
 def release_pages(tensors: Iterable[torch.Tensor]) -> int:
     """Free the whole pages inside each distinct storage; returns the bytes given back. Contents become zeros.
-
     Only pages that belong to one storage entirely are freed: a small tensor shares its page with others.
     """
     freed = 0
