@@ -18,15 +18,10 @@ from sharding.worker.recording import LoadWatcher
 
 
 class AdapterLoader:
-    """One version of the adapter of one worker; the methods of `WeightLoader`.
+    """One version of the adapter of one worker; the methods of `WeightLoader`."""
 
-    Attributes:
-        plain: no, vLLM scales and pads what it is sent.
-        recording: none, every update fills the room for another adapter.
-    """
-
-    plain = False
-    recording = None
+    plain = False  # vLLM scales and pads what it is sent
+    recording = None  # every update fills the room for another adapter
 
     def __init__(self, model_runner: Any, number: int, config: dict[str, Any]) -> None:
         """`number` is the adapter's in requests; `config` what PEFT writes to adapter_config.json."""

@@ -30,11 +30,8 @@ _PLAIN_ON_CPU = os.environ.get("HOTBUNK_PLAIN_CPU_WEIGHTS") == "1"
 if _PLAIN_ON_CPU:
     _custom_ops._supports_onednn = False
 
-READERS: dict[str, Callable[[Any], Buckets]] = {
-    "staged": StagedBuckets,
-    "broadcast": BroadcastBuckets,
-    "storage": StorageBuckets,
-}
+READERS: dict[str, Callable[[Any], Buckets]]
+READERS = {"staged": StagedBuckets, "broadcast": BroadcastBuckets, "storage": StorageBuckets}
 """The workers' halves of the ways, by what the trainer's half calls them."""
 
 Outcome = dict[str, Any]
@@ -93,7 +90,7 @@ class VllmInternalWorkerExtension:
     """Methods that a vLLM worker gains. Their names must not exist on vLLM's worker already, which is asserted there
     (vllm/v1/worker/worker_base.py, init_worker).
 
-    Those that return an `Outcome` never raise: its "error" is None, or says on which worker what went wrong.
+    Those that return an `Outcome` never raise.
     """
 
     hotbunk_rank: ChannelCarrier | None = None
@@ -136,7 +133,6 @@ class VllmInternalWorkerExtension:
 
     def hotbunk_share_weights(self) -> Outcome:
         """Let the trainer compute with this model's parameters, after an update that was recorded.
-
         `handle` and `places`: see `SharedWeights`.
         """
 
@@ -162,7 +158,6 @@ class VllmInternalWorkerExtension:
         self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int = 1, timeout_s: float = 300.0
     ) -> Outcome:
         """Join the group that a `CollectiveSender` at `ip:port` broadcasts weights in. Returns when all members have.
-
         Joining a group that this worker is in already changes nothing; joining another one leaves the first.
         `rank_prefix`: workers of the engines before this one. Workers stand behind the trainer's members: rank =
         `train_world_size` + `rank_prefix` + rank in the engine.
@@ -201,7 +196,6 @@ class VllmInternalWorkerExtension:
 
     def hotbunk_model_metadata(self) -> Outcome:
         """`weights`: checkpoint name -> [shape, dtype] of everything an update must bring.
-
         As the latest update brought it; before the first one, as the checkpoint has it.
         """
         found: Manifest = {}

@@ -33,17 +33,13 @@ def reprocessed_modules(model: Module, plain_on_cpu: bool) -> list[Module]:
     found: list[Module] = []
     inside: set[Module] = set()
     for module in model.modules():  # from the outside in
-        if module not in inside and _keeps_something_else(module):
+        method = getattr(module, "quant_method", None)
+        packs = method is not None and type(method).__name__ not in _PLAIN_METHODS
+        products = hasattr(module, "W_UK_T") or hasattr(module, "W_UV")  # of MLA's weights
+        if module not in inside and (packs or products):
             found.append(module)
             inside.update(module.modules())
     return found
-
-
-def _keeps_something_else(module: Module) -> bool:
-    method = getattr(module, "quant_method", None)
-    if method is not None and type(method).__name__ not in _PLAIN_METHODS:
-        return True
-    return hasattr(module, "W_UK_T") or hasattr(module, "W_UV")  # products of MLA's weights
 
 
 class Reload:
@@ -58,7 +54,7 @@ class Reload:
         if not self._modules:
             return
         if next(self._model.parameters()).device.type == "cpu":
-            for module in self._all():
+            for _, module in self._named():
                 method = getattr(module, "quant_method", None)
                 if hasattr(method, "moe_kernel"):
                     # Else it is not packed from the second load on (`_setup_kernel` in
@@ -77,7 +73,7 @@ class Reload:
         with set_current_vllm_config(self._config):
             for module in self._modules:
                 finalize_layerwise_reload(module, self._config.model_config)
-            _repack_tied(self._all())
+            _repack_tied([module for _, module in self._named()])
 
     def parameters(self) -> set[torch.nn.Parameter]:
         """Of these modules, as they are now."""
@@ -97,9 +93,6 @@ class Reload:
                 missing[name] = own
         return [name for name, own in missing.items() if not own <= loaded]  # without parameters: nothing to miss
 
-    def _all(self) -> list[Module]:
-        return [module for _, module in self._named()]
-
     def _named(self) -> list[tuple[str, Module]]:
         inside = {inner for module in self._modules for inner in module.modules()}
         return [(name, module) for name, module in self._model.named_modules() if module in inside]
@@ -112,9 +105,7 @@ def _repack_tied(modules: list[Any]) -> None:
     owners: dict[int, Module] = {}
     for module in modules:
         weight = module._parameters.get("weight")
-        if weight is None or not weight.numel():
-            continue
-        if owners.setdefault(id(weight), module) is not module:
+        if weight is not None and weight.numel() and owners.setdefault(id(weight), module) is not module:
             module.quant_method.process_weights_after_loading(module)
 
 
@@ -176,8 +167,7 @@ def _overlaps(places: list[tuple[int, int]], first: int, last: int) -> bool:
 
 
 class WeightLoader:
-    """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, which leaves a model that can be
-    loaded.
+    """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, after which it can be loaded.
 
     Attributes:
         plain: every module is written in place.
@@ -193,8 +183,7 @@ class WeightLoader:
     ) -> None:
         """`reprocessed`: modules that are not written in place."""
         self.plain, self.recording = not reprocessed, recording
-        self._model = model
-        self._config = vllm_config
+        self._model, self._config = model, vllm_config
         self._reload = Reload(model, list(reprocessed), vllm_config)
         self._records = model not in reprocessed
         self._watcher = LoadWatcher()
@@ -202,7 +191,6 @@ class WeightLoader:
 
     def begin(self, weights: Manifest, replay: bool = True) -> None:
         """Start an update that will bring exactly these weights; `replay` records what the loaders do, or repeats it.
-
         Weights that are re-processed after loading cannot be replayed.
         """
         self._arrivals = Arrivals(weights)
@@ -230,8 +218,12 @@ class WeightLoader:
         Raises SyncError: a weight that was not announced as it is, that came before, or that the model refuses.
         """
         self._arrivals.check_off(weights)
-        if self.recording is not None and self.recording.complete:
-            weights = self._replay(self.recording, weights)
+        if self.recording is not None and self.recording.complete:  # what can be copied needs no loaders
+            ready = [pair for pair in weights if self.recording.replayable(pair[0])]
+            self.recording.replay(ready)
+            for name, _ in ready:
+                self._watcher.note_replayed(name, self.recording.targets(name))
+            weights = [pair for pair in weights if not self.recording.replayable(pair[0])]
         if not self.plain:
             weights = copy_of(weights)  # a reload keeps references until a fused module is complete
         self._run_loaders(weights)
@@ -256,14 +248,6 @@ class WeightLoader:
         if recording is None or not recording.complete:
             return None
         return [name for name in recording.weights if not recording.replayable(name)]
-
-    def _replay(self, recording: Recording, weights: NamedTensors) -> NamedTensors:
-        """Copy what can be copied without loaders; returns the rest."""
-        ready = [pair for pair in weights if recording.replayable(pair[0])]
-        recording.replay(ready)
-        for name, _ in ready:
-            self._watcher.note_replayed(name, recording.targets(name))
-        return [pair for pair in weights if not recording.replayable(pair[0])]
 
     def _try_out(self, recording: Recording, weights: NamedTensors) -> None:
         """Replay into zeroed parameters what has just been recorded, and have the loaders compare."""
@@ -308,7 +292,13 @@ class WeightLoader:
                 self.recording.refill()
         elif self.recording is not None:
             self.recording.check(whole=self._config.parallel_config.tensor_parallel_size == 1)
-        untouched = self._untouched_parameters() + self._reload.untouched()
+        elsewhere, written = self._reload.parameters(), self._watcher.written
+        untouched = [
+            name
+            for name, parameter in self._model.named_parameters()
+            if parameter.numel() and parameter not in elsewhere and storage_key(parameter) not in written
+        ]
+        untouched += self._reload.untouched()
         self._finish_reload()
         complaints = self._arrivals.complaints(self._watcher.read)
         if untouched:
@@ -333,14 +323,6 @@ class WeightLoader:
     def _finish_reload(self) -> None:
         with self._watcher:  # modules with padding, such as a vocabulary of odd size, are loaded only now
             self._reload.finish()
-
-    def _untouched_parameters(self) -> list[str]:
-        elsewhere = self._reload.parameters()
-        return [
-            name
-            for name, parameter in self._model.named_parameters()
-            if parameter.numel() and parameter not in elsewhere and storage_key(parameter) not in self._watcher.written
-        ]
 
 
 def copy_of(weights: NamedTensors) -> NamedTensors:

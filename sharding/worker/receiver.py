@@ -4,14 +4,14 @@ import gc
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from sharding.wire import channel as channels
+from sharding.wire.channel import Conversation, SyncError
 from sharding.wire.manifest import Manifest, NamedTensors, Part, View, check_manifest, digest_tensors
 from sharding.wire.staging import open_memory, stamped_bucket
 from sharding.worker.adapter import AdapterLoader
@@ -29,10 +29,7 @@ class Carrier(Protocol):
         """The message was served."""
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
-        """The bucket that a message announces, uint8 [nbytes]; what it holds was checked.
-
-        It stays as it is until the next call of `next`.
-        """
+        """The bucket that a message announces, uint8 [nbytes], checked; it stays so until the next call of `next`."""
 
     def leave(self, message: dict[str, Any]) -> None:
         """`end` or `abort` was read; nothing refers to the memory any more."""
@@ -110,9 +107,7 @@ class Receiver:
                 self._load(carrier.bucket(message), message)
             case "in_place":
                 if self._worker.hotbunk_shared is None or not isinstance(self._loader, WeightLoader):
-                    raise channels.SyncError(
-                        "weights were announced as shared, but this worker shares none with the trainer"
-                    )
+                    raise SyncError("weights were announced as shared, but this worker shares none with the trainer")
                 self._loader.take_in_place()
             case "finish":
                 self._loader.finish()
@@ -123,7 +118,7 @@ class Receiver:
                 views = self._views(carrier.bucket(message), message)  # taken off the carrier in any case
                 answer = {"different": self._loader.compare(views) if self._loader.plain else []}
             case other:
-                raise channels.SyncError(f"unknown message {other!r}")
+                raise SyncError(f"unknown message {other!r}")
         if self._worker.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return answer
@@ -138,9 +133,7 @@ class Receiver:
         self._verify = message.get("verify") or {"weights": []}
         recording = self._loader.recording
         if recording is not None and recording.complete:
-            self._sealed = {
-                name: recording.sealed[name] for name in self._verify["weights"] if recording.replayable(name)
-            }
+            self._sealed = {n: recording.sealed[n] for n in self._verify["weights"] if recording.replayable(n)}
         whole = self._loader.whole()
         records = recording is not None and whole is None
         views = {name: [view for view, _ in copies] for name, copies in self._sealed.items()}
@@ -166,13 +159,6 @@ class Receiver:
             (name, first, _elements(buffer, dtype, offset, count))
             for name, dtype, first, count, offset in message.get("stretches", [])
         ]
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it was raised from, or while they were handled."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _elements(buffer: torch.Tensor, dtype_name: str, offset: int, count: int) -> torch.Tensor:
@@ -242,7 +228,7 @@ class StagedBuckets:
 class ChannelCarrier:
     """A `Carrier` whose messages come over a channel and are answered there, and whose buckets come their own way."""
 
-    def __init__(self, channel: channels.Conversation, buckets: Buckets, waiting_for: str) -> None:
+    def __init__(self, channel: Conversation, buckets: Buckets, waiting_for: str) -> None:
         """`waiting_for` names the sender in the error of a wait that has been too long."""
         self._channel, self._buckets, self._waiting_for = channel, buckets, f"message from {waiting_for}"
         self._session: int | None = None
@@ -284,8 +270,10 @@ class ChannelCarrier:
 
     def fail(self, error: Exception) -> None:
         told = f"{type(error).__name__}: {error}"
-        for frames in _chain(error):
-            traceback.clear_frames(frames.__traceback__)  # they hold views of the memory, which would stay mapped
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)  # they hold views of the memory, which would stay mapped
+            cause = cause.__cause__ or cause.__context__
         self._buckets.close(told)
-        with suppress(channels.SyncError):  # a trainer that has gone needs no answer
+        with suppress(SyncError):  # a trainer that has gone needs no answer
             self._channel.send("failed", session=self._session, error=told)

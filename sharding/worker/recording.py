@@ -5,14 +5,11 @@ tensor-parallel rank's slice, pads vocabularies, and in the end copies a view of
 Those views do not change between syncs. So the first update goes through the loaders while a `LoadWatcher` notes every
 copy; later ones are one multi-tensor copy a bucket. Two other ways were weighed: a table of rules for each architecture
 (what peers' resharding does; it has to be kept up with vLLM, and errs silently), and asking the loaders for their
-plan (they have none).
+plan (they have none). A weight whose loader computes something, rather than copying, is always left to its loader.
 
-A weight whose loader computes something, rather than copying, is always left to its loader.
-
-`LoadWatcher` knows no model either. Every loader ends in `copy_` from (a view of) the tensor it was given into (a view
-of) a parameter. A dispatch mode sees those copies. From them follows whether each weight was read and each parameter
-written in full, on every worker and on every sync; and, by comparing instead of copying, whether the engine holds the
-trainer's weights.
+`LoadWatcher` knows no model. Every loader ends in `copy_`, which a dispatch mode sees. From the copies follows whether
+each weight was read and each parameter written in full, on every worker and on every sync; and, by comparing instead of
+copying, whether the engine holds the trainer's weights.
 """
 
 import bisect
@@ -58,7 +55,6 @@ class Copy:
         """The parts of it that read the weight's elements [first, last), with offsets from the first of them.
 
         Of a copy of a weight [4, 6], elements [3, 14) are the last three of row 0, row 1 whole, and two of row 2.
-
         Rows that lie inside stay together; of those that only begin or end there, the inner dimensions are looked at.
         """
         if not self.shape:
@@ -72,10 +68,6 @@ class Copy:
         if inside:
             offset = self.offset + inside.start * self.stride[0] - first
             yield Copy(offset, (len(inside), *self.shape[1:]), self.stride, self.target[inside.start : inside.stop])
-
-    def sealed(self) -> tuple[View, Tensor]:
-        """The view of the weight, and the target as a tensor of its own."""
-        return (self.offset, self.shape, self.stride), self.target.detach()
 
 
 @dataclass(frozen=True)
@@ -126,7 +118,6 @@ class Recording:
 
     def note_copy(self, name: str, weight: "Origin | None", source: Tensor, target: Tensor) -> None:
         """A loader copies `source`, a view of the weight unless it computed it, to `target`.
-
         Without `weight` it is one that came earlier, and that its loader has kept.
         """
         if weight is None:
@@ -220,7 +211,8 @@ class Recording:
             if whole and not _covers_once([(c.offset, c.shape, c.stride) for c in copies], self.elements[name]):
                 self.unreplayable.setdefault(name, "its elements are not each read once")
         self._check_targets()
-        self.sealed = {name: [c.sealed() for c in copies] for name, copies in self.copies.items()}
+        for name, copies in self.copies.items():
+            self.sealed[name] = [((c.offset, c.shape, c.stride), c.target.detach()) for c in copies]
         self.complete = True
 
     def _check_targets(self) -> None:
@@ -264,7 +256,6 @@ def parameter_storages(model: torch.nn.Module) -> frozenset[int]:
 
 def _covers_once(views: list[View], elements: int) -> bool:
     """True if the views hold each of `elements` elements exactly once.
-
     Counted in cells as large as all offsets and contiguous runs allow: a cell is mostly a row or more.
     """
     runs = [_runs(view) for view in views if math.prod(view[1])]
@@ -290,8 +281,6 @@ def _runs(view: View) -> View:
 
 
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
-
-
 _Range = tuple[int, int, str]  # first address, address behind the last, name
 
 
@@ -376,8 +365,7 @@ class LoadWatcher(TorchDispatchMode):
         storage = target.untyped_storage()
         if target.is_meta or not storage.nbytes():
             return
-        entry = self.written.get(storage_key(target))
-        if entry is None:
+        if (entry := self.written.get(storage_key(target))) is None:
             if name is None:
                 return  # only the padding behind a loaded weight counts, and loaders fill it after the copy
             entry = Written(storage.nbytes() // target.element_size(), reference=StorageWeakRef(storage))
@@ -391,8 +379,7 @@ class LoadWatcher(TorchDispatchMode):
             return
         for argument in args:
             if isinstance(argument, torch.Tensor) and (name := self.source_name(argument)) is not None:
-                storage = result.untyped_storage()
-                self._derived[storage_key(result)] = (name, StorageWeakRef(storage))
+                self._derived[storage_key(result)] = (name, StorageWeakRef(result.untyped_storage()))
                 return
 
 
@@ -403,8 +390,7 @@ def _overlaps(old: _Range, fresh: list[_Range]) -> bool:
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """True if two tensors of one dtype and shape are equal; by whole words where they lie so, which is several times
-    as fast as bfloat16 and finds NaN equal to itself."""
+    """Compared by whole words where they lie so: several times as fast as bfloat16, and NaN is equal to itself."""
     words = [t for t in (first, second) if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0]
     if len(words) == 2:
         first, second = (t.view(-1).view(torch.int64) for t in words)
