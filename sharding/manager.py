@@ -35,7 +35,7 @@ from sharding.send.source import ShardedSource
 from sharding.send.ways import BucketPlan, Staged, Way
 from sharding.wire.channel import Listener, SyncError
 from sharding.wire.manifest import first_names
-from sharding.wire.staging import BUFFERS, return_free_pages, wait_for_writes
+from sharding.wire.staging import BUFFERS, device_id, return_free_pages, wait_for_writes
 
 PROBE_TOKENS = LEAST_MODEL_LEN - 1
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
@@ -342,10 +342,3 @@ def _raise_if_dead(call: "Future[Any] | None") -> None:
     error = call.exception() if call is not None and call.done() else None
     if error is not None and not isinstance(error, WorkerError):  # what a worker complains of, it tells its rank itself
         raise SyncError(f"the engine ended during a weight update: {type(error).__name__}: {error}") from error
-
-
-def device_id(device: torch.device, rank_in_group: int) -> str:
-    """The answer of the worker on this device to `report_device_id`."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_properties(device).uuid)
-    return f"cpu:{rank_in_group}"

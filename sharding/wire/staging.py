@@ -191,6 +191,13 @@ def make_staging(nbytes: int, device: torch.device) -> Staging:
     return CudaIpcStaging(nbytes, device) if device.type == "cuda" else SharedMemoryStaging(nbytes)
 
 
+def device_id(device: torch.device, rank_in_group: int) -> str:
+    """Names the device of a rank and its worker: its UUID on CUDA, `cpu:<rank in the engine group>` on CPU."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return f"cpu:{rank_in_group}"
+
+
 def release_pages(tensors: Iterable[torch.Tensor]) -> int:
     """Free the whole pages inside each distinct storage; returns the bytes given back. Contents become zeros.
     Only pages that belong to one storage entirely are freed: a small tensor shares its page with others.

@@ -54,10 +54,8 @@ class AdapterLoader:
 
     def finish(self) -> None:
         """Put the adapter in the place of the one before.
-
-        Raises:
-            SyncError: naming factors that no module of the engine took.
-            ValueError: vLLM does not know adapters of this kind.
+        Raises SyncError: naming factors that no module of the engine took.
+        Raises ValueError: vLLM does not know adapters of this kind.
         """
         for old in self._worker.list_adapters():
             self._worker.remove_adapter(old)

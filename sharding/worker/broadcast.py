@@ -39,10 +39,8 @@ class Membership:
 
     def __init__(self, place: Place, device: torch.device, device_id: str, timeout: float) -> None:
         """Join. Returns when all members are there and a first broadcast has arrived.
-
-        Raises:
-            SyncError: the group is another one than was described, or this rank in it is taken.
-            TimeoutError: not all members came in time.
+        Raises SyncError: the group is another one than was described, or this rank in it is taken.
+        Raises TimeoutError: not all members came in time.
         """
         self.place = place
         self.store = GroupStore(connect_store(place.ip, place.port, timeout), f"{place.ip}:{place.port}")

@@ -16,6 +16,7 @@ from vllm import _custom_ops
 
 from generation.importing import load
 from sharding.wire import channel as channels
+from sharding.wire import staging
 from sharding.wire.manifest import Manifest, check_manifest, checkpoint_manifest, first_names
 from sharding.wire.staging import MemoryFile, cuda_handle, release_pages, release_weights, resident_bytes
 from sharding.worker.broadcast import BroadcastBuckets, CollectiveCarrier, Membership, Place
@@ -101,11 +102,8 @@ class VllmInternalWorkerExtension:
     hotbunk_shared: SharedWeights | None = None
 
     def report_device_id(self) -> str:
-        """The device this worker runs on: its UUID on CUDA, `cpu:<rank in the engine group>` on CPU."""
-        device = self.device  # type: ignore[attr-defined]
-        if device.type == "cuda":
-            return str(torch.cuda.get_device_properties(device).uuid)
-        return f"cpu:{self.rank}"  # type: ignore[attr-defined]
+        """The device this worker runs on, see `sharding.wire.staging.device_id`."""
+        return staging.device_id(self.device, self.rank)  # type: ignore[attr-defined]
 
     def hotbunk_connect(self, endpoints: dict[str, list[str]], reader: str = "staged") -> None:
         """Connect to the rank on this worker's device.

@@ -252,7 +252,8 @@ class WeightLoader:
     def _try_out(self, recording: Recording, weights: NamedTensors) -> None:
         """Replay into zeroed parameters what has just been recorded, and have the loaders compare."""
         ready = [pair for pair in weights if recording.replayable(pair[0])]
-        recording.clear_targets(name for name, _ in ready)
+        for target in (target for name, _ in ready for target in recording.targets(name)):
+            target.zero_()
         recording.replay(ready)
         if different := set(self.compare(ready)):
             recording.distrust(different, "replayed, it is not what its loader makes of it")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from sharding.wire.channel import Conversation, SyncError
-from sharding.wire.manifest import Manifest, NamedTensors, Part, View, check_manifest, digest_tensors
+from sharding.wire.manifest import Manifest, NamedTensors, View, check_manifest, digest_tensors
 from sharding.wire.staging import open_memory, stamped_bucket
 from sharding.worker.adapter import AdapterLoader
 from sharding.worker.loader import WeightLoader
@@ -140,7 +140,9 @@ class Receiver:
         return {"plain": self._loader.plain, "views": views, "whole": whole, "records": records}
 
     def _load(self, buffer: torch.Tensor, message: dict[str, Any]) -> None:
-        weights, parts = self._views(buffer, message), self._parts(buffer, message)
+        weights = self._views(buffer, message)
+        stretches = message.get("stretches", [])
+        parts = [(name, first, _elements(buffer, dtype, at, count)) for name, dtype, first, count, at in stretches]
         self.outcome.nbytes += sum(w.nbytes for _, w in weights) + sum(values.nbytes for _, _, values in parts)
         self._loader.load(weights)
         if parts:
@@ -151,13 +153,6 @@ class Receiver:
         return [
             (name, _elements(buffer, dtype, offset, torch.Size(shape).numel()).view(shape))
             for name, dtype, shape, offset in message["pieces"]
-        ]
-
-    def _parts(self, buffer: torch.Tensor, message: dict[str, Any]) -> list[Part]:
-        """The parts of other weights in a bucket, in the same way."""
-        return [
-            (name, first, _elements(buffer, dtype, offset, count))
-            for name, dtype, first, count, offset in message.get("stretches", [])
         ]
 
 

@@ -78,11 +78,6 @@ class Origin:
     offset: int
     elements: int
 
-    @classmethod
-    def of(cls, weight: Tensor) -> "Origin":
-        """That of a weight."""
-        return cls(storage_key(weight), int(weight.storage_offset()), weight.numel())
-
 
 @dataclass
 class Recording:
@@ -116,7 +111,7 @@ class Recording:
         """An empty recording of these weights, for a model as it is now."""
         return cls(weights, parameter_storages(model))
 
-    def note_copy(self, name: str, weight: "Origin | None", source: Tensor, target: Tensor) -> None:
+    def note_copy(self, name: str, weight: Origin | None, source: Tensor, target: Tensor) -> None:
         """A loader copies `source`, a view of the weight unless it computed it, to `target`.
         Without `weight` it is one that came earlier, and that its loader has kept.
         """
@@ -174,12 +169,6 @@ class Recording:
         """Fill the padding again; memory that was given back during sleep has forgotten it."""
         for target, value in self.fills:
             target.fill_(value)
-
-    def clear_targets(self, names: Iterable[str]) -> None:
-        """Zero what these weights are copied to: for a trial of the recording."""
-        for name in names:
-            for copy in self.copies[name]:
-                copy.target.zero_()
 
     def distrust(self, names: Iterable[str], reason: str) -> None:
         """Leave these weights to their loaders from now on."""
@@ -317,7 +306,7 @@ class LoadWatcher(TorchDispatchMode):
 
     def expect(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Announce weights about to be loaded; earlier ones whose memory they took over are forgotten."""
-        self._origins = {name: Origin.of(tensor) for name, tensor in tensors}
+        self._origins = {n: Origin(storage_key(t), int(t.storage_offset()), t.numel()) for n, t in tensors}
         fresh = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if t.numel())
         self._ranges = sorted([r for r in self._ranges if not _overlaps(r, fresh)] + fresh)
 
