@@ -73,10 +73,8 @@ class ShardingManager:
     """Keeps the engine group's weights at the policy's version, and its memory out of the trainer's way.
 
     Construct and `connect` it on every rank; only leaders pass a `leader`.
-
-    Attributes:
-        report: on the latest sync.
-        staging_opened, staging_closed: how often this rank's worker has mapped staging memory and let it go.
+    `report`: on the latest sync.
+    `staging_opened`, `staging_closed`: how often this rank's worker has mapped staging memory and let it go.
     """
 
     def __init__(
@@ -247,10 +245,8 @@ class ShardingManager:
 
     def _begin(self, version: int, whole: list[str] | None, read: bool) -> None:
         """Two buffers of at most a bucket, except for weights that some worker's loaders need whole. Collective.
-
-        Args:
-            whole: those weights, as this rank's worker has it; None: all.
-            read: this rank's worker will open the buffers.
+        `whole`: those weights, as this rank's worker has it; None: all.
+        `read`: this rank's worker will open the buffers.
         """
         bound = self._settings.bucket_bytes
         if self._way.cuts and any(parameter.nbytes > bound for parameter in self._parameters):  # alike on all ranks

@@ -7,7 +7,7 @@ serves engines that somebody else has started, and speaks to their workers over 
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Self
@@ -29,7 +29,7 @@ from sharding.send.push import (
 )
 from sharding.send.source import WeightSource
 from sharding.send.ways import BucketPlan, Call
-from sharding.wire.channel import SyncError
+from sharding.wire.channel import Look, SyncError
 from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, StoreChannel, listen, wait_until
 from sharding.wire.manifest import Manifest, first_names, manifest_of
 from sharding.wire.staging import BUFFERS, STAMP_BYTES, local_buffers, with_stamp
@@ -50,11 +50,9 @@ def engine_ranks(engines: int, workers_per_engine: int) -> tuple[int, list[int]]
 
 class Broadcast:
     """The group of rank 0 and all workers, and buckets broadcast in it. See `Way`.
-
-    Attributes:
-        ip, port, world_size: arguments of the engines' `init_collective`, valid once `listen` has returned.
-        store: on rank 0, of a group that stands or is forming.
-        lost: why there is no group.
+    `ip`, `port`, `world_size`: arguments of the engines' `init_collective`, valid once `listen` has returned.
+    `store`: on rank 0, of a group that stands or is forming.
+    `lost`: why there is no group.
     """
 
     reader, cuts, in_place, shares = "broadcast", True, False, False
@@ -170,14 +168,10 @@ class Broadcast:
 class Workers:
     """All workers of all engines as one `Peer` of rank 0; a failure of one is a failure of all, under its name."""
 
-    def __init__(
-        self, channels: list[StoreChannel], session: int, timeout: float, still_alive: Callable[[], None]
-    ) -> None:
+    def __init__(self, channels: list[StoreChannel], session: int, timeout: float, still_alive: Look) -> None:
         self._names = [f"weights rank {number}" for number in range(TRAIN_WORLD_SIZE, TRAIN_WORLD_SIZE + len(channels))]
-        self._links = [
-            Link(channel, session, timeout, still_alive, name)
-            for channel, name in zip(channels, self._names, strict=True)
-        ]
+        named = zip(channels, self._names, strict=True)
+        self._links = [Link(channel, session, timeout, still_alive, name) for channel, name in named]
         self._channels, self._session, self._timeout = channels, session, timeout
         self._way_error: Exception | None = None
 
@@ -205,9 +199,8 @@ class Workers:
         if self.error is not None:
             return {}
         answers = [link.collect() for link in self._links]
-        different = [
-            f"{name} (on {who})" for who, a in zip(self._names, answers, strict=True) for name in a.get("different", [])
-        ]
+        named = zip(self._names, answers, strict=True)
+        different = [f"{name} (on {who})" for who, answer in named for name in answer.get("different", [])]
         return {"plain": any(answer.get("plain", False) for answer in answers), "different": different}
 
     def abort(self, reason: str, way: Broadcast) -> bool:

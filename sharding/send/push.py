@@ -18,7 +18,7 @@ import torch
 from sharding.ranks import exchange
 from sharding.send.source import ShardedSource, WeightSource
 from sharding.send.ways import Bucket, BucketPlan, Way
-from sharding.wire.channel import Conversation, SyncError
+from sharding.wire.channel import Conversation, Look, SyncError
 from sharding.wire.manifest import MODULUS, SourceParameter, View, cut, digest, manifest_of, part_of
 from sharding.wire.staging import BUFFERS, STAMP_BYTES, stamp
 
@@ -31,13 +31,11 @@ Verify = Literal["off", "sample", "full"]
 @dataclass(frozen=True)
 class SyncSettings:
     """Settings of the weights' way to the engine.
-
-    Attributes:
-        bucket_bytes: bounds either staging buffer, except for weights that a worker needs whole: all of them in the
-            first update, later on those that it cannot replay.
-        timeout: of every wait for a worker, s.
-        replay: workers record what vLLM's loaders do in the first update, and repeat it from then on
-            (`sharding.worker.recording`).
+    `bucket_bytes`: bounds either staging buffer, except for weights that a worker needs whole: all of them in the first
+    update, later on those that it cannot replay.
+    `timeout`: of every wait for a worker, s.
+    `replay`: workers record what vLLM's loaders do in the first update, and repeat it from then on
+    (`sharding.worker.recording`).
     """
 
     verify: Verify = "sample"
@@ -49,10 +47,8 @@ class SyncSettings:
 @dataclass(frozen=True)
 class AdapterFormat:
     """Marks updates as the factors of a LoRA adapter, on a base that the engines have loaded, not full weights.
-
-    Attributes:
-        config: what PEFT writes to adapter_config.json, as far as engines need it; plain types.
-        vocabulary: how many tokens the model knows.
+    `config`: what PEFT writes to adapter_config.json, as far as engines need it; plain types.
+    `vocabulary`: how many tokens the model knows.
     """
 
     config: dict[str, Any]
@@ -62,12 +58,10 @@ class AdapterFormat:
 @dataclass
 class SyncReport:
     """One sync.
-
-    Attributes:
-        verified: what was compared: "", "sample", "full" or "probe".
-        unreplayable: weights that the workers of this leader's engine cannot replay, and why; None where they record
-            nothing, or on a rank that leads none.
-        offloaded: bytes that the trainer put away for the generation shift.
+    `verified`: what was compared: "", "sample", "full" or "probe".
+    `unreplayable`: weights that the workers of this leader's engine cannot replay, and why; None where they record
+    nothing, or on a rank that leads none.
+    `offloaded`: bytes that the trainer put away for the generation shift.
     """
 
     version: int
@@ -123,9 +117,7 @@ class Link:
     `ended`: the worker has left its receive loop.
     """
 
-    def __init__(
-        self, channel: Conversation, session: int, timeout: float, still_alive: Callable[[], None], worker: str
-    ) -> None:
+    def __init__(self, channel: Conversation, session: int, timeout: float, still_alive: Look, worker: str) -> None:
         """See `Channel.receive`; `session` tells this update's messages from those of one that broke off."""
         self.error: Exception | None = None
         self.ended, self.messages = False, 0
@@ -187,11 +179,9 @@ def announce(
 ) -> dict[str, Any]:
     """Say what will come: full weights, or a LoRA `adapter` of this `number` and `config`.
     `verify`: what will be compared by digests, see `DigestCheck.request`.
-
-    Returns:
-        `plain`: whether the receiver keeps weights as they are sent, so that they can be compared. `views`: what it
-        reads of the weights in `verify`. `whole`: which weights have to arrive whole; None: all. `records`: whether it
-        notes down in this update what it can replay in later ones. {} after a failure.
+    Returns `plain`: whether the receiver keeps weights as they are sent, so that they can be compared. `views`: what it
+    reads of the weights in `verify`. `whole`: which weights have to arrive whole; None: all. `records`: whether it
+    notes down in this update what it can replay in later ones. {} after a failure.
     """
     weights = manifest_of(parameters)
     peer.post("begin", weights=weights, version=version, replay=replay, adapter=adapter, verify=verify)
@@ -262,11 +252,9 @@ def parameters_to_verify(parameters: list[SourceParameter], verify: Verify, vers
 
 class DigestCheck:
     """The comparison, for one update, of this rank's worker with all ranks.
-
-    Attributes:
-        request: what a worker has to know at the beginning: the checkpoint names of the `weights` that were drawn, and
-            the `seed` of which part of each is looked at; without one it is everything.
-        undigested: parameters that were drawn but pass through the loaders of some worker, known after `expect`.
+    `request`: what a worker has to know at the beginning: the checkpoint names of the `weights` that were drawn, and
+    the `seed` of which part of each is looked at; without one it is everything.
+    `undigested`: parameters that were drawn but pass through the loaders of some worker, known after `expect`.
     """
 
     def __init__(self, source: ShardedSource, parameters: list[SourceParameter], verify: Verify, version: int) -> None:

@@ -28,11 +28,9 @@ ALIGNMENT = 512
 @dataclass(frozen=True)
 class Slot:
     """A parameter's place in a bucket, in bytes; or that of a part of it: the same stretch of every shard.
-
-    Attributes:
-        offset: from the start of the bucket.
-        nbytes: of all shards' stretches together, which follow one another.
-        start: from the start of each shard.
+    `offset`: from the start of the bucket.
+    `nbytes`: of all shards' stretches together, which follow one another.
+    `start`: from the start of each shard.
     """
 
     parameter: SourceParameter
@@ -163,11 +161,9 @@ class Way(Protocol):
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
         """Let the workers have a bucket, which `gather` has filled a buffer with.
-
-        Args:
-            kind: "bucket", or "compare" for weights that are sent again to be compared.
-            fields: of its message: `buffer`, `nbytes`, `stamp`, and what it holds (`pieces`, `stretches`).
-            failed: this rank's worker gets no more messages.
+        `kind`: "bucket", or "compare" for weights that are sent again to be compared.
+        `fields`: of its message: `buffer`, `nbytes`, `stamp`, and what it holds (`pieces`, `stretches`).
+        `failed`: this rank's worker gets no more messages.
 
         Returns further fields of the message: where the worker finds the bucket.
         """

@@ -13,6 +13,9 @@ import zmq
 MAX_MESSAGE_BYTES = 64 << 20
 POLL_MS = 200
 
+Look = Callable[[], None]
+"""Called now and then during a wait; raises when there is nothing left to wait for, as the peer's process is gone."""
+
 
 class SyncError(RuntimeError):
     """A weight update went wrong; the message says on which worker, with which weight, and what to do."""
@@ -47,9 +50,7 @@ class Conversation(Protocol):
     def send(self, kind: str, **fields: Any) -> None:
         """See `Channel.send`."""
 
-    def receive(
-        self, timeout: float, waiting_for: str, still_alive: Callable[[], None] = lambda: None
-    ) -> dict[str, Any]:
+    def receive(self, timeout: float, waiting_for: str, still_alive: Look = lambda: None) -> dict[str, Any]:
         """See `Channel.receive`."""
 
     def waiting(self) -> bool:
@@ -74,15 +75,11 @@ class Channel:
                 raise
             raise SyncError(f"nobody is connected to send {kind!r} to: the process at the other end has gone") from None
 
-    def receive(
-        self, timeout: float, waiting_for: str, still_alive: Callable[[], None] = lambda: None
-    ) -> dict[str, Any]:
+    def receive(self, timeout: float, waiting_for: str, still_alive: Look = lambda: None) -> dict[str, Any]:
         """The next message, within `timeout` seconds; the error names what it was `waiting_for`.
-        `still_alive`: called between polls; raises when the peer's process is known to be gone.
-
-        Raises:
-            TimeoutError: nothing arrived in time; what is larger than `MAX_MESSAGE_BYTES` never does.
-            SyncError: the bytes that arrived are not a message.
+        `still_alive`: called between polls.
+        Raises TimeoutError: nothing arrived in time; what is larger than `MAX_MESSAGE_BYTES` never does.
+        Raises SyncError: the bytes that arrived are not a message.
         """
         deadline = time.monotonic() + timeout
         while True:

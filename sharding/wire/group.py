@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
-from sharding.wire.channel import SyncError, pack, unpack
+from sharding.wire.channel import Look, SyncError, pack, unpack
 
 LOOK_SECONDS = 0.2
 """How often a wait looks whether the group was aborted, or the other end is gone."""
@@ -32,11 +32,8 @@ class GroupError(SyncError):
     """The group is of no use any more; its members have to join a new one."""
 
 
-def wait_until(done: Callable[[], bool], timeout: float, waiting_for: str, still_alive: Callable[[], None]) -> None:
-    """Wait for something that can only be asked for.
-    `timeout`: seconds. `still_alive`: called now and then; raises when there is nothing left to wait for.
-    Raises TimeoutError: naming `waiting_for`.
-    """
+def wait_until(done: Callable[[], bool], timeout: float, waiting_for: str, still_alive: Look) -> None:
+    """Wait `timeout` seconds for something that can only be asked for. Raises TimeoutError: naming `waiting_for`."""
     deadline = time.monotonic() + timeout
     look, pause = 0.0, _FINEST
     while not done():
@@ -143,9 +140,7 @@ class StoreChannel:
         self._store.put(f"{self._outbox}/{self._sent}", pack(kind, **fields))
         self._sent += 1
 
-    def receive(
-        self, timeout: float, waiting_for: str, still_alive: Callable[[], None] = lambda: None
-    ) -> dict[str, Any]:
+    def receive(self, timeout: float, waiting_for: str, still_alive: Look = lambda: None) -> dict[str, Any]:
         """See `Channel.receive`; the end of the group ends the wait, too."""
 
         def look() -> None:

@@ -52,10 +52,8 @@ _MOST = 6  # names or differences spelled out in an error
 @dataclass(frozen=True)
 class Piece:
     """One tensor under its checkpoint name, as a contiguous run of the parameter it is stored in.
-
-    Attributes:
-        offset: bytes from the start of the parameter (in `SourceParameter`) or of the bucket (in `Bucket`).
-        dtype: the engine's dtype, as torch names it without its prefix ("bfloat16").
+    `offset`: bytes from the start of the parameter (in `SourceParameter`) or of the bucket (in `Bucket`).
+    `dtype`: the engine's dtype, as torch names it without its prefix ("bfloat16").
     """
 
     name: str
@@ -88,11 +86,9 @@ class Stretch:
 @dataclass(frozen=True)
 class SourceParameter:
     """One parameter as the trainer holds it.
-
-    Attributes:
-        nbytes: of the whole parameter in the engine's dtype, and of the padding its gather leaves behind.
-        pieces: the checkpoint tensors inside; one, except where Transformers fuses (experts of an MoE layer).
-        shards: from how many equally large parts, one after another, it is gathered.
+    `nbytes`: of the whole parameter in the engine's dtype, and of the padding its gather leaves behind.
+    `pieces`: the checkpoint tensors inside; one, except where Transformers fuses (experts of an MoE layer).
+    `shards`: from how many equally large parts, one after another, it is gathered.
     """
 
     name: str
@@ -141,10 +137,8 @@ def check_manifest(sent: Manifest, promised: Manifest | None, engine_dtype: str)
 
 def checkpoint_manifest(model: str, dtype: str, tied: bool) -> Manifest:
     """The manifest of a checkpoint on disk, read from the headers of its safetensors files, in an engine of `dtype`.
-
-    Args:
-        model: a folder, or the name of a model in the local hub cache.
-        tied: the output head is the embedding, and not a weight of its own, whatever the files hold.
+    `model`: a folder, or the name of a model in the local hub cache.
+    `tied`: the output head is the embedding, and not a weight of its own, whatever the files hold.
 
     Raises SyncError: there are no safetensors files to read.
     """

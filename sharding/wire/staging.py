@@ -67,10 +67,8 @@ def local_buffers(buffers: list[torch.Tensor], nbytes: int, device: torch.device
 
 class MemoryFile:
     """An anonymous memory file, mapped here.
-
-    Attributes:
-        tensors: uint8, one for each size, each with a storage of its own.
-        handle: what `open_memory` needs in the other process.
+    `tensors`: uint8, one for each size, each with a storage of its own.
+    `handle`: what `open_memory` needs in the other process.
     """
 
     def __init__(self, name: str, sizes: list[int]) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 from vllm import _custom_ops
 
 from generation.importing import load
-from sharding.wire import channel as channels
 from sharding.wire import staging
+from sharding.wire.channel import SyncError, connect
 from sharding.wire.manifest import Manifest, check_manifest, checkpoint_manifest, first_names
 from sharding.wire.staging import MemoryFile, cuda_handle, release_pages, release_weights, resident_bytes
 from sharding.worker.broadcast import BroadcastBuckets, CollectiveCarrier, Membership, Place
@@ -47,10 +47,8 @@ class SharedWeights:
     Possible where both hold whole weights in one layout: one rank, one worker, weights that vLLM does not re-process.
     The record of the first update knows where each lies: queries, keys and values, say, one after another in one
     parameter. Made once; from then on the memory is the model's for as long as the engine runs.
-
-    Attributes:
-        handle: from which the trainer opens the same memory (`open_memory`).
-        places: weight -> number of the storage it lies in, and the byte at which it begins there.
+    `handle`: from which the trainer opens the same memory (`open_memory`).
+    `places`: weight -> number of the storage it lies in, and the byte at which it begins there.
     """
 
     def __init__(self, model: torch.nn.Module, recording: Recording | None, device: torch.device) -> None:
@@ -80,10 +78,10 @@ def contiguous_runs(model: torch.nn.Module, recording: Recording | None) -> dict
     Raises SyncError: naming the others.
     """
     if recording is None or not recording.complete:
-        raise channels.SyncError(f"{type(model).__name__} re-processes its weights after loading, {_REMEDY}")
+        raise SyncError(f"{type(model).__name__} re-processes its weights after loading, {_REMEDY}")
     runs = {name: recording.targets(name)[0] for name in recording.weights if recording.is_one_run(name)}
     if apart := first_names([name for name in recording.weights if name not in runs]):
-        raise channels.SyncError(f"{type(model).__name__} does not keep {apart} as sent and in one piece, {_REMEDY}")
+        raise SyncError(f"{type(model).__name__} does not keep {apart} as sent and in one piece, {_REMEDY}")
     return runs
 
 
@@ -107,18 +105,14 @@ class VllmInternalWorkerExtension:
 
     def hotbunk_connect(self, endpoints: dict[str, list[str]], reader: str = "staged") -> None:
         """Connect to the rank on this worker's device.
-
-        Args:
-            endpoints: device id -> [address of the rank's socket, its secret].
-            reader: how this worker gets the bytes of buckets: a key of `READERS`, or what names another `Buckets`.
+        `endpoints`: device id -> [address of the rank's socket, its secret].
+        `reader`: how this worker gets the bytes of buckets: a key of `READERS`, or what names another `Buckets`.
         """
         device_id = self.report_device_id()
         if device_id not in endpoints:
-            raise channels.SyncError(
-                f"no rank shares the device {device_id} of this worker; ranks are on {sorted(endpoints)}"
-            )
+            raise SyncError(f"no rank shares the device {device_id} of this worker; ranks are on {sorted(endpoints)}")
         address, secret = endpoints[device_id]
-        channel = channels.connect(address, secret, device_id, os.getpid())
+        channel = connect(address, secret, device_id, os.getpid())
         buckets = (READERS.get(reader) or load(reader))(self)
         self.hotbunk_rank = ChannelCarrier(channel, buckets, "the trainer's rank")
 
@@ -214,10 +208,10 @@ class VllmInternalWorkerExtension:
             self.hotbunk_weights = receiver.weights
         return self._hotbunk_outcome(**asdict(outcome))
 
-    def _hotbunk_leave(self, reason: str | None = None) -> None:
+    def _hotbunk_leave(self) -> None:
         membership, self.hotbunk_membership = self.hotbunk_membership, None
         if membership is not None:
-            membership.leave(reason)
+            membership.leave()
 
     def _hotbunk_try(self, action: Callable[[], None]) -> Outcome:
         """Never raises: when one of several workers does, vLLM's executor takes the others' answers for those of the

@@ -168,10 +168,8 @@ def _overlaps(places: list[tuple[int, int]], first: int, last: int) -> bool:
 
 class WeightLoader:
     """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, after which it can be loaded.
-
-    Attributes:
-        plain: every module is written in place.
-        recording: what the loaders did, of this update or of an earlier one; None where nothing is recorded.
+    `plain`: every module is written in place.
+    `recording`: what the loaders did, of this update or of an earlier one; None where nothing is recorded.
     """
 
     def __init__(

@@ -41,11 +41,9 @@ class Carrier(Protocol):
 @dataclass
 class Outcome:
     """The outcome of an update on this worker; the extension returns it as a dictionary.
-
-    Attributes:
-        error: None when everything arrived and was accounted for; else what went wrong, and on which worker.
-        nbytes: of the weights, without padding.
-        unreplayable: weights that went through vLLM's loaders, and always will, and why; None: they all did.
+    `error`: None when everything arrived and was accounted for; else what went wrong, and on which worker.
+    `nbytes`: of the weights, without padding.
+    `unreplayable`: weights that went through vLLM's loaders, and always will, and why; None: they all did.
     """
 
     error: str | None = None
@@ -71,9 +69,8 @@ class Receiver:
         self._verify: dict[str, Any] = {}
         self._sealed: dict[str, list[tuple[View, torch.Tensor]]] = {}
         self._worker, self._promised = worker, promised
-        self._loader: WeightLoader | AdapterLoader = WeightLoader(
-            worker.get_model(), worker.vllm_config, reprocessed, recording
-        )
+        self._loader: WeightLoader | AdapterLoader
+        self._loader = WeightLoader(worker.get_model(), worker.vllm_config, reprocessed, recording)
 
     def receive(self, carrier: Carrier) -> Outcome:
         """Until the sender ends the update or something fails here; never raises, and never leaves half a model."""
@@ -169,10 +166,8 @@ def engine_dtype(worker: Any) -> str:
 
 class Buckets(Protocol):
     """The worker's half of a way (`sharding.send.ways.Way`): where the bytes of buckets are. Made with the vLLM worker.
-
-    Attributes:
-        ahead: bytes of the next bucket may come while one is loaded, so its message is read as soon as it is there.
-        opened, closed: how often memory was mapped and let go; equal between syncs that release it.
+    `ahead`: bytes of the next bucket may come while one is loaded, so its message is read as soon as it is there.
+    `opened`, `closed`: how often memory was mapped and let go; equal between syncs that release it.
     """
 
     ahead: bool

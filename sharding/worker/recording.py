@@ -34,10 +34,8 @@ def storage_key(tensor: Tensor) -> int:
 @dataclass(frozen=True)
 class Copy:
     """A view of a weight that goes into a view of a parameter.
-
-    Attributes:
-        offset: of the view's first element from the weight's, in elements.
-        shape, stride: of the view, which has the target's shape; dimensions in the order of the weight's memory.
+    `offset`: of the view's first element from the weight's, in elements.
+    `shape`, `stride`: of the view, which has the target's shape; dimensions in the order of the weight's memory.
     """
 
     offset: int
