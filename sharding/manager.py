@@ -71,7 +71,6 @@ class VersionedPolicy(Tenant, Protocol):
 
 class ShardingManager:
     """Keeps the engine group's weights at the policy's version, and its memory out of the trainer's way.
-
     Construct and `connect` it on every rank; only leaders pass a `leader`.
     `report`: on the latest sync.
     `staging_opened`, `staging_closed`: how often this rank's worker has mapped staging memory and let it go.
@@ -127,7 +126,6 @@ class ShardingManager:
     @contextmanager
     def generation_shift(self, policy: VersionedPolicy, *others: Tenant) -> Iterator[None]:
         """Inside, the engines are awake at `policy.version`; afterwards they sleep and the memory is the trainer's.
-
         When the body raises, nothing more is asked of the engines: the ranks may be out of step, and the run ends.
         """
         self.wake(policy, *others)
@@ -136,7 +134,6 @@ class ShardingManager:
 
     def wake(self, policy: VersionedPolicy, *others: Tenant) -> None:
         """Weights mapped, brought to `policy.version` and verified, then the KV cache mapped: in this order.
-
         The trainer makes room first, and the policy's own weights go once the engine has them.
         """
         self.report = SyncReport(policy.version)
@@ -159,7 +156,6 @@ class ShardingManager:
 
     def sleep(self) -> None:
         """Engines asleep, their memory given back, and what the trainer had put away in its place.
-
         A base that no sync brings is kept in the host's memory, and shared weights where they are.
         """
         level = 2 if self._adapter is None and not self._way.shares else 1
@@ -228,7 +224,7 @@ class ShardingManager:
         """Returns the weights that a worker does not hold as the ranks do."""
         # The session is a number that no adapter had before, so nothing cached by number or name can be an old one's.
         adapter = None if self._adapter is None else {"number": self._session, "config": self._adapter.config}
-        parameters, replay = self._plan.parameters(), self._settings.replay
+        parameters, replay = self._plan.parameters, self._settings.replay
         answer = announce(link, parameters, version, replay, adapter, check.request)
         self._plain, self._records = bool(answer.get("plain")), bool(answer.get("records"))
         if self._way.in_place:

@@ -44,7 +44,6 @@ def is_main() -> bool:
 
 def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Every rank's payload, in rank order, on every rank. Lengths may differ and may be 0. Every rank must call it.
-
     `group` is another group of all ranks, for a thread whose exchanges must not mix with the main thread's.
     """
     if world_size() == 1:

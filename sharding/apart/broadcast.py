@@ -224,7 +224,6 @@ class Workers:
 
 class CollectiveSender:
     """The trainer's end for engines that join by themselves. All ranks, or a single plain process, call it alike.
-
     Weights are verified by passing through the workers' loaders a second time.
     `ip`, `port`, `world_size`, `train_world_size`: arguments of the engines' `init_collective`.
     """

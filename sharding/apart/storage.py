@@ -49,7 +49,7 @@ class Storage:
         self._slot, self._fd = _lock_free_slot(self._folder, self._timeout)
         os.ftruncate(self._fd, 0)
         self._end = 0
-        weights = manifest_of(plan.parameters())
+        weights = manifest_of(plan.parameters)
         self._content = {"format": FORMAT, "version": version, "slot": self._slot, "weights": weights, "buckets": []}
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
@@ -127,7 +127,6 @@ class StorageWriter:
 
     def write(self, version: int) -> Path:
         """Write an update. It is the current one when this returns; when it raises, the one before still is.
-
         Collective over the trainer's ranks. Returns the folder, which `load_weights_from_storage` takes.
         Raises RemoteError: on all ranks: the disk is full, or a reader has not left the slot in time.
         """

@@ -76,7 +76,6 @@ class SyncReport:
 
 class Peer(Protocol):
     """The receiver of an update's messages: a worker (`Link`), many workers, or nobody.
-
     Nothing here raises: errors are kept, and the ranks agree on them together.
     `error`: the first failure; from then on nothing is sent.
     """
@@ -113,7 +112,6 @@ class Link:
 
     Messages are answered in order, so they can be sent ahead of their answers. After the first failure nothing more is
     sent, and answers are {}: the rank continues with the others' collectives.
-
     `ended`: the worker has left its receive loop.
     """
 

@@ -60,7 +60,6 @@ class ShardedSource(WeightSource, Protocol):
 
     def own_values(self, name: str) -> tuple[int, torch.Tensor]:
         """This rank's part of a parameter: the number of the first element, and the values, flat, yet to be cast.
-
         Of [5, 4] cut over two ranks, rank 1 has elements 12 to 19. Collective over the `holders`. The values must not
         be changed; padding may follow them.
         """
@@ -80,9 +79,7 @@ class FsdpWeightSource:
     def __init__(
         self, named_parameters: list[tuple[str, torch.Tensor]], dtype: torch.dtype, layout: PieceLayout = one_piece
     ) -> None:
-        self._tensors = dict(named_parameters)
-        self._dtype = dtype
-        self._layout = layout
+        self._tensors, self._dtype, self._layout = dict(named_parameters), dtype, layout
 
     def parameters(self) -> list[SourceParameter]:
         return [self._describe(name, tensor) for name, tensor in self._tensors.items()]
@@ -198,7 +195,6 @@ def _largest_shard(tensor: torch.Tensor, ranks: int) -> int:
 
 class StreamSource:
     """A `WeightSource` of an iterator; each weight is let go once it is in its bucket. One process only.
-
     The iterator may have another order than `info`; what comes before its turn is held until then.
     """
 

@@ -81,6 +81,7 @@ class BucketPlan:
     One that is larger travels in parts, if it may, and has a bucket to itself otherwise. A part is the same stretch of
     every rank's shard rather than some rows of the parameter: so each rank gives equally much of its own to each part,
     and the gather of a part puts it into its place, as that of a parameter does.
+    `parameters`: in the order in which they are sent.
     `capacity`: bytes of the largest bucket, and so of each staging buffer.
     """
 
@@ -90,8 +91,8 @@ class BucketPlan:
         """Those parameters may travel in parts that hold none of the checkpoint tensors in `whole`; None: none may."""
         if bucket_bytes < ALIGNMENT:
             raise ValueError(f"a bucket of {bucket_bytes} bytes is smaller than the alignment of {ALIGNMENT}")
+        self.parameters = parameters
         self.buckets: list[Bucket] = []
-        self._parameters = parameters
         slots: list[Slot] = []
         end = 0
         for parameter, start, nbytes in _parts(parameters, bucket_bytes, whole):
@@ -104,14 +105,6 @@ class BucketPlan:
         if slots:
             self.buckets.append(Bucket(tuple(slots), end))
         self.capacity = max((b.nbytes for b in self.buckets), default=0)
-
-    def parameters(self) -> list[SourceParameter]:
-        """Every parameter, in the order in which they are sent."""
-        return self._parameters
-
-    def names(self) -> list[str]:
-        """Checkpoint names in the order in which they are sent."""
-        return [piece.name for parameter in self._parameters for piece in parameter.pieces]
 
     @property
     def nbytes(self) -> int:

@@ -58,10 +58,8 @@ class SharedWeights:
         runs = contiguous_runs(model, recording)
         storages = {storage_key(run): run.untyped_storage() for run in runs.values()}
         numbers = {key: number for number, key in enumerate(storages)}
-        self.places: dict[str, tuple[int, int]] = {
-            name: (numbers[storage_key(run)], int(run.storage_offset()) * run.element_size())
-            for name, run in runs.items()
-        }
+        first_byte = {name: int(run.storage_offset()) * run.element_size() for name, run in runs.items()}
+        self.places = {name: (numbers[storage_key(run)], first_byte[name]) for name, run in runs.items()}
         if device.type == "cuda":
             self.handle = cuda_handle(list(storages.values()))
             return
@@ -87,9 +85,7 @@ def contiguous_runs(model: torch.nn.Module, recording: Recording | None) -> dict
 
 class VllmInternalWorkerExtension:
     """Methods that a vLLM worker gains. Their names must not exist on vLLM's worker already, which is asserted there
-    (vllm/v1/worker/worker_base.py, init_worker).
-
-    Those that return an `Outcome` never raise.
+    (vllm/v1/worker/worker_base.py, init_worker). Those that return an `Outcome` never raise.
     """
 
     hotbunk_rank: ChannelCarrier | None = None

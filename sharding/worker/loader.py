@@ -298,7 +298,8 @@ class WeightLoader:
             if parameter.numel() and parameter not in elsewhere and storage_key(parameter) not in written
         ]
         untouched += self._reload.untouched()
-        self._finish_reload()
+        with self._watcher:  # modules with padding, such as a vocabulary of odd size, are loaded only now
+            self._reload.finish()
         complaints = self._arrivals.complaints(self._watcher.read)
         if untouched:
             complaints.append(f"never sent, so the engine would keep old values: {first_names(untouched)}")
@@ -317,10 +318,7 @@ class WeightLoader:
 
     def abort(self) -> None:
         """Give up this update; the next complete one repairs the values."""
-        self._finish_reload()
-
-    def _finish_reload(self) -> None:
-        with self._watcher:  # modules with padding, such as a vocabulary of odd size, are loaded only now
+        with self._watcher:
             self._reload.finish()
 
 

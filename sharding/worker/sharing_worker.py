@@ -13,9 +13,7 @@ if not hasattr(Worker, "_maybe_get_memory_pool_context"):
 
 class SharingWorker(Worker):
     """Weights come from torch's own allocator: what vLLM's sleeping pool maps has no CUDA IPC handle
-    (https://github.com/vllm-project/vllm/pull/45611).
-
-    The pool still holds the KV cache, and so that is all that sleep frees.
+    (https://github.com/vllm-project/vllm/pull/45611). The pool still holds the KV cache, which is all that sleep frees.
     """
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:  # type: ignore[type-arg]

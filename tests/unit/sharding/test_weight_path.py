@@ -32,7 +32,7 @@ def parameter(number: int, nbytes: int) -> SourceParameter:
 @pytest.mark.covers("P1")
 def test_buckets_hold_every_parameter_once_in_order_within_their_bound(sizes: list[int], bound: int) -> None:
     plan = BucketPlan([parameter(i, size) for i, size in enumerate(sizes)], bound)
-    assert plan.names() == [f"p{i}" for i in range(len(sizes))]
+    assert [piece.name for bucket in plan.buckets for piece in bucket.pieces()] == [f"p{i}" for i in range(len(sizes))]
     for bucket in plan.buckets:
         end = 0
         for slot in bucket.slots:
