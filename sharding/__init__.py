@@ -1,7 +1,6 @@
 """Both ends of the weight path: sources and plan in the trainer, receiver in the vLLM worker, one manager over them.
 
-Names are loaded on first use: the worker extension is imported inside vLLM's workers, which need none of the trainer's
-side.
+Names are loaded on first use: vLLM's workers import the extension, and need none of the trainer's side.
 """
 
 from importlib import import_module

@@ -312,10 +312,8 @@ class CollectiveSender:
         parameters = parameters_to_verify(self._parameters, self._settings.verify, report.version)
         plan = BucketPlan(parameters, self._plan.capacity)  # they may be packed otherwise than among all
         different = different_weights(push(self._source, plan, self._way, peer, "compare", self._stamps))
-        error = peer.error or (
-            SyncError(f"engines do not hold what was sent: {first_names(different)} differ") if different else None
-        )
-        agree(error, "verifying weights")
+        wrong = SyncError(f"engines do not hold what was sent: {first_names(different)} differ") if different else None
+        agree(peer.error or wrong, "verifying weights")
         report.nbytes += plan.nbytes
         report.verified = self._settings.verify
 

@@ -1,7 +1,6 @@
 """How the bytes of weights get from the ranks to the workers: in which buckets, and by which way (`sync.way`).
 
 Parameters are cut into buckets in the same way on every rank, since only names and shapes decide.
-
 Engines on the trainer's devices read the trainer's staging buffers (`Staged`), or share its weights (`ZeroCopy`).
 `sharding.apart` has the ways that need no common memory: `Broadcast` and `Storage`.
 """

@@ -1,10 +1,10 @@
 """Memory of a process, the trainer's or a worker's: mapped by another on the same device, or given back to the system.
 
-Memory to map is described by a handle of plain types, and opened from it.
-On CPU the memory is an anonymous file (`memfd_create`), opened by the other process through `/proc`: it has no name, so
-nothing is left behind however a run ends, and a small `/dev/shm` does not matter to it. On CUDA it is plain device
-memory, opened through an IPC handle. The trainer's two staging buffers are such memory, and so are the engine's weights
-where the trainer computes with them. Either is exported once, opened once and closed once; only offsets travel after.
+Memory to map is described by a handle of plain types, and opened from it. On CPU it is an anonymous file
+(`memfd_create`), opened by the other process through `/proc`: it has no name, so nothing is left behind however a run
+ends, and a small `/dev/shm` does not matter to it. On CUDA it is plain device memory, opened through an IPC handle. The
+trainer's two staging buffers are such memory, and so are the engine's weights where the trainer computes with them.
+Either is exported once, opened once and closed once; only offsets travel after.
 
 vLLM's CPU build has no sleep mode (vllm/platforms/interface.py, is_sleep_mode_available), so a sleeping worker frees
 its pages here. Addresses stay what they are; the pages return as zeros when touched.

@@ -96,7 +96,7 @@ class VllmInternalWorkerExtension:
     hotbunk_shared: SharedWeights | None = None
 
     def report_device_id(self) -> str:
-        """The device this worker runs on, see `sharding.wire.staging.device_id`."""
+        """The device this worker runs on: its UUID on CUDA, `cpu:<rank in the engine group>` on CPU."""
         return staging.device_id(self.device, self.rank)  # type: ignore[attr-defined]
 
     def hotbunk_connect(self, endpoints: dict[str, list[str]], reader: str = "staged") -> None:
@@ -177,8 +177,7 @@ class VllmInternalWorkerExtension:
 
     def load_weights_from_storage(self, path: str, timeout_s: float = 300.0, verify: bool = True) -> Outcome:
         """Load the latest complete update that a `StorageWriter` has written to the folder `path`.
-        `verify`: read it a second time and compare, where weights are kept as they are sent; digests are always
-        checked.
+        `verify`: read it again and compare, where weights are kept as they are sent; digests are always checked.
         """
         return self._hotbunk_receive(StorageCarrier(path, self.device, timeout_s, verify))  # type: ignore[attr-defined]
 
