@@ -7,13 +7,8 @@ masked ones, what a tool said or at least the template's. Rewards are summed fro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainer.algorithms.kl import k1
-from trainer.algorithms.records import Advantage, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from trainer.algorithms.records import Advantage, Tensor, torch
 
 EPSILON = 1e-6
 
@@ -24,9 +19,7 @@ def group_relative(rewards: Tensor, normalize_std: bool = True, epsilon: float =
     With the division: GRPO, Shao et al. 2024 (arXiv:2402.03300), section 4.1.2. Without: Dr. GRPO, Liu et al. 2025
     (arXiv:2503.20783), which shows that the division weighs prompts by their difficulty. The standard deviation is the
     population's (divisor G), so that a group of one is defined; a group whose rewards are all equal says nothing and
-    gets exactly 0, whatever the rounding of its mean.
-
-    [P, G]; divided by (standard deviation + epsilon).
+    gets exactly 0, whatever the rounding of its mean. [P, G]; divided by (standard deviation + epsilon).
     """
     rewards = rewards.float()
     centred = rewards - rewards.mean(dim=1, keepdim=True)
@@ -56,9 +49,7 @@ def max_rl(rewards: Tensor) -> Tensor:
 
     MaxRL, Tajwar et al. 2026 (arXiv:2602.02710), theorem 2 and its control variate: with rewards of 0 and 1 it averages
     over the successes alone, so a prompt counts the more the rarer its successes are. A group without any, or with
-    nothing else, gets exactly 0.
-
-    No reward may be negative. [P, G], at least -1.
+    nothing else, gets exactly 0. No reward may be negative. [P, G], at least -1.
     """
     if rewards.numel() and rewards.min() < 0:
         raise ValueError(f"max_rl divides by the mean reward and needs rewards of at least 0, not {rewards.min():g}")
@@ -71,7 +62,6 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, epsilon: float = EPSILO
     """Several rewards, each made relative to its group by itself, then added: none drowns in another's scale.
 
     GDPO, Liu et al. 2026 (arXiv:2601.05242); the normalisation over the whole step which follows there is `whiten`.
-
     Rewards [R, P, G] of R functions and their weights [R] give [P, G]; epsilon is added to each standard deviation.
     """
     return torch.stack([w * group_relative(r, True, epsilon) for r, w in zip(rewards, weights, strict=True)]).sum(dim=0)
@@ -92,10 +82,9 @@ def whiten(values: Tensor, mask: Tensor, total: Tensor, epsilon: float = EPSILON
     """Values less their mean over the whole step, divided by their standard deviation (population's) + epsilon.
 
     The global normalisation of REINFORCE++, Hu et al. 2025 (arXiv:2501.03262): of every token's reward-to-go, or, in
-    its baseline variant, of `group_relative(..., normalize_std=False)`; also PPO's of its advantages.
-
-    Values and mask have any one shape; `total` [3] float64 is the sum of `moments` over everything the step trains on,
-    all ranks. 0 everywhere if all values of the step are equal.
+    its baseline variant, of `group_relative(..., normalize_std=False)`; also PPO's of its advantages. Values and mask
+    have any one shape; `total` [3] float64 is the sum of `moments` over everything the step trains on, all ranks. 0
+    everywhere if all values of the step are equal.
     """
     count, mean, square = total[0], total[1] / total[0].clamp(min=1), total[2] / total[0].clamp(min=1)
     variance = square - mean.square()
@@ -121,10 +110,7 @@ def at_turn_ends(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def at_sequence_end(rewards: Tensor, mask: Tensor) -> Tensor:
-    """An outcome's reward on the last trainable token; nowhere, where there is none.
-
-    Rewards [B], [B, T].
-    """
+    """An outcome's reward on the last trainable token; nowhere, where there is none. Rewards [B], [B, T]."""
     remaining = mask.flip(1).cumsum(dim=1).flip(1)  # trainable tokens from here on
     return torch.where(mask.bool() & (remaining == 1), rewards.float().unsqueeze(1), 0.0)
 
@@ -148,9 +134,7 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     R_t = r_t + gamma * R_(next unmasked position): masked positions neither carry rewards nor discount them, so an
     outcome is worth the same to an earlier turn however much the tool between them said. Sutton and Barto 2018,
     equation 3.8. REINFORCE++'s token-level return (arXiv:2501.03262) is this with gamma 1 on the outcome's reward
-    (`at_sequence_end`) plus the KL `penalty`.
-
-    Rewards [B, T], gamma in 0..1; [B, T].
+    (`at_sequence_end`) plus the KL `penalty`. Rewards [B, T], gamma in 0..1; [B, T].
     """
     trained = mask.bool()
     total = _accumulate(torch.where(trained, rewards.float(), 0.0), torch.where(trained, gamma, 1.0))
@@ -162,7 +146,6 @@ def turn_relative(returns: Tensor, taken: Tensor, normalize_std: bool = True, ep
 
     MT-GRPO, Zeng et al. 2025 (arXiv:2505.11821), for any number of turns. Mean and (population's) standard deviation
     are over the samples that got to this turn; where they are all alike, a single one included, it is exactly 0.
-
     Returns [P, G, K], see `returns_to_go`; `taken` [P, G, K] is 1 where the sample has this turn. [P, G, K], which
     `spread_over_turns` puts on tokens.
     """
@@ -182,7 +165,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda:
 
     A_t = d_t + gamma * gae_lambda * A_next with d_t = r_t + gamma * V_next - V_t: Schulman et al. 2015
     (arXiv:1506.02438), equations 11, 12 and 16. After the last trainable token A and V are 0, a truncated answer's too.
-
     Rewards [B, T] on trainable tokens; values [B, T], at t that of the state in which token t was sampled, treated as
     constant. Gives advantages, not whitened, and returns (advantages + values: what the critic is to learn), [B, T].
     """
@@ -200,9 +182,7 @@ def likeness(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Te
     """How much likelier the teacher finds a token than the policy does: less each token's share of reverse KL.
 
     On-policy distillation: Agarwal et al. 2023 (arXiv:2306.13649); as an advantage, not discounted: Lu et al. 2025,
-    "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation).
-
-    [B, T], nats.
+    "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation). [B, T], nats.
     """
     return torch.where(mask.bool(), -k1(old_logprobs, teacher_logprobs), 0.0)
 

@@ -9,12 +9,7 @@ ranks, and may be 0: `tokens` of trainable ones, `sequences` of those with a tra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from trainer.algorithms.records import Record
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from trainer.algorithms.records import Record, Tensor
 
 
 def token_mean_weights(mask: Tensor, tokens: float) -> Tensor:
@@ -47,8 +42,7 @@ def fixed_length_weights(mask: Tensor, sequences: float, longest: int) -> Tensor
 def weights(mask: Tensor, aggregation: str, tokens: float, sequences: float, longest: int) -> Tensor:
     """Weights [B, T] float32 by the aggregation's name in `AGGREGATIONS`; arguments as of the functions above."""
     counts = {"tokens": tokens, "sequences": sequences, "longest": longest}
-    found: Tensor = AGGREGATIONS[aggregation](counts, mask=mask)
-    return found
+    return AGGREGATIONS[aggregation](counts, mask=mask)
 
 
 AGGREGATIONS = {

@@ -11,21 +11,15 @@ constant, `old_logprobs` under the policy that sampled and `reference_logprobs`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainer.algorithms.losses import MAX_LOG_RATIO
-from trainer.algorithms.records import Estimator, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from trainer.algorithms.records import Estimator, Tensor, torch
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """policy - reference, in logarithms: unbiased, of high variance, and negative for many tokens.
 
-    Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
-
-    Within +-MAX_LOG_RATIO; beyond it the gradient is 0, that of all estimators here.
+    Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). Within +-MAX_LOG_RATIO; beyond it the
+    gradient is 0, that of all estimators here.
     """
     return (logprobs - reference_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -60,17 +54,12 @@ def unbiased_k3(logprobs: Tensor, old_logprobs: Tensor, reference_logprobs: Tens
 
 
 def divergence(
-    estimator: str,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    reference_logprobs: Tensor,
-    clamp: float | None = None,
+    estimator: str, logprobs: Tensor, old_logprobs: Tensor, reference_logprobs: Tensor, clamp: float | None = None
 ) -> Tensor:
     """An estimate [B, T] by its name in `ESTIMATORS`.
 
-    Args:
-        clamp: bound of the absolute value, nats; a token beyond it has no gradient. A few tokens that the reference
-            deems impossible would otherwise decide the step.
+    `clamp` is a bound of the absolute value, nats; a token beyond it has no gradient. A few tokens that the reference
+    deems impossible would otherwise decide the step.
     """
     tensors = {"logprobs": logprobs, "old_logprobs": old_logprobs, "reference_logprobs": reference_logprobs}
     estimate: Tensor = ESTIMATORS[estimator]({}, **tensors)
@@ -81,14 +70,7 @@ def penalty(estimate: Tensor, mask: Tensor, coefficient: float) -> Tensor:
     """-coefficient * KL for each token, to be added to its reward; the sum over T is for a sequence's reward.
 
     Ouyang et al. 2022 (arXiv:2203.02155), equation 2; for each token: Ziegler et al. 2019 (arXiv:1909.08593), equation
-    2.
-
-    Args:
-        estimate: [B, T], of the policy that sampled: `k1`.
-        mask: [B, T].
-
-    Returns:
-        [B, T] without gradient, 0 on masked tokens.
+    2. The estimate [B, T] is of the policy that sampled: `k1`. Gives [B, T] without gradient, 0 on masked tokens.
     """
     return torch.where(mask.bool(), -coefficient * estimate.detach(), 0.0)
 

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from trainer.algorithms.records import Level, Loss, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from trainer.algorithms.records import Level, Loss, Tensor, torch
 
 # exp(20) is 5e8: ratios beyond it carry no information, and without a bound exp() overflows to inf at 89, which turns
 # a masked or clipped token into inf * 0 = nan.
@@ -35,13 +31,9 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str =
     the sequence's own ratio, while advantages and corrections can still differ from token to token, and a token that is
     weighted with 0 moves nothing.
 
-    Args:
-        logprobs: [B, T] under the policy being trained; carries the gradient.
-        old_logprobs: [B, T] under the policy to compare with; treated as constant.
-        mask: [B, T]; what the others hold where it is 0 does not matter.
-
-    Returns:
-        [B, T] within +-MAX_LOG_RATIO, 0 on masked tokens. Beyond the bound the gradient is 0.
+    Log-probabilities [B, T] under the policy being trained, which carry the gradient, and under the policy to compare
+    with, treated as constant; what they hold where the mask [B, T] is 0 does not matter. Gives [B, T] within
+    +-MAX_LOG_RATIO, 0 on masked tokens. Beyond the bound the gradient is 0.
     """
     trained = mask.bool()
     difference = torch.where(trained, logprobs - old_logprobs.detach(), 0.0)
@@ -64,10 +56,9 @@ def clipped_surrogate(
 
     Schulman et al. 2017 (arXiv:1707.06347), equation 7; different bounds below and above: DAPO, Yu et al. 2025
     (arXiv:2503.14476), equation 8; with geometric ratios: GSPO (arXiv:2507.18071), equation 5. With `dual_clip` = c and
-    A < 0, max(the same min, c A): Ye et al. 2020 (arXiv:1912.09729), without which the loss of a token that
-    has become much more likely is unbounded.
-
-    The gradient is 0 where clipped. `dual_clip` is a ratio above 1 + clip_high, such as 3 or 10.
+    A < 0, max(the same min, c A): Ye et al. 2020 (arXiv:1912.09729), without which the loss of a token that has become
+    much more likely is unbounded. The gradient is 0 where clipped. `dual_clip` is a ratio above 1 + clip_high, such as
+    3 or 10.
     """
     advantages = _per_token(advantages)
     ratio = torch.exp(log_ratio)
@@ -123,9 +114,8 @@ def _per_token(advantages: Tensor) -> Tensor:
 def entropy_bonus(entropy: Tensor, coefficient: float) -> Tensor:
     """-coefficient * H for each token: added to the loss, it keeps the policy from becoming certain too early.
 
-    Williams and Peng 1991 (doi:10.1080/09540099108946587); Mnih et al. 2016 (arXiv:1602.01783), section 4.
-
-    Entropies [B, T] in nats, which carry the gradient.
+    Williams and Peng 1991 (doi:10.1080/09540099108946587); Mnih et al. 2016 (arXiv:1602.01783), section 4. Entropies
+    [B, T] in nats, which carry the gradient.
     """
     return -coefficient * entropy
 
@@ -134,10 +124,8 @@ def entropy_threshold(count: int, nth_smallest: Callable[[int], float], share: f
     """The entropy that the given share of tokens has at least: their (1 - share) quantile, linearly interpolated.
 
     The tokens are the trainable ones of the whole optimizer step and all ranks: with those of a micro-batch the choice
-    would depend on what else is in it.
-
-    `nth_smallest` finds one of `count` entropies by its position from 0; the paper's share is 0.2. In nats; infinity
-    without tokens, so that none is chosen.
+    would depend on what else is in it. `nth_smallest` finds one of `count` entropies by its position from 0; the
+    paper's share is 0.2. In nats; infinity without tokens, so that none is chosen.
     """
     if count == 0:
         return math.inf
@@ -149,10 +137,9 @@ def entropy_threshold(count: int, nth_smallest: Callable[[int], float], share: f
 def high_entropy_mask(entropy: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """The tokens at which the policy decides something: those whose entropy reaches the threshold.
 
-    Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939). There the policy loss is multiplied by
-    this mask, and what it is divided by still counts all tokens.
-
-    Entropies [B, T] in nats, `entropy_threshold`'s result; [B, T] bool, False wherever the mask is 0.
+    Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939). There the policy loss is multiplied by this mask, and
+    what it is divided by still counts all tokens. Entropies [B, T] in nats, `entropy_threshold`'s result; [B, T] bool,
+    False wherever the mask is 0.
     """
     return (entropy.detach().double() >= threshold) & mask.bool()
 
@@ -164,15 +151,10 @@ def clipped_value_loss(
 
     PPO's reference implementation, as described by Engstrom et al. 2020 (arXiv:2005.12729), section 3.
 
-    Args:
-        values: [B, T]; carries the gradient.
-        old_values: [B, T], before the step's first update; treated as constant.
-        returns: [B, T], what the values should have been (see `advantages.gae`); treated as constant.
-        clip: how far a value may move from its old one in a step, in the reward's unit; None: the plain square.
-
-    Returns:
-        loss [B, T], to be summed with weights like any other, and the mask [B, T] bool of tokens on which clipping took
-        effect, which have no gradient.
+    Values [B, T] carry the gradient; old ones [B, T], from before the step's first update, and returns [B, T], what the
+    values should have been (see `advantages.gae`), are treated as constant. `clip` is how far a value may move from its
+    old one in a step, in the reward's unit; None: the plain square. Gives the loss [B, T], to be summed with weights
+    like any other, and the mask [B, T] bool of tokens on which clipping took effect, which have no gradient.
     """
     old_values, returns = old_values.detach(), returns.detach()
     loss = (values - returns).square()

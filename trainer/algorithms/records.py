@@ -22,7 +22,7 @@ from trainer.errors import UserError
 
 if TYPE_CHECKING:
     import torch as torch
-    from torch import Tensor
+    from torch import Tensor as Tensor
 else:
 
     class _Torch:
@@ -31,25 +31,18 @@ else:
 
             return getattr(torch, name)
 
-    torch = _Torch()
+    torch, Tensor = _Torch(), Any
 
 
 @dataclass(frozen=True)
 class Record:
-    """A function that a recipe can name.
-
-    Attributes:
-        meaning: of its name, in one line, for --help.
-        own: where it is the user's, the key and the name, with which its errors begin.
-        OFFERED: the tensors that it may take.
-        RETURNS: the tensors that it returns, in words; `outputs` is their number.
-    """
+    """A function that a recipe can name."""
 
     function: Callable[..., Any]
-    meaning: str
-    own: str = ""
-    OFFERED: ClassVar[tuple[str, ...]] = ()
-    RETURNS: ClassVar[str] = "a tensor"
+    meaning: str  # of its name, in one line, for --help
+    own: str = ""  # where it is the user's, the key and the name, with which its errors begin
+    OFFERED: ClassVar[tuple[str, ...]] = ()  # the tensors that it may take
+    RETURNS: ClassVar[str] = "a tensor"  # the tensors that it returns, in words; `outputs` is their number
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -130,18 +123,12 @@ class Advantage(Record):
 
     One that takes `mask` works on tokens: all tensors are [B, T], rewards on the tokens that end a turn or the episode.
     Any other compares the answers of a group: rewards [1, G].
-
-    Attributes:
-        whitened: the mean and the spread of the whole step are taken out of it.
-        turns: in a group, it also compares turns, with `advantages.turn_relative`.
-        sums: it also compares several rewards one by one, with `advantages.normalize_then_sum`.
-        nonnegative: rewards must be at least 0.
     """
 
-    whitened: bool = False
-    turns: bool = False
-    sums: bool = False
-    nonnegative: bool = False
+    whitened: bool = False  # the mean and the spread of the whole step are taken out of it
+    turns: bool = False  # in a group, it also compares turns, with `advantages.turn_relative`
+    sums: bool = False  # it also compares several rewards one by one, with `advantages.normalize_then_sum`
+    nonnegative: bool = False  # rewards must be at least 0
     OFFERED = ("rewards", "mask", "values", "old_logprobs", "teacher_logprobs")
     RETURNS = "advantages of the shape of what it takes, and with a critic's values a pair of advantages and returns"
 
@@ -170,12 +157,9 @@ class Advantage(Record):
 
 @dataclass(frozen=True)
 class Loss(Record):
-    """A policy gradient's loss for each token, [B, T] like all that it is given.
+    """A policy gradient's loss for each token, [B, T] like all that it is given."""
 
-    Attributes:
-        band: its bounds are a band of ratios around 1, to which the gap between engine and trainer is compared.
-    """
-
+    # its bounds are a band of ratios around 1, to which the gap between engine and trainer is compared
     band: bool = False
     OFFERED = ("log_ratio", "logprobs", "old_logprobs", "advantages", "mask")
     RETURNS = "a loss and a mask of the tokens it has bounded, both of the shape of what it takes"
@@ -192,26 +176,16 @@ class Loss(Record):
 
 @dataclass(frozen=True)
 class Estimator(Record):
-    """An estimate of KL for each token.
+    """An estimate of KL for each token."""
 
-    Attributes:
-        in_loss: its gradient is of use.
-        in_reward: its expectation is exact.
-    """
-
-    in_loss: bool = True
-    in_reward: bool = False
+    in_loss: bool = True  # its gradient is of use
+    in_reward: bool = False  # its expectation is exact
 
 
 @dataclass(frozen=True)
 class Level:
-    """The level of a ratio: that of a token, or of a whole answer, in which case all its tokens have the same.
+    """The level of a ratio: that of a token, or of a whole answer, in which case all its tokens have the same."""
 
-    Attributes:
-        meaning: of its name, in one line, for --help.
-        mean: of an answer it is the geometric mean over tokens, and otherwise their product.
-    """
-
-    meaning: str
+    meaning: str  # of its name, in one line, for --help
     whole: bool = False
-    mean: bool = False
+    mean: bool = False  # of an answer it is the geometric mean over tokens, and otherwise their product
