@@ -15,18 +15,7 @@ from trainer.algorithms.aggregation import AGGREGATIONS
 from trainer.algorithms.kl import ESTIMATORS
 from trainer.algorithms.losses import LEVELS, LOSSES
 from trainer.algorithms.records import Advantage, Loss, Record
-from trainer.config.section import (
-    Held,
-    NotNegative,
-    OneOf,
-    Portion,
-    Positive,
-    Section,
-    Share,
-    Softness,
-    Text,
-    key,
-)
+from trainer.config.section import Held, NotNegative, OneOf, Portion, Positive, Section, Share, Softness, Text, key
 from trainer.errors import UserError
 
 R = TypeVar("R", bound=Record)
@@ -36,8 +25,7 @@ class Preset:
     """A paper's choices: whose they are, and the keys that they set."""
 
     def __init__(self, meaning: str, **keys: Any) -> None:
-        self.meaning = meaning
-        self.keys = keys
+        self.meaning, self.keys = meaning, keys
 
 
 PRESETS = {
@@ -241,12 +229,7 @@ def _record(where: str, name: str, table: Mapping[str, R], kind: Callable[..., R
 
 
 def check_algorithm(algorithm: AlgorithmConfig, updates: int, shared_critic: bool) -> Iterator[str]:
-    """A sentence, with the keys and the remedy, for all that does not go together.
-
-    Args:
-        updates: of a step, by batch.updates_per_step and num_iterations.
-        shared_critic: critic.shared.
-    """
+    """A sentence, with the keys and the remedy, for all that does not go together; `updates` are those of a step."""
     try:
         loss, advantage = algorithm.loss_record, algorithm.advantage_record
     except UserError as error:
@@ -257,14 +240,11 @@ def check_algorithm(algorithm: AlgorithmConfig, updates: int, shared_critic: boo
     yield from _check_other_models(algorithm, advantage, shared_critic)
     if algorithm.rewards_apart:
         if not advantage.sums:
-            names = _names(ADVANTAGES, attrgetter("sums"))
-            yield _goes_with(algorithm, "combine_rewards", names)
+            yield _goes_with(algorithm, "combine_rewards", _names(ADVANTAGES, attrgetter("sums")))
         for name, off in (("credit", "outcome"), ("length_strength", 0), ("kl_in", "loss")):
             if getattr(algorithm, name) != off:
-                yield (
-                    f"algorithm.{name} and combine_rewards: normalize_then_sum both change what is compared: leave out "
-                    "one"
-                )
+                both = f"algorithm.{name} and combine_rewards: normalize_then_sum both"
+                yield f"{both} change what is compared: leave out one"
     yield from _check_kl(algorithm, advantage)
     band = algorithm.keep_band
     if band is not None and not band[0] <= 1 <= band[1]:
@@ -307,10 +287,8 @@ def _check_advantage(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterat
     name, size = algorithm.advantage, algorithm.group_size
     selective = algorithm.selects_groups or algorithm.drop_zero_variance
     if size < 2 and advantage.compares:
-        yield (
-            f"algorithm.group_size is {size}, but answers are compared within their group (advantage: {name}): "
-            "it must be at least 2"
-        )
+        compared = f"answers are compared within their group (advantage: {name})"
+        yield f"algorithm.group_size is {size}, but {compared}: it must be at least 2"
     if size < 2 and selective:
         yield "algorithm.group_size is 1, so rewards differ in no group: train on all, without choosing groups by that"
     if selective and not advantage.takes("rewards"):
@@ -343,10 +321,8 @@ def _check_kl(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterator[str]
             remedy = f"in the reward only {right} has the right mean: set it to {right}"
             yield f"algorithm.kl_estimator is {name}, but {remedy}"
         if advantage.nonnegative:
-            yield (
-                f"algorithm.kl_in is reward, which makes some negative, and {algorithm.advantage} divides by their "
-                "mean: use loss"
-            )
+            divides = f"{algorithm.advantage} divides by their mean"
+            yield f"algorithm.kl_in is reward, which makes some negative, and {divides}: use loss"
         if algorithm.by_turns and advantage.compares:
             yield "algorithm.kl_in is reward, but turns are compared by what they themselves were given: set it to loss"
     elif algorithm.kl_in_loss and not estimator.in_loss:

@@ -47,11 +47,9 @@ def check_config(config: TrainConfig, command: Command, environ: Mapping[str, st
 
 
 def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """One sentence for everything that is wrong.
+    """One sentence for everything that is wrong; sft neither samples nor has rewards and eval does not train.
 
-    Args:
-        command: sft neither samples nor has rewards and eval does not train, so less can be wrong.
-        environ: torchrun's variables are read from it (one rank, on one machine, if absent), and the allocator's.
+    From `environ` torchrun's variables are read (one rank, on one machine, if absent), and the allocator's.
     """
     try:
         ranks = rank_count(environ)
@@ -94,10 +92,10 @@ def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
     named = [("data.path", config.data.path), ("data.eval_path", config.data.eval_path)]
     named += [(f"eval.datasets.{name}.path", dataset.path) for name, dataset in config.eval.datasets.items()]
     for key, path in named:
-        if path is not None and not os.path.exists(path):
-            looks_local = Path(path).suffix in (".jsonl", ".json", ".parquet") or not HUB_NAME.fullmatch(path)
-            if looks_local:
-                yield f"{key}: there is no file or folder {path}"
+        if path is None or os.path.exists(path):
+            continue
+        if Path(path).suffix in (".jsonl", ".json", ".parquet") or not HUB_NAME.fullmatch(path):  # it looks local
+            yield f"{key}: there is no file or folder {path}"
     if command != "eval" and (reason := unwritable(config.run.folder)):
         yield f"run.output_dir: {config.run.folder} cannot be made or written to, as {reason}: name another"
 
@@ -113,8 +111,7 @@ def _check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[s
         ranks = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE", "1"))
         yield from sharing_problems(ranks, config.engine.tensor_parallel_size, environ)
     for variable in ALLOCATOR_VARIABLES:
-        kept = without_expandable_segments(environ.get(variable, ""))
-        if kept is not None:
+        if (kept := without_expandable_segments(environ.get(variable, ""))) is not None:
             remedy = f"set it to {kept!r}" if kept else "unset it"
             yield f"{variable} switches on expandable_segments, which sleep mode and CUDA IPC cannot use: {remedy}"
         if re.search(r"backend\s*:\s*cudaMallocAsync", environ.get(variable, "")):
@@ -139,8 +136,7 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
         yield "critic.shared works with policy.backend: fsdp only"
     if policy.offload_optimizer and policy.offload != "none":
         yield "policy.offload is set, but policy.offload_optimizer keeps that state in the host's memory: drop one"
-    if policy.lr * policy.weight_decay >= 1:
-        product = policy.lr * policy.weight_decay
+    if (product := policy.lr * policy.weight_decay) >= 1:
         yield f"policy.lr * policy.weight_decay = {product:g} would take all of a weight in one step: lower one"
     if policy.shard_size is not None:
         if policy.backend != "fsdp":
@@ -200,8 +196,7 @@ def _check_sampling(config: TrainConfig) -> Iterator[str]:
             )
     if config.sampling.temperature == 0:
         yield "sampling.temperature is 0, but greedy answers to one prompt are all the same: training needs it above 0"
-    limit = config.engine.max_model_len
-    if config.sync.verify != "off" and limit < LEAST_MODEL_LEN:
+    if config.sync.verify != "off" and (limit := config.engine.max_model_len) < LEAST_MODEL_LEN:
         yield (
             f"engine.max_model_len is {limit}, but sync.verify asks the engines about {LEAST_MODEL_LEN - 1} tokens: "
             f"make it at least {LEAST_MODEL_LEN}, or set sync.verify to off"
@@ -227,10 +222,8 @@ def _check_lengths(config: TrainConfig) -> Iterator[str]:
     for key, tokens in longest:
         total = config.data.max_prompt_tokens + (tokens or 0)
         if total > limit:
-            yield (
-                f"data.max_prompt_tokens + {key}.max_tokens = {total} is more than engine.max_model_len = {limit}: "
-                "raise it or lower them"
-            )
+            names = f"data.max_prompt_tokens + {key}.max_tokens"
+            yield f"{names} = {total} is more than engine.max_model_len = {limit}: raise it or lower them"
 
 
 def _check_rollout(config: TrainConfig) -> Iterator[str]:
@@ -326,13 +319,6 @@ def _check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> I
         yield f"sync.way: zero_copy shares whole weights between one rank and its engine, but {reason}"
 
 
-def _check_kept_as_sent(model: dict[str, Any]) -> Iterator[str]:
-    """vLLM shuffles the weights of experts, and keeps products of those of latent attention."""
-    for key, what in REPROCESSED_KEYS.items():
-        if model.get(key):
-            yield f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to staged"
-
-
 def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
     try:
         model = model_config(config.model.path)
@@ -343,14 +329,15 @@ def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         yield f"model.path: {folder} holds no *.safetensors with the model's weights"
     if command == "train" and config.sync.way == "zero_copy":
-        yield from _check_kept_as_sent(model)
+        for key in filter(model.get, REPROCESSED_KEYS):  # shuffled experts, and products of latent attention's weights
+            what = REPROCESSED_KEYS[key]
+            yield f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to staged"
     if command != "eval":
         yield from _check_packing(config, model)
         yield from _check_quantization(config, model)
     if command == "sft":
         return
-    limit = position_limit(model)
-    if limit is not None and config.engine.max_model_len > limit:
+    if (limit := position_limit(model)) is not None and config.engine.max_model_len > limit:
         yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
     if config.lora.engines_apply and NO_ADAPTER_ON_CPU in model and resolve_device(config) == "cpu":
         yield "lora.sync is adapter, but vLLM on CPU has none for mixtures of experts: set it to merged"
@@ -363,10 +350,8 @@ def _check_packing(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
     """As far as config.json says; the model's class is asked as well when it is built (`require_packing`)."""
     others = sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS))
     if others and config.batch.packing:
-        yield (
-            f"batch.packing is true, but the model has layers ({', '.join(others)}) that would carry over from one "
-            "sequence to the next: set it to false"
-        )
+        would = f"layers ({', '.join(others)}) that would carry over from one sequence to the next"
+        yield f"batch.packing is true, but the model has {would}: set it to false"
 
 
 def _check_quantization(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:

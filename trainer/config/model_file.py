@@ -92,6 +92,5 @@ def _config_from_hub(name: str) -> Path:
         return Path(hf_hub_download(name, "config.json"))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split()[:12])
-        raise UserError(
-            f"model.path: {name} is not a folder, and cannot be fetched from the Hugging Face hub ({reason})"
-        ) from error
+        unavailable = f"is not a folder, and cannot be fetched from the Hugging Face hub ({reason})"
+        raise UserError(f"model.path: {name} {unavailable}") from error

@@ -124,8 +124,7 @@ def _sentence(key: str, errors: list[ErrorDetails]) -> str:
         return f"{key} is missing: set it in the recipe or by --{key}"
     if error["type"] == "string_pattern_mismatch":
         return f"{key} is {shown(error['input'])}, but may hold only letters, digits, '_', '-' and, inside, '.'"
-    wanted = " or ".join(dict.fromkeys(map(_wanted, errors)))
-    return f"{key} is {shown(error['input'])}, but should {wanted}"
+    return f"{key} is {shown(error['input'])}, but should {' or '.join(dict.fromkeys(map(_wanted, errors)))}"
 
 
 def _wanted(error: ErrorDetails) -> str:

@@ -12,15 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Renamed:
-    """A key's name today.
+    """A key's name today."""
 
-    Attributes:
-        key: its name today, in the same section.
-        values: old values that are written differently today.
-    """
-
-    key: str
-    values: Mapping[Any, Any] = field(default_factory=dict)
+    key: str  # its name today, in the same section
+    values: Mapping[Any, Any] = field(default_factory=dict)  # old values that are written differently today
 
     def value(self, old: Any) -> Any:
         """The value to write today for one of the old key."""

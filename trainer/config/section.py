@@ -7,7 +7,7 @@ and what is smaller than 1e-20 is as good as 0 to float32.
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -21,18 +21,11 @@ def key(default: Any, meaning: str, /, **values: str) -> Any:
     return Field(default=default, description=meaning, json_schema_extra=extra)
 
 
-class Entry(Protocol):
-    """A table's entry for a name."""
-
-    @property
-    def meaning(self) -> str: ...
-
-
 @dataclass(frozen=True, eq=False)
 class OneOf:
     """A text that must be a name in a table; where `own`, it may also name a function, `pkg.mod:fn` or `file.py:fn`."""
 
-    table: Mapping[str, Entry]
+    table: Mapping[str, Any]  # of entries with a `meaning`
     own: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
