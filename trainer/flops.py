@@ -7,7 +7,6 @@ is causal and within each sequence, and the output head runs at targets alone, a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,21 +16,14 @@ from sharding.send.source import whole_shape
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The sizes of the matrices that a token is multiplied by.
+    """The sizes of the matrices that a token is multiplied by."""
 
-    Attributes:
-        trunk: elements of the matrices that every token passes; of a mixture's experts, those that a token is sent to.
-        trunk_learned: the elements among them that are trained.
-        head: elements of the output head, which a target passes.
-        head_learned: the same, or 0 where it is frozen.
-        attention: layers * heads * size of a head.
-    """
-
+    # elements of the matrices that every token passes; of a mixture's experts, those that a token is sent to
     trunk: int
-    trunk_learned: int
-    head: int
-    head_learned: int
-    attention: int
+    trunk_learned: int  # the elements among them that are trained
+    head: int  # elements of the output head, which a target passes
+    head_learned: int  # the same, or 0 where it is frozen
+    attention: int  # layers * heads * size of a head
 
     def forward(self, tokens: float, targets: float, pairs: float) -> float:
         """Operations of a forward pass over this many tokens, targets and pairs (`attended`)."""
@@ -56,7 +48,9 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     trunk = learned = 0
     for name, parameter in model.named_parameters():
         if id(parameter) not in ends and len(shape := whole_shape(parameter)) > 1:
-            used = int(shape.numel() * _share_used(name, shape, config))
+            experts = shape[0] if ".experts." in name and len(shape) > 2 else 0  # of which a token meets some
+            share = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
+            used = int(shape.numel() * share)
             trunk, learned = trunk + used, learned + used * parameter.requires_grad
     size = 0 if head is None else whole_shape(head.weight).numel()
     heads = config.num_attention_heads
@@ -70,25 +64,13 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     )
 
 
-def _share_used(name: str, shape: torch.Size, config: Any) -> float:
-    """The share of a parameter's elements that a token meets: all, or its experts'."""
-    if ".experts." not in name or len(shape) < 3:
-        return 1.0
-    return float(getattr(config, "num_experts_per_tok", shape[0]) / shape[0])
-
-
 @dataclass
 class Work:
-    """The work that a model has done on this rank so far.
-
-    Attributes:
-        tokens: the number it has learned from, those of prompts included.
-        flops: its operations, for these tokens and for those it only scored.
-    """
+    """The work that a model has done on this rank so far."""
 
     of: ModelFlops
-    tokens: int = field(default=0, init=False)
-    flops: float = field(default=0.0, init=False)
+    tokens: int = field(default=0, init=False)  # the number it has learned from, those of prompts included
+    flops: float = field(default=0.0, init=False)  # its operations, for these tokens and for those it only scored
 
     def count(self, lengths: Sequence[int], targets: int) -> None:
         """Count a forward pass over sequences of these lengths, and a backward pass where gradients are recorded."""

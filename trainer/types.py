@@ -16,19 +16,13 @@ from trainer.flops import Work
 
 @dataclass
 class Sample:
-    """One sequence to train on, prompt and response together; the four lists are equally long.
+    """One sequence to train on, prompt and response together; the four lists are equally long."""
 
-    Attributes:
-        input_ids: prompt and response ids; at least one.
-        loss_mask: 1 where the policy sampled the token, 0 elsewhere, so 0 on the whole prompt; by position, not by id.
-        engine_logprobs: nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0.
-        advantage: the same for every token of the sequence, where it is known beforehand.
-    """
-
-    input_ids: list[int]
+    input_ids: list[int]  # prompt and response ids; at least one
+    # 1 where the policy sampled the token, 0 elsewhere, so 0 on the whole prompt; by position, not by id
     loss_mask: list[int]
-    engine_logprobs: list[float]
-    advantage: float = 0.0
+    engine_logprobs: list[float]  # nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0
+    advantage: float = 0.0  # the same for every token of the sequence, where it is known beforehand
 
     @property
     def trainable(self) -> int:
@@ -45,19 +39,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Pack:
-    """Sequences laid end to end, each without its last token, which predicts nothing; N tokens of S sequences.
+    """Sequences laid end to end, each without its last token, which predicts nothing; N tokens of S sequences."""
 
-    Attributes:
-        tokens: [N] int64, their indices in `MicroBatch.input_ids`, flattened.
-        positions: [N] int64, each token's position in its sequence, from 0.
-        starts: [S+1] int32, the index at which each sequence begins, and N.
-        lengths: the number of tokens of each sequence in the pack.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    starts: Tensor
-    lengths: list[int]
+    tokens: Tensor  # [N] int64, their indices in `MicroBatch.input_ids`, flattened
+    positions: Tensor  # [N] int64, each token's position in its sequence, from 0
+    starts: Tensor  # [S+1] int32, the index at which each sequence begins, and N
+    lengths: list[int]  # the number of tokens of each sequence in the pack
 
 
 @dataclass(frozen=True)
@@ -66,16 +53,11 @@ class Layout:
 
     Example: a loss mask [[0, 1, 0], [0, 1, 1]] has targets [1, 4, 5]; not packed, states are the same. Packed, with
     lengths [3, 4], the sequences are 2 and 3 tokens long without their last, and states are [1, 3, 4].
-
-    Attributes:
-        targets: [K] int64, the indices in [B, T-1], flattened, at which the loss mask is 1; ascending.
-        states: [K] int64, the indices of the hidden states that predict them, in the model's input, flattened.
-        pack: the model's input; None: `input_ids[:, :-1]`.
     """
 
-    targets: Tensor
-    states: Tensor
-    pack: Pack | None = None
+    targets: Tensor  # [K] int64, the indices in [B, T-1], flattened, at which the loss mask is 1; ascending
+    states: Tensor  # [K] int64, the indices of the hidden states that predict them, in the model's input, flattened
+    pack: Pack | None = None  # the model's input; None: `input_ids[:, :-1]`
 
     @classmethod
     def of(cls, loss_mask: Tensor, lengths: list[int], packed: bool = False) -> "Layout":
@@ -99,34 +81,22 @@ class MicroBatch:
     There is no attention mask: with padding on the right and causal attention no real token sees a padding token, and
     the loss leaves padding positions out. Where the loss mask is 0, tensors may hold anything, inf and NaN included:
     code that reads one selects by the mask and does not multiply with it.
-
-    Attributes:
-        input_ids: [B, T] int64, T >= 2.
-        loss_mask: [B, T-1] float32.
-        engine_logprobs: [B, T-1] float32, nats.
-        advantages: [B, T-1] float32.
-        lengths: each sequence's number of tokens without padding, 1 to T.
-        layout: the targets' indices and the model's input: the real tokens alone, laid end to end, or with padding.
-        rows: each sequence's position in the list of samples; empty in a zero-weight micro-batch.
-        old_logprobs: [B, T-1] float32 of the policy the step began with, once computed.
-        ref_logprobs: [B, T-1] float32 of the reference policy, once computed.
-        decisive: [B, T-1] bool, the tokens that the policy loss counts; None: all.
-        old_values: [B, T-1] float32 of the critic the step began with, once computed.
-        returns: [B, T-1] float32, the critic's targets.
     """
 
-    input_ids: Tensor
-    loss_mask: Tensor
-    engine_logprobs: Tensor
-    advantages: Tensor
-    lengths: list[int]
+    input_ids: Tensor  # [B, T] int64, T >= 2
+    loss_mask: Tensor  # [B, T-1] float32
+    engine_logprobs: Tensor  # [B, T-1] float32, nats
+    advantages: Tensor  # [B, T-1] float32
+    lengths: list[int]  # each sequence's number of tokens without padding, 1 to T
+    # the targets' indices and the model's input: the real tokens alone, laid end to end, or with padding
     layout: Layout
+    # each sequence's position in the list of samples; empty in a zero-weight micro-batch
     rows: list[int] = field(default_factory=list)
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    decisive: Tensor | None = None
-    old_values: Tensor | None = None
-    returns: Tensor | None = None
+    old_logprobs: Tensor | None = None  # [B, T-1] float32 of the policy the step began with, once computed
+    ref_logprobs: Tensor | None = None  # [B, T-1] float32 of the reference policy, once computed
+    decisive: Tensor | None = None  # [B, T-1] bool, the tokens that the policy loss counts; None: all
+    old_values: Tensor | None = None  # [B, T-1] float32 of the critic the step began with, once computed
+    returns: Tensor | None = None  # [B, T-1] float32, the critic's targets
 
     def trained(self, values: Tensor) -> Tensor:
         """The values [K] of the targets, from `values` [B, T-1]."""
@@ -153,16 +123,11 @@ def _moved(value: Any, device: torch.device | str) -> Any:
 
 @dataclass
 class Outputs:
-    """A model's outputs for a micro-batch's targets, each [B, T-1] float32 and 0 where the loss mask is 0.
+    """A model's outputs for a micro-batch's targets, each [B, T-1] float32 and 0 where the loss mask is 0."""
 
-    Attributes:
-        logprobs: of the targets, nats, at the sampling temperature.
-        entropy: of the distribution that the target was drawn from, nats.
-        values: expected return of the state in which the target was sampled; where a value head shares the trunk.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
+    logprobs: Tensor  # of the targets, nats, at the sampling temperature
+    entropy: Tensor  # of the distribution that the target was drawn from, nats
+    # expected return of the state in which the target was sampled; where a value head shares the trunk
     values: Tensor | None = None
 
 
@@ -173,20 +138,13 @@ micro-batches and ranks."""
 
 @dataclass
 class UpdateStats:
-    """The result of one optimizer step; the same on all ranks.
+    """The result of one optimizer step; the same on all ranks."""
 
-    Attributes:
-        loss: of the whole step over all ranks.
-        grad_norm: global L2 norm before clipping.
-        learning_rate: the rate the step used, or would have used.
-        skipped: loss or gradient was not finite, so nothing was changed.
-        sums: the loss function's figures, summed over micro-batches and ranks.
-    """
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    skipped: bool
+    loss: float  # of the whole step over all ranks
+    grad_norm: float  # global L2 norm before clipping
+    learning_rate: float  # the rate the step used, or would have used
+    skipped: bool  # loss or gradient was not finite, so nothing was changed
+    # the loss function's figures, summed over micro-batches and ranks
     sums: dict[str, float] = field(default_factory=dict)
 
 
@@ -219,15 +177,9 @@ class Policy(Scorer, Protocol):
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""
-        ones, lengths = torch.ones(1, len(token_ids) - 1), [len(token_ids)]
-        batch = MicroBatch(
-            input_ids=torch.tensor([token_ids]),
-            loss_mask=ones,
-            engine_logprobs=torch.zeros_like(ones),
-            advantages=torch.zeros_like(ones),
-            lengths=lengths,
-            layout=Layout.of(ones, lengths),
-        )
+        ids, ones, lengths = torch.tensor([token_ids]), torch.ones(1, len(token_ids) - 1), [len(token_ids)]
+        zeros, layout = torch.zeros_like(ones), Layout.of(ones, lengths)
+        batch = MicroBatch(ids, ones, engine_logprobs=zeros, advantages=zeros, lengths=lengths, layout=layout)
         return self.score([batch.to(self.device)], temperature=1.0)[0].logprobs[0].tolist()
 
     def update(
@@ -236,9 +188,8 @@ class Policy(Scorer, Protocol):
         """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike.
 
         `place` is the run's progress, for the learning rate: see `optimizer.learning_rate_factor`. None: as many
-        updates were asked for as were applied.
-
-        Raises TrainingDiverged on all ranks when the last `policy.max_skipped_steps` updates were all skipped.
+        updates were asked for as were applied. Raises TrainingDiverged on all ranks when the last
+        `policy.max_skipped_steps` updates were all skipped.
         """
 
     def release(self, weights: bool) -> int:

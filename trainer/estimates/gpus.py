@@ -6,25 +6,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, as nodes of eight have it.
+    """One kind of GPU, as nodes of eight have it."""
 
-    Attributes:
-        flops: bfloat16 products with float32 sums, without sparsity, a second.
-        memory_gib: of the device; some of it is the driver's.
-        memory_rate: bytes a second to and from it.
-        link_rate: bytes a second that it sends, and receives, to the others of its node: half of the sheets' figure,
-            which adds both directions; over PCIe where there is no NVLink.
-        network_rate: bytes a second that it sends to other nodes, with one network card a GPU, as in the maker's
-            systems of eight.
-        pattern: of the name that the driver gives it, for those whose `flops` are these.
-    """
-
-    flops: float
-    memory_gib: float
-    memory_rate: float
+    flops: float  # bfloat16 products with float32 sums, without sparsity, a second
+    memory_gib: float  # of the device; some of it is the driver's
+    memory_rate: float  # bytes a second to and from it
+    # bytes a second that it sends, and receives, to the others of its node: half of the sheets' figure, which adds both
+    # directions; over PCIe where there is no NVLink
     link_rate: float
+    # bytes a second that it sends to other nodes, with one network card a GPU, as in the maker's systems of eight
     network_rate: float
-    pattern: str
+    pattern: str  # of the name that the driver gives it, for those whose `flops` are these
 
 
 GPUS = {

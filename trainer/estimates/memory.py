@@ -66,20 +66,13 @@ class _Learner:
 
 @dataclass(frozen=True)
 class _Moment:
-    """A moment of backward, in bytes.
-
-    Attributes:
-        weights: gathered ones, and gathers under way.
-        gradients: whole ones, and the inputs of reductions.
-        activations: kept for backward, computed again, and their gradients.
-        logits: of a chunk of targets, and the head's gradient as it is summed.
-    """
+    """A moment of backward, in bytes."""
 
     name: str
-    weights: float
-    gradients: float
-    activations: float
-    logits: float
+    weights: float  # gathered ones, and gathers under way
+    gradients: float  # whole ones, and the inputs of reductions
+    activations: float  # kept for backward, computed again, and their gradients
+    logits: float  # of a chunk of targets, and the head's gradient as it is summed
 
     @property
     def total(self) -> float:
@@ -150,8 +143,7 @@ def kv_token_bytes(config: TrainConfig, model: ModelSizes) -> int:
 def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool) -> int:
     """Both buffers, on both sides where they share none: each as large as the largest bucket of what travels.
 
-    Args:
-        cut: weights larger than a bucket travel in parts if they may, as in all updates but the first.
+    With `cut`, weights larger than a bucket travel in parts if they may, as in all updates but the first.
     """
     width, shards = engine_dtype(config).itemsize, shards_of(config.policy, ranks)
     travels = model.adapters if config.lora.engines_apply else model.shapes
@@ -188,12 +180,10 @@ def recomputed_layers(policy: PolicyConfig, model: ModelSizes) -> int:
 
 def engine_dtype(config: TrainConfig) -> torch.dtype:
     """Of an engine's weights and of its keys and values."""
-    dtype: torch.dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
-    return dtype
+    return getattr(torch, config.engine.dtype or config.policy.dtype)
 
 
 def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Part]:
-    """Memory that a model that learns keeps from update to update."""
     name, policy, model = learner.name, learner.policy, learner.model
     width, shards = compute_width(policy), shards_of(policy, ranks)
     trained = shard(model.trained, shards)
@@ -224,7 +214,6 @@ def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Part
 
 
 def _frozen_part(name: str, config: TrainConfig, model: ModelSizes, ranks: int) -> Part:
-    """Memory of a model that only scores."""
     held = compute_width(config.policy) * shard(model.shapes, shards_of(config.policy, ranks))
     away = config.policy.offload_reference is not False and resolve_device(config) == "cuda"
     return Part(f"{name}: weights", 0 if away else held, held, "while it scores" if away else "")

@@ -19,29 +19,20 @@ Shapes = Mapping[str, torch.Size]
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Elements of a model's parameters.
+    """Elements of a model's parameters."""
 
-    Attributes:
-        config: config.json with the model's own defaults filled in.
-        shapes: of each parameter, tied ones once.
-        layer, rest: elements of the largest decoder layer, and of all that is in none.
-        units: the shapes of what FSDP2 gathers at a time: layers, embeddings and head where these are two, the rest.
-        head: of the output head, which is in `rest`; 0 where there is none.
-        tied: whether the head is the embeddings.
-        normed: how many elements a layer's norms compute for a token.
-        flops: what it multiplies tokens by.
-        adapters: shapes of the factors beside the weights; without any, the weights themselves are trained.
-    """
-
-    config: dict[str, Any]
-    shapes: Shapes
-    layer: int
-    rest: int
+    config: dict[str, Any]  # config.json with the model's own defaults filled in
+    shapes: Shapes  # of each parameter, tied ones once
+    layer: int  # elements of the largest decoder layer
+    rest: int  # elements of all that is in none
+    # the shapes of what FSDP2 gathers at a time: layers, embeddings and head where these are two, the rest
     units: Mapping[str, list[torch.Size]] = field(default_factory=dict)
-    head: int = 0
-    tied: bool = False
-    normed: int = 0
+    head: int = 0  # of the output head, which is in `rest`; 0 where there is none
+    tied: bool = False  # whether the head is the embeddings
+    normed: int = 0  # how many elements a layer's norms compute for a token
+    # what it multiplies tokens by
     flops: ModelFlops = ModelFlops(0, 0, 0, 0, 0)  # noqa: RUF009 - it cannot change
+    # shapes of the factors beside the weights; without any, the weights themselves are trained
     adapters: Shapes = field(default_factory=dict)
 
     @property
@@ -50,8 +41,7 @@ class ModelSizes:
 
     @property
     def layers(self) -> int:
-        layers: int = self.config["num_hidden_layers"]
-        return layers
+        return self.config["num_hidden_layers"]
 
     @property
     def trained(self) -> Shapes:
@@ -129,8 +119,7 @@ def shards_of(policy: PolicyConfig, ranks: int) -> int:
 
 def compute_width(policy: PolicyConfig) -> int:
     """Bytes of an element in the compute dtype."""
-    dtype: torch.dtype = getattr(torch, policy.dtype)
-    return dtype.itemsize
+    return getattr(torch, policy.dtype).itemsize
 
 
 def longest(config: TrainConfig) -> int:

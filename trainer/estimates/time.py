@@ -64,36 +64,24 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Cost:
-    """A part of a step.
-
-    Attributes:
-        seconds: that the step is longer for it.
-        hidden: seconds of it that pass beside others.
-        remark: what it is made of.
-    """
+    """A part of a step."""
 
     name: str
-    seconds: float
-    hidden: float = 0.0
-    remark: str = ""
+    seconds: float  # that the step is longer for it
+    hidden: float = 0.0  # seconds of it that pass beside others
+    remark: str = ""  # what it is made of
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of FSDP2 in an update, on each rank.
+    """Collectives of FSDP2 in an update, on each rank."""
 
-    Attributes:
-        gathers, gathered: calls of all-gather, and bytes of their results.
-        scatters, scattered: calls of reduce-scatter, and bytes of their inputs.
-        reductions, reduced: all-reduces between replicas, and bytes of their inputs.
-    """
-
-    gathers: int = 0
-    gathered: int = 0
-    scatters: int = 0
-    scattered: int = 0
-    reductions: int = 0
-    reduced: int = 0
+    gathers: int = 0  # calls of all-gather
+    gathered: int = 0  # bytes of their results
+    scatters: int = 0  # calls of reduce-scatter
+    scattered: int = 0  # bytes of their inputs
+    reductions: int = 0  # all-reduces between replicas
+    reduced: int = 0  # bytes of their inputs
 
 
 def update_traffic(policy: PolicyConfig, model: ModelSizes, ranks: int, micro_batches: int) -> Traffic:
