@@ -36,33 +36,22 @@ _GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen
 @torch.compiler.disable  # lengths differ from pack to pack: a compiled loop over them would be compiled anew for each
 def attention(
     module: nn.Module,
-    query: Tensor,
+    query: Tensor,  # [B, heads, T, D]; key and value may have fewer heads, which divide the query's
     key: Tensor,
     value: Tensor,
     attention_mask: None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int = 0,
-    sequence_lengths: Sequence[int] = (),
+    sliding_window: int | None = None,  # how many positions a query sees, counted backwards, itself included
+    cu_seq_lens_q: Tensor | None = None,  # [S+1] int32, the index in T at which each sequence begins, and T; B is 1
+    max_length_q: int = 0,  # the length of the longest of those sequences
+    sequence_lengths: Sequence[int] = (),  # all of their lengths, so that the device need not be asked
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface; masks are made here, where they are needed.
 
-    Args:
-        query: [B, heads, T, D]; key and value may have fewer heads, which divide the query's.
-        sliding_window: the number of positions that a query sees, counted backwards from itself, itself included.
-        cu_seq_lens_q: [S+1] int32, the index in T at which each of S sequences begins, and T; B is 1. None: B sequences
-            of T.
-        max_length_q: the length of the longest of those sequences.
-        sequence_lengths: all of their lengths, so that the device need not be asked.
-
-    Returns:
-        [B, T, heads, D], and no attention weights.
-
-    Raises:
-        UserError: the model uses another argument, such as a soft cap of the scores, or sinks.
+    Without `cu_seq_lens_q` there are B sequences of T. Gives [B, T, heads, D], and no attention weights. Raises
+    UserError where the model uses another argument, such as a soft cap of the scores, or sinks.
     """
     if unknown := [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]:
         asked = f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which packing does not know"

@@ -35,9 +35,7 @@ from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
 class DeepSpeedPolicy(Offloadable, Policy):
     """The policy on DeepSpeed. Needs a process group, of one rank or more.
 
-    Attributes:
-        model: the Transformers model; under ZeRO-3 its parameters are empty between calls, and their partitions in
-            `ds_tensor`.
+    Under ZeRO-3 the model's parameters are empty between calls, and their partitions in `ds_tensor`.
     """
 
     def __init__(
@@ -62,10 +60,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
             deepspeed.ops.__compatible_ops__ = {}
         # DeepSpeed's own way of putting memory away takes no other Adam than its own.
         super().__init__(policy.offload, self._update_memory, lambda: self.engine.module.parameters())
-        self._deepspeed = deepspeed
-        self.device = device
-        self.config = policy
-        self.lora = lora
+        self._deepspeed, self.device, self.config, self.lora = deepspeed, device, policy, lora
         self.zero_3 = policy.zero_stage == 3
         self.updates = Updates(policy, total_updates)
         self.compute_dtype = getattr(torch, policy.dtype)
@@ -87,7 +82,6 @@ class DeepSpeedPolicy(Offloadable, Policy):
 
     @property
     def work(self) -> Work:
-        """See `Scorer.work`."""
         return cast(Work, self.engine.module.work)
 
     def _update_memory(self) -> Iterator[Tensor]:
@@ -211,7 +205,6 @@ class DeepSpeedPolicy(Offloadable, Policy):
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        """See `Policy.update`."""
         self.engine.train()
         figures = Figures(self.device)
         for number, batch in enumerate(batches, start=1):

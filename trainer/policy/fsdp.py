@@ -32,43 +32,26 @@ Result = TypeVar("Result")
 
 
 class ShardedModel(Offloadable):
-    """A model under FSDP2 with its optimizer. Needs a process group.
-
-    Attributes:
-        model: the Transformers model; between calls its parameters are DTensors, sharded on dimension 0.
-        module: the module that is called: the model and a head that reads its hidden states.
-    """
+    """A model under FSDP2 with its optimizer. Needs a process group."""
 
     def __init__(
         self,
-        module: nn.Module,
-        model: PreTrainedModel,
-        source: Path,
+        module: nn.Module,  # is called: the model, and maybe a head that reads its hidden states
+        model: PreTrainedModel,  # without data yet (`hf_format.build_meta_model`)
+        source: Path,  # the checkpoint to load
         settings: PolicyConfig,
         device: torch.device,
-        total_updates: int = 1,
-        trainable: bool = True,
-        start: hf_format.StartValue = lambda name, shape: None,
+        total_updates: int = 1,  # where the learning rate's schedule ends, in updates asked for
+        trainable: bool = True,  # False for a frozen model: no gradients, no optimizer
+        start: hf_format.StartValue = lambda name, shape: None,  # see `hf_format.load_sharded`
     ) -> None:
-        """Shard and load.
-
-        Args:
-            module: holds `model`, which has no data yet (`hf_format.build_meta_model`), and may hold a head.
-            source: the checkpoint to load.
-            total_updates: where the learning rate's schedule ends, in updates asked for.
-            trainable: False for a frozen model: no gradients, no optimizer.
-            start: see `hf_format.load_sharded`.
-        """
+        """Shard and load. Between calls the model's parameters are DTensors, sharded on dimension 0."""
         super().__init__(
             settings.offload,
             state=lambda: (state[key] for state in self.optimizer.state.values() for key in MOMENTS),
             weights=self._weights,
         )
-        self.module = module
-        self.model = model
-        self.source = source
-        self.device = device
-        self.config = settings
+        self.module, self.model, self.source, self.device, self.config = module, model, source, device, settings
         self.compute_dtype = getattr(torch, settings.dtype)
         self.updates = Updates(settings, total_updates)
         if not trainable:
@@ -80,7 +63,6 @@ class ShardedModel(Offloadable):
 
     @property
     def work(self) -> Work:
-        """See `Scorer.work`."""
         return cast(Work, self.module.work)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -126,8 +108,7 @@ class ShardedModel(Offloadable):
     def _load(self, start: hf_format.StartValue) -> None:
         hf_format.load_sharded(self.model, self.source, self.device, start)
 
-    def _weights(self) -> Iterator[Tensor]:
-        """The tensors that a generation shift can do without once the engines have the weights."""
+    def _weights(self) -> Iterator[Tensor]:  # which a generation shift can do without once the engines have them
         return self.module.parameters()
 
     def _shard(self) -> None:
@@ -241,14 +222,10 @@ class FsdpPolicy(ShardedModel, Policy):
         value_head: bool = False,
         lora: LoraConfig = NO_ADAPTERS,
     ) -> None:
-        """Build, shard and load the model.
+        """Build, shard and load the model on "cpu", or on this rank's CUDA device; arguments as `ShardedModel`'s.
 
-        Args:
-            device: "cpu", or the CUDA device of this rank.
-            total_updates: where the learning rate's schedule ends, in updates asked for.
-            trainable: False for a frozen reference: no gradients, no optimizer, weights kept in the compute dtype.
-            value_head: outputs also have the values of a head on the last hidden state: a critic that shares the trunk.
-            lora: with a rank, adapters are trained, in float32, and the weights are kept in the compute dtype.
+        A model that is not `trainable`, a reference, and with adapters the base are kept in the compute dtype; adapters
+        are in float32. With a value head, outputs also have its values: a critic that shares the trunk.
         """
         source = hf_format.resolve_folder(model.path)
         dtype = torch.float32 if trainable and not lora.rank else getattr(torch, policy.dtype)
@@ -275,7 +252,6 @@ class FsdpPolicy(ShardedModel, Policy):
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        """See `Policy.update`."""
         return self._update(batches, lambda batch: loss_fn(batch, outputs(self.module, batch, temperature)), place)
 
     def save_pretrained(self, folder: Path) -> None:

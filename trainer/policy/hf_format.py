@@ -73,13 +73,8 @@ def build_meta_model(
 ) -> PreTrainedModel:
     """The model without its weights: parameters on meta, computed buffers (rotary frequencies) real on `device`.
 
-    Args:
-        settings: attention and remote code; the path is not read.
-        kind: the automatic class that finds the model's own.
-        overrides: replace keys of config.json.
-
-    Raises:
-        UserError: the trainer cannot run a model of this kind.
+    Of `settings`, attention and remote code are read, not the path. `kind` is the automatic class that finds the
+    model's own, and `overrides` replace keys of config.json. Raises UserError if the trainer cannot run such a model.
     """
     asked, remote = settings.attn_implementation, settings.trust_remote_code
     config = AutoConfig.from_pretrained(folder, trust_remote_code=remote, **overrides)
@@ -92,9 +87,8 @@ def build_meta_model(
         )
     if not hasattr(model.base_model, "layers"):
         name = type(model).__name__
-        raise UserError(
-            f"{folder}: {name} does not keep its decoder layers in one list, as text models do: use another"
-        )
+        layers = "its decoder layers in one list, as text models do"
+        raise UserError(f"{folder}: {name} does not keep {layers}: use another")
     model.set_attn_implementation(attention.implementation(asked, type(model), model.config))
     with torch.no_grad():
         for module in model.modules():
@@ -106,9 +100,7 @@ def build_meta_model(
 
 
 def checkpoint_activations(model: PreTrainedModel, layers: Literal["none", "every_second", "full"]) -> None:
-    """Let these decoder layers keep only their input, and compute the rest again in backward (Chen et al. 2016,
-    arXiv:1604.06174).
-    """
+    """Let these decoder layers keep only their input, and compute the rest again in backward (arXiv:1604.06174)."""
     if layers != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=1 if layers == "full" else 2)
 
@@ -129,9 +121,8 @@ def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) ->
         experts.1.gate_proj.weight    offset 2 I H      [I, H]
         experts.1.up_proj.weight      offset 3 I H      [I, H]
 
-    Raises:
-        ValueError: a checkpoint tensor is not a contiguous part of the parameter (a transposed weight, for instance),
-            or the parts do not make up the whole.
+    Raises ValueError where a checkpoint tensor is not a contiguous part of the parameter (a transposed weight, for
+    instance), or the parts do not make up the whole.
     """
     shape = tuple(shape)
     name = name.replace(".base_layer.", ".")  # PEFT keeps the own weights of a layer with an adapter one level down
@@ -146,9 +137,8 @@ def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) ->
     expected = 0
     for view in views:
         if view.offset != expected:
-            raise ValueError(
-                f"{view.name} in the checkpoint begins at element {view.offset} of {name}, not at {expected}"
-            )
+            found = f"begins at element {view.offset} of {name}"
+            raise ValueError(f"{view.name} in the checkpoint {found}, not at {expected}")
         expected += math.prod(view.shape)
     if expected != math.prod(shape):
         raise ValueError(f"the checkpoint's tensors cover {expected} elements of {name}, which has {math.prod(shape)}")
@@ -212,19 +202,13 @@ def _filled(parameter: nn.Parameter, rows: Callable[[int, int], Tensor]) -> nn.P
 
 
 class SafetensorsFolder:
-    """The tensors of a checkpoint, in one file or in several with an index; files are opened when first needed.
-
-    Attributes:
-        names: every tensor's name in the checkpoint.
-        used: the names of those that were asked for.
-    """
+    """The tensors of a checkpoint, in one file or in several with an index; files are opened when first needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.used: set[str] = set()
+        self.used: set[str] = set()  # the names of tensors that were asked for
         self._handles: dict[str, safe_open] = {}
-        index = folder / "model.safetensors.index.json"
-        single = folder / "model.safetensors"
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.exists():
             self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif single.exists():
@@ -242,9 +226,8 @@ class SafetensorsFolder:
     ) -> Tensor:
         """Elements [begin, end) of the tensor that `views` make up, flat; reads whole rows, and only those it needs.
 
-        Raises:
-            UserError: naming a tensor that is missing or has another shape.
-            ValueError: `begin` or `end` lies inside a row.
+        Raises UserError naming a tensor that is missing or has another shape; ValueError if `begin` or `end` lies
+        inside a row.
         """
         result = torch.empty(end - begin, dtype=dtype, device=device)
         for view in views:
@@ -285,11 +268,9 @@ def save_pretrained(
     """Write weights in `dtype` under checkpoint names, adapters merged, and the configuration; a collective call.
 
     Tied copies are left out, as from_pretrained and vLLM expect. A rank 0 that cannot write keeps taking part in the
-    gathering and then fails on all ranks. Memory on rank 0: the tensors of one file; elsewhere one parameter.
-
-    Args:
-        source: the folder the model came from; its generation_config.json is copied.
-        shard_bytes: the most that a file holds, unless one parameter is larger.
+    gathering and then fails on all ranks. Memory on rank 0: the tensors of one file; elsewhere one parameter. The
+    model came from `source`, whose generation_config.json is copied. A file holds at most `shard_bytes`, unless one
+    parameter is larger.
     """
     writer = _Writer(folder, shard_bytes)
     for name, whole in _whole_tensors(model, dtype):
@@ -334,19 +315,13 @@ def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Writer:
-    """Collects tensors and writes a file whenever more would exceed `limit` bytes; names the files at the end.
-
-    Attributes:
-        error: the first one of `add`, which `close` raises.
-    """
+    """Collects tensors and writes a file whenever more would exceed `limit` bytes; names the files at the end."""
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self.folder = folder
-        self.limit = limit
-        self.error: Exception | None = None
+        self.folder, self.limit = folder, limit
+        self.error: Exception | None = None  # the first one of `add`, which `close` raises
         self.pending: dict[str, Tensor] = {}
-        self.pending_bytes = 0
-        self.total_bytes = 0
+        self.pending_bytes = self.total_bytes = 0
         self.parts: list[list[str]] = []
 
     def add(self, tensors: dict[str, Tensor]) -> None:

@@ -24,31 +24,21 @@ DEVICE_SHARE = 1 / 80
 
 
 def target_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float = 1.0,
-    chunk_tokens: int | None = None,
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H], same dtype as hidden
+    bias: Tensor | None,  # [V]
+    targets: Tensor,  # [N] int64
+    temperature: float = 1.0,  # > 0; the temperature the targets were sampled at
+    chunk_tokens: int | None = None,  # C; by default chosen from V and the device
     fp32_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
 
     The matrix product is done in the inputs' dtype, as the engine does it; everything after it in float32 (float64 for
     float64 inputs). Both results are differentiable in hidden, weight and bias; gradients are in the inputs' dtype.
-
-    Args:
-        hidden: [N, H].
-        weight: [V, H], same dtype as hidden.
-        bias: [V] or None.
-        targets: [N] int64.
-        temperature: > 0; the temperature the targets were sampled at.
-        chunk_tokens: C; by default chosen from V and the device.
-        fp32_head: the product's result is float32, not rounded to bfloat16; the engine must do the same
-            (`EngineSettings.fp32_head`), or the two are further apart than without.
-
-    Returns:
-        logprobs [N] and entropy [N] in nats, float32.
+    With `fp32_head` the product's result is float32, not rounded to bfloat16; the engine must do the same
+    (`EngineSettings.fp32_head`), or the two are further apart than without. Gives logprobs [N] and entropy [N] in nats,
+    float32.
     """
     if chunk_tokens is None:
         elements = CPU_ELEMENTS

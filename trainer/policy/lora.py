@@ -38,10 +38,8 @@ ADAPTER = "default"
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, device: torch.device | str) -> None:
     """Put adapters beside the linear layers that lora.target_modules names, and freeze everything else.
 
-    They hold no values yet; `start_value` gives the first.
-
-    Raises:
-        UserError: a name matches no module, or one that is not a linear layer of the trunk.
+    They hold no values yet; `start_value` gives the first. Raises UserError where a name matches no module, or one that
+    is not a linear layer of the trunk.
     """
     from peft import inject_adapter_in_model  # an extra, and slow to import
 
@@ -49,9 +47,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, d
     if lora.target_modules == "all-linear":
         # PEFT's own "all-linear" (peft/tuners/tuners_utils.py) would also take a mixture's experts, which are fused and
         # not layers.
-        linear = (
-            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-        )
+        linear = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head)
         targets = sorted({name.rpartition(".")[2] for name in linear})
     else:
         targets = list(lora.target_modules)
@@ -126,12 +122,11 @@ def factors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def low_rank(model: nn.Module) -> dict[str, LowRank]:
     """The adapter of each weight, by the weight's name in memory; empty for a model without adapters."""
-    return {
-        f"{path}.base_layer.weight": LowRank(
-            a=layer.lora_A[ADAPTER].weight, b=layer.lora_B[ADAPTER].weight, scale=layer.scaling[ADAPTER]
-        )
-        for path, layer in _adapted(model).items()
-    }
+    found = {}
+    for path, layer in _adapted(model).items():
+        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        found[f"{path}.base_layer.weight"] = LowRank(a=a, b=b, scale=layer.scaling[ADAPTER])
+    return found
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
@@ -164,11 +159,9 @@ class BaseOfPolicy:
 
     @property
     def work(self) -> Work:
-        """The policy's."""
         return self._policy.work
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
-        """See `Policy.score`."""
         with switched_off(self._policy.model):
             return self._policy.score(batches, temperature)
 

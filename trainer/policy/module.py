@@ -15,20 +15,16 @@ class PolicyModule(nn.Module):
     """A causal language model whose forward gives log-probabilities instead of logits.
 
     Its output head is called with hidden states and targets, and returns `target_logprobs` of them. It is a call, so
-    that the hooks of FSDP and ZeRO gather the head's weight when it is needed.
-
-    Attributes:
-        work: the operations it has computed so far.
-        value_head: [1, H], from zeros; None: another model has the values, or none is asked for. It is not a part of
-            `model`, so neither the engine nor an export ever sees it.
+    that the hooks of FSDP and ZeRO gather the head's weight when it is needed. The value head [1, H] begins with zeros;
+    it is not a part of `model`, so neither the engine nor an export ever sees it.
     """
 
     def __init__(self, model: PreTrainedModel, fp32_head: bool = False, value_head: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.work = Work(model_flops(model))
+        self.work = Work(model_flops(model))  # the operations it has computed so far
         _return_logprobs(model.get_output_embeddings(), fp32_head)
-        self.value_head: nn.Linear | None = None
+        self.value_head: nn.Linear | None = None  # None: another model has the values, or none is asked for
         if value_head:
             self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
             nn.init.zeros_(self.value_head.weight)
@@ -36,16 +32,10 @@ class PolicyModule(nn.Module):
     def forward(
         self, inputs: Tensor, states: Tensor, targets: Tensor, temperature: float, packing: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        """Log-probabilities and entropy of K targets.
+        """Log-probabilities and entropy of K targets, [K] float32, nats; with a value head also the values.
 
-        The output head, by far the largest matrix, runs only on positions whose target counts.
-
-        Args:
-            inputs, states, packing: as in `target_states`.
-            targets: [K] int64.
-
-        Returns:
-            two tensors [K] float32, nats; with a value head a third, the values.
+        The output head, by far the largest matrix, runs only on positions whose target counts. Targets are [K] int64,
+        the other arguments as in `target_states`.
         """
         hidden = target_states(self.model.base_model, inputs, states, packing)
         self.work.count(_rows(inputs, packing), len(hidden))
@@ -83,24 +73,15 @@ class ValueModule(nn.Module):
 
 
 def target_states(trunk: PreTrainedModel, inputs: Tensor, states: Tensor, packing: dict[str, Any]) -> Tensor:
-    """The hidden states from which targets are predicted.
+    """The hidden states [K, H] from which targets are predicted, by a Transformers model without a head.
 
-    Args:
-        trunk: a Transformers model without a head.
-        inputs: [B, T] ids, right-padded, or sequences end to end, [1, N].
-        states: [K] int64, positions in `inputs`, flattened.
-        packing: arguments that keep the sequences of a row apart; empty where each has a row.
-
-    Returns:
-        [K, H].
-
-    Raises:
-        UserError: the trunk's layers cannot keep the sequences of a row apart.
+    Inputs are [B, T] ids, right-padded, or sequences end to end, [1, N]; `states` [K] int64 positions in them,
+    flattened. `packing` holds arguments that keep the sequences of a row apart; it is empty where each has a row.
+    Raises UserError where the trunk's layers cannot keep them apart.
     """
     if packing:
         require_packing(trunk)
-    hidden: Tensor = trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, states)
+    return trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state.flatten(0, 1).index_select(0, states)
 
 
 def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:

@@ -26,14 +26,11 @@ class Offload:
     """
 
     def __init__(self, tensors: TensorSource, constant: bool = False) -> None:
-        """Nothing moves yet.
+        """`tensors` is called at every release, and its tensors may be views of one another; nothing moves yet.
 
-        Args:
-            tensors: called at every release; its tensors may be views of one another.
-            constant: the values never change once released, so later releases need not copy.
+        `constant`: the values never change once released, so later releases need not copy.
         """
-        self._tensors = tensors
-        self._constant = constant
+        self._tensors, self._constant = tensors, constant
         self._buffers: list[Tensor] = []
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
 
@@ -44,7 +41,8 @@ class Offload:
         """
         if self._away:
             return 0
-        storages = _storages(self._tensors())
+        every = (local_part(tensor).untyped_storage() for tensor in self._tensors())
+        storages = list({storage.data_ptr(): storage for storage in every if storage.nbytes()}.values())  # each once
         sizes = [storage.nbytes() for storage in storages]
         fits = [buffer.nbytes for buffer in self._buffers] == sizes
         if not fits:
@@ -86,13 +84,9 @@ def host_buffers(sizes: list[int], page_locked: bool) -> list[Tensor]:
 
 
 class Offloadable:
-    """A model that learns and puts memory away while the engines are awake, whatever shards it.
+    """A model that learns and puts memory away while the engines are awake, whatever shards it."""
 
-    Attributes:
-        updates: the optimizer steps so far; the subclass sets it.
-    """
-
-    updates: Updates
+    updates: Updates  # the optimizer steps so far; the subclass sets it
 
     def __init__(
         self, offload: Literal["none", "optimizer", "all"], state: TensorSource, weights: TensorSource
@@ -114,12 +108,6 @@ class Offloadable:
         """Bring everything back."""
         self._state.restore()
         self._compute.restore()
-
-
-def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages behind tensors, each once; for sharded tensors this rank's part."""
-    storages = (local_part(tensor).untyped_storage() for tensor in tensors)
-    return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

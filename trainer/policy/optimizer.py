@@ -13,11 +13,7 @@ from trainer.types import UpdateStats
 
 
 def learning_rate_factor(
-    applied: int,
-    place: float,
-    warmup: int,
-    total: int,
-    schedule: Literal["constant", "linear", "cosine"] = "constant",
+    applied: int, place: float, warmup: int, total: int, schedule: Literal["constant", "linear", "cosine"] = "constant"
 ) -> float:
     """The factor by which the peak learning rate is multiplied for the next update.
 
@@ -27,11 +23,9 @@ def learning_rate_factor(
     for, or none, bring the end nearer all the same. There is no scheduler state: a resumed run needs only the number of
     its step and of its applied updates.
 
-    Args:
-        applied: updates so far, without those that were skipped.
-        place: the run's progress: the updates it would have done so far, had every step as many as asked for. Within a
-            step of n updates in place of N they are N / n apart.
-        total: `place` at the end of the run.
+    `applied` are the updates so far, without those that were skipped; `place` is the run's progress: the updates it
+    would have done so far, had every step as many as asked for (within a step of n updates in place of N they are N / n
+    apart); `total` is `place` at the end of the run.
     """
     rise = min(1.0, (applied + 1) / (warmup + 1))
     if schedule == "constant":
@@ -49,11 +43,9 @@ def make_adamw(parameters: list[nn.Parameter], settings: PolicyConfig) -> torch.
     groups = decay_groups(parameters, settings.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
     for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-        }
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": step, **moments}
     return optimizer
 
 
@@ -90,19 +82,13 @@ class Figures:
 
 
 class Updates:
-    """The updates of one model.
-
-    Attributes:
-        applied: the number that changed the weights.
-        skipped_in_a_row: the number of the latest that did not, since their loss or gradient was not finite.
-    """
+    """The updates of one model."""
 
     def __init__(self, settings: PolicyConfig, total: int) -> None:
         """`total`: where the learning rate's schedule ends, in updates asked for."""
-        self._settings = settings
-        self._total = total
-        self.applied = 0
-        self.skipped_in_a_row = 0
+        self._settings, self._total = settings, total
+        self.applied = 0  # the number that changed the weights
+        self.skipped_in_a_row = 0  # of the latest that did not, since their loss or gradient was not finite
 
     def learning_rate(self, place: float | None) -> float:
         """The next update's; see `learning_rate_factor`. None: as many updates were asked for as were applied."""
@@ -111,14 +97,10 @@ class Updates:
         return settings.lr * factor
 
     def count(self, skipped: bool, norm: float, rate: float, sums: dict[str, float]) -> UpdateStats:
-        """Count one more update and return its stats.
+        """Count one more update and return its stats, with its gradients' global L2 norm and its learning rate.
 
-        Args:
-            norm: global L2 norm of its gradients.
-            rate: its learning rate.
-            sums: the result of `Figures.over_ranks`.
-
-        Raises TrainingDiverged when the last `max_skipped_steps` updates were all skipped.
+        `sums` is the result of `Figures.over_ranks`. Raises TrainingDiverged when the last `max_skipped_steps` updates
+        were all skipped.
         """
         figures = {name: value for name, value in sums.items() if name != "loss"}
         stats = UpdateStats(loss=sums["loss"], grad_norm=norm, learning_rate=rate, skipped=skipped, sums=figures)

@@ -19,9 +19,6 @@ class InPlacePolicy(FsdpPolicy):
     Always trainable, without adapters. Nothing is sharded: on one rank FSDP would copy every weight before each use.
     Gradients are summed over micro-batches in float32 and applied to the masters, as FSDP does, so the weights are bit
     for bit the same.
-
-    Attributes:
-        masters: the parameters that learn, by name. Where the compute dtype is float32, the weights themselves.
     """
 
     def _shard(self) -> None:
@@ -31,6 +28,7 @@ class InPlacePolicy(FsdpPolicy):
     @torch.no_grad()
     def _load(self, start: hf_format.StartValue) -> None:
         super()._load(start)
+        # The parameters that learn, by name. Where the compute dtype is float32, the weights themselves.
         self.masters: dict[str, nn.Parameter] = {}
         if self.module.value_head is not None:
             self.module.value_head.to(self.device)
