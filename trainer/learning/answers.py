@@ -16,51 +16,30 @@ from generation.trajectory import Trajectory
 from sharding.ranks import agreed, all_to_all_bytes, rank, send_to_all, world_size
 from trainer.types import Sample
 
-_FIELDS = {
-    "prompt_index": "<i4",
-    "sample_index": "<u2",
-    "reward": "<f8",
-    "length": "<i4",
-    "sampled": "<i4",
-    "turns": "<u2",
-    "runs": "<u2",
-}
-ROW = np.dtype([*_FIELDS.items(), ("flags", "u1")])
+_FIELDS = ("prompt_index", "sample_index", "reward", "length", "sampled", "turns", "runs")
+ROW = np.dtype([*zip(_FIELDS, ("<i4", "<u2", "<f8", "<i4", "<i4", "<u2", "<u2"), strict=True), ("flags", "u1")])
 _FAILED, _CUT, _FIRST, _MISJUDGED = 1, 2, 4, 8
 
 
 @dataclass
 class Answer:
-    """A trajectory as every rank knows it; see `Trajectory` for what has the same name there.
+    """A trajectory as every rank knows it; see `Trajectory` for what has the same name there."""
 
-    Attributes:
-        rank: where its tokens are.
-        length: tokens of prompt and response.
-        sampled: tokens that the policy sampled; what tools said is not its own.
-        runs: of sampled tokens, with others in between: what the trainer counts as turns.
-        cut: finish_reason is "length".
-        begins: whether the very first token was sampled, which nothing comes before.
-        misjudged: a reward function failed on it.
-        error: not empty for a trajectory that has failed; its words, if they are known here.
-        trajectory: the whole of it, where its tokens are.
-        reward_parts, vote: only where they were asked for.
-    """
-
-    rank: int
+    rank: int  # where its tokens are
     prompt_index: int
     sample_index: int
     reward: float
-    length: int
-    sampled: int
+    length: int  # tokens of prompt and response
+    sampled: int  # tokens that the policy sampled; what tools said is not its own
     turns: int
-    runs: int
-    cut: bool
-    begins: bool
-    misjudged: bool
-    error: str
+    runs: int  # of sampled tokens, with others in between: what the trainer counts as turns
+    cut: bool  # finish_reason is "length"
+    begins: bool  # whether the very first token was sampled, which nothing comes before
+    misjudged: bool  # a reward function failed on it
+    error: str  # not empty for a trajectory that has failed; its words, if they are known here
     turn_rewards: list[float]
-    trajectory: Trajectory | None = None
-    reward_parts: dict[str, float] = field(default_factory=dict)
+    trajectory: Trajectory | None = None  # the whole of it, where its tokens are
+    reward_parts: dict[str, float] = field(default_factory=dict)  # only where they were asked for, as is the vote
     vote: str | None = None
 
     def trainable(self, overlong_filter: bool = False) -> int:
@@ -71,11 +50,8 @@ class Answer:
 def gather_answers(own: Sequence[Trajectory], details: bool = False) -> list[Answer]:
     """The answers of all ranks, ordered by prompt and sample, the same on every rank. Collective.
 
-    The words of the first error are known on all ranks, those of the others where they happened.
-
-    Args:
-        own: what this rank's engine sampled.
-        details: with reward_parts and votes, which are of any size.
+    `own` is what this rank's engine sampled; with `details`, reward_parts and votes travel, which are of any size. The
+    words of the first error are known on all ranks, those of the others where they happened.
     """
     with agreed("telling of the answers"):  # a rollout function may have put anything into a trajectory
         rows = np.array([_row(t) for t in own], dtype=ROW).tobytes()
@@ -120,19 +96,10 @@ def _decoded(
         trajectory = own[index] if own is not None else None
         error = (trajectory.error if trajectory else f"an error on rank {who}") if flags & _FAILED else ""
         given, vote = parts[index] if parts else ({}, None)
-        answer = Answer(
-            rank=who,
-            **fields,
-            cut=bool(flags & _CUT),
-            begins=bool(flags & _FIRST),
-            misjudged=bool(flags & _MISJUDGED),
-            error=error,
-            turn_rewards=turns.get(index, []),
-            trajectory=trajectory,
-            reward_parts=given,
-            vote=vote,
-        )
-        answers.append(answer)
+        cut, begins, misjudged = (bool(flags & flag) for flag in (_CUT, _FIRST, _MISJUDGED))
+        fields |= {"cut": cut, "begins": begins, "misjudged": misjudged, "trajectory": trajectory}
+        own_rewards = turns.get(index, [])
+        answers.append(Answer(who, error=error, turn_rewards=own_rewards, reward_parts=given, vote=vote, **fields))
     return answers
 
 
@@ -144,15 +111,10 @@ def count_turns(loss_mask: list[int]) -> int:
 def hand_over(
     answers: list[list[Answer]], shares: list[list[list[int]]], sample: Callable[[Trajectory], Sample]
 ) -> list[list[Sample]]:
-    """The samples that this rank trains on, in one exchange of bytes. Collective.
+    """The samples that this rank trains on, for each optimizer step in the order of `shares`. Collective: one exchange.
 
-    Args:
-        answers: of each optimizer step, the same on all ranks.
-        shares: of each optimizer step and rank the positions in `answers` that it trains on.
-        sample: made where the trajectory is.
-
-    Returns:
-        for each optimizer step this rank's, in the order of `shares`.
+    `answers` are those of each optimizer step, the same on all ranks; `shares` of each step and rank the positions in
+    them that it trains on. A sample is made where its trajectory is.
     """
     outgoing = [bytearray() for _ in range(world_size())]
     with agreed("handing over the answers"):

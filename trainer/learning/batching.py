@@ -13,10 +13,8 @@ def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
     """Spread sequences so that all ranks have about equally many tokens.
 
     Longest first, each to the rank with the fewest tokens so far (the lowest number among equals), so every rank that
-    calls this with the same lengths gets the same answer. A rank is at most one sequence above the average.
-
-    Returns:
-        for each rank the indices of its sequences, in ascending order; some ranks may have none.
+    calls this with the same lengths gets the same answer. A rank is at most one sequence above the average. Gives for
+    each rank the indices of its sequences, in ascending order; some ranks may have none.
     """
     loads = [0] * ranks
     assigned: list[list[int]] = [[] for _ in range(ranks)]
@@ -36,14 +34,12 @@ def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
     groups: list[list[int]] = []
     room: list[int] = []
     for index in _longest_first(lengths):
-        length = lengths[index]
-        fitting = next((number for number, left in enumerate(room) if length <= left), None)
-        if fitting is None:
-            groups.append([index])
-            room.append(token_budget - length)
-        else:
-            groups[fitting].append(index)
-            room[fitting] -= length
+        fitting = next((number for number, left in enumerate(room) if lengths[index] <= left), len(groups))
+        if fitting == len(groups):
+            groups.append([])
+            room.append(token_budget)
+        groups[fitting].append(index)
+        room[fitting] -= lengths[index]
     return groups
 
 
@@ -68,11 +64,6 @@ def _longest_first(lengths: list[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def agree_on_count(count: int) -> int:
-    """The largest number of micro-batches any rank has: every rank runs that many."""
-    return int(all_reduce_max({"micro_batches": count})["micro_batches"])
-
-
 def micro_batches(
     samples: list[Sample],
     token_budget: int,
@@ -92,7 +83,7 @@ def micro_batches(
     lengths = [len(sample.input_ids) for sample in samples]
     groups = (pack if packing else pack_padded)(lengths, token_budget)
     if count is None:
-        count = max(1, agree_on_count(len(groups)))
+        count = max(1, int(all_reduce_max({"micro_batches": len(groups)})["micro_batches"]))
     if count < len(groups):
         raise ValueError(f"{len(groups)} micro-batches are needed for {len(samples)} samples, but only {count} allowed")
     if packing:

@@ -9,16 +9,8 @@ from trainer.algorithms import advantages, kl
 from trainer.algorithms.records import Advantage
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.schema import TrainConfig
-from trainer.learning.groups import (
-    Group,
-    MiniBatch,
-    overlong_penalty,
-    own_rows,
-    own_turns,
-    reward_components,
-    shaped_rewards,
-    turn_rewards,
-)
+from trainer.learning import groups
+from trainer.learning.groups import Group, MiniBatch, own_rows, own_turns, shaped_rewards, turn_rewards
 from trainer.types import MicroBatch
 
 
@@ -26,10 +18,7 @@ def assign_credit(minibatches: list[MiniBatch], config: TrainConfig, reward_weig
     """Fill in the micro-batches' advantages and, for a critic, returns. Collective where models have a say.
 
     Needs their `old_logprobs` and `ref_logprobs` where KL is in the reward or the reference is a teacher, and
-    `old_values` where there is a critic.
-
-    Args:
-        reward_weights: of the reward functions, by label.
+    `old_values` where there is a critic. `reward_weights` are those of the reward functions, by label.
     """
     advantage = config.algorithm.advantage_record
     for minibatch in minibatches:
@@ -101,11 +90,10 @@ def _outcome_advantages(
     reward of its own it would be blown up to the size of the others, however small it is.
     """
     if config.algorithm.rewards_apart:
-        rewards, weights = reward_components(group, reward_weights, config.reward.error_reward)
+        rewards, weights = groups.reward_components(group, reward_weights, config.reward.error_reward)
         relative = advantages.normalize_then_sum(rewards.unsqueeze(1), weights)
-        return (relative + advantages.centred(overlong_penalty(group, config).unsqueeze(0))).T
-    found: Tensor = advantage(dict(config.algorithm), rewards=(shaped_rewards(group, config) + penalties).unsqueeze(0))
-    return found.T
+        return (relative + advantages.centred(groups.overlong_penalty(group, config).unsqueeze(0))).T
+    return advantage(dict(config.algorithm), rewards=(shaped_rewards(group, config) + penalties).unsqueeze(0)).T
 
 
 def _turn_advantages(group: Group, config: TrainConfig, advantage: Advantage) -> Tensor:

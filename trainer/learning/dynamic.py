@@ -12,25 +12,20 @@ from trainer.learning.metrics import Metrics
 
 
 class StepSampling:
-    """A step's prompts and answers so far, and the number of prompts still missing. The same on all ranks.
-
-    Attributes:
-        prompts: of all rounds, in order.
-        answers: to them; their `prompt_index` counts over all rounds.
-        missing: prompts to sample next; 0: train now.
-    """
+    """A step's prompts and answers so far, and the number of prompts still missing. The same on all ranks."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config, self._rounds = config, 0
         self._wanted = config.batch.prompts_per_step
         self._selects = config.algorithm.selects_groups
-        self.prompts: list[Prompt] = []
-        self.answers: list[Answer] = []
+        self.prompts: list[Prompt] = []  # of all rounds, in order
+        self.answers: list[Answer] = []  # to them; their `prompt_index` counts over all rounds
         self._groups: list[Group] = []
         self._decision = SamplingDecision([], math.ceil(self._wanted * config.algorithm.oversampling), 0)
 
     @property
     def missing(self) -> int:
+        """Prompts to sample next; 0: train now."""
         return self._decision.sample
 
     def seed(self, step: int) -> int:

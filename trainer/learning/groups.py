@@ -1,7 +1,4 @@
-"""Episodes by prompt, and what they are worth to the learner: rewards combined and shaped by length.
-
-What each optimizer step learns from, and which rank trains on what.
-"""
+"""Episodes by prompt, their rewards as the learner sees them, and what each optimizer step and rank learns from."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -44,10 +41,7 @@ def make_groups(answers: list[Answer]) -> list[Group]:
 
 
 def informative(group: Group) -> bool:
-    """True if rewards differ, in sum or turn by turn, before length counts: DAPO's condition on answers' correctness.
-
-    DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 11.
-    """
+    """True if rewards differ, in sum or turn by turn, before length counts: DAPO (arXiv:2503.14476), equation 11."""
     worth = [(episode[-1].reward, [reward for t in episode for reward in t.turn_rewards]) for episode in group]
     return any(other != worth[0] for other in worth)
 
@@ -143,20 +137,13 @@ def _refuse_negative(group: Group, key: str) -> None:
 
 @dataclass
 class MiniBatch:
-    """One optimizer step's: the same groups on all ranks, and this rank's share of them in micro-batches.
-
-    Attributes:
-        batches: their `rows` are positions in the groups' N trajectories, end to end.
-        tokens: trainable ones, all ranks.
-        sequences: with a trainable token, all ranks.
-        shares: of each rank the positions it trains on, ascending.
-    """
+    """One optimizer step's: the same groups on all ranks, and this rank's share of them in micro-batches."""
 
     groups: list[Group]
-    batches: list[MicroBatch]
-    tokens: int
-    sequences: int
-    shares: list[list[int]] = field(default_factory=list)
+    batches: list[MicroBatch]  # their `rows` are positions in the groups' N trajectories, end to end
+    tokens: int  # trainable ones, all ranks
+    sequences: int  # with a trainable token, all ranks
+    shares: list[list[int]] = field(default_factory=list)  # of each rank the positions it trains on, ascending
 
 
 def prepare(portions: list[list[Group]], config: TrainConfig, pad_id: int, device: torch.device) -> list[MiniBatch]:

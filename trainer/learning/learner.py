@@ -21,18 +21,11 @@ class Learner:
         self,
         config: TrainConfig,
         policy: Policy,
-        reference: Scorer | None,
+        reference: Scorer | None,  # what KL is measured to, or the teacher
         pad_id: int,
-        reward_weights: dict[str, float] | None = None,
-        critic: Critic | None = None,
+        reward_weights: dict[str, float] | None = None,  # of the reward functions, by label
+        critic: Critic | None = None,  # one with a trunk of its own
     ) -> None:
-        """A learner of one policy.
-
-        Args:
-            reference: what KL is measured to, or the teacher.
-            reward_weights: of the reward functions, by label.
-            critic: one with a trunk of its own.
-        """
         self._config, self._policy, self._reference, self._critic = config, policy, reference, critic
         self._pad_id, self._reward_weights = pad_id, reward_weights or {}
 
@@ -57,7 +50,8 @@ class Learner:
         minibatches = prepare(portions, config, self._pad_id, self._policy.device)
         self._score_before(minibatches)
         assign_credit(minibatches, config, self._reward_weights)
-        signal = bool(minibatches) and (has_signal(minibatches) or self._pulled())
+        pulled = config.algorithm.kl_in_loss or config.algorithm.entropy_coef > 0 or self._shared_critic
+        signal = bool(minibatches) and (has_signal(minibatches) or pulled)
         metrics = {"no_signal_steps": float(not signal), "skipped_steps": 0.0, "updates": 0.0}
         if signal:
             metrics |= self._update_policy(minibatches, step)
@@ -72,22 +66,19 @@ class Learner:
         """True if the policy's outputs have values."""
         return self._config.algorithm.advantage_record.takes("values") and self._critic is None
 
-    def _pulled(self) -> bool:
-        """True if the policy's loss has a gradient without any advantage."""
-        algorithm = self._config.algorithm
-        return algorithm.kl_in_loss or algorithm.entropy_coef > 0 or self._shared_critic
-
     def _score_before(self, minibatches: list[MiniBatch]) -> None:
         """Log-probabilities and values from before the step's first update, where they are needed."""
-        temperature = self._config.sampling.temperature
-        for minibatch in minibatches:
-            batches = minibatch.batches
-            if self._needs_old(len(minibatches)):
+        algorithm, temperature = self._config.algorithm, self._config.sampling.temperature
+        for_credit = algorithm.advantage_record.takes("old_logprobs") or algorithm.kl_in_reward or self._shared_critic
+        # With a single update the policy's own forward pass tells its log-probabilities: nothing has changed yet.
+        several = len(minibatches) * algorithm.num_iterations > 1
+        if several or for_credit or algorithm.high_entropy_share < 1:
+            for batches in (minibatch.batches for minibatch in minibatches):
                 outputs = self._policy.score(batches, temperature)
                 for batch, old in zip(batches, outputs, strict=True):
                     batch.old_logprobs, batch.old_values = old.logprobs, old.values
-                if self._config.algorithm.high_entropy_share < 1:
-                    mark_decisive(batches, outputs, self._config.algorithm.high_entropy_share)
+                if algorithm.high_entropy_share < 1:
+                    mark_decisive(batches, outputs, algorithm.high_entropy_share)
         batches = [batch for minibatch in minibatches for batch in minibatch.batches]
         if self._reference is not None:  # once a step, since its weights may have to come from the host for it
             for batch, ref in zip(batches, self._reference.score(batches, temperature), strict=True):
@@ -95,12 +86,6 @@ class Learner:
         if self._critic is not None:
             for batch, values in zip(batches, self._critic.score(batches), strict=True):
                 batch.old_values = values
-
-    def _needs_old(self, minibatches: int) -> bool:
-        """With a single update the policy's own forward pass tells its log-probabilities: nothing has changed yet."""
-        algorithm = self._config.algorithm
-        for_credit = algorithm.advantage_record.takes("old_logprobs") or algorithm.kl_in_reward or self._shared_critic
-        return minibatches * algorithm.num_iterations > 1 or for_credit or algorithm.high_entropy_share < 1
 
     def _update_policy(self, minibatches: list[MiniBatch], step: int) -> Metrics:
         algorithm, longest = self._config.algorithm, longest_answer(self._config)
@@ -115,13 +100,8 @@ class Learner:
         return update_metrics(updates) | engine_gap(gaps, algorithm)
 
     def _update_critic(self, critic: Critic, minibatches: list[MiniBatch], step: int) -> Metrics:
-        algorithm = self._config.algorithm
-        return critic_metrics(
-            [
-                critic.update(minibatch.batches, CriticLoss(algorithm, minibatch), place)
-                for minibatch, place in self._passes(minibatches, step)
-            ]
-        )
+        algorithm, passes = self._config.algorithm, self._passes(minibatches, step)
+        return critic_metrics([critic.update(each.batches, CriticLoss(algorithm, each), at) for each, at in passes])
 
     def _passes(self, minibatches: list[MiniBatch], step: int) -> list[tuple[MiniBatch, float]]:
         """The batch of each update of a step, and its place in the run (`learning_rate_factor`)."""

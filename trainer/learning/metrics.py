@@ -23,8 +23,6 @@ Metrics = dict[str, float]
 GAP_ANSWERS = 32
 """Answers whose gap is measured in a step that learns from none."""
 
-_PPO_BAND = (0.2, 0.28)
-
 
 def over_ranks(own: Tensor) -> tuple[int, Callable[[int], float]]:
     """The number of values [N] that all ranks have together, and the collective function that finds one of them.
@@ -60,17 +58,13 @@ _DIGITS = ((53, 11), (42, 11), (31, 11), (20, 11), (9, 11), (0, 9))
 def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Metrics:
     """The distance of the trainer from the engine on the step's trainable tokens, all ranks. Collective.
 
-    Args:
-        gaps: trainer's and engine's log-probabilities, as `PolicyLoss.gaps` has them.
-
-    Returns:
-        absolute difference in nats, as gap/mean, gap/p95 (nearest rank) and gap/max; gap/outside_clip, the share of
-        tokens outside the clip band before any training took place: the loss's where that is about single tokens, else
-        the usual one. Nothing without tokens: what was not measured is not 0.
+    From `PolicyLoss.gaps`: absolute differences in nats, as gap/mean, gap/p95 (nearest rank) and gap/max;
+    gap/outside_clip, the share of tokens outside the clip band before any training took place: the loss's where that is
+    about single tokens, else the usual one. Nothing without tokens: what was not measured is not 0.
     """
     pairs = [torch.cat([pair[i].float() for pair in gaps]).cpu().double() if gaps else torch.empty(0) for i in (0, 1)]
     by_token = config.loss_record.band and not LEVELS[config.ratio_level].whole
-    low, high = (config.clip_low, config.clip_high) if by_token else _PPO_BAND
+    low, high = (config.clip_low, config.clip_high) if by_token else (0.2, 0.28)
     assert low is not None and high is not None
     difference = pairs[0] - pairs[1]
     distance, ratio = difference.abs(), torch.exp(difference)
@@ -143,9 +137,8 @@ def critic_metrics(updates: list[UpdateStats]) -> Metrics:
 def value_metrics(sums: Metrics) -> Metrics:
     """Figures of a step's values, from what `CriticLoss` sums up; none where there is no critic.
 
-    Returns:
-        value/loss, and as means over tokens value/clip_fraction and value/return; value/explained: the share of the
-        returns' variance that values of before the step explain, 1 - Var(return - value) / Var(return), at most 1.
+    value/loss, and as means over tokens value/clip_fraction and value/return; value/explained: the share of the
+    returns' variance that values of before the step explain, 1 - Var(return - value) / Var(return), at most 1.
     """
     tokens = sums.get("value/tokens", 0.0)
     if not tokens:
@@ -167,10 +160,7 @@ def summed(updates: list[UpdateStats]) -> Metrics:
 
 
 def rollout_metrics(answers: list[Answer]) -> Metrics:
-    """Rewards, lengths and failures of a step's episodes; reward and end are those of an episode's last trajectory.
-
-    Collective.
-    """
+    """Rewards, lengths, failures of a step's episodes; reward and end are those of the last trajectory. Collective."""
     episodes = by_episode(answers)
     sound = [episode for episode in episodes if not any(t.error for t in episode)]
     sampled, last = [t for episode in sound for t in episode], [episode[-1] for episode in sound]
@@ -189,13 +179,8 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
         "turns/mean": sum(t.turns for t in sampled) / count,
     }
     parts = [part for t in last if t.trajectory is not None for part in t.trajectory.reward_parts.items()]
-    tools = [
-        figure
-        for t in sampled
-        if t.trajectory is not None
-        for figure in t.trajectory.metrics.items()
-        if figure[0].startswith("tools/")
-    ]
+    figures = [figure for t in sampled if t.trajectory is not None for figure in t.trajectory.metrics.items()]
+    tools = [figure for figure in figures if figure[0].startswith("tools/")]
     metrics |= {f"reward/{name}": total / number for name, (total, number) in named_sums(parts).items()}
     counts = {name: total for name, (total, _) in named_sums(tools).items()}
     if calls := counts.get("tools/calls"):
@@ -220,8 +205,7 @@ def named_sums(own: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]
     return {name: (_total(texts), number) for name, (texts, number) in sorted(totals.items())}
 
 
-def _exact_sum(numbers: list[float]) -> str:
-    """As a fraction; empty where there is none."""
+def _exact_sum(numbers: list[float]) -> str:  # as a fraction; empty where there is none
     return str(sum(map(Fraction, numbers))) if all(map(math.isfinite, numbers)) else ""
 
 

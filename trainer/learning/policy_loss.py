@@ -22,14 +22,11 @@ class PolicyLoss:
 
     The surrogate of each token, times its correction, on decisive tokens only; plus KL, less the entropy bonus; and
     what the values are off, where a value head shares the trunk. Nothing is read where the loss mask is 0.
-
-    Attributes:
-        gaps: (trainer's, engine's) log-probabilities of the trainable tokens seen.
     """
 
     def __init__(self, config: AlgorithmConfig, minibatch: MiniBatch, longest: int) -> None:
         """`longest`: tokens of the longest possible answer, for the aggregation fixed_length."""
-        self.gaps: list[tuple[Tensor, Tensor]] = []
+        self.gaps: list[tuple[Tensor, Tensor]] = []  # trainer's, engine's log-probabilities of the trained tokens seen
         self._config, self._longest, self._critic = config, longest, CriticLoss(config, minibatch)
         self._counts, self._loss, self._keys = (minibatch.tokens, minibatch.sequences), config.loss_record, dict(config)
 
@@ -89,9 +86,8 @@ def correction(config: AlgorithmConfig, batch: MicroBatch, old: Tensor, logprobs
         kept &= corrections.within(corrections.rollout_ratios(old, engine, mask, config.keep_level), *config.keep_band)
     if config.stale_threshold is not None:
         kept &= corrections.not_stale(logprobs, engine, batch.advantages, mask, config.stale_threshold)
-    if config.tis_cap is None:
-        ratios, cap = torch.ones_like(mask), 1.0
-    else:
+    ratios, cap = torch.ones_like(mask), 1.0
+    if config.tis_cap is not None:
         ratios, cap = corrections.rollout_ratios(old, engine, mask, config.tis_level), config.tis_cap
     return ratios.clamp(max=cap) * kept, corrections.correction_sums(ratios, cap, kept, mask)
 
