@@ -46,9 +46,7 @@ async def start_server(engine: Engine, **settings: Any) -> CapturingServer:
 def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterator[Watchdog]:
     """Among the ranks, with signal handlers and a watchdog; at the end all leave together.
 
-    Args:
-        timeout: seconds that a collective may take.
-        lock: that of the run's folder, which rank 0 has taken.
+    A collective may take `timeout` seconds; `lock` is that of the run's folder, which rank 0 has taken.
     """
     init_process_group(timeout, resolve_device(config))
     if lock is not None:
@@ -104,19 +102,11 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
     The latter two are always on FSDP2. The reference is what the policy starts from, its base where it has adapters, or
     the teacher.
     """
-    algorithm = config.algorithm
+    algorithm, in_place = config.algorithm, config.sync.way == "zero_copy"
     updates = config.run.steps * updates_asked(config)
     values = algorithm.advantage_record.takes("values")
     head = values and config.critic.shared
-    policy = make_policy(
-        config.model,
-        config.policy,
-        device,
-        updates,
-        lora=config.lora,
-        value_head=head,
-        in_place=config.sync.way == "zero_copy",
-    )
+    policy = make_policy(config.model, config.policy, device, updates, config.lora, value_head=head, in_place=in_place)
     if config.batch.packing:
         require_packing(policy.model)
     reference: Scorer | None = None
@@ -162,8 +152,7 @@ def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
         case "storage":
             return Storage(config.run.folder / "weights", device, timeout)
         case spec:
-            way: Way = load(spec)(device, timeout)
-            return way
+            return load(spec)(device, timeout)
 
 
 def weight_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:

@@ -34,10 +34,7 @@ from trainer.types import culprits
 
 
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
-    """One rank from start to end: join the others, train, leave with them. A failure on one rank ends all.
-
-    `lock` is that of the run's folder, which rank 0 has taken.
-    """
+    """One rank from start to end: join the others, train, leave with them. A failure on one rank ends all."""
     # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
     longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
     with joined(config, longest, lock) as watchdog, ExitStack() as resources:
@@ -47,27 +44,21 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
 
 
 class RLTrainer:
-    """Reinforcement learning of one policy on the prompts of one recipe.
-
-    Attributes:
-        state: of the run besides the policy; checkpoints keep both.
-        others: models beside the policy whose memory a generation shift can do without.
-        last_answers: some rows of the latest evaluation, or of the latest step where there is none; on rank 0.
-    """
+    """Reinforcement learning of one policy on the prompts of one recipe."""
 
     def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
         """Build everything, cheapest and likeliest to fail first. `resources` closes it again, however the run ends."""
-        self.config = config
-        self.watchdog = watchdog
+        self.config, self.watchdog = config, watchdog
+        # Some rows of the latest evaluation, or of the latest step where there is none; on rank 0.
         self.last_answers: list[dict[str, Any]] = []
         self.screen = Progress(config.run.steps, enabled=rank() == 0)
         level = self.load_inputs()
         identity = run_identity(config, self.prompts.fingerprint, self.tokenizer)
-        start, self.state = find_checkpoint(config, identity)
+        start, self.state = find_checkpoint(config, identity)  # of the run besides the policy; checkpoints keep both
         self.start_engine(resources)
         device = rank_device(config)
         self.policy, reference, critic = build_models(config, device)
-        self.others = [critic] if critic is not None else []
+        self.others = [critic] if critic is not None else []  # whose memory a generation shift can do without, too
         self.sharding = build_sharding(config, self.policy, self.leader)
         resources.callback(self.sharding.close)
         self.sharding.connect()
@@ -163,8 +154,8 @@ class RLTrainer:
         self.tracker.completions(step, rows)
         self.last_answers = self.last_answers if self.held_outs else rows
         if error := next((t.error for t in sampled.answers if t.error), ""):
-            failed = f"{metrics['rollout/failed']:.0f} episodes failed, the first by {error[:200]}"
-            self.screen.note(f"step {step}: {failed}")
+            failed = metrics["rollout/failed"]
+            self.screen.note(f"step {step}: {failed:.0f} episodes failed, the first by {error[:200]}")
         self.log(step, metrics | self.meter.take())
         # After the row, so that whenever the run is killed, the files have the steps that a checkpoint has.
         with self.meter.phase("checkpoint"):

@@ -38,11 +38,6 @@ class RolloutLevel:
     """The recipe's way from a prompt to its trajectory, one of six levels, from nothing to any OpenAI client.
 
     It is loaded and checked before any model. Raises UserError naming the key that does not fit.
-
-    Attributes:
-        data: the recipe's data section; where tools are to be described, their schemas go to the chat template.
-        function: runs one episode; None where a sampler takes all prompts at once.
-        sampler: level 5's object, or None.
     """
 
     def __init__(
@@ -50,9 +45,9 @@ class RolloutLevel:
     ) -> None:
         """`start_server` serves the clients of level 6; it may be left out where nothing is going to run."""
         self._templated = config.data.apply_chat_template and tokenizer.chat_template is not None
-        self.function: RolloutFunction | None = one_shot
-        self.sampler: Sampler | None = None
-        self.data = config.data
+        self.function: RolloutFunction | None = one_shot  # of one episode; None: a sampler takes all prompts at once
+        self.sampler: Sampler | None = None  # level 5's object
+        self.data = config.data  # where tools are to be described, their schemas go to the chat template
         named, kwargs = config.rollout, config.rollout.kwargs
         if (custom := named.custom) is not None:
             self.function = _checked("rollout.custom", lambda: custom_rollout(load(custom), kwargs))
@@ -160,9 +155,7 @@ class Rollouts:
     ) -> list[Answer]:
         """Sample and score groups for all prompts; the same list on all ranks, ordered by prompt and sample.
 
-        Args:
-            voting: fill in each answer's vote, for a majority vote.
-            details: see `gather_answers`.
+        `voting`: fill in each answer's vote, for a majority vote; `details`: see `gather_answers`.
 
         Raises:
             RemoteError: on all ranks, when an engine failed on one.
@@ -264,19 +257,11 @@ def answer_rows(
     answers: Sequence[Answer], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
     """The rows of completions.jsonl, on rank 0, where it is written; on other ranks nothing. Collective."""
-    own = {
-        n: {
-            "text": t.text,
-            "reward": t.reward,
-            "parts": t.reward_parts,
-            "finish_reason": t.finish_reason,
-            "tokens": len(t.response_ids),
-            "weight_version": t.weight_version,
-            "error": t.error,
-        }
-        for n, t in ((n, answer.trajectory) for n, answer in enumerate(answers))
-        if t is not None
-    }
+    own: dict[int, dict[str, Any]] = {}
+    for n, t in ((n, answer.trajectory) for n, answer in enumerate(answers)):
+        if t is not None:
+            scored = {"text": t.text, "reward": t.reward, "parts": t.reward_parts, "finish_reason": t.finish_reason}
+            own[n] = scored | {"tokens": len(t.response_ids), "weight_version": t.weight_version, "error": t.error}
     payloads = [msgspec.msgpack.encode(own), *[b""] * (world_size() - 1)]
     found: dict[int, dict[str, Any]] = {}
     for part in filter(None, all_to_all_bytes(payloads)):

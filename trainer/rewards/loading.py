@@ -21,17 +21,14 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 @dataclass(frozen=True)
 class BoundReward:
-    """A reward function with its settings, which gets only the values it asks for.
-
-    Attributes:
-        extract: gives a completion's vote, for majority votes, or None: the built-in function's own, or the user's
-            function's or class's attribute of this name; without one, the text.
-    """
+    """A reward function with its settings, which gets only the values it asks for."""
 
     label: str
     function: Callable[..., Any]
     keywords: frozenset[str]
     kwargs: dict[str, Any]
+    # gives a completion's vote, for majority votes, or None: the built-in function's own, or the user's function's or
+    # class's attribute of this name; without one, the text
     extract: Callable[[str], Any] = str.strip
 
     def __call__(self, completion: str, offered: dict[str, Any]) -> Any:

@@ -37,19 +37,12 @@ class RewardError(RuntimeError):
 
 @dataclass
 class RewardResult:
-    """One answer's reward.
+    """One answer's reward."""
 
-    Attributes:
-        reward: the weighted sum; `reward.error_reward` where a function has failed.
-        parts: each function's own value.
-        error: what went wrong, if anything did.
-        unusable: a function's value, or the sum, cannot be a reward: nothing can be learned from the answer.
-    """
-
-    reward: float
-    parts: dict[str, float]
-    error: str = ""
-    unusable: bool = False
+    reward: float  # the weighted sum; `reward.error_reward` where a function has failed
+    parts: dict[str, float]  # each function's own value
+    error: str = ""  # what went wrong, if anything did
+    unusable: bool = False  # a function's value, or the sum, cannot be a reward: nothing can be learned from the answer
 
 
 class RewardPool:
@@ -143,8 +136,7 @@ class RewardPool:
     def check_error_rate(self, counts: dict[str, float]) -> None:
         """Raise RewardError when a function failed in more than `max_error_rate` of its calls.
 
-        Args:
-            counts: those of `take_counts`, summed over ranks.
+        `counts` are those of `take_counts`, summed over ranks.
         """
         for label in self.labels:
             calls, errors = counts["reward/calls"], counts[f"reward/errors/{label}"]
@@ -209,17 +201,11 @@ class RewardPool:
 
 
 class _Reply(NamedTuple):
-    """The outcome of a call.
+    """The outcome of a call."""
 
-    Attributes:
-        value: of a call: a number; of an extraction: a text or None.
-        error: a sentence that says why there is no value; otherwise empty.
-        returned: the function came to its end, if only with a value that cannot be a reward.
-    """
-
-    value: Any
-    error: str = ""
-    returned: bool = False
+    value: Any  # of a call: a number; of an extraction: a text or None
+    error: str = ""  # a sentence that says why there is no value; otherwise empty
+    returned: bool = False  # the function came to its end, if only with a value that cannot be a reward
 
 
 class _StartError(Exception):
