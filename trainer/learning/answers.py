@@ -16,8 +16,16 @@ from generation.trajectory import Trajectory
 from sharding.ranks import agreed, all_to_all_bytes, rank, send_to_all, world_size
 from trainer.types import Sample
 
-_FIELDS = ("prompt_index", "sample_index", "reward", "length", "sampled", "turns", "runs")
-ROW = np.dtype([*zip(_FIELDS, ("<i4", "<u2", "<f8", "<i4", "<i4", "<u2", "<u2"), strict=True), ("flags", "u1")])
+_FIELDS = {
+    "prompt_index": "<i4",
+    "sample_index": "<u2",
+    "reward": "<f8",
+    "length": "<i4",
+    "sampled": "<i4",
+    "turns": "<u2",
+    "runs": "<u2",
+}
+ROW = np.dtype([*_FIELDS.items(), ("flags", "u1")])
 _FAILED, _CUT, _FIRST, _MISJUDGED = 1, 2, 4, 8
 
 
