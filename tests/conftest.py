@@ -1,5 +1,6 @@
 """What all tests share: tiny models made once, GPU tests skipped elsewhere."""
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +18,9 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 # Engines are forked from this process while it has no process group (2 s instead of 12), and compile nothing.
 os.environ.setdefault("HOTBUNK_FORK_ENGINE", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+# Semaphores that killed ranks leave go only when pytest ends: those of real runs have another name (shared_memory.py).
+multiprocessing.current_process()._config["semprefix"] = "/pytest"  # type: ignore[attr-defined]
 
 TinyModel = Callable[..., Path]
 

@@ -224,7 +224,8 @@ class Workers:
 
 class CollectiveSender:
     """The trainer's end for engines that join by themselves. All ranks, or a single plain process, call it alike.
-    Weights are verified by passing through the workers' loaders a second time.
+    Weights are verified by passing through the workers' loaders a second time, except those of an iterator
+    (`StreamSource`), which are gone by then.
     `ip`, `port`, `world_size`, `train_world_size`: arguments of the engines' `init_collective`.
     """
 
@@ -300,7 +301,8 @@ class CollectiveSender:
         peer.collect()
         agree(peer.error, "sending weights")
         report.nbytes, report.staging_bytes = self._plan.nbytes, BUFFERS * self._plan.capacity
-        if self._settings.verify != "off" and any(exchange(bool(answer.get("plain")))):
+        repeatable = getattr(self._source, "repeatable", True)
+        if self._settings.verify != "off" and repeatable and any(exchange(bool(answer.get("plain")))):
             self._verify(peer, report)
         peer.post("end")
         peer.collect()

@@ -198,6 +198,8 @@ class StreamSource:
     The iterator may have another order than `info`; what comes before its turn is held until then.
     """
 
+    repeatable = False  # so nothing can be verified by sending it a second time
+
     def __init__(self, info: Manifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """`info` says what will come: checkpoint name -> [shape, dtype to send it in]."""
         self._info, self._weights = info, iter(weights)

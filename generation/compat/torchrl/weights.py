@@ -29,8 +29,15 @@ class _CurrentSource:
     def parameters(self) -> list[Any]:
         return self.source.parameters()
 
+    @property
+    def repeatable(self) -> bool:
+        return getattr(self.source, "repeatable", True)
+
     def gather_into(self, names: list[str], slots: "list[torch.Tensor]") -> None:
         self.source.gather_into(names, slots)
+
+    def gather_part(self, name: str, start: int, slot: "torch.Tensor") -> None:
+        self.source.gather_part(name, start, slot)
 
 
 class WeightUpdates:

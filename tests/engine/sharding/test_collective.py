@@ -17,7 +17,7 @@ from sharding.apart.broadcast import CollectiveSender, engine_ranks
 from sharding.apart.storage import StorageWriter
 from sharding.ranks import RemoteError
 from sharding.send.push import SyncSettings
-from sharding.send.source import FsdpWeightSource
+from sharding.send.source import FsdpWeightSource, StreamSource
 from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import checkpoint_manifest, differences
 from tests.colocated import HfPolicy, start_engine, stop
@@ -169,6 +169,17 @@ def test_one_workers_refusal_is_everybodys_error_and_names_it(apart: Apart) -> N
     for call in apart.call(lambda engine: engine.prepare_refit_info_async(apart.sender.refit_info())):
         call.result(30)
     apart.send()
+    assert max(apart.gaps()) < 1e-4
+
+
+def test_weights_of_an_iterator_are_sent_once_and_cannot_be_compared(apart: Apart) -> None:
+    """The first engine keeps weights as they are sent, so that others would be compared with it."""
+    apart.policy.randomise(apart.policy.version + 50)
+    stream = StreamSource(apart.sender.refit_info(), apart.policy.model.named_parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apart.sender, "_source", stream)
+        report = apart.sender.send(apart.policy.version, apart.update())
+    assert report.verified == ""
     assert max(apart.gaps()) < 1e-4
 
 
