@@ -33,6 +33,7 @@ def tool_rollout(agent: Agent) -> RolloutFunction:
     """Level 2: the policy answers, its calls are run all at once, and so on until it answers without a call."""
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+        """One answer, extended by the results of the calls in it."""
         chat = llm.conversation()
         await converse(chat, sampling, agent)
         return chat.trajectory()
@@ -92,6 +93,7 @@ def inline_rollout(agent: Agent, tags: InlineTags = InlineTags()) -> RolloutFunc
     """
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+        """One episode in an environment of its own, which is closed however it ends."""
         chat = llm.conversation()
         stopping = replace(sampling, stop=[*sampling.stop, tags.end])
         left, calls = sampling.max_tokens, 0

@@ -119,6 +119,7 @@ def verifiers_client(environment: Any) -> Client:
     """
 
     async def client(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float | None:
+        """Run one row's episode; returns the state's reward, or None."""
         from openai import AsyncOpenAI
 
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as openai:

@@ -131,6 +131,7 @@ class Broadcast:
                 joined.result(self._timeout)
 
     def begin(self, version: int, plan: BucketPlan, read: bool = True) -> None:
+        """Make the buffers for a plan's buckets. Raises SyncError where there is no group."""
         self.buffers = local_buffers(self.buffers, with_stamp(plan.capacity), self._device)
         if rank() == 0 and self._group is None:
             raise SyncError(
@@ -139,6 +140,7 @@ class Broadcast:
             )
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
+        """Start the broadcast of a filled buffer, unless the update has failed."""
         if self._group is not None and not failed:
             memory = self.buffers[fields["buffer"]][: fields["nbytes"] + STAMP_BYTES]
             self._works[fields["buffer"]] = self._group.start(memory)

@@ -206,6 +206,7 @@ class StagedBuckets:
         return stamped_bucket(self._buffers[message["buffer"]], message)
 
     def close(self, reason: str | None = None) -> None:
+        """Let go of the trainer's memory; nothing to do where none is open."""
         if self._handle is None:
             return
         self._handle, self._buffers = None, []
@@ -259,6 +260,7 @@ class ChannelCarrier:
         self.answer(opened=self._buckets.opened, closed=self._buckets.closed, left=True)
 
     def fail(self, error: Exception) -> None:
+        """Let go of the trainer's memory and answer with the error."""
         told = f"{type(error).__name__}: {error}"
         cause: BaseException | None = error
         while cause is not None:

@@ -46,6 +46,7 @@ class Record:
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The function's parameters, by name."""
         return inspect.signature(self.function).parameters
 
     @cached_property
@@ -55,6 +56,7 @@ class Record:
 
     @property
     def offered(self) -> tuple[str, ...]:
+        """The tensors that it may take."""
         return self.OFFERED
 
     @property
@@ -62,6 +64,7 @@ class Record:
         return 1
 
     def takes(self, name: str) -> bool:
+        """True if the function has a parameter of this name."""
         return name in self.parameters
 
     def check_signature(self, keys: Collection[str]) -> None:
@@ -134,6 +137,7 @@ class Advantage(Record):
 
     @property
     def offered(self) -> tuple[str, ...]:
+        """For answers of a group, only their rewards."""
         return self.OFFERED if self.by_token else ("rewards",)
 
     @property
@@ -142,6 +146,7 @@ class Advantage(Record):
 
     @property
     def by_token(self) -> bool:
+        """True if it works on tokens rather than on the answers of a group."""
         return self.takes("mask")
 
     @property

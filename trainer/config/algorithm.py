@@ -196,6 +196,7 @@ class AlgorithmConfig(Section):
 
     @property
     def by_turns(self) -> bool:
+        """True if turns are rewarded by themselves."""
         return self.credit == "turns"
 
     @property
@@ -205,10 +206,12 @@ class AlgorithmConfig(Section):
 
     @property
     def kl_in_reward(self) -> bool:
+        """True if KL is subtracted from rewards."""
         return self.kl_coef > 0 and self.kl_in == "reward"
 
     @property
     def kl_in_loss(self) -> bool:
+        """True if KL is a term of the loss."""
         return self.kl_coef > 0 and self.kl_in == "loss"
 
     @property

@@ -76,6 +76,7 @@ class _Moment:
 
     @property
     def total(self) -> float:
+        """All of them together."""
         return self.weights + self.gradients + self.activations + self.logits
 
 

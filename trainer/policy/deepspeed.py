@@ -205,6 +205,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
+        """One optimizer step on all batches; see `Policy.update`. Collective."""
         self.engine.train()
         figures = Figures(self.device)
         for number, batch in enumerate(batches, start=1):

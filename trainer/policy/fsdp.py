@@ -252,6 +252,7 @@ class FsdpPolicy(ShardedModel, Policy):
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
+        """One optimizer step on all batches; see `Policy.update`. Collective."""
         return self._update(batches, lambda batch: loss_fn(batch, outputs(self.module, batch, temperature)), place)
 
     def save_pretrained(self, folder: Path) -> None:

@@ -64,6 +64,7 @@ class Tracker(NullTracker):
         self._metrics_file, self._completions_file = files
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write one step's figures to disk and to the copies. Raises ValueError for a step that was logged before."""
         if step <= self._last:
             raise ValueError(f"step {step} is logged after step {self._last}; each step is logged once, in order")
         self._check_folder()
@@ -77,6 +78,7 @@ class Tracker(NullTracker):
             copy.put("log", row)
 
     def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Write a step's first answers, as many as `tracking` asks for, long texts cut."""
         for row in rows[: self._completions_per_step]:
             line: dict[str, Any] = {"train/step": step} | row
             for key, value in row.items():
@@ -85,6 +87,7 @@ class Tracker(NullTracker):
             self._completions_file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
     def summary(self, values: dict[str, Any]) -> None:
+        """Add to summary.json, which is replaced as a whole."""
         self._check_folder()
         self._summary |= {key: _finite(value) for key, value in values.items()}
         write_whole(self._folder / "summary.json", json.dumps(self._summary, indent=2) + "\n")
@@ -104,6 +107,7 @@ class Tracker(NullTracker):
         )
 
     def close(self) -> None:
+        """Close the files and the copies."""
         self._metrics_file.close()
         self._completions_file.close()
         for copy in self._copies:

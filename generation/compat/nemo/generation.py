@@ -240,6 +240,7 @@ class VllmGeneration(_Batches, GenerationInterface):
         return True
 
     def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> list[Future[None]]:
+        """Let every engine's workers join a weights group at `ip`:`port`; a future for each engine."""
         size = (world_size - train_world_size) // len(self.workers)
         return [
             w.thread.submit(w.engine.init_collective_async(number * size, ip, port, world_size, train_world_size))
@@ -247,16 +248,20 @@ class VllmGeneration(_Batches, GenerationInterface):
         ]
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
+        """Tell all engines what weights come: checkpoint name -> (shape, dtype)."""
         for worker in self.workers:
             worker.prepare_refit_info(state_dict_info)
 
     def update_weights_via_ipc_zmq(self) -> list[Future[bool]]:
+        """Let all engines take an update from the ranks of their machine; a future for each."""
         return [w.thread.submit(w.engine.update_weights_via_ipc_zmq_async()) for w in self.workers]
 
     def update_weights_from_collective(self) -> list[Future[bool]]:
+        """Let all engines take an update from the group they joined; a future for each."""
         return [w.thread.submit(w.engine.update_weights_from_collective_async()) for w in self.workers]
 
     def shutdown(self) -> bool:
+        """End all engines; safe to call twice."""
         self._end()
         return True
 
