@@ -26,6 +26,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -84,12 +85,14 @@ def reap(child: int) -> int | None:
 
 def end_all() -> set[str]:
     """Ask all descendants to end, then kill until none is left. Returns the names of those that were signalled."""
-    start = time.monotonic()
+    start = others = time.monotonic()
     asked: dict[int, str] = {}
     while (age := time.monotonic() - start) < GIVE_UP_SECONDS:
         found = descendants()
+        if len(found) > 1:
+            others = time.monotonic()  # when the last of them was seen
         for pid, parent in found.items():
-            number = signal_for(pid, age, asked=pid in asked, alone=len(found) == 1)
+            number = signal_for(pid, age, asked=pid in asked, alone=time.monotonic() - others)
             if number is not None:
                 asked[pid] = f"{read(f'/proc/{pid}/comm').decode(errors='replace').strip()} ({pid})"
                 send(pid, parent, number)
@@ -103,11 +106,11 @@ def end_all() -> set[str]:
     return set(asked.values())
 
 
-def signal_for(pid: int, age: float, *, asked: bool, alone: bool) -> signal.Signals | None:
-    """The signal for a process `age` seconds after the rank's end; None to leave it alone for now."""
+def signal_for(pid: int, age: float, *, asked: bool, alone: float) -> signal.Signals | None:
+    """The signal for a process `age` seconds after the rank's end, `alone` of them as the last; None: not yet."""
     if b"multiprocessing.resource_tracker" in read(f"/proc/{pid}/cmdline"):
         # It removes the shared memory that its users leaked, but only if it outlives them.
-        return signal.SIGKILL if alone and age > POLITE_SECONDS + TRACKER_SECONDS else None
+        return signal.SIGKILL if alone > TRACKER_SECONDS else None
     if age > POLITE_SECONDS:
         return signal.SIGKILL
     return None if asked else signal.SIGTERM
@@ -163,12 +166,21 @@ def note_shared_memory(folder: Path, looks: dict[str, int]) -> None:
     new = [name for name in os.listdir(SHARED_MEMORY) if MADE_UP.fullmatch(name) and looks.get(name, 0) < 3]
     if not new:
         return
-    mapped = b"".join(read(f"/proc/{pid}/maps") for pid in descendants())
+    mapped = mapped_files(descendants())
     for name in new:
         looks[name] = looks.get(name, 0) + 1  # whose process has yet to map it is looked at again
-        if f"{SHARED_MEMORY / name}\n".encode() in mapped:
-            with suppress(OSError):  # it is known, or the folder is gone
+        with suppress(OSError):  # it is gone, or known, or the folder is gone
+            if (SHARED_MEMORY / name).stat().st_ino in mapped:
                 (folder / f"remove-{name}").symlink_to(SHARED_MEMORY / name)
+
+
+def mapped_files(pids: Iterable[int]) -> set[int]:
+    """The inodes in shared memory that processes have mapped.
+
+    Not the names: glibc's `sem_open` maps a semaphore before it gives it its name (sysdeps/pthread/sem_open.c).
+    """
+    lines = b"".join(read(f"/proc/{pid}/maps") for pid in pids).splitlines()
+    return {int(line.split()[4]) for line in lines if bytes(SHARED_MEMORY) in line}
 
 
 def remove(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """AsyncVLLM on a local Ray cluster: two actors with a real engine each, which do what local processes do."""
 
+import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ def greeter() -> type:
     return Greeter
 
 
+def semaphore_names() -> Callable[[], None]:
+    """As in tests/conftest.py, of Ray's workers."""
+
+    def name_semaphores() -> None:
+        multiprocessing.current_process()._config["semprefix"] = "/pytest"  # type: ignore[attr-defined]
+
+    return name_semaphores
+
+
 @pytest.fixture(scope="module")
 def model(tiny_model: TinyModel) -> Path:
     return tiny_model()
@@ -43,7 +53,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # else the machine's other work comes first
         patch.setenv("RAY_AUTH_MODE", "disabled")  # it would write a token into the home directory
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        # What a killed actor leaves is then told from what a run leaves (tests/shared_memory.py).
+        workers = {"worker_process_setup_hook": semaphore_names()}
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=workers)
         yield
         ray.shutdown()
 
