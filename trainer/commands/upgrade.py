@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from generation.yaml_files import INCLUDES, fill_defaults
-from trainer.config.renamed import RENAMED, renewed
+from trainer.config.recipe import RENAMED, renewed
 from trainer.errors import UserError
 from trainer.run.lock import RunLock
 from trainer.run.records import write_whole

@@ -15,8 +15,14 @@ from generation.engine.devices import cuda_problem, gpu_visible, sharing_problem
 from generation.engine.settings import LEAST_MODEL_LEN, LORA_RANKS, OWN_ARGUMENTS, engine_argument_names
 from trainer.config.algorithm import check_algorithm
 from trainer.config.machine import device_gib, host_gib, rank_count, resolve_device, unwritable
-from trainer.config.model_facts import NO_ADAPTER_ON_CPU, PACKABLE_LAYERS, REPROCESSED_KEYS
-from trainer.config.model_file import HUB_NAME, model_config, position_limit
+from trainer.config.model_file import (
+    HUB_NAME,
+    NO_ADAPTER_ON_CPU,
+    PACKABLE_LAYERS,
+    REPROCESSED_KEYS,
+    model_config,
+    position_limit,
+)
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError, shown
 

@@ -1,8 +1,10 @@
 """From a recipe's file and overrides to a `TrainConfig`, or to a sentence about each key that is wrong."""
 
+import dataclasses
 import difflib
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -15,12 +17,45 @@ from pydantic_core import ErrorDetails
 
 from generation.yaml_files import fill_defaults, first_line, read_yaml
 from trainer.config.algorithm import PRESET_KEYS
-from trainer.config.renamed import RENAMED, refusal
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError, shown
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 _DEEPEST = 32  # lists and mappings in one another
+
+
+@dataclasses.dataclass(frozen=True)
+class Renamed:
+    """A key's name today, for one that had another."""
+
+    key: str  # its name today, in the same section
+    values: Mapping[Any, Any] = dataclasses.field(default_factory=dict)  # old values that are written differently today
+
+    def value(self, old: Any) -> Any:
+        """The value to write today for one of the old key."""
+        return next((new for was, new in self.values.items() if was == old and type(was) is type(old)), old)
+
+
+RENAMED = {
+    "algorithm.discount": Renamed("algorithm.gamma"),
+    "algorithm.trace": Renamed("algorithm.gae_lambda"),
+    "sync.zero_copy": Renamed("sync.way", {True: "zero_copy", False: "staged"}),
+}
+"""The one table by which an old key is refused, rewritten (`hotbunk upgrade`: recipes, config.yaml, checkpoints) and
+compared, where a run continues from an older checkpoint."""
+
+
+def refusal(old: str, value: Any) -> str:
+    """The sentence about an old key, in a recipe or on the command line."""
+    new = RENAMED[old]
+    words = json.dumps(new.value(value), default=str)
+    return f"{old} is now {new.key}: write {new.key}: {words}, or `hotbunk upgrade` the recipe or the run's folder"
+
+
+def renewed(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted path, with old keys and their values written as today."""
+    known = {old: RENAMED[old] for old in keys.keys() & RENAMED.keys()}
+    return {known[k].key if k in known else k: known[k].value(v) if k in known else v for k, v in keys.items()}
 
 
 def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:

@@ -19,7 +19,7 @@ from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS
 from trainer.config.machine import resolve_device
-from trainer.config.model_facts import REPROCESSED
+from trainer.config.model_file import REPROCESSED
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.model_sizes import (
     ModelSizes,

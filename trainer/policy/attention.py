@@ -18,7 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from trainer.config.model_facts import PACKABLE_LAYERS
+from trainer.config.model_file import PACKABLE_LAYERS
 from trainer.errors import UserError
 
 NAME = "hotbunk_sdpa"

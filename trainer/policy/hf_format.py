@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from sharding.ranks import agreed, is_main
-from trainer.config.model_facts import LOGIT_CHANGES
+from trainer.config.model_file import LOGIT_CHANGES
 from trainer.config.schema import ModelConfig
 from trainer.errors import UserError
 from trainer.policy import attention

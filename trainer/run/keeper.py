@@ -33,8 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from generation.engine.devices import this_device
 from sharding.ranks import agreed, all_reduce_max, is_main
 from trainer.config.checks import IDENTITY_KEYS, IDENTITY_SECTIONS
-from trainer.config.recipe import to_yaml
-from trainer.config.renamed import renewed
+from trainer.config.recipe import renewed, to_yaml
 from trainer.config.schema import CheckpointConfig, TrainConfig
 from trainer.distributed import say
 from trainer.errors import UserError, shortened

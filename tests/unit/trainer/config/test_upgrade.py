@@ -9,8 +9,7 @@ import yaml
 
 from tests.unit.trainer.run.test_old_checkpoint import SAVED
 from trainer.cli import main
-from trainer.config.recipe import known_keys, load_config
-from trainer.config.renamed import RENAMED, Renamed, refusal
+from trainer.config.recipe import RENAMED, Renamed, known_keys, load_config, refusal
 from trainer.errors import UserError
 from trainer.run import checkpoint
 from trainer.run.lock import RunLock
