@@ -187,6 +187,7 @@ class RLTrainer:
         position, sampling = self.state.prompts, training_sampling(config, self.end_ids)
         group, version, template = config.algorithm.group_size, self.policy.version, config.data.chat_template_kwargs
         late, apart = self.keeper.late_to_leave, config.algorithm.rewards_apart
+        lengths = self.state.lengths if config.rollout.order == "longest_first" else None
         deadline = config.run.first_step_deadline_s
         while sampled.missing:
             prompts = self.prompts.take(position, sampled.missing, config.run.seed)
@@ -195,7 +196,7 @@ class RLTrainer:
                 group, sampling, version, seed=sampled.seed(step), step=step, chat_template_kwargs=template
             )
             with self.meter.phase("rollout"):
-                answers = self.rollouts.run(prompts, settings, deadline, give_up=late, details=apart)
+                answers = self.rollouts.run(prompts, settings, deadline, give_up=late, details=apart, lengths=lengths)
             sampled.add(prompts, answers)
         self.state.prompts = position  # not before: a step that is given up has taken none
         return sampled

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import inspect
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -152,10 +153,12 @@ class Rollouts:
         voting: bool = False,
         give_up: Callable[[], bool] = lambda: False,
         details: bool = False,
+        lengths: dict[int, int] | None = None,
     ) -> list[Answer]:
         """Sample and score groups for all prompts; the same list on all ranks, ordered by prompt and sample.
 
-        `voting`: fill in each answer's vote, for a majority vote; `details`: see `gather_answers`.
+        `voting`: fill in each answer's vote, for a majority vote; `details`: see `gather_answers`. With `lengths`, the
+        prompts that they say were answered at the greatest length begin first, and they learn what this step's were.
 
         Raises:
             RemoteError: on all ranks, when an engine failed on one.
@@ -170,7 +173,8 @@ class Rollouts:
         with agreed("rollout"):
             if self._leader is not None:
                 self._leader.engine.not_finite = None
-                work = unless(give_up, self._sample(self._leader, prompts, settings, timeout, voting))
+                order = starting_order(prompts, lengths)
+                work = unless(give_up, self._sample(self._leader, prompts, settings, timeout, voting, order))
                 try:
                     own = self._leader.thread.run(work, timeout, "the rollout")
                 except ExceptionGroup as group:
@@ -185,6 +189,8 @@ class Rollouts:
         answers = gather_answers(own, details)
         check_failures(answers, self._max_error_rate)
         self._rewards.check_error_rate(all_reduce_sum(self._rewards.take_counts()))
+        if lengths is not None:
+            lengths |= longest_answers(answers, prompts)
         return answers
 
     def close(self) -> None:
@@ -193,16 +199,22 @@ class Rollouts:
             self._leader.thread.run(self._level.aclose(), _CLOSE_SECONDS, "ending the rollouts")
 
     async def _sample(
-        self, leader: Leader, prompts: list[Prompt], settings: RolloutSettings, timeout: float, voting: bool
+        self,
+        leader: Leader,
+        prompts: list[Prompt],
+        settings: RolloutSettings,
+        timeout: float,
+        voting: bool,
+        order: Sequence[int],
     ) -> list[Trajectory]:
-        """The trajectories of this engine's share of the prompts, scored."""
+        """The trajectories of this engine's share of the prompts, which are begun in that order, scored."""
         ids, rows = [prompt.token_ids for prompt in prompts], [prompt.row for prompt in prompts]
         level, messages, key = self._level, self._level.messages(prompts), f"rollout/{self._rounds}"
 
         def claim() -> int | None:
             """Prompts are handed out by a counter in the ranks' store: no server, and each goes to one engine."""
             index = self._store.add(key, 1) - 1
-            return index if index < len(ids) else None
+            return order[index] if index < len(ids) else None
 
         async def score(trajectory: Trajectory) -> None:
             await self._score(trajectory, prompts[trajectory.prompt_index], voting)
@@ -251,6 +263,26 @@ class Rollouts:
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def starting_order(prompts: Sequence[Prompt], lengths: dict[int, int] | None) -> list[int]:
+    """The indices of the prompts in the order in which engines begin them: their own, or by `lengths`, tokens of the
+    last answers by prompt id, the longest first. A prompt that has not been answered yet may be the longest of all.
+    """
+    known = lengths or {}
+    return sorted(range(len(prompts)), key=lambda index: -known.get(prompts[index].id, math.inf))
+
+
+def longest_answers(answers: Sequence[Answer], prompts: Sequence[Prompt]) -> dict[int, int]:
+    """By prompt id the tokens that the longest of its episodes sampled; prompts whose episodes all failed are not
+    there.
+    """
+    found: dict[int, int] = {}
+    for episode in by_episode(answers):
+        if not any(answer.error for answer in episode):
+            prompt, length = prompts[episode[0].prompt_index].id, sum(answer.sampled for answer in episode)
+            found[prompt] = max(length, found.get(prompt, 0))
+    return found
 
 
 def answer_rows(

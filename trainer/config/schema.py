@@ -340,6 +340,10 @@ class RolloutConfig(Section):
     max_tool_tokens: Count = key(1024, "tokens of a reply; what is longer is cut")
     tool_error: str = key("Error: {error}", "how a failed call reads to the policy")
     max_error_rate: Share = key(0.1, "end the run when a larger share of a step's episodes fails")
+    order: Literal["data", "longest_first"] = key(
+        "data", "prompts that engines begin first, which changes no answer",
+        data="those that come first in the data", longest_first="those whose last answers were longest",
+    )  # fmt: skip
 
     @property
     def code(self) -> list[str]:

@@ -21,7 +21,7 @@ import math
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ class RunState:
     syncs_verified: int = 0
     eval_before: float | None = None  # mean reward on held-out prompts, of the first evaluation
     eval_after: float | None = None  # and of the latest
+    lengths: dict[int, int] = field(default_factory=dict)  # by prompt id, of its last answers; see `longest_answers`
 
     def count_step(self, metrics: dict[str, float]) -> None:
         """A step is done."""
@@ -163,11 +164,11 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
         if path != candidates[0]:
             say(f"resuming from {path}, the newest sound checkpoint")
         try:
-            state = msgspec.convert(extra["state"], RunState)
+            state = msgspec.convert(extra["state"], RunState, str_keys=True)
         except (KeyError, msgspec.ValidationError) as error:
             raise UserError(f"{path} was saved by another version of Hotbunk: in extra.json, state: {error}") from error
         if extra["identity"].get("data") != identity["data"]:
-            state.prompts = 0  # a position means nothing in other data
+            state.prompts, state.lengths = 0, {}  # positions and ids mean nothing in other data
         return path, state
     if candidates:
         raise UserError(
