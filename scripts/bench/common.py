@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config
 
-from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
-from generation.engine.engine import Leader
+from generation.engine.engine import Engine, Leader
 from generation.engine.settings import EngineSettings
 from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.manager import ShardingManager, SyncSettings
@@ -131,11 +130,11 @@ def random_policy(
 
 def start_engine(folder: Path, device: torch.device, extra: dict[str, Any] | None = None, **settings: Any) -> Leader:
     """An engine with random weights of its own, as this rank's leader holds it; `extra` are arguments of vLLM's."""
-    defaults = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_bytes": 256 << 20}
+    defaults: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_bytes": 256 << 20}
     defaults |= {"cpu_threads": torch.get_num_threads(), "worker_extension": WORKER_EXTENSION}
     if settings.get("shared_weights") and device.type == "cuda":
         defaults["worker_class"] = SHARING_WORKER
-    engine = VllmAsyncGenerationWorker(
+    engine = Engine(
         EngineSettings(
             model=str(folder),
             load_format="dummy",
@@ -154,7 +153,8 @@ def ask_worker(leader: Leader, method: str, *args: Any) -> Any:
 
 def weight_source(policy: FsdpPolicy, dtype: str) -> FsdpWeightSource:
     """The trainer's own way to the policy's weights."""
-    parameters, layout = list(policy.named_parameters()), partial(checkpoint_views, policy.model)
+    parameters: list[tuple[str, torch.Tensor]] = [*policy.named_parameters()]
+    layout = partial(checkpoint_views, policy.model)
     return FsdpWeightSource(parameters, getattr(torch, dtype), layout)
 
 
@@ -236,7 +236,7 @@ def origin() -> dict[str, Any]:
     }
 
 
-def median(values: list[float]) -> float:
+def median(values: Sequence[float]) -> float:
     """The middle one."""
     return statistics.median(values)
 

@@ -52,7 +52,7 @@ async def bare(engine: Engine, prompts: list[list[int]], settings: RolloutSettin
         seed = sample_seed(settings.seed, settings.step, prompt, sample)
         params = vllm_sampling_params(settings.sampling, seed)
         request = f"bare-{settings.step}-{prompt}-{sample}"
-        async for output in engine.engine.generate({"prompt_token_ids": prompts[prompt]}, params, request):
+        async for output in engine.llm.generate({"prompt_token_ids": prompts[prompt]}, params, request):
             final = output
         return list(final.outputs[0].token_ids)
 

@@ -48,6 +48,7 @@ from common import (
     timed,
     write_config,
 )
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.config.schema import AlgorithmConfig
@@ -163,6 +164,7 @@ def twin(policy: FsdpPolicy, folder: Path) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
+            assert isinstance(parameter, DTensor)
             model.get_parameter(name).copy_(parameter.full_tensor())
     model.tie_weights()
     return model.to(policy.device)

@@ -156,7 +156,8 @@ class Bench:
 
     def peers(self) -> None:
         """Measure the peers' ways that are possible here."""
-        rounds, weights = self.options.rounds, list(self.policy.named_parameters())
+        rounds = self.options.rounds
+        weights: list[tuple[str, torch.Tensor]] = [*self.policy.named_parameters()]
         if find_spec("trl") is not None:
             self.ways[f"TRL {version('trl')}, colocated"] = trl(self.leader, rounds)
         self.ways["verl's sequence of calls"] = Verl(self.leader, weights, self.dtype, self.device).measure(rounds)
@@ -269,7 +270,7 @@ def plot(sizes: list[dict[str, Any]], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
-    axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
+    axes.set_prop_cycle(color=pyplot.color_sequences["tab20"])
     for name in sizes[-1]["ways"]:
         points = [(size["nbytes"], median(size["ways"][name]["seconds"])) for size in sizes if name in size["ways"]]
         style = {"memcpy": "k--"}.get(name, "o:" if name[0].isupper() or "verl" in name else "o-")
