@@ -293,6 +293,7 @@ def answer_rows(
     for n, t in ((n, answer.trajectory) for n, answer in enumerate(answers)):
         if t is not None:
             scored = {"text": t.text, "reward": t.reward, "parts": t.reward_parts, "finish_reason": t.finish_reason}
+            scored["prompt"] = tokenizer.decode(t.prompt_ids)  # which is not the dataset's where a client adds to it
             own[n] = scored | {"tokens": len(t.response_ids), "weight_version": t.weight_version, "error": t.error}
     payloads = [msgspec.msgpack.encode(own), *[b""] * (world_size() - 1)]
     found: dict[int, dict[str, Any]] = {}
@@ -301,9 +302,8 @@ def answer_rows(
     rows = []
     for answer, row in ((answers[n], row) for n, row in sorted(found.items())):
         prompt = prompts[answer.prompt_index]
-        text, right = tokenizer.decode(list(prompt.token_ids)), prompt.row.get("answer")
-        asked = {"prompt_id": prompt.id, "sample": answer.sample_index, "prompt": text}
-        rows.append(asked | {"text": row.pop("text"), "answer": right} | row)
+        asked = {"prompt_id": prompt.id, "sample": answer.sample_index, "prompt": row.pop("prompt")}
+        rows.append(asked | {"text": row.pop("text"), "answer": prompt.row.get("answer")} | row)
     return rows
 
 

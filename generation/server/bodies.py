@@ -113,6 +113,21 @@ def fill_sampling(request: Any, trained: SamplingSettings) -> None:
         raise Refused(400, "use_beam_search is set, but the policy is trained on what it samples: leave it out")
 
 
+def check_unforced(request: Any) -> None:
+    """Raise `Refused`, in the words of the client's own parameter, where it forces the form of the answer.
+
+    `request` is vLLM's own, parsed, before vLLM has made a grammar of it.
+    """
+    choice, plain = getattr(request, "tool_choice", None), ("text", None)
+    asked = {"tool_choice": None if choice in ("none", "auto") else choice}
+    asked |= {name: getattr(request, name, None) for name in ("response_format", "structured_outputs")}
+    for name, value in asked.items():
+        if value is not None and (name != "response_format" or getattr(value, "type", None) not in plain):
+            value = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
+            reason = "forces the answer's form, but the policy is trained on answers whose form is its own choice"
+            raise Refused(400, f"{name} is {short(value)}: it {reason}; leave it out")
+
+
 def take_prefix(body: Body, vocabulary: int) -> KnownPrefix | None:
     """Take the ids that the client wants to be kept out of the body, and give them with the messages they stand for.
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,6 +14,14 @@ from generation.trajectory import Trajectory
 
 STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
 """The errors that vLLM raises over requests that its own checks have missed."""
+
+
+FIGURES = {
+    "retemplated": "prompts that were rendered anew because exact ids could not be kept",
+    "strict_ignored": "requests in training whose strict tools, or calls one at a time, were not enforced",
+    "unread_calls": "answers with tool calls that vLLM's parser could not read",
+}
+"""What is counted, of a conversation and of a server as a whole."""
 
 
 class Refused(ValueError):
@@ -38,6 +47,7 @@ class Conversation:
         seed: the seed of its requests derives from it; None leaves that to the client.
         policy_version: the only version its requests may be answered by; None takes any.
         lost_keys: requests for answers that came to its own address without its key, and were refused.
+        counts: of its own; see `FIGURES`.
     """
 
     key: str
@@ -48,6 +58,7 @@ class Conversation:
     policy_version: int | None = None
     requests: int = 0
     lost_keys: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def place(self) -> str:
@@ -62,13 +73,14 @@ class Conversation:
 
 class Conversations(dict[str, Conversation]):
     """The open conversations by key, each until it is taken: at most `limit` of the program's, and as many that
-    requests opened. `places` holds them by their own.
+    requests opened. `places` holds them by their own; `counts` are of all requests, see `FIGURES`.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], limit: int) -> None:
         super().__init__()
         self._tokenizer, self._ends, self._limit = tokenizer, tuple(eos_token_ids), limit
         self.places: dict[str, Conversation] = {}
+        self.counts: Counter[str] = Counter()
 
     def check_room(self, by_request: bool) -> None:
         """Raise TooManyConversations unless one more can be opened."""
@@ -90,14 +102,16 @@ class Conversations(dict[str, Conversation]):
         return opened
 
     def take(self, key: str) -> list[Trajectory]:
-        """The trajectories captured under `key`, which is then forgotten; each says how many prompts were rendered anew
-        because ids could not be kept. Raises KeyError if it is not open.
+        """The trajectories captured under `key`, which is then forgotten; the first has its `FIGURES` as "server/…".
+        Raises KeyError if it is not open.
         """
         taken = self.pop(key)
         del self.places[taken.place]
+        taken.counts["retemplated"] = taken.history.retemplated
+        self.counts["retemplated"] += taken.history.retemplated
         found = taken.history.trajectories()
-        for trajectory in found:
-            trajectory.metrics["server/retemplated"] = float(taken.history.retemplated)
+        for trajectory in found[:1]:
+            trajectory.metrics |= {f"server/{name}": float(taken.counts[name]) for name in FIGURES}
         return found
 
 
@@ -111,6 +125,8 @@ class Call:
         open_ended: the client leaves the answer's length to the context.
         taken: the engine has begun to answer, so vLLM finds nothing wrong with the request.
         refused: why it cannot be answered, found out after vLLM took it over.
+        totals: what is counted of all calls; see `FIGURES`.
+        unread: vLLM could not read the tool calls in its answer.
         generations: the answers, by the choice's index in the response.
     """
 
@@ -122,7 +138,16 @@ class Call:
     taken: bool = False
     refused: Refused | None = None
     choices: int = 0
+    totals: Counter[str] = field(default_factory=Counter)
+    unread: bool = False
     generations: dict[int, Generation] = field(default_factory=dict)
+
+    def count(self, name: str) -> bool:
+        """Count one of `FIGURES`, here and in the conversation; whether it is the server's first."""
+        self.totals[name] += 1
+        if self.conversation is not None:
+            self.conversation.counts[name] += 1
+        return self.totals[name] == 1
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("hotbunk_call", default=None)

@@ -154,10 +154,10 @@ class Gate:
         if key and own is not None and not _same(token, own) and token != key:
             raise Refused(403, f"a trajectory's key opens no others: leave {KEY_HEADER} out")
         if conversation is not None:
-            return Call(conversation.sampling, conversation)
+            return Call(conversation.sampling, conversation, totals=self._conversations.counts)
         if key:
             self._conversations.check_room(by_request=True)
-        return Call(self._settings.sampling, opens=key)
+        return Call(self._settings.sampling, opens=key, totals=self._conversations.counts)
 
     async def _post(self, request: Request, send: Send) -> None:
         """Check and complete the body, have vLLM answer it, and complete the answer."""

@@ -15,12 +15,15 @@ from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
-from generation.server.bodies import Limits, exact_prompt, fill_sampling, short
+from generation.server.bodies import Limits, check_unforced, exact_prompt, fill_sampling, short
 from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
+
+_log = logging.getLogger(__name__)
+_FREELY = "the policy learns from answers whose form is its own choice; further requests are counted"
 
 _FREE = {
     # How many, how long, and which figures come with them; none changes the probability of a token.
@@ -55,6 +58,7 @@ class ServedEngine:
             with _told(call):
                 self._limits.check(request)
                 if call.sampling is not None:
+                    check_unforced(request)
                     fill_sampling(request, call.sampling)
 
     def generate(
@@ -122,6 +126,10 @@ class ServedEngine:
         if params.logprobs is None:
             params.logprobs = 0
         if call.sampling is not None:
+            if params.structured_outputs is not None:  # of vLLM's own making: `check` has refused the client's
+                params.structured_outputs = None
+                if call.count("strict_ignored"):
+                    _log.warning("strict tools, and calls one at a time, are not enforced in training: %s", _FREELY)
             _check_sampling(params, call.sampling)
         if call.conversation is not None:
             seed = call.conversation.next_seed()
@@ -160,9 +168,8 @@ def _check_sampling(params: "SamplingParams", trained: SamplingSettings) -> None
             asked, own = (None if value == -1 else value for value in (asked, own))  # 0 and -1 both truncate nothing
         if name.startswith("_") or asked == own:
             continue
-        hint = "; response_format and a forced tool_choice come to the same" if name == "structured_outputs" else ""
         trained_with = f"the policy is trained on samples drawn with {short(own)}"
-        raise Refused(400, f"{name} is {short(asked)}, but {trained_with}: leave it out{hint}")
+        raise Refused(400, f"{name} is {short(asked)}, but {trained_with}: leave it out")
 
 
 @dataclass
@@ -252,10 +259,28 @@ async def build_openai_app(
             await init_app_state(engine, app.state, arguments, tasks)
         except (KeyError, TypeError) as error:
             raise ValueError(f"vLLM's server does not start with these settings: {error}") from error
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(_PARSERS):
+            logging.getLogger(name).addFilter(_one_line)
     for serving, method in (("chat", "create_chat_completion"), ("completion", "create_completion")):
         if (handler := getattr(app.state, f"openai_serving_{serving}", None)) is not None:
             setattr(handler, method, _checked_first(check, getattr(handler, method)))
     return app
+
+
+_PARSERS = ("vllm.parser", "vllm.tool_parsers", "vllm.reasoning")
+
+
+def _one_line(record: logging.LogRecord) -> bool:
+    """A filter: vLLM's parsers log a traceback for each answer they cannot read; it becomes one line, and counts."""
+    call = CURRENT.get()
+    if call is None or not record.exc_info:
+        return True
+    first = not call.unread and call.count("unread_calls")
+    call.unread = True
+    error, record.exc_info, record.args = record.exc_info[1], None, ()
+    record.msg = f"tool calls of an answer cannot be read ({error}); further ones are counted: server/unread_calls"
+    return first
 
 
 def _checked_first(check: Callable[[Any], None], handle: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from trainer.build import start_server
 
 SAMPLING = SamplingSettings(max_tokens=16, temperature=0.8, top_p=0.95, stop_token_ids=[2])
 QUESTION = [{"role": "user", "content": "2+2?"}]
-ADD = {
+ADD: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "add",
@@ -34,7 +34,8 @@ ADD = {
         },
     },
 }
-
+FORCED = {"type": "function", "function": {"name": "add"}}
+STRICT = {**ADD, "function": {**ADD["function"], "strict": True}}
 
 # What a request asks for, the status that answers it, and the sentence.
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
@@ -43,8 +44,10 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"extra_body": {"top_k": 5}}, 400, "top_k is 5, but"),
     ({"frequency_penalty": 0.5}, 400, "frequency_penalty is 0.5, but"),
     ({"logit_bias": {"20": 1}}, 400, "logit_bias is {20: 1.0}, but"),
-    ({"response_format": {"type": "json_object"}}, 400, "structured_outputs is "),
-    ({"tools": [ADD], "tool_choice": "required"}, 400, "a forced tool_choice come to the same"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format is {'type': 'json_object'}: it forces the"),
+    ({"extra_body": {"structured_outputs": {"choice": ["4"]}}}, 400, "structured_outputs is StructuredOutputsParams("),
+    ({"tools": [ADD], "tool_choice": "required"}, 400, "tool_choice is 'required': it forces the answer's form, but"),
+    ({"tools": [ADD], "tool_choice": FORCED}, 400, "tool_choice is {'function': {'name': 'add'}, 'type': 'function'}"),
     ({"max_tokens": 17}, 400, "max_tokens is 17, but answers are trained up to 16 tokens"),
     ({"extra_body": {"use_beam_search": True}}, 400, "use_beam_search is set"),
     ({"n": 1000}, 400, "n is 1000, but must be at most 128"),

@@ -180,7 +180,7 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
     }
     parts = [part for t in last if t.trajectory is not None for part in t.trajectory.reward_parts.items()]
     figures = [figure for t in sampled if t.trajectory is not None for figure in t.trajectory.metrics.items()]
-    tools = [figure for figure in figures if figure[0].startswith("tools/")]
+    tools = [figure for figure in figures if figure[0].startswith(("tools/", "server/"))]
     metrics |= {f"reward/{name}": total / number for name, (total, number) in named_sums(parts).items()}
     counts = {name: total for name, (total, _) in named_sums(tools).items()}
     if calls := counts.get("tools/calls"):

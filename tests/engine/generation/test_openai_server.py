@@ -29,9 +29,11 @@ from tests.engine.hostile_requests import Hostile, complaint, known_cases, outsi
 from tests.engine.hostile_requests import from_schema as from_schema_hostile
 from tests.engine.openai_clients import (
     ADD,
+    FORCED,
     QUESTION,
     REFUSED,
     SAMPLING,
+    STRICT,
     FakeEnvironment,
     ScoredEnvironment,
     ask_once,
@@ -205,12 +207,11 @@ def test_streams_and_completions_carry_what_was_sampled(server: OpenAIServer, le
 @pytest.mark.covers("N14")
 def test_tool_calls_are_captured_and_recognised(free: OpenAIServer, leader: Leader) -> None:
     """Forced calls, streamed and not; the template writes a call in another way than it was sampled."""
-    choice = {"type": "function", "function": {"name": "add"}}
     for stream in (False, True):
         key = opened(free, leader)
         messages: list[Any] = list(QUESTION)
         for _ in range(2):
-            request = {"model": "policy", "messages": messages, "tools": [ADD], "tool_choice": choice}
+            request = {"model": "policy", "messages": messages, "tools": [ADD], "tool_choice": FORCED}
             if stream:
                 answer = streamed(client(free, key), request)
             else:
@@ -272,6 +273,47 @@ def test_what_is_not_trained_is_refused(
             )
         assert caught.value.status_code == status
         assert sentence in str(caught.value)
+
+
+@pytest.mark.covers("N14")
+def test_strict_tools_are_taken_in_training_and_change_nothing(
+    leader: Leader, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are several frameworks' default. The answers are those of free sampling; it is counted, and said once."""
+    for server in serving(leader, sampling=SAMPLING, eos_token_ids=(2,)):
+        key = opened(server, leader)
+
+        def answer(tool: Any, server: OpenAIServer = server, key: str = key, **asked: Any) -> Any:
+            return streamed(client(server, key), {"model": "policy", "messages": QUESTION, "tools": [tool], **asked})
+
+        free, alone = answer(ADD, seed=5), answer(ADD, seed=5, parallel_tool_calls=False)
+        for strict in (STRICT, STRICT):
+            answer(strict)
+        assert (alone.content, alone.tool_calls) == (free.content, free.tool_calls)
+        one, same, *others = taken(server, leader, key)
+        assert same.response_ids == one.response_ids
+        assert [t.metrics.get("server/strict_ignored") for t in (one, same, *others)] == [3.0, None, None, None]
+    said = [record.message for record in caplog.records if "are not enforced in training" in record.message]
+    assert len(said) == 1 and len(said[0]) < 300
+
+
+@pytest.mark.covers("N14")
+def test_calls_that_cannot_be_read_are_one_line_and_a_count(
+    free: OpenAIServer, leader: Leader, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The parser's traceback would otherwise fill the screen of a policy that has not learned to call tools yet."""
+    key = opened(free, leader)
+    broken = {"structured_outputs": {"choice": ["<tool_call>{"]}}
+    for _ in range(2):
+        answer = client(free, key).chat.completions.create(
+            model="policy", messages=QUESTION, tools=[ADD], extra_body=broken
+        )
+        assert answer.choices[0].message.content == "<tool_call>{"
+    assert [t.metrics.get("server/unread_calls") for t in taken(free, leader, key)] == [2.0, None]
+    said = [record for record in caplog.records if "parser" in record.name]
+    assert [(record.exc_info, record.message[:36]) for record in said] == [
+        (None, "tool calls of an answer cannot be re")
+    ]
 
 
 @pytest.mark.covers("N14")

@@ -122,8 +122,9 @@ def test_figures_of_a_step_are_bit_for_bit_alike_on_any_number_of_ranks() -> Non
     step = random_step(7, 4, seed=3)
     for number, t in enumerate(step):
         t.reward_parts["a"] = 0.1 * number
-        t.metrics |= {"tools/calls": 1.0 + number, "tools/errors": float(number % 3)}
+        t.metrics |= {"tools/calls": 1.0 + number, "tools/errors": float(number % 3), "server/retemplated": 2.0}
     (alone,) = on_ranks(1, lambda: rollout_metrics(as_answers(step)))
+    assert alone["server/retemplated"] == 2.0 * sum(not t.error for t in step)
     for ranks in (2, 3):
         assert on_ranks(ranks, lambda: rollout_metrics(as_answers(step))) == [alone] * ranks
 
@@ -131,7 +132,7 @@ def test_figures_of_a_step_are_bit_for_bit_alike_on_any_number_of_ranks() -> Non
 def test_rank_0_has_the_rows_of_answers_in_order_wherever_they_are() -> None:
     step = random_step(4, 2, seed=1)
     prompts: Any = [SimpleNamespace(id=10 + i, token_ids=(i,), row={"answer": str(i)}) for i in range(4)]
-    tokenizer: Any = SimpleNamespace(decode=lambda ids: f"prompt {ids[0]}")
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: f"prompt {ids}")
     for t in step:
         t.text = f"{t.prompt_index} {t.sample_index}"
     rows, *others = on_ranks(3, lambda: answer_rows(as_answers(step)[:6], prompts, tokenizer))
@@ -139,7 +140,7 @@ def test_rank_0_has_the_rows_of_answers_in_order_wherever_they_are() -> None:
     first = sorted(step, key=lambda t: (t.prompt_index, t.sample_index))[:6]
     assert rows == [
         {
-            "prompt_id": 10 + t.prompt_index, "sample": t.sample_index, "prompt": f"prompt {t.prompt_index}",
+            "prompt_id": 10 + t.prompt_index, "sample": t.sample_index, "prompt": f"prompt {t.prompt_ids}",
             "text": t.text, "answer": str(t.prompt_index), "reward": t.reward, "parts": t.reward_parts,
             "finish_reason": t.finish_reason, "tokens": len(t.response_ids), "weight_version": 0, "error": t.error,
         }
