@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from trainer.config.model_file import out_of_reach
 from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig
 from trainer.errors import UserError
 
@@ -128,6 +129,11 @@ def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
     source = Path(path)
     try:
         if not source.is_file():
+            cache = Path(datasets.config.HF_DATASETS_CACHE) / path.replace("/", "___")
+            if not source.is_dir() and not cache.is_dir() and (reason := out_of_reach()):
+                raise UserError(
+                    f"{path} is not a file or folder, and cannot be fetched from the Hugging Face hub ({reason})"
+                )
             rows = datasets.load_dataset(path, subset, split=split)
         elif kind := _FILE_KINDS.get(source.suffix):
             if kind == "json":  # pyarrow 26 may crash on a null: https://github.com/apache/arrow/issues/47409

@@ -15,7 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from generation.engine.engine import Leader
 from generation.engine.sampling import NotFiniteError
 from generation.importing import load
-from generation.rollouts.agent import Agent, environment_rollout, environment_tools, inline_rollout, tool_rollout
+from generation.rollouts.agent import (
+    Agent,
+    environment_class,
+    environment_rollout,
+    environment_tools,
+    inline_rollout,
+    tool_rollout,
+)
 from generation.rollouts.client import CapturingServer, ClientRollout, StartServer
 from generation.rollouts.episode import RolloutFunction, custom_rollout, one_shot
 from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
@@ -103,10 +110,9 @@ def _agent_function(
     if named.environment is None:
         return inline_rollout(agent) if inline else tool_rollout(agent), schemas
     found = _checked("rollout.environment", functools.partial(load, named.environment))
-    if not inspect.isclass(found) or not callable(getattr(found, "reset", None)):
-        raise UserError(f"rollout.environment: {named.environment!r} must be a class with a method reset(**row)")
-    schemas += [t.schema for t in _checked("rollout.environment", lambda: environment_tools(found)).values()]
-    return _checked("rollout.environment", lambda: environment_rollout(found, named.kwargs, agent)), schemas
+    cls = _checked("rollout.environment", lambda: environment_class(found, named.kwargs))
+    schemas += [t.schema for t in _checked("rollout.environment", lambda: environment_tools(cls)).values()]
+    return _checked("rollout.environment", lambda: environment_rollout(cls, named.kwargs, agent, found)), schemas
 
 
 def _checked(key: str, make: Callable[[], T]) -> T:

@@ -10,12 +10,14 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction
 from generation.rollouts.tools import CallParser, Tool, ToolRunner, make_tool, parse_inline, tools_by_name
 from generation.trajectory import Trajectory, checked_reward
+
+_ENVIRONMENT = "it must be a class with a method reset(**row), or a function that makes an object of one"
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,29 @@ def environment_tools(cls: type) -> dict[str, Tool]:
     )
 
 
-def environment_rollout(cls: type, kwargs: dict[str, Any], agent: Agent) -> RolloutFunction:
-    """Level 3: an object of the class for each trajectory, its methods as tools beside those of `agent`.
+def environment_class(make: Callable[..., Any], kwargs: dict[str, Any]) -> type:
+    """The class of the environments that `make` gives: itself, or of the one that a function makes on trial, as TRL's
+    `environment_factory` does. Raises ValueError unless it has a method reset.
+    """
+    cls: Any = make
+    if not inspect.isclass(make):
+        try:
+            made = make(**kwargs)
+        except Exception as error:
+            raise ValueError(f"{_ENVIRONMENT}; {make!r} raised {type(error).__name__}: {error}") from error
+        cls = type(made)
+        if hasattr(made, "close"):
+            made.close()
+    if not callable(getattr(cls, "reset", None)):
+        raise ValueError(f"{_ENVIRONMENT}, not {make!r}")
+    return cast(type, cls)
+
+
+def environment_rollout(
+    cls: type, kwargs: dict[str, Any], agent: Agent, make: Callable[..., Any] | None = None
+) -> RolloutFunction:
+    """Level 3: an object of the class for each trajectory, its methods as tools beside those of `agent`; the class
+    itself makes it, or `make`.
 
     All of its methods may be sync or async; calls of one turn run in order, as they share the object.
 
@@ -155,7 +178,7 @@ def environment_rollout(cls: type, kwargs: dict[str, Any], agent: Agent) -> Roll
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         call = agent.runner.call
         async with llm.away():
-            environment = await call(functools.partial(cls, **kwargs))
+            environment = await call(functools.partial(make or cls, **kwargs))
         own = {name: replace(tool, function=getattr(environment, name)) for name, tool in methods.items()}
         try:
             async with llm.away():

@@ -7,8 +7,11 @@ engine decides by the module that it has before it (`sharding.worker.loader.repr
 import json
 import os
 import re
+import socket
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -32,6 +35,7 @@ REPROCESSED_KEYS = {"num_experts": "experts", "n_routed_experts": "experts", "kv
 NO_ADAPTER_ON_CPU = "num_experts"
 """Key of config.json of models for which vLLM's CPU build applies no LoRA adapters: it has none for mixtures."""
 
+_CONNECT_SECONDS = 5.0
 _STRETCHING_ROPES = ("linear", "dynamic", "yarn")  # of the others, max_position_embeddings tells the whole length
 
 _Size = Annotated[int, Field(ge=1, lt=2**31)]
@@ -105,12 +109,32 @@ def position_limit(model: dict[str, Any]) -> int | None:
 
 
 def _config_from_hub(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    reason, cause = out_of_reach(), None
     try:
-        return Path(hf_hub_download(name, "config.json"))
+        if not reason:
+            return Path(hf_hub_download(name, "config.json"))
+        if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+            return Path(cached)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split()[:12])
-        unavailable = f"is not a folder, and cannot be fetched from the Hugging Face hub ({reason})"
-        raise UserError(f"model.path: {name} {unavailable}") from error
+        reason, cause = " ".join(str(error).split()[:12]), error
+    unavailable = f"is not a folder, and cannot be fetched from the Hugging Face hub ({reason})"
+    raise UserError(f"model.path: {name} {unavailable}") from cause
+
+
+def out_of_reach() -> str:
+    """Why the hub, or the proxy on the way there, does not answer; empty if it does, or is not to be asked.
+
+    Asked before the hub's own library, which takes 24 s to give up, so that a mistyped folder is told at once.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+        return ""
+    url = urlsplit(getproxies().get("https") or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        port = url.port or (80 if url.scheme == "http" else 443)
+        socket.create_connection((url.hostname or "", port), timeout=_CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return f"{url.hostname} cannot be reached: {error}"
+    return ""

@@ -307,11 +307,18 @@ class RewardFunction(Section):
 class RewardConfig(Section):
     """How answers are scored. Functions run in processes of their own."""
 
-    functions: list[RewardFunction] = key([], "entries of name, weight and kwargs; their weighted sum counts")
+    functions: list[RewardFunction] = key([], "names, or entries of name, weight and kwargs; their weighted sum counts")
     timeout_s: CallSeconds = key(10, "longest a function may take for one answer before its process is killed")
     workers: Processes = key(2, "processes on each rank that leads an engine")
     max_error_rate: Share = key(0.1, "end the run when a larger share of a step's calls fails")
     error_reward: Amount = key(0.0, "reward of an answer whose function raised or hung")
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _names_alone(cls, value: object) -> object:
+        return (
+            [{"name": each} if isinstance(each, str) else each for each in value] if isinstance(value, list) else value
+        )
 
 
 class RolloutConfig(Section):

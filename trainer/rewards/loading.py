@@ -4,16 +4,20 @@ import asyncio
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from generation.importing import load
+from generation.trajectory import Trajectory
 from trainer.errors import Interrupted, UserError, shown
 from trainer.rewards.functions import BUILTINS, EXTRACTORS
 
 OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory")
 """The values that every reward function may ask for by keyword, besides the completion and its own settings."""
+
+_TRL_LOGGERS = ("log_extra", "log_metric")
+_TRL_ONLY = frozenset(("environments", "trainer_state"))
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -39,6 +43,39 @@ class BoundReward:
 
 async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
+
+
+@dataclass(frozen=True)
+class TrlReward:
+    """A reward function with TRL's signature, `f(prompts, completions, **columns) -> list[float]`, for one answer.
+
+    Prompts are as the data has them. Where they are messages, a completion is a list of one message. `names` are the
+    parameters it has; None: it takes any.
+    """
+
+    function: Callable[..., Any]
+    names: frozenset[str] | None
+
+    def __call__(
+        self, completion: str, *, prompt: str, row: dict[str, Any], trajectory: Trajectory | None = None, **kwargs: Any
+    ) -> float:
+        asked = next((row[key] for key in ("prompt", "messages") if row.get(key)), prompt)
+        answer = completion if isinstance(asked, str) else [{"role": "assistant", "content": completion}]
+        columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
+        given = columns | {"prompts": [asked], "completions": [answer], **dict.fromkeys(_TRL_LOGGERS, _log_nothing)}
+        if trajectory is not None:
+            given["completion_ids"] = [trajectory.response_ids[trajectory.answer_start :]]
+        if self.names is not None:
+            given = {name: value for name, value in given.items() if name in self.names}
+        result = self.function(**given | kwargs)
+        rewards = list(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+        if len(rewards) != 1:
+            raise ValueError(f"it gave {len(rewards)} rewards for one completion")
+        return 0.0 if rewards[0] is None else rewards[0]  # None: it does not apply to this row
+
+
+def _log_nothing(*_: Any) -> None:
+    """Takes the place of TRL's loggers."""
 
 
 def bind_rewards(functions: Iterable[tuple[str, dict[str, Any]]]) -> list[BoundReward]:
@@ -77,15 +114,38 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
     if not callable(function):
         raise UserError(f"reward {name!r} is {type(function).__name__}, not a function")
     extract = EXTRACTORS.get(name, getattr(function, "extract", str.strip))
+    if "completions" in (parameters := _parameters(name, function)):
+        return BoundReward(label, *_bind_trl(name, function, parameters, kwargs), kwargs, extract)
     return BoundReward(label, function, _keywords(name, function, kwargs), kwargs, extract)
+
+
+def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:  # some functions of C do not say
+        raise UserError(f"reward {name!r} does not say what it takes: wrap it in a function of yours") from error
+
+
+def _bind_trl(
+    name: str, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], kwargs: dict[str, Any]
+) -> tuple[TrlReward, frozenset[str]]:
+    """The function as one of ours, and the keys of OFFERED to pass to it."""
+    for absent in _TRL_ONLY & parameters.keys():
+        if parameters[absent].default is inspect.Parameter.empty:
+            raise UserError(
+                f"reward {name!r} asks for TRL's {absent!r}, which no reward is given here: an environment scores "
+                "itself by a method get_reward()"
+            )
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_any and (unknown := kwargs.keys() - parameters.keys()):
+        raise UserError(f"reward {name!r} takes no argument {min(unknown)!r}, which its kwargs set")
+    reward = TrlReward(function, None if takes_any else frozenset(parameters) - _TRL_ONLY)
+    return reward, frozenset(("prompt", "row", *["trajectory"] * ("completion_ids" in parameters)))
 
 
 def _keywords(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> frozenset[str]:
     """The keys of OFFERED to pass; raises UserError unless completion, these and kwargs are what the function takes."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError) as error:  # some functions of C do not say
-        raise UserError(f"reward {name!r} does not say what it takes: wrap it in a function of yours") from error
+    parameters = list(_parameters(name, function).values())
     if parameters and parameters[0].kind in _POSITIONAL:
         parameters = parameters[1:]
     elif not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):

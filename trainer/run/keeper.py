@@ -161,14 +161,14 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
             say(f"{damage}; left out")
             continue
         check_identity(path, extra, identity, config.checkpoint.resume_anyway)
-        if path != candidates[0]:
-            say(f"resuming from {path}, the newest sound checkpoint")
         try:
             state = msgspec.convert(extra["state"], RunState, str_keys=True)
         except (KeyError, msgspec.ValidationError) as error:
             raise UserError(f"{path} was saved by another version of Hotbunk: in extra.json, state: {error}") from error
         if extra["identity"].get("data") != identity["data"]:
             state.prompts, state.lengths = 0, {}  # positions and ids mean nothing in other data
+        passed_over = ", the newest sound checkpoint" if path != candidates[0] else ""
+        say(f"resuming from {path}{passed_over}, after step {state.step}")
         return path, state
     if candidates:
         raise UserError(

@@ -382,6 +382,51 @@ def test_rewards_may_be_async_and_see_the_trajectory(signatures: Path) -> None:
     assert result == RewardResult(4.0, {"later": 1.0, "tools_used": 3.0})
 
 
+TRL = """
+def shares(prompts, completions, solution, completion_ids, factor=1.0, **columns):
+    assert columns["level"] == ["hard"] and completion_ids == [[7, 8]] and len(prompts) == 1
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [factor * (text == answer) for text, answer in zip(texts, solution)]
+async def later(completions): return [0.5 for _ in completions]
+def not_for_this(completions, log_metric, environments=None): log_metric("n", 1); return [None]
+def two(completions): return [1.0, 2.0]
+def of_environments(completions, environments): return [e.score for e in environments]
+"""
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]])
+def test_functions_with_the_signature_of_trl_are_called_with_lists_of_one(tmp_path: Path, prompt: object) -> None:
+    file = tmp_path / "of_trl.py"
+    file.write_text(TRL)
+    specs = [(f"{file}:shares", {"factor": 0.5}), (f"{file}:later", {}), (f"{file}:not_for_this", {})]
+    row = {"prompt": prompt, "solution": "2", "level": "hard", "answer": None}
+    seen = Trajectory(0, 0, [1], [6, 7, 8], [0, 1, 1], [0.0] * 3, answer_start=1)
+    offered = {"prompt": "rendered", "row": row, "answer": None, "finish_reason": "stop", "trajectory": seen}
+    bound = bind_rewards(specs)
+    assert [reward("2", offered) for reward in bound] == [0.5, 0.5, 0.0]
+    assert [reward("3", offered) for reward in bound] == [0.0, 0.5, 0.0]
+    assert ["trajectory" in reward.keywords for reward in bound] == [True, False, False]
+    with pytest.raises(ValueError, match="2 rewards for one completion"):
+        bind_rewards([(f"{file}:two", {})])[0]("2", offered)
+    for name, kwargs in (("of_environments", {}), ("later", {"colour": 1})):
+        with pytest.raises(UserError, match="get_reward|takes no argument 'colour'"):
+            bind_rewards([(f"{file}:{name}", kwargs)])
+
+
+def test_rewards_that_trl_ships_give_here_what_they_give_there() -> None:
+    rewards = pytest.importorskip("trl.rewards", reason="TRL is not installed")
+    (bound,) = bind_rewards([("trl.rewards:think_format_reward", {})])
+    row = {"prompt": [{"role": "user", "content": "?"}]}
+    for text in ("<think>so</think>\nyes", "yes"):
+        theirs = rewards.think_format_reward(completions=[[{"role": "assistant", "content": text}]])
+        assert bound(text, {"prompt": "?", "row": row}) == theirs[0]
+
+
+def test_a_name_alone_is_a_reward_function() -> None:
+    config = RewardConfig.model_validate({"functions": ["exact_match", {"name": "numeric_match", "weight": 0.5}]})
+    assert config.functions == [RewardFunction(name="exact_match"), RewardFunction(name="numeric_match", weight=0.5)]
+
+
 @pytest.mark.parametrize(
     ("name", "kwargs", "reason"),
     [

@@ -11,6 +11,7 @@ import pytest
 from generation.rollouts.agent import (
     Agent,
     InlineTags,
+    environment_class,
     environment_rollout,
     environment_tools,
     inline_rollout,
@@ -90,6 +91,25 @@ def test_an_environments_public_methods_are_tools() -> None:
     tools = environment_tools(Shop)
     assert sorted(tools) == ["buy", "help"]
     assert list(tools["buy"].schema["function"]["parameters"]["properties"]) == ["item"]
+
+
+def test_a_function_that_makes_environments_does_as_well_as_their_class() -> None:
+    """TRL's `environment_factory`; the one made on trial, to see its methods, is closed."""
+    Shop.made.clear()
+
+    def factory() -> Shop:
+        return Shop(3.0)
+
+    cls = environment_class(factory, {})
+    assert cls is environment_class(Shop, {"price": 1.0}) is Shop
+    (trial,) = Shop.made
+    assert trial.closed
+    answers = [buy("fig"), say("ok")]
+    function = environment_rollout(cls, {}, agent(), factory)
+    (trajectory,) = run(ScriptedEngine(lambda *_: answers.pop(0)), function, [[5]], TOKENIZER, rows=[{"customer": "A"}])
+    assert trajectory.reward_parts["paid"] == 3.0 and Shop.made[1].closed
+    with pytest.raises(ValueError, match="method reset"):
+        environment_class(dict, {})
 
 
 @pytest.mark.covers("V31")

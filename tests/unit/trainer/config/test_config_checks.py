@@ -11,6 +11,7 @@ from trainer.config.checks import check_config, without_expandable_segments
 from trainer.config.machine import resolve_device
 from trainer.config.model_file import model_config
 from trainer.config.schema import TrainConfig
+from trainer.data import load_rows
 from trainer.errors import UserError
 
 MODEL = {"max_position_embeddings": 2048, "num_attention_heads": 6}
@@ -295,3 +296,22 @@ def test_a_broadcast_is_refused_where_engines_stand_on_the_trainer_s_gpu(config:
 def test_a_way_that_is_not_there_is_named(config: dict) -> None:
     (sentence,) = problems(config, {"sync": {"way": "absent.py:Way"}})
     assert sentence == "sync.way: 'absent.py:Way' cannot be loaded: there is no file absent.py"
+
+
+def test_without_a_network_a_name_that_is_not_a_folder_is_refused_before_the_hub_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By a connection of our own to where the hub should be; what has been fetched before is still found."""
+    monkeypatch.setattr("trainer.config.model_file.getproxies", dict)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(UserError, match=r"mine/modle is not a folder, and cannot .*127\.0\.0\.1 cannot be reached"):
+        model_config("mine/modle")
+    with pytest.raises(UserError, match=r"mine/dta is not a file or folder, and cannot .* cannot be reached"):
+        load_rows("mine/dta", None, "train")
+    cached = tmp_path / "config.json"
+    cached.write_text('{"hidden_size": 8}')
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(cached))
+    assert model_config("mine/modle") == {"hidden_size": 8}
