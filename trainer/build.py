@@ -30,6 +30,7 @@ from trainer.policy.attention import require_packing
 from trainer.policy.critic import Critic, make_critic
 from trainer.policy.hf_format import build_meta_model, checkpoint_views
 from trainer.policy.lora import BaseOfPolicy, adapter_format, add_adapters, factors, is_adapter, low_rank, peft_name
+from trainer.policy.routing import asked_routers
 from trainer.run import processes
 from trainer.run.lock import RunLock
 from trainer.run.watchdog import Watchdog
@@ -89,6 +90,7 @@ def check_model(config: TrainConfig) -> None:
             model = build_meta_model(Path(path), config.model, dtype, torch.device("cpu"))
             if config.lora.rank:
                 add_adapters(model, config.lora, dtype, "meta")
+            asked_routers(model, config.model.routes)
     except UserError:
         raise
     except Exception as error:  # whatever the model's own code makes of its config.json

@@ -14,6 +14,25 @@ from sharding.send.source import local_part
 from trainer.flops import Work
 
 
+@dataclass(frozen=True)
+class RouteFormat:
+    """The routes of a mixture of experts: rows [tokens, layers, top_k] of experts' numbers, none twice in a layer."""
+
+    layers: tuple[int, ...]  # the numbers of the decoder layers that have experts, ascending
+    experts: int  # of each layer
+    top_k: int  # how many of them a token is sent to
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of an expert's number."""
+        return torch.uint8 if self.experts <= 256 else torch.uint16
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a token's row."""
+        return len(self.layers) * self.top_k * self.dtype.itemsize
+
+
 @dataclass
 class Sample:
     """One sequence to train on, prompt and response together; the four lists are equally long."""
@@ -23,6 +42,7 @@ class Sample:
     loss_mask: list[int]
     engine_logprobs: list[float]  # nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0
     advantage: float = 0.0  # the same for every token of the sequence, where it is known beforehand
+    routes: Tensor | None = None  # by `RouteFormat`, of every token but the last, which predicts nothing
 
     @property
     def trainable(self) -> int:
@@ -97,6 +117,8 @@ class MicroBatch:
     decisive: Tensor | None = None  # [B, T-1] bool, the tokens that the policy loss counts; None: all
     old_values: Tensor | None = None  # [B, T-1] float32 of the critic the step began with, once computed
     returns: Tensor | None = None  # [B, T-1] float32, the critic's targets
+    # a mixture's, by `RouteFormat`, of the tokens of the model's input, on the host; None: its routers decide
+    routes: Tensor | None = None
 
     def trained(self, values: Tensor) -> Tensor:
         """The values [K] of the targets, from `values` [B, T-1]."""
@@ -108,8 +130,9 @@ class MicroBatch:
         return zeros.index_copy(0, self.layout.targets, values).view_as(self.loss_mask)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same with its tensors on a device."""
-        return cast(MicroBatch, _moved(self, device))
+        """The same with its tensors on a device, except routes, which go there for a pass at a time."""
+        moved = cast(MicroBatch, _moved(self, device))
+        return replace(moved, routes=self.routes)
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:
@@ -129,6 +152,7 @@ class Outputs:
     entropy: Tensor  # of the distribution that the target was drawn from, nats
     # expected return of the state in which the target was sampled; where a value head shares the trunk
     values: Tensor | None = None
+    routes: Tensor | None = None  # as `MicroBatch.routes`, where they are recorded
 
 
 LossFn = Callable[[MicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
@@ -146,6 +170,18 @@ class UpdateStats:
     skipped: bool  # loss or gradient was not finite, so nothing was changed
     # the loss function's figures, summed over micro-batches and ranks
     sums: dict[str, float] = field(default_factory=dict)
+
+
+class Routers(Protocol):
+    """A mixture's routers, as those who prepare its micro-batches see them."""
+
+    format: RouteFormat
+    pull: Tensor | None  # [layers, experts] float32, by which a token's probabilities count in the balance loss
+
+    def take_counts(self) -> tuple[Tensor, int, float]:
+        """Since the last time: each expert's tokens [layers, experts] int64, on the host; of the tokens, counted in
+        each layer, those that the router itself would have sent elsewhere; and the balance loss.
+        """
 
 
 class Scorer(Protocol):
@@ -167,6 +203,7 @@ class Policy(Scorer, Protocol):
 
     device: torch.device
     model: PreTrainedModel
+    routing: Routers | None = None  # a mixture's; also None where its routers cannot be looked into
 
     @property
     def version(self) -> int:

@@ -45,6 +45,24 @@ def check_three_steps(folder: Path, stage: int, kind: str, tied: bool, **setting
     three_steps.check_steps(policy, safe_get_full_grad, masters, expected)
 
 
+def check_routed(folder: Path, stage: int) -> None:
+    from deepspeed.utils import safe_get_full_grad
+
+    def gradients(policy: DeepSpeedPolicy, batches: Any, name: str) -> dict[str, Tensor]:
+        captured: dict[str, Tensor] = {}
+        step = policy.engine.step
+
+        def capture() -> None:
+            captured.update({name: safe_get_full_grad(p).clone() for name, p in policy.named_parameters()})
+            step()
+
+        policy.engine.step = capture
+        policy.update(batches, checks.make_loss(batches, name), checks.TEMPERATURE)
+        return captured
+
+    checks.check_routed(folder, lambda source: zero_policy(source, stage), gradients)
+
+
 def check_fsdp_steps(folder: Path, **settings: Any) -> None:
     source = checks.model_folder(folder)
     policy = checks.make_policy(source, **three_steps.SETTINGS | settings)
@@ -198,6 +216,7 @@ def two_ranks(models: str, results: str) -> None:
     run["steps fsdp"] = lambda: check_fsdp_steps(folder)
     run["steps hsdp, whole on every rank"] = lambda: check_fsdp_steps(folder, shard_size=1)
     run["steps zero 3, experts"] = lambda: check_three_steps(folder, 3, "qwen3_moe", False)
+    run["routed"] = lambda: check_routed(folder, 3)
     run["steps zero 3, offloaded"] = lambda: check_three_steps(folder, 3, "llama", False, offload_optimizer=True)
     run["export whole"] = lambda: check_export(folder, 2, "qwen2", True)
     run["export cut"] = lambda: check_export(folder, 3, "qwen3_moe", False)

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from sharding.ranks import agree, all_reduce_sum, rank, world_size
+from sharding.ranks import agree, all_reduce_sum, rank, sum_counts, world_size
 from sharding.send.source import FsdpWeightSource
 from tests.gathering import assert_ranks_hold, sent, sent_in_parts
 from trainer.algorithms import aggregation
@@ -34,8 +34,10 @@ from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.learning.batching import assign_to_ranks, micro_batches
 from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs
-from trainer.policy.hf_format import checkpoint_views
+from trainer.policy.hf_format import build_meta_model, checkpoint_views
+from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.optimizer import TrainingDiverged
+from trainer.policy.routing import Routing, balance, find_routers, loads_of
 from trainer.types import MicroBatch, Sample
 
 logging.disable_progress_bar()
@@ -248,6 +250,37 @@ def check_gradients(
     assert_gradients_equal(got, plain_gradients(source, samples, name))
 
 
+def check_routed(
+    folder: Path,
+    make: Callable[..., Any] = make_policy,
+    gradients: Callable[..., Any] = policy_gradients,
+    **settings: Any,
+) -> None:
+    """A mixture with given routes, and with recorded ones and a balance loss, as one process computes it in one go."""
+    source = model_folder(folder, "qwen3_moe", False)
+    policy, plain = make(source, **settings), AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).train()
+    routers = find_routers(build_meta_model(source, ModelConfig(path=str(source)), torch.float32, CPU))
+    module = PolicyModule(plain, routing=Routing(plain, routers))
+    assert module.routing is not None
+    form, generator = module.routing.format, torch.Generator().manual_seed(2)
+    samples = make_samples()
+    for sample in samples:
+        scores = torch.rand(len(sample.input_ids) - 1, len(form.layers), form.experts, generator=generator)
+        sample.routes = scores.topk(form.top_k).indices.to(form.dtype)
+    whole, batches = micro_batches(samples, 10_000, 0, CPU, count=1), own_batches(samples, 33, packing=True)
+    module.routing.pull = balance(loads_of(whole, form), form, coef=0.5)
+    policy.routing.pull = balance(sum_counts(loads_of(batches, form)), form, coef=0.5)
+    assert torch.equal(module.routing.pull, policy.routing.pull)
+    tokens = sum(sample.trainable for sample in samples)
+    found = outputs(module, whole[0], TEMPERATURE)
+    ((-whole[0].advantages * found.logprobs - 0.1 * found.entropy) * whole[0].loss_mask / tokens).sum().backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert_gradients_equal(gradients(policy, batches, "token_mean"), expected)
+    counts = [routing.take_counts() for routing in (module.routing, policy.routing)]
+    assert torch.equal(sum_counts(counts[1][0]), counts[0][0])
+    assert all_reduce_sum({"pulled": counts[1][2]})["pulled"] == pytest.approx(counts[0][2], rel=1e-6)
+
+
 def check_uneven_work(folder: Path) -> None:
     """Rank 0 has one long sequence, rank 1 seven short ones, rank 2 none."""
     samples = make_samples([40, 3, 4, 5, 6, 7, 8, 9])
@@ -428,6 +461,8 @@ def two_ranks(models: str, results: str) -> None:
         checks[f"gradients recomputed {layers}"] = lambda layers=layers: check_gradients(
             folder, "qwen2", True, 33, "token_mean", packing=True, activation_checkpointing=layers
         )
+    for layers in ("none", "full"):
+        checks[f"routed {layers}"] = lambda layers=layers: check_routed(folder, activation_checkpointing=layers)
     checks["gradients kept gathered"] = lambda: check_gradients(
         folder, "qwen2", True, 33, "token_mean", reshard_after_forward=False
     )

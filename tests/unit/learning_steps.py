@@ -95,6 +95,7 @@ class TablePolicy(_Table):
     """Bigrams: the logits of a token are the row of the token before it; with `values`, their mean is its value."""
 
     device = torch.device("cpu")
+    routing = None
 
     def __init__(self, seed: int = 0, values: bool = False) -> None:
         super().__init__(seed, rate=0.5)

@@ -141,6 +141,9 @@ class AlgorithmConfig(Section):
     )
     kl_clamp: Positive | None = key(None, "bound of a token's KL estimate, nats; null: none")
     entropy_coef: NotNegative = key(0.0, "weight of the entropy bonus")
+    balance_coef: NotNegative = key(
+        0.0, "weight of the loss that evens out the load of a mixture's experts; needs model.routes other than own"
+    )
     high_entropy_share: Portion = key(1.0, "share of tokens, those of the highest entropy, that the policy loss counts")
 
     tis_cap: Positive | None = key(2.0, "cap of the importance weight trainer/engine; null: no correction")

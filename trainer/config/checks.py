@@ -16,8 +16,8 @@ from generation.engine.settings import LEAST_MODEL_LEN, LORA_RANKS, OWN_ARGUMENT
 from trainer.config.algorithm import check_algorithm
 from trainer.config.machine import device_gib, host_gib, rank_count, resolve_device, unwritable
 from trainer.config.model_file import (
+    EXPERT_KEYS,
     HUB_NAME,
-    NO_ADAPTER_ON_CPU,
     PACKABLE_LAYERS,
     REPROCESSED_KEYS,
     model_config,
@@ -345,11 +345,24 @@ def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
         return
     if (limit := position_limit(model)) is not None and config.engine.max_model_len > limit:
         yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
-    if config.lora.engines_apply and NO_ADAPTER_ON_CPU in model and resolve_device(config) == "cpu":
+    yield from _check_mixture(config, any(map(model.get, EXPERT_KEYS)))
+    if config.lora.engines_apply and any(map(model.get, EXPERT_KEYS)) and resolve_device(config) == "cpu":
         yield "lora.sync is adapter, but vLLM on CPU has none for mixtures of experts: set it to merged"
     size = config.engine.tensor_parallel_size
     if heads := model.get("num_attention_heads"):
         yield from _check_divides("num_attention_heads of the model", heads, "engine.tensor_parallel_size", size)
+
+
+def _check_mixture(config: TrainConfig, mixture: bool) -> Iterator[str]:
+    """Whether a mixture's routers can be replaced is asked of its class, when it is built (`check_model`)."""
+    routes, coef = config.model.routes, config.algorithm.balance_coef
+    if routes != "own" and not mixture:
+        yield f"model.routes is {routes}, but {config.model.path} is not a mixture of experts: set it to own"
+    if coef and routes == "own":
+        yield (
+            f"algorithm.balance_coef is {coef:g}, but loads must be known before the first forward pass: set "
+            "model.routes to recorded"
+        )
 
 
 def _check_packing(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:

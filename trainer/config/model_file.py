@@ -29,11 +29,11 @@ PACKABLE_LAYERS = ("full_attention", "sliding_attention")
 REPROCESSED = (".experts.", ".kv_b_proj.")
 """In the names of weights that engines do not keep as they are loaded: experts are shuffled, MLA keeps products."""
 
-REPROCESSED_KEYS = {"num_experts": "experts", "n_routed_experts": "experts", "kv_lora_rank": "attention"}
-"""Keys of config.json by which a model has such weights, and what they belong to."""
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of config.json by which a model is a mixture of experts. vLLM's CPU build applies no LoRA adapters to one."""
 
-NO_ADAPTER_ON_CPU = "num_experts"
-"""Key of config.json of models for which vLLM's CPU build applies no LoRA adapters: it has none for mixtures."""
+REPROCESSED_KEYS = dict.fromkeys(EXPERT_KEYS, "experts") | {"kv_lora_rank": "attention"}
+"""Keys of config.json by which a model has weights that are `REPROCESSED`, and what they belong to."""
 
 _CONNECT_SECONDS = 5.0
 _STRETCHING_ROPES = ("linear", "dynamic", "yarn")  # of the others, max_position_embeddings tells the whole length
@@ -66,6 +66,7 @@ class _ModelFile(_Part):
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None
     num_experts: _Number | None = None
+    num_local_experts: _Number | None = None
     n_routed_experts: _Number | None = None
     kv_lora_rank: _Number | None = None
     quantization_config: dict[str, Any] | None = None

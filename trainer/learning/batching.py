@@ -119,6 +119,8 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.devi
     mask = table([sample.loss_mask for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
     logprobs = table([sample.engine_logprobs for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
     advantages = torch.tensor([sample.advantage for sample in samples]).unsqueeze(1)
+    routes = [sample.routes for sample in samples if sample.routes is not None]
+    sizes = [max(1, length - 1) if packed else width - 1 for length in lengths]
     return MicroBatch(
         input_ids=table([sample.input_ids for sample in samples], pad_id, torch.int64),
         loss_mask=mask,
@@ -127,4 +129,11 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.devi
         lengths=lengths,
         layout=Layout.of(mask, lengths, packed),
         rows=rows,
+        routes=torch.cat(list(map(_stretched, routes, sizes))) if routes else None,
     ).to(device)
+
+
+def _stretched(routes: Tensor, size: int) -> Tensor:
+    """Rows of routes with padding behind them, which goes to the first experts."""
+    padding = torch.arange(routes.shape[2]).to(routes.dtype).expand(size - len(routes), *routes.shape[1:])
+    return torch.cat([routes, padding])

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from sharding.ranks import sum_counts
 from trainer.algorithms.losses import entropy_threshold, high_entropy_mask
 from trainer.config.schema import TrainConfig
 from trainer.learning.answers import Answer
@@ -10,7 +11,9 @@ from trainer.learning.credit import assign_credit, has_signal
 from trainer.learning.groups import Group, MiniBatch, informative, longest_answer, prepare, split
 from trainer.learning.metrics import Metrics, critic_metrics, engine_gap, gap_without_update, over_ranks, update_metrics
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
+from trainer.learning.routes import routing_metrics
 from trainer.policy.critic import Critic
+from trainer.policy.routing import balance, loads_of
 from trainer.types import MicroBatch, Outputs, Policy, Scorer
 
 
@@ -50,7 +53,8 @@ class Learner:
         minibatches = prepare(portions, config, self._pad_id, self._policy.device)
         self._score_before(minibatches)
         assign_credit(minibatches, config, self._reward_weights)
-        pulled = config.algorithm.kl_in_loss or config.algorithm.entropy_coef > 0 or self._shared_critic
+        algorithm = config.algorithm
+        pulled = algorithm.kl_in_loss or algorithm.entropy_coef > 0 or algorithm.balance_coef > 0 or self._shared_critic
         signal = bool(minibatches) and (has_signal(minibatches) or pulled)
         metrics = {"no_signal_steps": float(not signal), "skipped_steps": 0.0, "updates": 0.0}
         if signal:
@@ -59,6 +63,8 @@ class Learner:
             metrics |= self._update_critic(self._critic, minibatches, step)
         if not signal:
             metrics |= gap_without_update(answers, self._policy, config, self._pad_id)
+        if self._policy.routing is not None:
+            metrics |= routing_metrics(self._policy.routing, int(metrics["updates"]))
         return metrics
 
     @property
@@ -72,11 +78,13 @@ class Learner:
         for_credit = algorithm.advantage_record.takes("old_logprobs") or algorithm.kl_in_reward or self._shared_critic
         # With a single update the policy's own forward pass tells its log-probabilities: nothing has changed yet.
         several = len(minibatches) * algorithm.num_iterations > 1
-        if several or for_credit or algorithm.high_entropy_share < 1:
+        for_balance = algorithm.balance_coef > 0 and self._config.model.routes == "recorded"
+        if several or for_credit or for_balance or algorithm.high_entropy_share < 1:
             for batches in (minibatch.batches for minibatch in minibatches):
                 outputs = self._policy.score(batches, temperature)
                 for batch, old in zip(batches, outputs, strict=True):
                     batch.old_logprobs, batch.old_values = old.logprobs, old.values
+                    batch.routes = batch.routes if old.routes is None else old.routes
                 if algorithm.high_entropy_share < 1:
                     mark_decisive(batches, outputs, algorithm.high_entropy_share)
         batches = [batch for minibatch in minibatches for batch in minibatch.batches]
@@ -92,11 +100,19 @@ class Learner:
         temperature = self._config.sampling.temperature
         updates = []
         gaps: list[tuple[Tensor, Tensor]] = []
+        routing = self._policy.routing
+        if routing is not None:
+            routing.take_counts()  # of passes before the first update
         for minibatch, place in self._passes(minibatches, step):
             loss = PolicyLoss(algorithm, minibatch, longest)
+            if algorithm.balance_coef and routing is not None:
+                loads = sum_counts(loads_of(minibatch.batches, routing.format))
+                routing.pull = balance(loads, routing.format, algorithm.balance_coef)
             updates.append(self._policy.update(minibatch.batches, loss, temperature, place))
             if len(updates) <= len(minibatches):
                 gaps += loss.gaps
+        if routing is not None:
+            routing.pull = None
         return update_metrics(updates) | engine_gap(gaps, algorithm)
 
     def _update_critic(self, critic: Critic, minibatches: list[MiniBatch], step: int) -> Metrics:

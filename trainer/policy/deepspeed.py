@@ -29,6 +29,7 @@ from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offloadable
 from trainer.policy.optimizer import Figures, Updates, decay_groups
+from trainer.policy.routing import Routing, asked_routers
 from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
 
 
@@ -68,7 +69,10 @@ class DeepSpeedPolicy(Offloadable, Policy):
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self.model = self._build(model)
         hf_format.checkpoint_activations(self.model, policy.activation_checkpointing)
-        module = PolicyModule(self.model, policy.fp32_head)
+        # DeepSpeed divides gradients by the number of ranks.
+        record, ranks = model.routes == "recorded", world_size()
+        self.routing = Routing(self.model, self._routers, record, ranks) if self._routers else None
+        module = PolicyModule(self.model, policy.fp32_head, routing=self.routing)
         groups = decay_groups(list(self.trained().values()), policy.weight_decay)
         # At rate 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state
         # (deepspeed/runtime/zero/stage3.py, initialize_optimizer_states).
@@ -115,6 +119,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
         # Without data, which also imports the model's classes: ZeRO would patch them wrongly while they are being made
         # (https://github.com/deepspeedai/DeepSpeed/issues/2812).
         built = hf_format.build_meta_model(self.source, model, self.compute_dtype, self.device)
+        self._routers = asked_routers(built, model.routes)
         if self.zero_3:
             built = self._build_cut(built, model.trust_remote_code)
         else:

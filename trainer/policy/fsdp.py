@@ -25,6 +25,7 @@ from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offload, Offloadable
 from trainer.policy.optimizer import Figures, Updates, make_adamw
+from trainer.policy.routing import Routing, asked_routers
 from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -234,8 +235,10 @@ class FsdpPolicy(ShardedModel, Policy):
             add_adapters(built, lora, torch.float32, "meta")
         if trainable:
             hf_format.checkpoint_activations(built, policy.activation_checkpointing)
+        routers = asked_routers(built, model.routes) if trainable else {}
+        self.routing = Routing(built, routers, model.routes == "recorded") if routers else None
         super().__init__(
-            PolicyModule(built, policy.fp32_head, value_head),
+            PolicyModule(built, policy.fp32_head, value_head, self.routing),
             built,
             source,
             settings=policy,

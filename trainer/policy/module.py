@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from trainer.flops import Work, model_flops
 from trainer.policy.attention import require_packing
 from trainer.policy.logprobs import target_logprobs
+from trainer.policy.routing import Routing
 from trainer.types import MicroBatch, Outputs
 
 
@@ -19,9 +20,15 @@ class PolicyModule(nn.Module):
     it is not a part of `model`, so neither the engine nor an export ever sees it.
     """
 
-    def __init__(self, model: PreTrainedModel, fp32_head: bool = False, value_head: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        fp32_head: bool = False,
+        value_head: bool = False,
+        routing: Routing | None = None,  # the model's routers, if it is a mixture
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.routing = model, routing
         self.work = Work(model_flops(model))  # the operations it has computed so far
         _return_logprobs(model.get_output_embeddings(), fp32_head)
         self.value_head: nn.Linear | None = None  # None: another model has the values, or none is asked for
@@ -110,8 +117,11 @@ def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs
     """The outputs of a PolicyModule, wrapped or not, for a micro-batch."""
     inputs, packing = trunk_inputs(batch)
     targets = batch.trained(batch.input_ids[:, 1:])
+    routing: Routing | None = module.routing
+    if routing is not None:
+        routing.begin(batch)
     found = module(inputs, batch.layout.states, targets, temperature, packing)
-    return Outputs(*map(batch.spread, found))
+    return Outputs(*map(batch.spread, found), routes=None if routing is None else routing.taken())
 
 
 def values(module: nn.Module, batch: MicroBatch) -> Tensor:

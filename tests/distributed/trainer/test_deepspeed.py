@@ -36,6 +36,11 @@ def test_three_steps_like_one_process(found: dict[str, str], backend: str) -> No
     assert found[f"steps {backend}"] == ""
 
 
+@pytest.mark.covers("P14")
+def test_given_routes_and_balance_are_those_of_one_process(found: dict[str, str]) -> None:
+    assert found["routed"] == ""
+
+
 @STAGES
 @pytest.mark.covers("P15")
 def test_nan_on_one_rank_skips_on_all(found: dict[str, str], stage: int) -> None:

@@ -100,6 +100,25 @@ def test_gradients_of_two_ranks_with_uneven_micro_batches(
     assert two_ranks[f"gradients {kind} {tied} {packing}"] == ""
 
 
+@pytest.mark.parametrize("layers", ["none", "full"])
+@pytest.mark.covers("P14")
+def test_given_routes_and_balance_on_two_ranks_are_those_of_one_process(two_ranks: dict[str, str], layers: str) -> None:
+    assert two_ranks[f"routed {layers}"] == ""
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_given_routes_and_balance_on_one_rank(
+    one_rank: None, models: Path, monkeypatch: pytest.MonkeyPatch, compile: bool
+) -> None:
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic)
+    )
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=False):
+        checks.check_routed(models, compile=compile, activation_checkpointing="full")
+
+
 @pytest.mark.parametrize("how", ["recomputed every_second", "recomputed full", "kept gathered"])
 def test_memory_settings_do_not_change_gradients(two_ranks: dict[str, str], how: str) -> None:
     assert two_ranks[f"gradients {how}"] == ""

@@ -30,6 +30,7 @@ class RecordingPolicy:
 
     device = torch.device("cpu")
     version = 0
+    routing = None
 
     def __init__(self) -> None:
         self.calls: list[str] = []
