@@ -8,13 +8,13 @@ leave out its `<think>` block, or drop it; training on those would be training o
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from generation.trajectory import Trajectory
+from generation.trajectory import Trajectory, checked_versions, merged_versions
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -36,7 +36,8 @@ class Generation:
         logprobs: the engine's log-probability (nats) of each sampled token.
         finish_reason: vLLM's "stop", "length" or "abort"; "error" where there is no answer.
         error: why there is no answer, where a failed request counts as one; otherwise empty.
-        weight_version: the policy version that answered.
+        weight_version: the policy version that answered; the newest of them, where there were several.
+        versions: as of `Trajectory`, counted from the first sampled token.
         text, prompt_text: answer and prompt, decoded, where prompts come as text.
         request_id, index: of vLLM's output and of its completion.
         place: prompt and sample index, which decided the seed.
@@ -61,10 +62,15 @@ class Generation:
     off_policy: str = ""
     parent: "Generation | None" = field(default=None, repr=False, compare=False)
     continued: bool = False
+    versions: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.token_ids)} sampled tokens cannot have {len(self.logprobs)} log-probabilities")
+        self.versions = checked_versions(
+            self.versions or [(self.weight_version, 0)], len(self.token_ids), f"an answer at place {self.place}"
+        )
+        self.weight_version = self.versions[-1][0]
 
     @property
     def ids(self) -> list[int]:
@@ -118,7 +124,7 @@ def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Traject
     done = Trajectory(
         *chain[0].place,
         prompt_ids=list(chain[0].prompt_ids),
-        weight_version=min(generation.weight_version for generation in chain),
+        weight_version=chain[-1].weight_version,
         finish_reason=chain[-1].finish_reason,
         turns=len(chain),
     )
@@ -129,7 +135,27 @@ def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Traject
         done.extend(prompt[len(so_far) :])
         done.answer_start = len(done.response_ids)
         done.extend(generation.token_ids, None if id(generation) in masked else generation.logprobs)
+    mark_versions(done, chain)
     return done
+
+
+def mark_versions(trajectory: Trajectory, answers: Iterable[Generation]) -> None:
+    """Note which version sampled which token of a trajectory, from those of `answers` that are a part of it.
+
+    Tokens that came from elsewhere count to the answer before them, and before the first answer to that one.
+    """
+    ids, prompt = trajectory.prompt_ids + trajectory.response_ids, len(trajectory.prompt_ids)
+    found, covered = list[tuple[int, int]](), prompt
+    for answer in sorted(answers, key=lambda answer: len(answer.prompt_ids)):
+        begin, end = len(answer.prompt_ids), len(answer.prompt_ids) + len(answer.token_ids)
+        if covered <= begin < end and ids[:end] == answer.ids:
+            found += [(version, begin - prompt + start) for version, start in answer.versions]
+            covered = end
+    if merged := merged_versions(found):
+        merged[0] = (merged[0][0], 0)
+        place = f"prompt {trajectory.prompt_index} sample {trajectory.sample_index}"
+        trajectory.versions = checked_versions(merged, len(trajectory.response_ids), place)
+        trajectory.weight_version = merged[-1][0]
 
 
 class History:

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 
@@ -20,7 +21,9 @@ class Trajectory:
         sample_index: which of the group's samples, from 0. Trajectories with both indices in common are of one episode.
         logprobs: the engine's log-probability (nats) of each response token under the distribution it was sampled from
             (temperature applied); 0.0 where `loss_mask` is 0.
-        weight_version: the policy version that generated it.
+        weight_version: the policy version that generated it; the newest of them, where there were several.
+        versions: (weight version, index of the first response token sampled by it), both ascending, from index 0 on. By
+            default all is of `weight_version`; where they are given, that is the last of them.
         finish_reason: "stop", "length" (an answer or the context was cut), "max_turns" or "error".
         turns: how many times the policy answered.
         answer_start: where its last answer begins in `response_ids`; reward functions see the text from there on.
@@ -40,6 +43,7 @@ class Trajectory:
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_version: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: str = "stop"
     turns: int = 1
     answer_start: int = 0
@@ -57,12 +61,41 @@ class Trajectory:
                 f"prompt {self.prompt_index} sample {self.sample_index}: {len(self.response_ids)} response ids, "
                 f"{len(self.loss_mask)} mask entries and {len(self.logprobs)} log-probabilities must be equally many"
             )
+        place = f"prompt {self.prompt_index} sample {self.sample_index}"
+        self.versions = checked_versions(self.versions or [(self.weight_version, 0)], len(self.response_ids), place)
+        self.weight_version = self.versions[-1][0]
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Append sampled tokens to the response, or, without log-probabilities, tokens that came from elsewhere."""
         self.response_ids += token_ids
         self.loss_mask += [int(logprobs is not None)] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids) if logprobs is None else logprobs
+
+
+def checked_versions(versions: Iterable[Sequence[int]], tokens: int, place: str) -> list[tuple[int, int]]:
+    """The versions that sampled `tokens` tokens, as (version, index of its first token), of which every token has one.
+
+    Raises ValueError, which begins with `place`, where the first does not begin at 0, or one begins after the end, or
+    versions or indices do not ascend.
+    """
+    found = [(int(version), int(start)) for version, start in versions]
+    starts = [start for _, start in found]
+    if not found or starts[0] != 0:
+        raise ValueError(f"{place}: versions {found} leave the first tokens out: the first must begin at 0")
+    if starts[-1] >= max(tokens, 1):
+        raise ValueError(f"{place}: a version begins at token {starts[-1]}, but there are {tokens} tokens")
+    if any(after <= before for pair in pairwise(found) for before, after in zip(*pair, strict=True)):
+        raise ValueError(f"{place}: versions {found} must ascend, and so must the tokens at which they begin")
+    return found
+
+
+def merged_versions(versions: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Versions without those that only repeat the one before."""
+    merged: list[tuple[int, int]] = []
+    for version, start in versions:
+        if not merged or version != merged[-1][0]:
+            merged.append((version, start))
+    return merged
 
 
 def checked_reward(value: Any, said: str) -> float:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from generation.engine.lifecycle import EngineLifecycle, EngineStateError
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
 from generation.engine.settings import EngineSettings
+from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import (
     adapter_request,
+    preemption_logger,
     start_async_llm,
     stop_async_llm,
     unfinished_requests,
@@ -50,6 +52,8 @@ class Engine:
         state: which memory the engine holds, and the version of its weights.
         adapter: number of the LoRA adapter that requests are answered with; set by whoever sent the adapter.
         not_finite: the first NaN or infinite log-probability of a sampled token since this was last set to None.
+        preemptions: how often vLLM has taken the KV cache from an answer since the start and computed it again, for
+            want of room; counted with `settings.keyed_noise` only.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -57,15 +61,23 @@ class Engine:
         self.state = EngineLifecycle()
         self.adapter: int | None = None
         self.not_finite: float | None = None
+        self.preemptions = 0
         self._llm: AsyncLLM | None = None
         self._worker_memory: set[Path] = set()
         self._request_numbers = itertools.count()
 
     async def start(self, stat_loggers: list[Any] | None = None) -> None:
         """Start its processes, on the loop that will serve it; blocks until ready. `stat_loggers` are vLLM's own."""
+        if self.settings.keyed_noise:
+            stat_loggers = [*(stat_loggers or ()), preemption_logger(self._note_preemptions)]
         self._llm = start_async_llm(self.settings, stat_loggers)
         if self.settings.on_cpu and self.settings.tensor_parallel_size > 1:
             self._worker_memory = worker_memory()
+        if self.settings.keyed_noise:
+            await self.ask_workers("hotbunk_key_noise")
+
+    def _note_preemptions(self, count: int) -> None:
+        self.preemptions += count
 
     @property
     def llm(self) -> "AsyncLLM":
@@ -75,16 +87,32 @@ class Engine:
         return self._llm
 
     async def complete(
-        self, prompt_ids: list[int], sampling: SamplingSettings, *, seed: int, policy_version: int
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingSettings,
+        *,
+        seed: int,
+        policy_version: int,
+        turnstile: Turnstile | None = None,
+        unfinished: Unfinished | None = None,
     ) -> Generation:
         """Sample one response to one prompt, token ids in and token ids out. Raises EngineStateError unless awake with
         the weights of `policy_version`, and ValueError where the prompt leaves no room for a response, or vLLM refuses
         the request.
+
+        With a `turnstile`, the response grows slice by slice, each by weights of the version that the gate was opened
+        for, and goes on from `unfinished`, if given, with its seed and its budget.
         """
         budget = response_budget(len(prompt_ids), sampling.max_tokens, self.settings.max_model_len)
         if budget == 0:
             raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self.settings.max_model_len}")
         params = vllm_sampling_params(sampling, seed, budget)
+        if turnstile is not None:
+            answer = unfinished or Unfinished(prompt_ids, seed, budget)
+            if answer.prompt_ids != prompt_ids:
+                raise ValueError(f"an unfinished answer goes on after its own prompt, not another of {len(prompt_ids)}")
+            outputs = await self.request_in_slices(answer, params, turnstile)
+            return answer.finished(outputs[-1].outputs[0].finish_reason or "abort")
         prompt = {"prompt_token_ids": prompt_ids}
         return generations_of(await self.request(prompt, params, policy_version=policy_version), policy_version)[0]
 
@@ -97,6 +125,26 @@ class Engine:
         """
         self.state.check_can_generate(policy_version)
         return await self._final_output(prompt, params, **options)
+
+    async def request_in_slices(
+        self, answer: Unfinished, params: "SamplingParams", turnstile: Turnstile, **options: Any
+    ) -> list["RequestOutput"]:
+        """Let an answer grow until it is finished, a request for each slice; gives their outputs, and fills `answer`.
+
+        Raises ValueError where `params` ask to look for something in the text: a request sees its own slice only.
+        """
+        if params.stop or params.repetition_detection is not None:
+            raise ValueError("stop strings and repetitions can lie across a cut: use stop_token_ids, or no slices")
+        outputs: list[RequestOutput] = []
+        while not outputs or (outputs[-1].outputs[0].finish_reason == "length" and answer.left):
+            async with turnstile.slice(answer) as (version, tokens):
+                own = params.clone()
+                own.seed = None if params.seed is None else answer.seed
+                own.max_tokens = tokens
+                prompt = {"prompt_token_ids": answer.prompt_ids + answer.token_ids}
+                outputs.append(await self.request(prompt, own, policy_version=version, **options))
+            answer.add(generations_of(outputs[-1], version)[0])
+        return outputs
 
     async def submit(
         self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any

@@ -72,6 +72,8 @@ class EngineSettings:
         shared_weights: the trainer computes with this engine's weights: they cannot sleep.
         fp32_head: compute logits in float32 whatever `dtype` is.
         lora_rank: answer with a LoRA adapter of at most this rank, once the trainer has sent one; 0: none.
+        keyed_noise: what is sampled at a position depends on the request's seed, the position and the tokens before it
+            alone, not on where the request began: an answer may be cut and go on.
         worker_extension: import path of the class that vLLM adds to its workers, such as `sharding.WORKER_EXTENSION`.
             Weight updates, and sleep on CPU, need one; None: there are neither.
         worker_class: import path of a class in place of vLLM's worker; None: vLLM's own.
@@ -98,6 +100,7 @@ class EngineSettings:
     plain_cpu_weights: bool = False
     fp32_head: bool = False
     lora_rank: int = 0
+    keyed_noise: bool = False
     worker_extension: str | None = None
     worker_class: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)

@@ -164,6 +164,8 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
 
             raise ValueError(f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
         config = AsyncEngineArgs(**arguments).create_engine_config()
+        if settings.keyed_noise:
+            check_keyed_noise(settings, config)
         if _may_fork(settings):
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vllm/platforms/cpu.py has just forced "spawn"
             # Imported anew in the child, it goes by the child's environment.
@@ -246,22 +248,40 @@ def unfinished_requests(engine: "AsyncLLM") -> int:
 
 def cache_usage_logger(report: Callable[[float], None]) -> type:
     """A logger for `start_async_llm` that reports the share of the KV cache in use (0 to 1) after every step."""
+
+    def record(scheduler_stats: Any, _: Any) -> None:
+        if scheduler_stats is not None:
+            report(float(scheduler_stats.kv_cache_usage))
+
+    return _logger(record)
+
+
+def preemption_logger(report: Callable[[int], None]) -> type:
+    """A logger for `start_async_llm` that reports how many requests lost their KV cache in a step, where some did."""
+
+    def record(_: Any, iteration_stats: Any) -> None:
+        if iteration_stats is not None and iteration_stats.num_preempted_reqs:
+            report(int(iteration_stats.num_preempted_reqs))
+
+    return _logger(record)
+
+
+def _logger(record_step: Callable[[Any, Any], None]) -> type:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    class CacheUsageLogger(StatLoggerBase):
+    class Logger(StatLoggerBase):
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
 
         def record(
             self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
         ) -> None:
-            if scheduler_stats is not None:
-                report(float(scheduler_stats.kv_cache_usage))
+            record_step(scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:
             pass
 
-    return CacheUsageLogger
+    return Logger
 
 
 SUPPORTED = ((0, 32), (0, 33))
@@ -303,6 +323,26 @@ def check_build(settings: EngineSettings) -> None:
             f"this engine was given CUDA devices {list(settings.device_indices)}, but the installed vLLM is built for "
             "CPUs: install the build for CUDA with HOTBUNK_DEVICE=cuda bash scripts/setup.sh, or set run.device to cpu"
         )
+
+
+def check_keyed_noise(settings: EngineSettings, config: Any) -> None:
+    """Raise ValueError where what is sampled at a position could depend on more than the request's seed.
+
+    Model runner V2 keys its noise by seed and position (vllm/v1/worker/gpu/sample/gumbel.py). V1 draws it from a
+    generator, one draw after the other; on CPU the worker extension mends that.
+    """
+    if config.speculative_config is not None:
+        raise ValueError(
+            "engine.extra: speculative_config is set, but answers are carried over steps: what is drafted depends on "
+            "where they are cut; leave it out"
+        )
+    if not settings.on_cpu and not config.use_v2_model_runner:
+        raise ValueError(
+            "answers are carried over steps, which needs vLLM's model runner V2 on CUDA, and this engine would use V1: "
+            "unset VLLM_USE_V2_MODEL_RUNNER, and leave out what V2 does not support"
+        )
+    if settings.on_cpu and settings.worker_extension is None:
+        raise ValueError("on CPU noise is keyed by the worker extension: set it to sharding.WORKER_EXTENSION")
 
 
 def check_worker_classes(settings: EngineSettings) -> None:

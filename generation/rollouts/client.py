@@ -11,10 +11,12 @@ The client's code runs on a thread of its own: it may block, and the engine does
 import asyncio
 import functools
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
 from generation.engine.sampling import SamplingSettings, sample_seed
+from generation.engine.slices import Turnstile
 from generation.engine.thread import EngineThread
 from generation.rollouts.episode import PolicyLLM
 from generation.rollouts.user_code import call_user
@@ -30,7 +32,9 @@ Client = Callable[[str, str, str, dict[str, Any]], Awaitable[float | None] | flo
 class CapturingServer(Protocol):
     """A server that captures the answers under a key; see `generation.server.OpenAIServer`."""
 
-    def open(self, *, sampling: SamplingSettings, seed: int, policy_version: int) -> str: ...
+    def open(
+        self, *, sampling: SamplingSettings, seed: int, policy_version: int, turnstile: Turnstile | None
+    ) -> str: ...
     def address(self, key: str) -> str: ...
     def lost_keys(self, key: str) -> int: ...
     def take(self, key: str) -> list[Trajectory]: ...
@@ -51,7 +55,9 @@ class ClientRollout:
     """A `RolloutFunction`: an episode is a call of a client, sync or async. The server it starts ends with `aclose`."""
 
     def __init__(self, client: Client, start_server: StartServer, timeout_s: float = 600.0) -> None:
-        """`timeout_s` is how long one call of the client may take. Raises ValueError if it cannot be called."""
+        """`timeout_s` is how long one call of the client may take, parked time left out. Raises ValueError if it cannot
+        be called.
+        """
         if not callable(client):
             raise ValueError(f"a client is a function (base_url, api_key, model, row), not {client!r}")
         self._client, self._start_server, self._timeout_s = client, start_server, timeout_s
@@ -68,16 +74,15 @@ class ClientRollout:
                 self._running = await self._start(llm)
         server, thread = self._running
         place = llm.settings.seed, llm.settings.step, llm.prompt_index, llm.sample_index
-        key = server.open(sampling=sampling, seed=sample_seed(*place), policy_version=llm.settings.policy_version)
+        key = server.open(
+            sampling=sampling,
+            seed=sample_seed(*place),
+            policy_version=llm.settings.policy_version,
+            turnstile=llm.turnstile,
+        )
         run = functools.partial(self._client, server.address(key), key, MODEL, row)
         try:
-            running = asyncio.wrap_future(thread.submit(call_user(run)))
-            async with asyncio.timeout(self._timeout_s) as limit:  # here, as a client may block its own loop
-                given = await running
-        except TimeoutError as error:
-            if not limit.expired():  # its own
-                raise
-            raise TimeoutError(f"the client did not finish within {self._timeout_s:g} s") from error
+            given = await self._in_time(asyncio.wrap_future(thread.submit(call_user(run))), llm.turnstile)
         finally:
             lost, trajectories = server.lost_keys(key), server.take(key)
             if llm.engine.llm.errored:  # the client has only seen some request fail
@@ -91,6 +96,21 @@ class ClientRollout:
             trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
             trajectory.reward = reward
         return trajectories
+
+    async def _in_time(self, running: "asyncio.Future[Any]", turnstile: Turnstile | None) -> Any:
+        """The client's result. Raises what it raised, TimeoutError where it is late: seen here, as it may block its own
+        loop.
+        """
+        begun, left = time.monotonic(), self._timeout_s
+        try:
+            while left > 0:
+                if (await asyncio.wait({running}, timeout=max(left, 0.1)))[0]:
+                    return running.result()
+                parked_s = turnstile.parked_s if turnstile is not None else 0.0
+                left = self._timeout_s - (time.monotonic() - begun - parked_s)
+            raise TimeoutError(f"the client did not finish within {self._timeout_s:g} s")
+        finally:
+            running.cancel()
 
     async def _start(self, llm: PolicyLLM) -> tuple[CapturingServer, EngineThread]:
         own, eos = llm.settings.sampling, llm.tokenizer.eos_token_id

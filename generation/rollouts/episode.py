@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from generation.engine.sampling import SamplingSettings, response_budget, sample_seed
+from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation, encode_following, without_second_end
 from generation.trajectory import Trajectory
@@ -46,6 +47,8 @@ class PolicyLLM:
         prompt_ids: the row's prompt, chat template applied.
         messages: the messages it was rendered from; None where the prompt is plain text or ids.
         calls: the number of requests so far; the next one's seed depends on it.
+        turnstile: the episode's way through the gate where answers grow slice by slice; None: they are not cut.
+        sampled: its answers so far; noted with a turnstile only.
         fatal: the error of the engine itself, if there was one: it ends the rollout whatever the function does with it.
     """
 
@@ -59,13 +62,18 @@ class PolicyLLM:
         prompt_ids: Sequence[int],
         messages: list[dict[str, Any]] | None = None,
         room: asyncio.Semaphore | None = None,
+        turnstile: Turnstile | None = None,
+        unfinished: Unfinished | None = None,
     ) -> None:
+        """The first answer goes on from `unfinished`, if given."""
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         self.prompt_index, self.sample_index = prompt_index, sample_index
         self.prompt_ids, self.messages = list(prompt_ids), messages
         self.calls = 0
         self.fatal: Exception | None = None
-        self._room = room
+        self.turnstile = turnstile
+        self.sampled: list[Generation] = []
+        self._room, self._unfinished = room, unfinished
 
     @property
     def max_model_len(self) -> int:
@@ -80,9 +88,12 @@ class PolicyLLM:
         settings = self.settings
         seed = sample_seed(settings.seed, settings.step, self.prompt_index, self.sample_index, self.calls)
         self.calls += 1
-        version = settings.policy_version
+        place: dict[str, Any] = {"seed": seed, "policy_version": settings.policy_version}
+        if self.turnstile is not None:
+            place |= {"turnstile": self.turnstile, "unfinished": self._unfinished}
+            self._unfinished = None
         try:
-            generation = await self.engine.complete(list(prompt_ids), sampling, seed=seed, policy_version=version)
+            generation = await self.engine.complete(list(prompt_ids), sampling, **place)
         except request_errors():
             raise
         except Exception as error:
@@ -90,6 +101,8 @@ class PolicyLLM:
             raise
         if generation.finish_reason not in ("stop", "length"):
             raise SamplingError(f"vLLM ended the request with {generation.finish_reason!r}")
+        if self.turnstile is not None:
+            self.sampled.append(generation)
         return generation
 
     @asynccontextmanager
@@ -117,7 +130,7 @@ class PolicyLLM:
             prompt_index=self.prompt_index,
             sample_index=self.sample_index,
             prompt_ids=list(self.prompt_ids if prompt_ids is None else prompt_ids),
-            weight_version=self.settings.policy_version,
+            weight_version=max([self.settings.policy_version, *(answer.weight_version for answer in self.sampled)]),
             **fields,
         )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from generation.engine.engine import Engine
+from generation.exact_ids import mark_versions
 from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction, RolloutSettings, one_shot
 from generation.rollouts.user_code import contained, described
 from generation.trajectory import Trajectory, check_rewards
@@ -120,5 +121,6 @@ async def _checked(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any
         raise TypeError(f"a rollout function must return a Trajectory or a list of them, but gave {result!r:.100}")
     for trajectory in trajectories:
         trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
+        mark_versions(trajectory, llm.sampled)
         check_rewards(trajectory, getattr(function, "__qualname__", "the rollout"))
     return trajectories

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings
+from generation.engine.slices import Turnstile
 from generation.server.bodies import Limits, error_response, sentence_of
 from generation.server.conversations import Conversations, TooManyConversations
 from generation.server.gate import PLACES, SERVED, Gate, ServerSettings, is_loopback
@@ -78,15 +79,20 @@ class OpenAIServer:
         sampling: SamplingSettings | None = None,
         seed: int | None = None,
         policy_version: int | None = None,
+        turnstile: Turnstile | None = None,
     ) -> str:
         """Begin to capture answers under `key` (by default a new one that cannot be guessed); gives the key.
 
         A client sends it as its API key, or, where the settings allow it, in the header `x-hotbunk-trajectory`, which
         opens a trajectory by itself. `sampling` is by default the server's; where requests name no seed, theirs derives
-        from `seed`; they are answered by weights of `policy_version` only, if given.
+        from `seed`; they are answered by weights of `policy_version` only, if given, or, with a `turnstile`, slice by
+        slice by the version that its gate is open for: they wait where it is closed.
         """
         sampling = self.settings.sampling if sampling is None else sampling
-        return self._conversations.open(key, sampling=sampling, seed=seed, policy_version=policy_version).key
+        conversation = self._conversations.open(
+            key, sampling=sampling, seed=seed, policy_version=policy_version, turnstile=turnstile
+        )
+        return conversation.key
 
     def address(self, key: str) -> str:
         """A base URL for one trajectory's clients, where requests without its key count as lost. KeyError: not open."""

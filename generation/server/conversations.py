@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from generation.engine.sampling import SamplingSettings, sample_seed
+from generation.engine.slices import Turnstile
 from generation.exact_ids import ChatHistory, Generation, KnownPrefix
 from generation.trajectory import Trajectory
 
@@ -46,6 +47,7 @@ class Conversation:
         sampling: how its requests have to be sampled; None leaves that to the client.
         seed: the seed of its requests derives from it; None leaves that to the client.
         policy_version: the only version its requests may be answered by; None takes any.
+        turnstile: its requests are answered slice by slice, by the version of each; None: in one.
         lost_keys: requests for answers that came to its own address without its key, and were refused.
         counts: of its own; see `FIGURES`.
     """
@@ -56,6 +58,7 @@ class Conversation:
     sampling: SamplingSettings | None = None
     seed: int | None = None
     policy_version: int | None = None
+    turnstile: Turnstile | None = None
     requests: int = 0
     lost_keys: int = 0
     counts: Counter[str] = field(default_factory=Counter)

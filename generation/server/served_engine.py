@@ -4,15 +4,18 @@ The parts of vLLM's HTTP server that are private or change between releases (0.3
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from generation.engine.engine import Engine
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
+from generation.engine.slices import Turnstile, Unfinished
+from generation.engine.thread import as_ready
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
 from generation.server.bodies import Limits, check_unforced, exact_prompt, fill_sampling, short
@@ -73,8 +76,35 @@ class ServedEngine:
             ids = self._prompt_ids(call, prompt)
             params = self._params(call, sampling_params, len(ids))
         first, call.choices = call.choices, call.choices + params.n
-        outputs = self._worker.submit({**prompt, "prompt_token_ids": ids}, params, request_id, **options)
-        return self._captured(call, outputs, _Sampled(ids, version, params), first)
+        sampled = _Sampled(ids, version, params)
+        turnstile = call.conversation.turnstile if call.conversation is not None else None
+        if turnstile is None:
+            outputs = self._worker.submit({**prompt, "prompt_token_ids": ids}, params, request_id, **options)
+        else:
+            outputs = self._in_slices(turnstile, sampled, prompt.get("prompt"), options)
+        return self._captured(call, outputs, sampled, first)
+
+    async def _in_slices(
+        self, turnstile: Turnstile, sampled: "_Sampled", text: str | None, options: dict[str, Any]
+    ) -> AsyncGenerator["RequestOutput", None]:
+        """One output, also for a stream, when all of the request's choices have grown to their ends."""
+        from vllm.sampling_params import RequestOutputKind
+
+        params, ids = sampled.params, sampled.prompt_ids
+        own = params.clone()
+        own.n, own.output_kind = 1, RequestOutputKind.FINAL_ONLY
+
+        async def choice(index: int) -> "tuple[RequestOutput, CompletionOutput]":
+            answer = Unfinished(ids, (params.seed or 0) + index, params.max_tokens)  # seeds as vLLM's with n > 1
+            outputs = await self._worker.request_in_slices(answer, own, turnstile, **options)
+            sampled.versions[index] = answer.versions
+            return outputs[0], joined_slices(outputs, own, self._tokenizer, index)
+
+        async with aclosing(as_ready(map(choice, range(params.n)))) as ready:
+            done = dict([found async for found in ready])
+        whole = done[0][0]
+        whole.prompt, whole.outputs, whole.finished = text, [done[index][1] for index in sorted(done)], True
+        yield whole
 
     async def _captured(
         self, call: Call, outputs: AsyncGenerator["RequestOutput", None], sampled: "_Sampled", first: int
@@ -147,11 +177,15 @@ def _told(call: Call) -> Iterator[None]:
         raise
 
 
-def check_ready(worker: Engine, call: Call) -> int:
-    """The version of the weights that will answer. Refuses with 503 while there is none, or not the one asked for."""
+def check_ready(worker: Engine, call: Call) -> int | None:
+    """The version of the weights that will answer; None where the request waits for one at a gate. Refuses with 503
+    while there is none, or not the one asked for.
+    """
     try:
         if worker.llm.errored:
             raise EngineStateError("the engine has died")
+        if call.conversation is not None and call.conversation.turnstile is not None:
+            return None
         version = worker.state.usable_version()
         if call.conversation is not None and call.conversation.policy_version is not None:
             worker.state.check_can_generate(call.conversation.policy_version)
@@ -174,11 +208,14 @@ def _check_sampling(params: "SamplingParams", trained: SamplingSettings) -> None
 
 @dataclass
 class _Sampled:
-    """One prompt's answers so far: ids and log-probabilities by choice."""
+    """One prompt's answers so far: ids and log-probabilities by choice. Where they grow slice by slice, `version` is
+    None, and `versions` are by choice.
+    """
 
     prompt_ids: list[int]
-    version: int
+    version: int | None
     params: "SamplingParams"
+    versions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     ids: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
 
@@ -199,7 +236,31 @@ class _Sampled:
         if choice.finish_reason == "error" and self.params.structured_outputs is not None:
             # Such as the grammar `root ::= root root`, which no text fits; vLLM would make a 500 of it.
             raise Refused(400, "no token fits what structured_outputs or response_format ask for: correct the grammar")
-        return Generation(ids, logprobs, choice.finish_reason, prompt_ids=self.prompt_ids, weight_version=self.version)
+        versions = [(self.version, 0)] if self.version is not None else self.versions[choice.index]
+        return Generation(ids, logprobs, choice.finish_reason, prompt_ids=self.prompt_ids, versions=versions)
+
+
+def joined_slices(
+    outputs: "Sequence[RequestOutput]", params: "SamplingParams", tokenizer: Any, index: int
+) -> "CompletionOutput":
+    """An answer's slices as one completion, with the text that vLLM makes of an answer that was not cut."""
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    parts = [output.outputs[0] for output in outputs]
+    whole, logprobs = parts[-1], parts[0].logprobs
+    for part in parts[1:]:
+        logprobs.extend(part.logprobs)
+    if params.detokenize and len(parts) > 1:
+        ids = outputs[0].prompt_token_ids
+        request = SimpleNamespace(request_id="", sampling_params=params, prompt_token_ids=ids, prompt_embeds=None)
+        detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        for part in parts:
+            detokenizer.update(list(part.token_ids), part.finish_reason == "stop")
+        whole.text = detokenizer.get_next_output_text(finished=True, delta=False)
+    whole.index, whole.logprobs, whole.weight_versions = index, logprobs, None
+    whole.token_ids = [token for part in parts for token in part.token_ids]
+    whole.cumulative_logprob = sum(part.cumulative_logprob for part in parts)
+    return whole
 
 
 def told_error(status: int, sentence: str) -> Exception:

@@ -21,6 +21,7 @@ from sharding.wire.manifest import Manifest, check_manifest, checkpoint_manifest
 from sharding.wire.staging import MemoryFile, cuda_handle, release_pages, release_weights, resident_bytes
 from sharding.worker.broadcast import BroadcastBuckets, CollectiveCarrier, Membership, Place
 from sharding.worker.loader import reprocessed_modules
+from sharding.worker.noise import key_noise
 from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtype
 from sharding.worker.recording import Recording, storage_key
 from sharding.worker.storage import StorageBuckets, StorageCarrier
@@ -222,6 +223,10 @@ class VllmInternalWorkerExtension:
         rank = self.rank  # type: ignore[attr-defined]
         where = f"worker {rank} on {self.report_device_id()} (pid {os.getpid()})"
         return {"error": error and f"{where}: {error}", "rank": rank, **fields}
+
+    def hotbunk_key_noise(self) -> Outcome:
+        """From now on, sample with noise that depends on a request's seed and on the position alone."""
+        return self._hotbunk_try(lambda: key_noise(self.model_runner))  # type: ignore[attr-defined]
 
     def hotbunk_release_memory(self, weights: bool) -> None:
         """CPU only: free the KV cache of the sleeping engine, and its weights if `weights`."""
