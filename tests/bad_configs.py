@@ -339,7 +339,7 @@ def _brief(case: Case) -> str:
 
 
 if __name__ == "__main__":
-    from make_tiny import make_tiny_model
+    from trainer.commands.tiny_model import make_tiny_model
 
     command, count = sys.argv[1], int(sys.argv[2])
     with tempfile.TemporaryDirectory() as place:

@@ -112,7 +112,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     def make(**sizes: Any) -> Path:
         key = tuple(sorted(sizes.items()))
         if key not in made:
-            from make_tiny import make_tiny_model
+            from trainer.commands.tiny_model import make_tiny_model
 
             sizes = {"layers": 2, "intermediate_size": 128, **sizes}
             made[key] = make_tiny_model(tmp_path_factory.mktemp("tiny"), **sizes)

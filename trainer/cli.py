@@ -216,6 +216,13 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--facts", action="store_true", help="look, and try nothing: seconds instead of minutes")
     doctor.add_argument("--ranks", type=int, help="2 tries tensor parallelism on a CPU, too")
     doctor.add_argument("--output", type=Path, default=Path("doctor.json"), help="default: doctor.json")
+    new = commands.add_parser("new", help="a recipe, a reward and data to begin with", allow_abbrev=False)
+    new.description = (
+        "Write recipe.yaml, reward.py and data.jsonl to a folder. They train at once, and are meant to be changed. "
+        "Without --model a tiny model is made there, too, which trains on two CPU cores in a minute."
+    )
+    new.add_argument("folder", type=Path, help="where; it may exist, the files may not")
+    new.add_argument("--model", help="folder in Hugging Face format, or a hub name, to train instead of a tiny one")
     report = commands.add_parser("report", help="what became of a run", allow_abbrev=False)
     report.description = (
         "Write report.md and curves.png to a run's folder, whether it is finished or not, and show them."

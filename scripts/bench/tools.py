@@ -22,7 +22,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import command_line, median, save, show, start, start_engine, this_device
-from make_tiny import make_tiny_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from generation.engine.engine import Engine
@@ -31,6 +30,7 @@ from generation.rollouts.agent import Agent, tool_rollout
 from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, tools_by_name
 from generation.trajectory import Trajectory
+from trainer.commands.tiny_model import make_tiny_model
 
 
 def make_agent(tokenizer: PreTrainedTokenizerBase, seconds: float) -> Agent:

@@ -16,7 +16,7 @@ from sharding import SHARING_WORKER, WORKER_EXTENSION
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from make_tiny import make_tiny_model
+    from trainer.commands.tiny_model import make_tiny_model
 
     folder: Path = make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden_size=512, heads=8, kv_heads=4, layers=2)
     return str(folder)
@@ -72,7 +72,9 @@ def test_settings_arrive_in_vllms_configuration(model: str, changes: dict[str, A
 def test_factories_of_logits_processors_run_in_the_second_runner(model: str) -> None:
     from generation.engine import logits
 
-    extra = logits.engine_arguments(["make_tiny:make_tiny_model"], logits.uses_v2(on_cpu=False, environ={}))
+    extra = logits.engine_arguments(
+        ["trainer.commands.tiny_model:make_tiny_model"], logits.uses_v2(on_cpu=False, environ={})
+    )
     config, _ = configured(model, extra=extra)
     assert config.use_v2_model_runner
 

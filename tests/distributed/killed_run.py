@@ -245,7 +245,7 @@ def unequal(one: Run, other: Run) -> list[str]:
 
 def main() -> int:
     """The undisturbed run, the disturbed one, and what they differ in."""
-    from make_tiny import make_tiny_model
+    from trainer.commands.tiny_model import make_tiny_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)

@@ -148,7 +148,7 @@ def told(name: str, held: Held, warm: int) -> tuple[str, bool]:
 
 def main(folder: Path, steps: int = 300) -> int:
     """Both runs, and a table for each."""
-    from make_tiny import make_tiny_model
+    from trainer.commands.tiny_model import make_tiny_model
 
     model = make_tiny_model(folder / "model", layers=2, intermediate_size=128)
     teach(model)

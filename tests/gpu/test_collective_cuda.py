@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_tiny import make_tiny_model
 
 from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
 from generation.engine.sampling import SamplingSettings
@@ -12,6 +11,7 @@ from sharding.apart.broadcast import CollectiveSender
 from sharding.send.push import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from tests.colocated import HfPolicy, start_engine, stop
+from trainer.commands.tiny_model import make_tiny_model
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 pytestmark = pytest.mark.gpu

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_tiny import make_tiny_model
 
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import Generation
 from tests.colocated import Colocated
+from trainer.commands.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.gpu
 

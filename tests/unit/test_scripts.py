@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import arithmetic
-import make_tiny
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
+from trainer.commands import tiny_model
 
 PROGRAMS = ("awk", "bash", "cat", "cut", "df", "dirname", "flock", "grep", "mkdir", "nproc", "rm", "sha256sum", "tr")
 
@@ -294,14 +294,14 @@ def test_train_asks_without_ranks(launched: Callable[..., list[str]]) -> None:
 @pytest.fixture(scope="module")
 def smoke_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of scripts/smoke.sh."""
-    return make_tiny.make_tiny_model(tmp_path_factory.mktemp("smoke"))
+    return tiny_model.make_tiny_model(tmp_path_factory.mktemp("smoke"))
 
 
 @pytest.mark.parametrize(
     ("architecture", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", True), ("llama", True), ("qwen3_moe", True)]
 )
 def test_tiny_models_open_in_transformers(architecture: str, tied: bool, tmp_path: Path) -> None:
-    make_tiny.make_tiny_model(tmp_path, architecture=architecture, tied=tied)
+    tiny_model.make_tiny_model(tmp_path, architecture=architecture, tied=tied)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert 1e6 <= sum(parameter.numel() for parameter in model.parameters()) <= 3e6
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -315,7 +315,7 @@ def test_tiny_models_open_in_transformers(architecture: str, tied: bool, tmp_pat
 def test_tiny_model_depends_on_the_seed_alone(tmp_path: Path) -> None:
     def weights(name: str, seed: int) -> bytes:
         torch.manual_seed(17)
-        folder = make_tiny.make_tiny_model(tmp_path / name, layers=1, seed=seed)
+        folder = tiny_model.make_tiny_model(tmp_path / name, layers=1, seed=seed)
         assert torch.initial_seed() == 17  # the caller's random numbers stay as they were
         return (folder / "model.safetensors").read_bytes()
 
@@ -327,14 +327,14 @@ def test_tiny_tokenizer_keeps_any_text_and_splits_numbers(smoke_model: Path) -> 
     text = "07+85=\n <tool_call>user's näïve 日\t</tool_call>\u2028<think>\x00"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("1234567890")) == 10
-    assert all(len(tokenizer.encode(token)) == 1 for token in [*make_tiny.TOOL_MARKS, *make_tiny.ROLES, "\n"])
+    assert all(len(tokenizer.encode(token)) == 1 for token in [*tiny_model.TOOL_MARKS, *tiny_model.ROLES, "\n"])
 
 
 def test_tiny_special_tokens_are_distinct_and_known_to_all_files(smoke_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smoke_model)
     ids = [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id]
     assert len(set(ids)) == 3
-    assert tokenizer.convert_ids_to_tokens(ids) == [make_tiny.PAD, make_tiny.BOS, make_tiny.EOS]
+    assert tokenizer.convert_ids_to_tokens(ids) == [tiny_model.PAD, tiny_model.BOS, tiny_model.EOS]
     for name in ("config.json", "generation_config.json"):
         config = json.loads((smoke_model / name).read_text())
         assert [config["pad_token_id"], config["bos_token_id"], config["eos_token_id"]] == ids

@@ -131,9 +131,7 @@ class Report:
         parts += [_answer(row) for row in self.answers[:ANSWERS_SHOWN]]
         parts += [_pairs({name: Text(str(path), "cyan") for name, path in self.paths.items()})]
         if "model" in self.paths:
-            installed = Path(sys.prefix) / "bin" / "hotbunk"
-            known = shutil.which("hotbunk") or not installed.exists()
-            command = f"{'hotbunk' if known else os.path.relpath(installed)} generate {self.paths['model']}"
+            command = f"{own_command()} generate {self.paths['model']}"
             parts += [Text(), Text.assemble("Chat with it:  ", (command, "bold cyan"))]
         title = f"[bold]{self.steps} steps in {duration(self.seconds)}[/bold]"
         return Panel(Group(*parts), title=title, box=box.ROUNDED, border_style="green", padding=(1, 2), width=WIDTH)
@@ -156,6 +154,12 @@ class Report:
         for side, states in self.memory.items():
             rows[f"{side} memory"] = Text(", ".join(f"{gib:.2f} GiB {state}" for state, gib in states.items()))
         return _pairs(rows)
+
+
+def own_command() -> str:
+    """`hotbunk` as it can be called from the current folder."""
+    installed = Path(sys.prefix) / "bin" / "hotbunk"
+    return "hotbunk" if shutil.which("hotbunk") or not installed.exists() else os.path.relpath(installed)
 
 
 def make_console(enabled: bool = True) -> Console:

@@ -11,10 +11,10 @@ the same from any number of ranks (test_policy.py, test_hsdp.py, test_deepspeed.
 import json
 
 import pytest
-from make_tiny import make_tiny_model
 
 from tests.distributed import reach_checks
 from tests.distributed.launch import run_ranks
+from trainer.commands.tiny_model import make_tiny_model
 
 FAMILIES = [
     ("qwen2", True),

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.arithmetic import write_arithmetic
-from scripts.make_tiny import make_tiny_model
 from tests.distributed.launch import run_ranks
 from trainer.commands import sft
+from trainer.commands.tiny_model import make_tiny_model
 from trainer.config.schema import TrainConfig
 
 STEPS = 60

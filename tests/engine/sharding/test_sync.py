@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_tiny import make_tiny_model
 
 from generation.engine.sampling import SamplingSettings
 from sharding.ranks import RemoteError
 from tests.colocated import Colocated, start_engine, stop
+from trainer.commands.tiny_model import make_tiny_model
 
 MODELS = [
     ("qwen2", True),

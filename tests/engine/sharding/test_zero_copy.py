@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from make_tiny import make_tiny_model
 
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings
@@ -13,6 +12,7 @@ from sharding.ranks import RemoteError
 from sharding.send.push import Link
 from tests.colocated import Colocated
 from tests.conftest import TinyModel
+from trainer.commands.tiny_model import make_tiny_model
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.learning.batching import micro_batches
 from trainer.policy import InPlacePolicy

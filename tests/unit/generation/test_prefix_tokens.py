@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_tiny import EOS, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from generation.exact_ids import ChatHistory, Generation, KnownPrefix, replace_prefix_tokens
+from trainer.commands.tiny_model import EOS, make_tokenizer
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from make_tiny import make_tiny_model
 from transformers import AutoTokenizer
 
 from sharding.send.source import local_part
 from tests.conftest import ROOT
 from trainer.build import build_models
+from trainer.commands.tiny_model import make_tiny_model
 from trainer.config.schema import TrainConfig
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.run import checkpoint

@@ -1,0 +1,45 @@
+"""`hotbunk new`: the files fit each other and the checks before a run, and none is replaced."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from trainer import cli
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["a tiny model", "a model of one's own"])
+def test_what_it_writes_passes_all_checks_before_a_run(
+    own: bool, tmp_path: Path, tiny_model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a folder with a space in its name, where the commands that it prints are the ones that were meant."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["new", "my own", *(["--model", str(tiny_model())] if own else [])]) == 0
+    assert "train 'my own/recipe.yaml'\n" in capsys.readouterr().out
+    assert cli.main(["train", "my own/recipe.yaml", "--dry-run"]) == 0
+    resolved = yaml.safe_load(capsys.readouterr().out)
+    assert resolved["run"]["name"] == "my-own"
+    assert resolved["model"]["path"] == (str(tiny_model()) if own else "my own/model")
+    assert resolved["reward"]["functions"] == [{"name": "my own/reward.py:asked_for", "weight": 1.0, "kwargs": {}}]
+    assert cli.main(["new", "my own"]) == 2
+    assert "my own/recipe.yaml is there already" in capsys.readouterr().err
+
+
+def test_the_readme_shows_what_it_writes(tmp_path: Path) -> None:
+    """The recipe but for its comments, the reward, and the first row."""
+    command = [sys.executable, "-m", "trainer", "new", "mine", "--model", "x"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True, env={"PYTHONPATH": str(ROOT)})
+    assert (tmp_path / "mine/reward.py").read_text() in README
+    assert (tmp_path / "mine/data.jsonl").read_text().splitlines()[0] in README
+    shown = yaml.safe_load(README.split("```yaml\n# mine/recipe.yaml\n")[1].split("```")[0])
+    from trainer.commands import new
+
+    texts = {"name": "mine", "model": "mine/model", "data": "mine/data.jsonl", "reward": '"mine/reward.py:asked_for"'}
+    assert yaml.safe_load(new.RECIPE.format(**texts, **new.TINY)) == shown
+    assert all(json.loads(line)["prompt"] for line in (tmp_path / "mine/data.jsonl").read_text().splitlines())

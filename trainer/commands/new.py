@@ -1,0 +1,78 @@
+"""`hotbunk new`: a folder with a recipe, a reward function and data that train at once, to be changed from there."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.run.screen import own_command
+
+REWARD = '''\
+def asked_for(completion: str, *, answer: str) -> float:
+    """Share of the completion's characters that are among the answer's."""
+    return sum(character in answer for character in completion) / max(1, len(completion))
+'''
+ROWS = [
+    {"prompt": "digits, please", "answer": "0123456789"},
+    {"prompt": "vowels, please", "answer": "aeiou"},
+    {"prompt": "capital letters, please", "answer": "ABCDEFGHIJKLMNOPQRSTUVWXYZ"},
+]
+RECIPE = """\
+# Every key with its meaning: hotbunk train --help
+run: {{name: {name}, steps: 40}}
+model: {{path: {model}}}  # a folder in Hugging Face format, or a hub name
+data: {{path: {data}, max_prompt_tokens: {prompt}}}
+sampling: {{max_tokens: {answer}}}
+engine: {{max_model_len: {length}, {engine}}}
+policy: {{{policy}}}
+algorithm: {{group_size: {group}}}
+batch: {{prompts_per_step: 3}}
+reward: {{functions: [{reward}]}}
+"""
+TINY = {
+    "prompt": 64, "answer": 8, "length": 128, "group": 16, "engine": "kv_cache_gib: 0.0625, plain_cpu_weights: true",
+    "policy": "dtype: float32, lr: 5.0e-4",
+}  # fmt: skip
+RELEASED = {
+    "prompt": 256, "answer": 64, "length": 512, "group": 8, "engine": "kv_cache_gib: 1",
+    "policy": "lr: 2.0e-6",
+}  # fmt: skip
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Write the files, and say what to do with them. Raises UserError before it would replace any."""
+    folder: Path = arguments.folder
+    names = ["recipe.yaml", "reward.py", "data.jsonl", *["model"] * (arguments.model is None)]
+    if there := next((folder / name for name in names if (folder / name).exists()), None):
+        raise UserError(f"{there} is there already: name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}") from error
+    if arguments.model is None:
+        _make_model(folder / "model")
+    paths = {"data": folder / "data.jsonl", "reward": f"{folder / 'reward.py'}:asked_for"}
+    paths |= {"model": arguments.model or folder / "model"}
+    paths |= {"name": re.sub(r"[^\w.-]|^\.+", "-", folder.resolve().name, flags=re.ASCII) or "new"}
+    texts = {name: json.dumps(str(path)) for name, path in paths.items()}
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(**texts, **(TINY if arguments.model is None else RELEASED)))
+    print(f"{folder} now holds {', '.join(names)}. To train, and to look at the result:\n")
+    print(f"  {own_command()} train {shlex.quote(str(recipe))}")
+    print(f"  {own_command()} generate runs/{paths['name']} --prompt 'digits, please' --max-tokens 8")
+    return 0
+
+
+def _make_model(folder: Path) -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which Transformers loads, would warn of no GPU
+    from transformers.utils import logging
+
+    from trainer.commands.tiny_model import make_tiny_model
+
+    logging.disable_progress_bar()
+    make_tiny_model(folder)

@@ -1,0 +1,169 @@
+"""A tiny, randomly initialised model with tokenizer and chat template, made without a network.
+
+The result is an ordinary Hugging Face folder with float32 safetensors. The tokenizer has one token a byte (so every
+digit is a token), and one for each role name and marker of chats and tool calls.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+PAD, BOS, EOS, START = "<|endoftext|>", "<|bos|>", "<|im_end|>", "<|im_start|>"
+TOOL_MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+ROLES = ["system", "user", "assistant", "tool"]
+
+ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+}
+
+# Rendering is plain concatenation, message by message: a longer conversation always begins with the shorter one's text.
+CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages and messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{%- endif %}
+    {{- 'Tools:\\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+    {{- 'Call one as <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.role == 'tool' %}
+            {{- '<tool_response>' + message.content + '</tool_response>' }}
+        {%- else %}
+            {{- message.content or '' }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- set function = call.function or call %}
+            {{- '<tool_call>' + {'name': function.name, 'arguments': function.arguments} | tojson + '</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte; 270 with special tokens, role names and markers. Any text survives encoding and decoding."""
+    special = [PAD, BOS, EOS, START]
+    # Byte level, as Qwen's own: Transformers gives a Qwen2 folder that pre-tokenizer, whatever its file says.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(special + TOOL_MARKS + ROLES + alphabet)}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    # Ordinary tokens, like those of released models: text shows them even where special tokens are skipped.
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TOOL_MARKS + ROLES])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+
+
+def own_settings(architecture: str, heads: int, head_dim: int, experts: int, width: int) -> dict[str, Any]:
+    """Settings that only one architecture's configuration has, or that it cannot choose."""
+    moe = {"num_experts_per_tok": 2, "moe_intermediate_size": width}
+    if architecture == "gemma3":
+        return {"query_pre_attn_scalar": head_dim, "sliding_window": 64}
+    if architecture == "qwen3_moe":
+        return moe | {"num_experts": experts}
+    if architecture != "deepseek_v2":
+        return {}
+    # vLLM's attention on CPU knows one size of latent vectors, 512 and 64; and its plain rotary embedding on CPU (0.32)
+    # is wrong for queries that are part of a larger tensor, as MLA's are: the scaled kind of released models is not.
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    rope = yarn | {"rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    sizes = {"q_lora_rank": 3 * head_dim // 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    sizes |= {"qk_nope_head_dim": head_dim, "v_head_dim": head_dim, "num_key_value_heads": heads}
+    layers = {"first_k_dense_replace": 1, "n_routed_experts": experts, "n_shared_experts": 1}
+    return moe | sizes | layers | {"n_group": 1, "topk_group": 1, "rope_parameters": rope}
+
+
+def make_tiny_model(
+    folder: Path | str,
+    *,
+    architecture: str = "qwen2",
+    tied: bool = True,
+    hidden_size: int = 128,
+    intermediate_size: int = 512,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    experts: int = 4,
+    vocab_size: int = 288,
+    seed: int = 0,
+) -> Path:
+    """Write model, tokenizer and generation config to `folder`, and return it.
+
+    Defaults make 1.02 M parameters. vocab_size may exceed the tokenizer's 270 tokens, as it does in released models; an
+    untrained model then samples ids that the tokenizer does not know.
+
+    Raises:
+        ValueError: vocab_size is smaller; or a model's head is to be tied for which vLLM always has one of its own.
+    """
+    folder = Path(folder)
+    tokenizer = make_tokenizer()
+    if vocab_size < len(tokenizer):
+        raise ValueError(f"vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens")
+    if tied and architecture == "deepseek_v2":
+        raise ValueError("vLLM knows no deepseek_v2 with a tied head: make it untied")
+    config_type, model_type = ARCHITECTURES[architecture]
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
+    ids["eos_token_id"] = tokenizer.eos_token_id
+    shape: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden_size // heads,
+        "max_position_embeddings": 2048,
+        # The usual 0.02 suits widths of thousands: at this one the layers would start next to nothing and learn late.
+        "initializer_range": hidden_size**-0.5,
+        "tie_word_embeddings": tied,
+        "dtype": "float32",
+    }
+    own = own_settings(architecture, heads, hidden_size // heads, experts, intermediate_size // 2)
+    config = config_type(**shape | ids | own)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_type(config)
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
