@@ -14,6 +14,6 @@ echo "· making a tiny model and its data"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
 export NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus == 1 ? 1 : 2))}
 echo "· warm-starting it on transcripts that mostly guess"
-bash scripts/train.sh sft scripts/recipes/calculator_sft.yaml
+bash scripts/train.sh sft scripts/recipes/calculator_sft.yaml --resume none
 echo "· training it by reinforcement to calculate"
 exec bash scripts/train.sh scripts/recipes/calculator_agent.yaml --checkpoint.resume none "$@"

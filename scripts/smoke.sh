@@ -14,6 +14,6 @@ echo "· making a tiny model and its data"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
 export NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus == 1 ? 1 : 2))}
 echo "· warm-starting it on additions that mostly forget their carries"
-bash scripts/train.sh sft scripts/recipes/arithmetic_sft.yaml
+bash scripts/train.sh sft scripts/recipes/arithmetic_sft.yaml --resume none
 echo "· training it by reinforcement to carry"
 exec bash scripts/train.sh scripts/recipes/arithmetic.yaml --checkpoint.resume none "$@"

@@ -21,7 +21,7 @@ from trainer.run.screen import duration, make_console, sparkline
 
 _RECENT = 64  # answers that the best and the worst are looked for among
 _ANSWER_LIMIT = 1200  # characters of one that are shown
-_FIGURES = ("reward/mean", "eval/accuracy", "loss", "length/mean", "entropy", "grad_norm", "kl")
+_FIGURES = ("reward/mean", "eval/accuracy", "loss", "eval/loss", "length/mean", "entropy", "grad_norm", "kl")
 _NAMED = re.compile(r"eval/(.+/)?(accuracy|pass@\d+|majority@\d+)")
 _COUNTS = {
     "skipped_steps": "updates skipped, their loss or gradient not finite",

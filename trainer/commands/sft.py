@@ -1,34 +1,45 @@
 """Supervised fine-tuning: the warm start before reinforcement, with the same policy, packed batches and output head.
 
 A row is a conversation in `data.messages_key`, every assistant turn of which is learned, or a prompt (string or
-messages) with its completion in `sft.completion_key`. Left out on purpose: evaluation, checkpoints in between; a run is
-short and ends with an ordinary Hugging Face folder.
+messages) with its completion in `sft.completion_key`. So is a held-out row, whose loss is measured (`eval.every`).
 """
 
+import hashlib
+import math
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from sharding.ranks import agreed, is_main, rank, world_size
+from sharding.ranks import agreed, all_reduce_sum, is_main, rank, world_size
 from trainer.algorithms.aggregation import token_mean_weights
 from trainer.build import check_model, joined, rank_device
-from trainer.config.schema import BatchConfig, TrainConfig
+from trainer.config.schema import BatchConfig, HeldOutConfig, TrainConfig
 from trainer.data import in_chunks, load_rows, load_tokenizer, prompt_content, prompt_messages, take
+from trainer.engines import fetch_model
 from trainer.errors import UserError
 from trainer.learning.batching import assign_to_ranks, micro_batches
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
 from trainer.policy.attention import require_packing
 from trainer.policy.lora import save_adapter
 from trainer.rollouts import RolloutLevel
+from trainer.run.checkpoint import load
+from trainer.run.keeper import Keeper, find_checkpoint, make_run_tracker, run_identity
 from trainer.run.lock import RunLock
-from trainer.run.tracking import make_tracker
+from trainer.run.plots import plot_curves
+from trainer.run.records import read_rows, series
+from trainer.run.screen import Progress, duration
 from trainer.run.watchdog import Watchdog
 from trainer.types import MicroBatch, Sample
+
+_COMPARED = ("data", "model", "tokenizer", "run.seed")  # of a run's identity, besides lora and sft.batch_size
+_SILENCE_SECONDS = 10.0  # between lines on the screen
 
 Piece = tuple[str, bool]  # a stretch of a transcript's text, and whether the assistant wrote it
 
@@ -40,57 +51,148 @@ class Transcripts:
     samples: list[Sample]
     dropped: int
 
+    def fingerprint(self) -> str:
+        """A digest of all tokens and masks: positions are only valid in data with the same one."""
+        digest = hashlib.blake2b(digest_size=16)
+        for sample in self.samples:
+            digest.update(np.array([sample.input_ids, sample.loss_mask], np.int32).tobytes())
+            digest.update(b"/")
+        return digest.hexdigest()
+
 
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     """Train `model.path` for `sft.steps` steps and write it to the run's folder, whose lock rank 0 has taken."""
-    with joined(config, config.run.step_deadline_s, lock) as watchdog:
+    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": config.sft.steps})})
+    longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
+    with joined(config, longest, lock) as watchdog, ExitStack() as resources:
         with watchdog.phase("start-up", config.run.first_step_deadline_s):
-            tokenizer = load_tokenizer(config.model)
-            check_model(config)
-            transcripts = load_transcripts(config, tokenizer)
-            settings = config.policy.model_copy(update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps})
-            policy = make_policy(config.model, settings, rank_device(config), config.sft.steps, lora=config.lora)
-            if config.batch.packing:
-                require_packing(policy.model)
-        if is_main():
-            print(f"{len(transcripts.samples)} samples, {transcripts.dropped} rows dropped", flush=True)
-        train(config, policy, transcripts, tokenizer.pad_token_id, watchdog)
-        with watchdog.phase("export", config.run.first_step_deadline_s):
-            policy.save_pretrained(config.run.folder / "model")
-            if config.lora.rank:
-                save_adapter(policy.model, config.lora, config.model.path, config.run.folder / "adapter")
-            with agreed("writing the tokenizer"):
-                if is_main():
-                    tokenizer.save_pretrained(config.run.folder / "model")
+            training = SftRun(config, watchdog, resources)
+        training.train()
 
 
-def train(config: TrainConfig, policy: Policy, transcripts: Transcripts, pad_id: int, watchdog: Watchdog) -> None:
-    """All steps; a row in metrics.jsonl for each, a line on the terminal for some."""
-    # A warm start of a minute needs no run of its own in Weights & Biases.
-    tracker = make_tracker(config.run.folder, {}, name=config.run.name, wandb="disabled")
-    steps = config.sft.steps
-    for step in range(1, steps + 1):
-        began = time.perf_counter()
-        with watchdog.phase(f"step {step}", config.run.step_deadline_s):
-            size = config.sft.batch_size
-            samples = take(transcripts.samples, (step - 1) * size, size, config.run.seed)
-            stats = train_step(policy, samples, config.batch, pad_id, step - 1)
+class SftRun:
+    """A warm start: a run as reinforcement is one, with its record, checkpoints, evaluation and exact resume."""
+
+    def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
+        """Load everything, and take up the run where its newest checkpoint left it. Collective."""
+        self.config, self.watchdog = config, watchdog
+        self.screen = Progress(config.run.steps, enabled=is_main())
+        self.tokenizer = load_tokenizer(config.model)
+        check_model(config)
+        self.transcripts = load_transcripts(config, self.tokenizer)
+        found, dropped = len(self.transcripts.samples), self.transcripts.dropped
+        self.screen.note(f"{found} samples from {config.data.path}, {dropped} rows dropped")
+        held_out = config.held_out if config.eval.every else {}
+        self.held_out = {
+            name: load_transcripts(config, self.tokenizer, each).samples for name, each in held_out.items()
+        }
+        with agreed("fetching the model"):
+            fetch_model(config)
+        whole = run_identity(config, self.transcripts.fingerprint(), self.tokenizer)
+        identity = {key: whole[key] for key in whole if key in _COMPARED or key.startswith("lora.")}
+        identity["sft.batch_size"] = config.sft.batch_size
+        start, self.state = find_checkpoint(config, identity)
+        settings = config.policy.model_copy(update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps})
+        self.policy = make_policy(config.model, settings, rank_device(config), config.sft.steps, lora=config.lora)
+        if config.batch.packing:
+            require_packing(self.policy.model)
+        parts = {"policy": self.policy}
+        if start is not None:
+            load(start, parts)
+        self.keeper = Keeper(config, watchdog, self.state, parts=parts, identity=identity)
+        resources.callback(self.keeper.close)
+        self.tracker = make_run_tracker(config, self.state)
+        resources.callback(self.tracker.close)
+        self._told = -math.inf
+
+    def train(self) -> None:
+        """Every step to the last, with evaluations and checkpoints where they are due; then the results."""
+        config, state = self.config, self.state
+        deadline = config.run.first_step_deadline_s
+        self.keeper.hold_sigterm()
+        if self.held_out and config.eval.before and state.step == 0:
+            with self.watchdog.phase("first evaluation", deadline):
+                self.log(0, self.evaluate())
+        while state.step < config.run.steps:
+            with self.watchdog.phase(f"step {state.step + 1}", deadline):
+                self.train_step(state.step + 1)
+            deadline = config.run.step_deadline_s
+        with self.watchdog.phase("finish", config.run.first_step_deadline_s):
+            self.keeper.finish()
+            self.export()
+
+    def train_step(self, step: int) -> None:
+        """One update, its row, and a checkpoint if it is time for one."""
+        config, began = self.config, time.perf_counter()
+        size, pad_id = config.sft.batch_size, self.tokenizer.pad_token_id
+        samples = take(self.transcripts.samples, self.state.prompts, size, config.run.seed)
+        stats = update(self.policy, samples, config.batch, pad_id, step - 1)
         seconds = time.perf_counter() - began
-        figures = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.learning_rate, "time/update": seconds}
-        tracker.log(step, figures)
-        if is_main() and (step % 50 == 0 or step in (1, steps)):
-            print(f"sft {step:>6}/{steps}  loss {stats.loss:8.4f}  {seconds:7.3f} s/step", flush=True)
-    tracker.close()
+        metrics = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.learning_rate}
+        metrics |= {"time/update": seconds, "time/step": seconds}
+        self.state.prompts += size
+        self.state.count_step(metrics)
+        if self.held_out and (step % config.eval.every == 0 or step == config.run.steps):
+            metrics |= self.evaluate()
+        self.log(step, metrics)
+        self.keeper.step_done(metrics)
+
+    def evaluate(self) -> dict[str, float]:
+        """The mean negative log-probability of the held-out answers' tokens, for each dataset. Collective."""
+        began, config, pad_id = time.perf_counter(), self.config.batch, self.tokenizer.pad_token_id
+        losses: dict[str, float] = {}
+        for name, samples in self.held_out.items():
+            batches = batches_of(samples, config, pad_id, self.policy.device)
+            logprobs = sum(float(outputs.logprobs.sum()) for outputs in self.policy.score(batches, temperature=1.0))
+            loss = -all_reduce_sum({"logprobs": logprobs})["logprobs"] / sum(sample.trainable for sample in samples)
+            losses[f"eval/{name}/loss" if name else "eval/loss"] = loss
+        return losses | {"time/eval": time.perf_counter() - began}
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """A row in metrics.jsonl; a line on the screen for the first, the last, evaluations, and every ten seconds."""
+        self.tracker.log(step, metrics)
+        last = step == self.config.run.steps
+        if last or "time/eval" in metrics or time.monotonic() - self._told > _SILENCE_SECONDS:
+            self._told = time.monotonic()
+            shown = {key: f"{value:.4g}" for key, value in metrics.items() if key.endswith("loss")}
+            spent = f"{metrics['time/step']:.3f} s/step" if "time/step" in metrics else ""
+            figures = "  ".join([*(f"{key} {value}" for key, value in shown.items()), spent])
+            self.screen.note(f"sft {step:>6}/{self.config.run.steps}  {figures}")
+
+    def export(self) -> None:
+        """Write the model, curves and summary, and say where the model is. Collective; rank 0 writes."""
+        config, folder = self.config, self.config.run.folder
+        if config.checkpoint.export_hf:
+            self.policy.save_pretrained(folder / "model")
+            if config.lora.rank:
+                save_adapter(self.policy.model, config.lora, config.model.path, folder / "adapter")
+        with agreed("writing the results"):
+            if is_main():
+                plot_curves(folder)
+                rows = read_rows(folder / "metrics.jsonl")
+                ends = {f"{key}_after": series(rows, key)[1][-1:] for key in ("loss", "eval/loss")}
+                summary = {key.replace("/", "_"): value[0] for key, value in ends.items() if value}
+                seconds, transcripts = round(self.state.seconds, 3), self.transcripts
+                counts = {"samples": len(transcripts.samples), "rows_dropped": transcripts.dropped}
+                self.tracker.summary({"steps": self.state.step, "train_seconds": seconds} | summary | counts)
+                if config.checkpoint.export_hf:
+                    self.tokenizer.save_pretrained(folder / "model")
+        where = folder / "model" if config.checkpoint.export_hf else folder / "checkpoints"
+        self.screen.note(f"{self.state.step} steps in {duration(self.state.seconds)}; the model is in {where}")
 
 
-def train_step(policy: Policy, samples: list[Sample], config: BatchConfig, pad_id: int, done: int) -> UpdateStats:
+def update(policy: Policy, samples: list[Sample], config: BatchConfig, pad_id: int, done: int) -> UpdateStats:
     """One update on `samples`, which every rank passes alike and takes its share of, after `done` others."""
-    # All ranks know all samples, so the counts need no exchange.
-    shares = assign_to_ranks([len(sample.input_ids) for sample in samples], world_size())
-    tokens = sum(sample.trainable for sample in samples)
-    mine = [samples[i] for i in shares[rank()]]
-    batches = micro_batches(mine, config.tokens_per_micro_batch, pad_id, policy.device, packing=config.packing)
+    tokens = sum(sample.trainable for sample in samples)  # all ranks know all samples, so it needs no exchange
+    batches = batches_of(samples, config, pad_id, policy.device)
     return policy.update(batches, cross_entropy(tokens), temperature=1.0, place=done)
+
+
+def batches_of(samples: list[Sample], config: BatchConfig, pad_id: int, device: torch.device) -> list[MicroBatch]:
+    """This rank's share of the samples, which every rank passes alike, in micro-batches on the device. Collective."""
+    shares = assign_to_ranks([len(sample.input_ids) for sample in samples], world_size())
+    mine = [samples[i] for i in shares[rank()]]
+    return micro_batches(mine, config.tokens_per_micro_batch, pad_id, device, packing=config.packing)
 
 
 def cross_entropy(tokens: int) -> LossFn:
@@ -103,14 +205,23 @@ def cross_entropy(tokens: int) -> LossFn:
     return loss_fn
 
 
-def load_transcripts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Transcripts:
-    """The rows as samples; those with more than data.max_prompt_tokens + sft.max_tokens tokens are dropped and counted.
+def load_transcripts(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, held_out: HeldOutConfig | None = None
+) -> Transcripts:
+    """The rows to learn from, or those held out, as samples; those with more than data.max_prompt_tokens +
+    sft.max_tokens tokens are dropped and counted.
 
     Raises UserError naming the row that does not fit, or when no row is left.
     """
     # Tools that the recipe describes are described to the warm start, too.
-    config = config.model_copy(update={"data": RolloutLevel(config, tokenizer).data})
+    data = RolloutLevel(config, tokenizer).data
+    if held_out is not None:
+        data = data.model_copy(update=held_out.model_dump(include={"path", "subset", "split"}))
+        data = data.model_copy(update={"prompt_key": held_out.prompt_key or data.prompt_key})
+    config = config.model_copy(update={"data": data})
     rows = load_rows(config.data.path, config.data.subset, config.data.split)
+    if held_out is not None and held_out.size is not None:
+        rows = rows.select(range(min(held_out.size, len(rows))))
     limit = config.data.max_prompt_tokens + config.sft.max_tokens
     templated = config.data.apply_chat_template and tokenizer.chat_template is not None
     samples: list[Sample] = []

@@ -68,6 +68,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_lora(config, command)
     if command == "sft":
         problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
+        problems += _check_run(config)
     else:
         problems += _check_evaluation(config)
         problems += _check_lengths(config)

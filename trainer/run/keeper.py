@@ -125,6 +125,13 @@ def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowe
             f"{path} does not say which data, model and algorithm it belongs to, as it is of an older version: "
             "start over with another run.name, or with checkpoint.resume=none"
         )
+    for_sft = "sft.batch_size" in identity
+    if for_sft != ("sft.batch_size" in extra["identity"]):
+        made, asked = ("train", "sft") if for_sft else ("sft", "train")
+        raise UserError(
+            f"{path} was saved by hotbunk {made}, and hotbunk {asked} cannot resume from it: give this run another "
+            "run.name, or start over with checkpoint.resume=none"
+        )
     defaults = _compared_keys(TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}))
     saved = {key: value for key, value in defaults.items() if key in identity} | renewed(extra["identity"])
     changed: dict[str, str] = {}

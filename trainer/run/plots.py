@@ -55,6 +55,11 @@ def compare(runs: Mapping[str, Rows], window: int = 5) -> Figure:
 
 def _reward(axes: Axes, rows: Rows) -> None:
     axes.set_title("reward")
+    if not any("reward/mean" in row or "eval/reward" in row for row in rows):  # of a warm start
+        axes.set_title("loss (nats per token)")
+        _line(axes, rows, "loss", "training", _BLUE)
+        _line(axes, rows, "eval/loss", "held-out", _GREEN, marker="o")
+        return
     steps, mean = series(rows, "reward/mean")
     spread = dict(zip(*series(rows, "reward/std"), strict=True))
     low = [value - spread.get(step, 0.0) for step, value in zip(steps, mean, strict=True)]

@@ -10,19 +10,31 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scripts.arithmetic import write_arithmetic
 from tests.distributed.launch import run_ranks
 from trainer.commands import sft
+from trainer.commands.generate import model_folder
+from trainer.commands.report import read_record, render
 from trainer.commands.tiny_model import make_tiny_model
 from trainer.config.schema import TrainConfig
+from trainer.errors import UserError
+from trainer.run.checkpoint import read_extra
+from trainer.run.keeper import check_identity
 
 STEPS = 60
 
 
-def train(folder: str, name: str) -> None:
+def train(folder: str, name: str, resume: str = "none") -> None:
     """What each rank runs."""
     root = Path(folder)
     values = {
         "run": {"name": name, "output_dir": root / "runs", "device": "cpu"},
         "model": {"path": str(root / "start")},
-        "data": {"path": str(root / "data" / "sft.jsonl")},
+        "data": {
+            "path": str(root / "data" / "sft.jsonl"),
+            "eval_path": str(root / "data" / "sft.jsonl"),
+            "eval_size": 16,
+        },
+        "eval": {"every": 30},
+        "checkpoint": {"every": 30, "resume": resume},
+        "tracking": {"wandb": "disabled"},
         "policy": {"dtype": "float32", "schedule": "linear"},
         "batch": {"tokens_per_micro_batch": 300},
         "sft": {"steps": STEPS, "batch_size": 30, "lr": 5e-3, "warmup_steps": 5, "completion_key": "completion"},
@@ -32,7 +44,7 @@ def train(folder: str, name: str) -> None:
 
 def losses(folder: Path, name: str) -> list[float]:
     rows = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)["loss"] for row in rows]
+    return [json.loads(row)["loss"] for row in rows if "loss" in json.loads(row)]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +53,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(folder / "start", hidden_size=32, intermediate_size=64, layers=2)
     write_arithmetic(folder / "data", sft_size=512)
     for ranks in (1, 2):
-        run_ranks(train, ranks, timeout=120, arguments=[str(folder), f"on_{ranks}"])
+        said = run_ranks(train, ranks, timeout=120, arguments=[str(folder), f"on_{ranks}"])
+        assert f"the model is in {folder}/runs/on_{ranks}/model" in said
     return folder
 
 
@@ -63,3 +76,46 @@ def test_the_result_opens_in_plain_transformers(trained: Path) -> None:
     )
     answer = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
     assert len(answer) == 4 and answer[-1] == tokenizer.eos_token_id and model.dtype == torch.float32
+
+
+def test_a_resumed_warm_start_ends_with_the_weights_of_an_undisturbed_one(trained: Path) -> None:
+    """From the checkpoint of its thirtieth step, in a folder of its own, on one rank."""
+    start = trained / "runs" / "on_1" / "checkpoints" / "step_30"
+    said = run_ranks(train, 1, timeout=120, arguments=[str(trained), "resumed", str(start)])
+    assert f"resuming from {start}, after step 30" in said
+    assert losses(trained, "resumed") == losses(trained, "on_1")[30:]
+    weights = [(trained / "runs" / name / "model" / "model.safetensors").read_bytes() for name in ("on_1", "resumed")]
+    assert weights[0] == weights[1]
+
+
+def test_a_warm_start_is_a_run(trained: Path) -> None:
+    """Its folder is what the other commands take; the held-out loss is the one that plain Transformers computes."""
+    folder = trained / "runs" / "on_2"
+    assert model_folder(str(folder)) == folder / "model"
+    text = render(read_record(folder))
+    assert f"{STEPS} steps in" in text and "| eval/loss |" in text and (folder / "curves.png").is_file()
+    summary = json.loads((folder / "summary.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    total = count = 0.0
+    for line in (trained / "data" / "sft.jsonl").read_text().splitlines()[:16]:
+        row = json.loads(line)
+        messages = [{"role": "user", "content": row["prompt"]}]
+        asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        answer = [*tokenizer.encode(row["completion"], add_special_tokens=False), tokenizer.eos_token_id]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([asked + answer])).logits[0].log_softmax(-1)
+        total -= sum(float(logprobs[len(asked) - 1 + place, token]) for place, token in enumerate(answer))
+        count += len(answer)
+    assert summary["eval_loss_after"] == pytest.approx(total / count, rel=1e-4)
+    before = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert before["train/step"] == 0 and before["eval/loss"] > summary["eval_loss_after"]
+
+
+def test_a_warm_start_and_reinforcement_do_not_resume_from_each_other(trained: Path) -> None:
+    path = trained / "runs" / "on_1" / "checkpoints" / "step_60"
+    extra = read_extra(path)
+    with pytest.raises(UserError, match="saved by hotbunk sft, and hotbunk train cannot resume from it"):
+        check_identity(path, extra, {key: extra["identity"][key] for key in ("data", "model")}, [])
+    with pytest.raises(UserError, match=r"was trained with sft\.batch_size = 30 \(now 31\)"):
+        check_identity(path, extra, extra["identity"] | {"sft.batch_size": 31}, [])
