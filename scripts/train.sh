@@ -5,7 +5,8 @@
 #
 # One node by default, with one rank for each GPU (on CPU one rank), or NPROC_PER_NODE ranks. On several nodes, run it on each of
 # them with NNODES, NODE_RANK (0 on the first), MASTER_ADDR (the first's address on a trusted network, the only one that is
-# listened at) and, where 29500 is taken, MASTER_PORT; scripts/slurm.sh does so. --help and --dry-run answer at once, without ranks.
+# listened at) and, where 29500 is taken, MASTER_PORT; scripts/slurm.sh does so. With RESTARTS=N a run that fails is started again, up
+# to N times, from its newest checkpoint. --help and --dry-run answer at once, without ranks.
 set -euo pipefail
 trap 'exit 130' INT # one that reaches bash alone would be lost while it waits for a command
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -44,6 +45,7 @@ fi
 [ -x "$python" ] || die "there is no .venv yet: run bash scripts/setup.sh first."
 check_number NPROC_PER_NODE 1 1024
 check_number NNODES 1 100000
+check_number RESTARTS 0 1000000
 ranks=${NPROC_PER_NODE:-$(at_least_one "$(count_gpus)")}
 nodes=${NNODES:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(at_least_one $(($(nproc) / ranks)))}
@@ -66,6 +68,6 @@ WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check || ex
 # Ranks that have not ended this long after SIGTERM are killed. They end themselves some seconds after checkpoint.grace_s, so
 # torchrun must only not be faster. It is a variable because older torchruns lack the flag.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-# The ranks end with their launcher, which has the number of this process.
-export HOTBUNK_LAUNCHER=$$
-exec "$python" -m trainer.launcher "${rendezvous[@]}" --nproc-per-node "$ranks" -m trainer "$command" "$@"
+launcher=(trainer.launcher)
+[ "${RESTARTS:-0}" = 0 ] || launcher=(trainer.run.supervisor "$RESTARTS")
+exec "$python" -m "${launcher[@]}" "${rendezvous[@]}" --nproc-per-node "$ranks" -m trainer "$command" "$@"

@@ -24,6 +24,8 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 
@@ -36,6 +38,7 @@ if __name__ == "__main__":
     # Until torchrun takes over, before it starts any rank: a KeyboardInterrupt could be raised inside an import of the
     # many below that catch everything, and the run would continue.
     signal.signal(signal.SIGINT, _leave)
+    os.environ["HOTBUNK_LAUNCHER"] = str(os.getpid())  # the ranks end with it
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -45,7 +48,7 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from sharding.wire.group import listen
 from trainer.errors import UserError
-from trainer.run import guardian, processes
+from trainer.run import guardian, processes, supervisor
 
 _BACKEND = "hotbunk"
 _GONE_SECONDS = 30.0  # for guardians to end what the ranks have left behind
@@ -110,7 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with os.fdopen(words, "rb") as file:  # in the order in which they were left
         spoken = [json.loads(line) for line in file.read().splitlines()]
     ending = f"was interrupted by {signal.Signals(code - 128).name}" if code - 128 in _INTERRUPTIONS else "failed"
-    lines = [f"the run {ending}, exit code {code}", *_reasons(spoken, failures), *_remedy(args)]
+    reasons = _reasons(spoken, failures)
+    with suppress(UserError):  # the recipe has changed meanwhile
+        _tell_supervisor(args, reasons, [word["kind"] for word in spoken])
+    lines = [f"the run {ending}, exit code {code}", *reasons, *_remedy(args)]
     with suppress(OSError):  # the terminal is gone
         print("".join(f"[hotbunk] {line}\n" for line in lines), end="", file=sys.stderr, flush=True)
     return code
@@ -165,6 +171,22 @@ def _reasons(words: list[dict[str, Any]], failures: dict[int, ProcessFailure]) -
 
 def _list(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+
+
+def _tell_supervisor(args: Any, reasons: list[str], kinds: list[str]) -> None:
+    """Leave the outcome of this attempt, if there is one who asked for it. Raises UserError."""
+    if (path := os.environ.get(supervisor.OUTCOME)) is None:
+        return
+    from trainer import cli
+    from trainer.run.checkpoint import latest_complete
+    from trainer.run.records import read_rows
+
+    folder = cli.training_config(cli.parse(args.training_script_args)).run.folder
+    rows, newest = read_rows(folder / "metrics.jsonl"), latest_complete(folder / "checkpoints")
+    step, saved = rows[-1]["train/step"] + 1 if rows else 1, newest.stat().st_mtime if newest else 0.0
+    told = supervisor.Outcome(step, tuple(kinds), tuple(line.strip() for line in reasons), saved)
+    with suppress(OSError):  # it is gone
+        Path(path).write_text(json.dumps(asdict(told)))
 
 
 def _remedy(args: Any) -> list[str]:

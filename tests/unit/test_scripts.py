@@ -246,6 +246,7 @@ def test_train_meets_the_other_nodes(clone: Path, launched: Callable[..., list[s
             for name in ("NPROC_PER_NODE", "NNODES")
             for value in ("abc", "0", "-1", "1.5", "08", "9" * 99)
         ],
+        ("RESTARTS", "many"),
         ("NODE_RANK", "4"),
         ("NODE_RANK", "x[$(date)]"),
         ("MASTER_PORT", "65536"),
@@ -276,6 +277,26 @@ def test_slurm_starts_one_launcher_a_node_with_all_of_its_cores(clone: Path) -> 
         "--cpus-per-task=96",
         "2 1 node7 20007: r.yaml --policy.lr 1e-6",
     ], done.stderr
+
+
+@pytest.mark.parametrize(("code", "queued"), [(143, True), (1, True), (0, False)])
+def test_a_slurm_job_that_is_out_of_time_saves_and_is_queued_again(clone: Path, code: int, queued: bool) -> None:
+    """Unless the run has come to its end meanwhile."""
+    programs = clone / "bin"
+    write_stub(programs / "scontrol", 'if [ "$1" = show ]; then echo node7; else echo "scontrol $@"; fi')
+    ends = f"trap 'echo saved; exit {code}' TERM\nkill -USR1 $PPID\nfor i in {{1..600}}; do sleep 0.1; done"
+    write_stub(programs / "srun", ends)
+    write_stub(clone / "scripts" / "setup.sh", ":")
+    job = {"SUBMIT_DIR": str(clone), "JOB_NUM_NODES": "1", "JOB_NODELIST": "node7", "JOB_ID": "30007"}
+    slurm = {f"SLURM_{name}": value for name, value in (job | {"CPUS_ON_NODE": "96"}).items()}
+    done = run_script(clone, "slurm.sh", "r.yaml", **slurm)
+    assert done.stdout.splitlines() == ["saved", *["scontrol requeue 30007"] * queued], done.stderr
+    assert done.returncode == 0
+
+
+def test_train_restarts_a_run_only_where_that_is_asked_for(launched: Callable[..., list[str]]) -> None:
+    assert launched("r.yaml", RESTARTS="0")[:2] == ["-m", "trainer.launcher"]
+    assert launched("r.yaml", RESTARTS="7")[:3] == ["-m", "trainer.run.supervisor", "7"]
 
 
 def test_train_starts_nothing_when_the_recipe_has_a_mistake(clone: Path, launched: Callable[..., list[str]]) -> None:

@@ -83,8 +83,8 @@ def start_guardian(*kept: int) -> Path:
         raise RuntimeError("this process has a guardian already")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # The kernel kills this process when torchrun is gone; with SIGKILL, since nothing waits for it then.
-        launcher = os.environ.get("HOTBUNK_LAUNCHER")  # by scripts/train.sh
-        _die_with(os.getppid())
+        launcher = os.environ.get("HOTBUNK_LAUNCHER")  # set by itself
+        die_with(os.getppid())
         if launcher is not None and int(launcher) not in _ancestors():  # it died while this process was being started
             os.kill(os.getpid(), signal.SIGKILL)
     shared = tempfile.gettempdir()
@@ -114,7 +114,7 @@ def _go_below_guardians(folder: Path, kept: tuple[int, ...]) -> None:
     if own := os.fork():
         _become_guardian(own, outer, folder, f"rank {_rank()}", kept)
     os.setsid()
-    _die_with(inner)
+    die_with(inner)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
@@ -134,7 +134,7 @@ def _become_guardian(child: int, parent: int, folder: Path, name: str, kept: tup
         os._exit(1)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent is gone."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above took effect

@@ -93,11 +93,15 @@ def test_a_run_listens_on_loopback_alone(whole: Run) -> None:
 
 
 @pytest.mark.covers("P19", "P20")
-def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
+def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(
+    recipe: Path, whole: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is asked to end hangs in a rollout, with the policy's memory given back: the step is given up.
 
-    What it saved is damaged afterwards, so that the next start goes on from the checkpoint before.
+    What it saved is damaged afterwards, so that the next start goes on from the checkpoint before. A rank of that one
+    is killed, and the run goes on by itself.
     """
+    monkeypatch.setenv("RESTARTS", "2")
     hanging = f"{ROOT}/tests/distributed/hanging_rollout.py:hangs_in_step_4"
     settings = ["--rollout.custom", hanging, "--policy.offload", "all", "--checkpoint.grace_s", "12"]
     asked = Run(recipe, *settings, name="broken")
@@ -105,8 +109,9 @@ def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(recipe: Path, wh
     asked.left_behind()
     asked.ranks()[1].send_signal(signal.SIGTERM)
     assert asked.wait() == 128 + signal.SIGTERM
-    assert asked.summary()[0] == "the run was interrupted by SIGTERM, exit code 143"
-    assert f"to resume from {asked.folder}/checkpoints/step_3, give the same command again" in asked.summary()
+    assert "[hotbunk] the run was interrupted by SIGTERM, exit code 143" in asked.output()
+    assert asked.output().endswith("[hotbunk] not started again: the run was asked to end\n")
+    assert f"to resume from {asked.folder}/checkpoints/step_3, give the same command again" in asked.output()
     asked.assert_gone()
     assert "rank 1: interrupted by SIGTERM" in asked.output()
     assert asked.rows()[-1]["memory/offloaded_gib"] > 0
@@ -117,8 +122,12 @@ def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(recipe: Path, wh
     content[len(content) // 2] ^= 1
     shards.write_bytes(content)
     resumed = Run(recipe, name="broken")
+    resumed.wait_for(lambda: "3/6 " in resumed.output(), "step 3 again")
+    resumed.ranks()[1].send_signal(signal.SIGKILL)
     assert resumed.wait() == 0, resumed.output()
     resumed.assert_gone()
+    assert "rank 1: was ended by SIGKILL" in resumed.output()
+    assert "exit code 137: starting again in 2 s, 1 restart left after that" in resumed.output()
     assert "step_3 is damaged: __1_0.distcp is not what was written (SHA-256); left out" in resumed.output()
     assert "step_2, the newest sound checkpoint" in resumed.output()
     assert unequal(whole, resumed) == []

@@ -1,0 +1,138 @@
+"""Starts a run again when it has failed, so that one that dies at night has gone on by the morning.
+
+    python -m trainer.run.supervisor RESTARTS LAUNCHER-ARGUMENTS …
+
+`RESTARTS=N bash scripts/train.sh RECIPE` starts it, once on each node. Each attempt is a launcher of its own, with a
+new store, and resumes from the newest sound checkpoint. torchrun's own `--max-restarts` would not do: it restarts
+whatever the cause, ends with its launcher, and hands the old store with its counters on to the new ranks.
+
+Started again is what may be over the next time: a rank, an engine or a launcher that was killed, a deadline, an
+exception. Left alone is what would fail again (a mistake in the recipe, a run that diverges, too many failed rewards or
+episodes), what was asked to end (SIGINT, SIGTERM), and a step that has failed three times.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.run import processes
+
+OUTCOME = "HOTBUNK_OUTCOME"
+"""Path of a file in the supervisor's memory, in which a launcher leaves an `Outcome` in JSON."""
+
+_MOST_FAILURES = 3  # of the same step
+_ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+_LASTING = ("UserError", "Damaged", "TrainingDiverged", "NotFiniteError", "RewardError", "RolloutError")
+_LONGEST_PAUSE = 60.0  # seconds
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class Outcome:
+    """The end of one attempt, as its launcher tells it."""
+
+    step: int = 0  # that was under way; 0: not known
+    kinds: tuple[str, ...] = ()  # of the exceptions by which ranks ended
+    reasons: tuple[str, ...] = ()  # lines of the launcher's summary
+    saved: float = 0.0  # when the newest complete checkpoint was written, seconds since 1970; 0: there is none
+
+
+def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] | None = None) -> int:
+    """Run the command `launcher` until it succeeds, or must not be started again; returns the last exit code.
+
+    It is started again at most `restarts` times, after `pause(failures in a row of the same step)` seconds.
+    """
+    pause = pause or (lambda failures: min(2.0**failures, _LONGEST_PAUSE))
+    attempt = _Attempt()
+    for number in _SIGNALS:
+        signal.signal(number, attempt.hand_on)
+    began, command, step, failures = time.time(), launcher, -1, 0
+    for left in range(restarts, -1, -1):
+        code, outcome = attempt.run(command)
+        if code == 0 or attempt.asked:
+            return code
+        failures = failures + 1 if outcome.step and outcome.step == step else 1
+        step = outcome.step
+        where = f"step {step}" if step else "an unknown step"
+        if stays := _why_not(code, outcome, failures, where, left):
+            _say(stays)
+            return code
+        wait = pause(failures)
+        after = f"{left - 1} restart{'s' * (left != 2)} left after that"
+        _say(f"failed in {where}, exit code {code}: starting again in {wait:.0f} s, {after}")
+        attempt.sleep(wait)
+        if attempt.asked:
+            return 128 + attempt.asked
+        if outcome.saved > began:  # whatever the first attempt was told to resume from, this one goes on
+            command = [*launcher, "--resume", "auto"]
+    raise AssertionError("the last attempt has none left")
+
+
+def _why_not(code: int, outcome: Outcome, failures: int, where: str, left: int) -> str:
+    """The sentence that says why a failed run is not started again; empty where it is."""
+    if code in _ASKED:
+        return "not started again: the run was asked to end"
+    lasting = [kind for kind in outcome.kinds if kind in _LASTING]
+    if code == 2 or lasting:
+        return (
+            f"not started again: {lasting[0] if lasting else 'a mistake in the recipe or the machine'} would come again"
+        )
+    if failures == _MOST_FAILURES:
+        return f"not started again: {where} has failed {failures} times, the last time as {'; '.join(outcome.reasons)}"
+    return "" if left else f"not started again: no restarts left, {where} failed last"
+
+
+def _say(line: str) -> None:
+    print(f"[hotbunk] {line}", file=sys.stderr, flush=True)
+
+
+class _Attempt:
+    """One launcher after the other. `asked` is the number of the signal that asked this process to end, or 0."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def hand_on(self, number: int, _: Any) -> None:
+        """Ask the launcher to end as we were asked to."""
+        self.asked = number
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(number)
+
+    def run(self, command: list[str]) -> tuple[int, Outcome]:
+        """Start the command and wait for its end. In a session of its own: Ctrl-C reaches it through us alone, once."""
+        outcome, here = os.memfd_create("hotbunk-outcome"), os.getpid()
+        environment = os.environ | {OUTCOME: f"/proc/{here}/fd/{outcome}"}
+        blocked = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _SIGNALS
+        )  # one that comes before there is a child would be lost
+
+        def begin() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            processes.die_with(here)
+
+        self._child = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=begin)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if self.asked:
+            self._child.send_signal(self.asked)
+        code = self._child.wait()
+        with os.fdopen(outcome, "rb") as file:
+            file.seek(0)
+            told = file.read()
+        return code if code >= 0 else 128 - code, Outcome(**json.loads(told)) if told else Outcome()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, unless a signal comes."""
+        deadline = time.monotonic() + seconds
+        while not self.asked and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, 0.2))
+
+
+if __name__ == "__main__":
+    sys.exit(supervise([sys.executable, "-m", "trainer.launcher", *sys.argv[2:]], int(sys.argv[1])))
