@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -108,7 +108,7 @@ class Engine:
             raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self.settings.max_model_len}")
         params = vllm_sampling_params(sampling, seed, budget)
         if turnstile is not None:
-            answer = unfinished or Unfinished(prompt_ids, seed, budget)
+            answer = replace(unfinished, opening=0) if unfinished else Unfinished(prompt_ids, seed, budget)
             if answer.prompt_ids != prompt_ids:
                 raise ValueError(f"an unfinished answer goes on after its own prompt, not another of {len(prompt_ids)}")
             outputs = await self.request_in_slices(answer, params, turnstile)

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from generation.exact_ids import Generation
 from generation.trajectory import checked_versions, merged_versions
@@ -157,8 +157,8 @@ class Turnstile:
 
     @property
     def unfinished(self) -> Unfinished | None:
-        """The answer that is parked, where it is the only one."""
-        return next(iter(self._waiting.values())) if self.parked and len(self._waiting) == 1 else None
+        """A copy of the answer that is parked, where it is the only one."""
+        return replace(next(iter(self._waiting.values()))) if self.parked and len(self._waiting) == 1 else None
 
     @property
     def parked_s(self) -> float:

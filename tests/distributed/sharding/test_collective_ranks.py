@@ -27,11 +27,17 @@ def check_ranks(model: str, folder: str) -> None:
     from sharding.send.push import SyncSettings
     from sharding.send.source import FsdpWeightSource
     from tests.colocated import HfPolicy, stop
+    from tests.sliced import Episodes
     from trainer.distributed import destroy_process_group, init_process_group
     from trainer.policy.hf_format import checkpoint_views, parameter_names
 
     def start_engine() -> Leader:
-        two = {"tensor_parallel_size": 2, "cpu_cores": (0, 1), "worker_extension": WORKER_EXTENSION}
+        two = {
+            "tensor_parallel_size": 2,
+            "cpu_cores": (0, 1),
+            "worker_extension": WORKER_EXTENSION,
+            "keyed_noise": True,
+        }
         settings = EngineSettings(model, 128, kv_cache_bytes=16 << 20, plain_cpu_weights=True, **two)  # type: ignore
         return Leader.start(VllmAsyncGenerationWorker(settings), 270)
 
@@ -63,8 +69,16 @@ def check_ranks(model: str, folder: str) -> None:
     def check() -> None:
         if leader is None:
             return
-        request = leader.engine.complete(PROMPT, SamplingSettings(max_tokens=16), seed=1, policy_version=whole.version)
-        sampled = leader.thread.run(request, 120, "a completion")
+        engine, sampling, place = (
+            leader.engine,
+            SamplingSettings(max_tokens=16),
+            {"seed": 1, "policy_version": whole.version},
+        )
+        sampled = leader.thread.run(engine.complete(PROMPT, sampling, **place), 120, "a completion")
+        with Episodes(leader, 5, [lambda gate: engine.complete(PROMPT, sampling, **place, turnstile=gate)]) as episodes:
+            (cut,) = episodes.results(whole.version)  # the same tokens, slice by slice
+        assert (cut.token_ids, cut.finish_reason) == (sampled.token_ids, sampled.finish_reason)
+        assert max(abs(a - b) for a, b in zip(cut.logprobs, sampled.logprobs, strict=True)) < 1e-4
         own = whole.logprobs(PROMPT + sampled.token_ids)[len(PROMPT) - 1 :]
         assert max(abs(a - b) for a, b in zip(own, sampled.logprobs, strict=True)) < 1e-4
 

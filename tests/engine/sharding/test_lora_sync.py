@@ -13,10 +13,13 @@ from transformers import AutoModelForCausalLM
 from generation.engine.engine import Leader
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings
+from generation.engine.slices import Turnstile
+from generation.exact_ids import Generation
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import RemoteError
 from sharding.send.source import FsdpWeightSource, WeightSource, one_piece
 from tests.colocated import start_engine, stop
+from tests.sliced import Episodes
 from trainer.build import adapter_source, weight_source
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.policy import FsdpPolicy
@@ -29,7 +32,7 @@ PROMPT = [14, 50, 77, 120, 9]
 @pytest.fixture(scope="module")
 def leaders(tiny_qwen2: Path) -> Iterator[tuple[Leader, Leader]]:
     """An engine that applies adapters, and one that knows of none; forked, as there is no process group yet."""
-    leaders = start_engine(tiny_qwen2, lora_rank=LORA.rank), start_engine(tiny_qwen2)
+    leaders = start_engine(tiny_qwen2, lora_rank=LORA.rank, keyed_noise=True), start_engine(tiny_qwen2)
     yield leaders
     for leader in leaders:
         stop(leader)
@@ -115,7 +118,23 @@ def test_an_adapter_alone_is_what_peft_says(
         assert shifts.report.nbytes < 100_000, "the adapter, not the model"
         held = leader.thread.run(leader.engine.llm.list_loras(), 60, "the adapters held")
         assert held == [2], "one, and never a number twice"
+        with shifts.generation_shift(policy):
+            check_slices(leader, policy.version)
     check_prefix_mismatch(leader, policy)
+
+
+def check_slices(leader: Leader, version: int) -> None:
+    """An answer of the adapter's is the same in slices: its prefix in the cache is the adapter's, too."""
+
+    async def answer(turnstile: Turnstile | None) -> Generation:
+        settings = SamplingSettings(max_tokens=60)
+        return await leader.engine.complete(PROMPT, settings, seed=5, policy_version=version, turnstile=turnstile)
+
+    whole = leader.thread.run(answer(None), 60, "a completion")
+    with Episodes(leader, 7, [answer]) as episodes:
+        (cut,) = episodes.results(version)
+    assert (cut.token_ids, cut.finish_reason, cut.versions) == (whole.token_ids, whole.finish_reason, [(version, 0)])
+    assert cut.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
 def check_prefix_mismatch(leader: Leader, policy: FsdpPolicy) -> None:

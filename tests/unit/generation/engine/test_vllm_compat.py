@@ -2,12 +2,21 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from generation.engine.settings import EngineSettings
-from generation.engine.vllm_compat import check_build, check_version, engine_arguments, engine_environment, started_with
+from generation.engine.vllm_compat import (
+    check_build,
+    check_keyed_noise,
+    check_version,
+    engine_arguments,
+    engine_environment,
+    started_with,
+)
 
 CPU = EngineSettings(model="m", max_model_len=64)
 CUDA = EngineSettings(model="m", max_model_len=64, device_indices=(0,))
@@ -85,3 +94,26 @@ def test_prompts_are_read_in_large_steps_on_cuda_unless_the_recipe_says_otherwis
     assert engine_arguments(more)["max_num_batched_tokens"] == 10_000
     own = EngineSettings(model="m", max_model_len=64, device_indices=(0,), extra={"max_num_batched_tokens": 512})
     assert engine_arguments(own)["max_num_batched_tokens"] == 512
+
+
+@pytest.mark.parametrize(
+    ("own", "speculative", "v2", "complaint"),
+    [
+        (
+            {"device_indices": (0,)},
+            None,
+            False,
+            "needs vLLM's model runner V2 on CUDA.* unset VLLM_USE_V2_MODEL_RUNNER",
+        ),
+        ({"device_indices": (0,)}, "ngram", True, "speculative_config is set.*leave it out"),
+        ({"worker_extension": None}, None, False, "keyed by the worker extension"),
+        ({"device_indices": (0,)}, None, True, None),
+        ({"worker_extension": "some.Extension"}, None, False, None),
+    ],
+)
+def test_noise_is_keyed_by_position_or_the_engine_does_not_start(
+    own: dict[str, Any], speculative: str | None, v2: bool, complaint: str | None
+) -> None:
+    config = SimpleNamespace(speculative_config=speculative, use_v2_model_runner=v2)
+    with pytest.raises(ValueError, match=complaint) if complaint else nullcontext():
+        check_keyed_noise(EngineSettings("m", 64, keyed_noise=True, **own), config)
