@@ -25,12 +25,13 @@ from generation.rollouts.agent import (
 )
 from generation.rollouts.client import CapturingServer, ClientRollout, StartServer
 from generation.rollouts.episode import RolloutFunction, custom_rollout, one_shot
+from generation.rollouts.mcp_tools import McpServer, McpTools, list_tools
 from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
 from generation.rollouts.sampler import Sampler, make_sampler, sample_batch
 from generation.rollouts.sampler_llm import prompt_batch
-from generation.rollouts.tools import ToolLimits, ToolRunner, call_parser, make_tool, tools_by_name
+from generation.rollouts.tools import Tool, ToolLimits, ToolRunner, call_parser, make_tool, tools_by_name
 from generation.trajectory import Trajectory, by_episode, checked_reward
-from sharding.ranks import agreed, all_reduce_sum, all_to_all_bytes, exchange, world_size
+from sharding.ranks import agreed, all_reduce_sum, all_to_all_bytes, exchange, is_main, world_size
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.data import Prompt, prompt_messages
 from trainer.errors import Interrupted, UserError
@@ -55,6 +56,7 @@ class RolloutLevel:
         self._templated = config.data.apply_chat_template and tokenizer.chat_template is not None
         self.function: RolloutFunction | None = one_shot  # of one episode; None: a sampler takes all prompts at once
         self.sampler: Sampler | None = None  # level 5's object
+        self._mcp: McpTools | None = None
         self.data = config.data  # where tools are to be described, their schemas go to the chat template
         named, kwargs = config.rollout, config.rollout.kwargs
         if (custom := named.custom) is not None:
@@ -71,14 +73,19 @@ class RolloutLevel:
 
             client, seconds = functools.partial(found, **kwargs) if kwargs else found, config.run.step_deadline_s
             self.function = _checked("rollout.client", lambda: ClientRollout(client, serve, seconds))
-        elif named.tools or named.environment is not None:
-            self.function, schemas = _agent_function(named, tokenizer)
+        elif named.tools or named.mcp or named.environment is not None:
+            self._mcp = _mcp_tools(config)
+            self.function, schemas = _agent_function(named, tokenizer, self._mcp.tools)
+            if named.mcp:
+                self.function = self._mcp.around(self.function)
             if schemas and named.describe_tools:
                 described = {**config.data.chat_template_kwargs, "tools": schemas}
                 self.data = config.data.model_copy(update={"chat_template_kwargs": described})
 
     async def aclose(self) -> None:
-        """Stop level 6's server, if there is one. On the engine's loop, before the engine stops."""
+        """Stop level 6's server and those of MCP, if there are any. On the engine's loop, before the engine stops."""
+        if self._mcp is not None:
+            await self._mcp.aclose()
         if isinstance(self.function, ClientRollout):
             await self.function.aclose()
 
@@ -89,10 +96,25 @@ class RolloutLevel:
         return [prompt_messages(prompt.row, self.data) for prompt in prompts]
 
 
+def _mcp_tools(config: TrainConfig) -> McpTools:
+    """The tools of rollout.mcp, which rank 0 asks for. Collective."""
+    servers = [
+        McpServer(name, server.command, server.url, server.env, server.session == "shared")
+        for name, server in config.rollout.mcp.items()
+    ]
+    listed: dict[str, list[dict[str, Any]]] = {}
+    if servers:
+        with agreed("asking MCP servers for their tools"):
+            if is_main():
+                listed = _checked("rollout.mcp", lambda: list_tools(servers))
+        listed = exchange(listed)[0]
+    return McpTools(servers, listed, config.run.folder / "mcp.log")
+
+
 def _agent_function(
-    named: RolloutConfig, tokenizer: PreTrainedTokenizerBase
+    named: RolloutConfig, tokenizer: PreTrainedTokenizerBase, others: list[Tool]
 ) -> tuple[RolloutFunction, list[dict[str, Any]]]:
-    """Levels 2 and 3, and the schemas of their tools."""
+    """Levels 2 and 3, with `others` among their tools, and the schemas of all."""
 
     def function(spec: str) -> Callable[..., Any]:
         found: Callable[..., Any] = load(spec)
@@ -103,7 +125,7 @@ def _agent_function(
     inline = named.tool_parser == "inline"  # such calls are found otherwise
     parser = "hermes" if inline else named.tool_parser
     limits = ToolLimits(named.tool_timeout_s, named.max_concurrency, named.max_tool_tokens, named.tool_error)
-    tools = _checked("rollout.tools", lambda: tools_by_name(make_tool(function(spec)) for spec in named.tools))
+    tools = _checked("rollout.tools", lambda: tools_by_name([*(make_tool(function(s)) for s in named.tools), *others]))
     parse = _checked("rollout.tool_parser", lambda: call_parser(parser, tokenizer))
     agent = Agent(ToolRunner(limits, tokenizer), parse, named.max_turns, tools, named.describe_tools)
     schemas = [tool.schema for tool in tools.values()]

@@ -170,7 +170,7 @@ def make_tool(function: Callable[..., Any], *, method: bool = False) -> Tool:
             checked = Field(default, alias=parameter.name, description=about.get(parameter.name))
             fields[f"arg{index}"] = (hints.get(parameter.name, Any), checked)
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        schema = _without_titles(model.model_json_schema())
+        schema = without_titles(model.model_json_schema())
     except (PydanticUserError, NameError) as error:
         raise ValueError(f"tool {name!r} has a type hint that no schema can be made of: {error}") from error
     schema.pop("additionalProperties", None)
@@ -193,14 +193,14 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     return " ".join(parts[0].split()), entries
 
 
-def _without_titles(schema: Any) -> Any:
+def without_titles(schema: Any) -> Any:
     """The schema without the titles that pydantic gives everything: in a prompt they would be wasted tokens."""
     if isinstance(schema, list):
-        return [_without_titles(item) for item in schema]
+        return [without_titles(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     kept = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
-    return {key: _without_titles(value) for key, value in kept.items()}
+    return {key: without_titles(value) for key, value in kept.items()}
 
 
 def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:

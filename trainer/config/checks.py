@@ -239,6 +239,13 @@ def _check_rollout(config: TrainConfig) -> Iterator[str]:
         yield f"rollout.{named[0]} and rollout.{named[1]} are both set, but an episode runs by one of them: drop one"
     if rollout.tools and (own := [key for key in named if key != "environment"]):
         yield f"rollout.tools is set, but rollout.{own[0]} calls its tools itself: drop one of the two"
+    if rollout.mcp and (own := [key for key in named if key != "environment"]):
+        yield f"rollout.mcp is set, but rollout.{own[0]} calls its tools itself: drop one of the two"
+    if rollout.mcp and None in (find_spec("mcp"), find_spec("cryptography")):  # which it imports
+        yield "rollout.mcp is set, but the MCP SDK is not installed: pip install 'hotbunk[mcp]'"
+    for name, server in rollout.mcp.items():
+        if bool(server.command) == (server.url is not None):
+            yield f"rollout.mcp.{name} needs a command to start, or the url of a server that runs: set one of the two"
     if rollout.kwargs and not named:
         yield "rollout.kwargs is set, but nothing takes them: they are for environment, custom, sampler or client"
     if rollout.tool_parser == "inline" and named:

@@ -325,6 +325,18 @@ class RewardConfig(Section):
         )
 
 
+class McpServerConfig(Section):
+    """An MCP server whose tools the policy may call: a command to start, or an address."""
+
+    command: list[Text] = key([], "program and arguments; it is given PATH, HOME and the like, and `env`")
+    url: Text | None = key(None, "address of one that runs already (streamable HTTP)")
+    env: dict[str, str] = key({}, "further environment variables of the command")
+    session: Literal["trajectory", "shared"] = key(
+        "trajectory", "how long a session lasts, and the command with it, from the first call on",
+        trajectory="until its trajectory ends", shared="until the run ends: one on each engine's leader",
+    )  # fmt: skip
+
+
 class RolloutConfig(Section):
     """How a prompt becomes an answer: nothing here, one generation; else tools, an environment, or your own code.
 
@@ -332,6 +344,7 @@ class RolloutConfig(Section):
     """
 
     tools: list[Text] = key([], "typed Python functions, sync or async, that the policy may call")
+    mcp: dict[Name, McpServerConfig] = key({}, "MCP servers by name, whose tools the policy may call")
     environment: Text | None = key(None, "class with reset(**row), public methods as tools, get_reward() and close()")
     custom: Text | None = key(None, "async def (llm, row, sampling) -> Trajectory or several")
     sampler: Text | None = key(

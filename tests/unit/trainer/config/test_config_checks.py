@@ -1,5 +1,6 @@
 """What is checked before anything loads: between keys, and against the machine and the model."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -315,3 +316,13 @@ def test_without_a_network_a_name_that_is_not_a_folder_is_refused_before_the_hub
     cached.write_text('{"hidden_size": 8}')
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(cached))
     assert model_config("mine/modle") == {"hidden_size": 8}
+
+
+def test_mcp_servers_have_a_command_or_an_address_and_a_rollout_that_calls_tools(config: dict) -> None:
+    both = {"command": ["x"], "url": "http://127.0.0.1:1"}
+    found = problems(config, {"rollout": {"mcp": {"none": {}, "both": both}, "custom": "mine:rollout"}})
+    assert any("rollout.mcp is set, but rollout.custom calls its tools itself" in one for one in found)
+    needs = [one.partition(" needs a command to start, or the url")[0] for one in found if " needs a command" in one]
+    assert needs == ["rollout.mcp.none", "rollout.mcp.both"]
+    installed = importlib.util.find_spec("mcp") and importlib.util.find_spec("cryptography")
+    assert any("pip install 'hotbunk[mcp]'" in one for one in found) == (not installed)

@@ -1,0 +1,34 @@
+"""An MCP server with a memory, which tells how many calls its process has had."""
+
+import os
+import sys
+import time
+
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("shelf")
+shelf: list[str] = []
+
+
+@server.tool()
+def put(item: str) -> str:
+    """Put one thing on the shelf."""
+    shelf.append(item)
+    return f"{len(shelf)}: {', '.join(shelf)} ({os.environ.get('SHELF')}, {os.environ.get('SECRET_OF_THE_TRAINER')})"
+
+
+@server.tool()
+def misbehave(how: str) -> str:
+    """Do not answer as one should."""
+    if how == "raise":
+        raise ValueError("the shelf is full")
+    if how == "exit":
+        os._exit(3)
+    time.sleep(3600)
+    return ""
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit("no shelf here")
+    server.run("stdio")

@@ -1,0 +1,113 @@
+"""Tools of a real MCP server, started by its command: sessions, errors, deadlines, and no process left."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from generation.rollouts.agent import Agent, tool_rollout
+from generation.rollouts.mcp_tools import McpServer, McpTools, list_tools
+from generation.rollouts.tools import ToolLimits, ToolRunner, parse_hermes, tools_by_name
+from tests.unit.generation.rollouts.test_environments import TOKENIZER, bytes_of, say
+from tests.unit.scripted import ScriptedEngine, run
+
+pytest.importorskip("mcp", reason="the MCP SDK lacks cryptography here, which it imports", exc_type=ImportError)
+COMMAND = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
+
+SEARCH = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+
+
+def servers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if COMMAND[1] in child.cmdline()]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    assert servers() == []
+
+
+@pytest.fixture(scope="module")
+def listed() -> dict[str, list[dict[str, Any]]]:
+    return list_tools([McpServer("shelf", COMMAND, env=SEARCH)])
+
+
+def test_a_servers_tools_are_listed_in_the_form_of_chat_templates(listed: dict[str, list[dict[str, Any]]]) -> None:
+    put = next(tool["function"] for tool in listed["shelf"] if tool["function"]["name"] == "put")
+    assert put["description"] == "Put one thing on the shelf."
+    assert put["parameters"]["required"] == ["item"] and put["parameters"]["properties"]["item"]["type"] == "string"
+
+
+def test_what_cannot_be_asked_is_named_with_its_own_words() -> None:
+    with pytest.raises(ValueError, match="server 'shelf' does not tell its tools: .*no shelf here"):
+        list_tools([McpServer("shelf", [*COMMAND, "--broken"], env=SEARCH)])
+    with pytest.raises(ValueError, match="server 'shelf' does not tell its tools: FileNotFoundError"):
+        list_tools([McpServer("shelf", ["/no/such/program"])])
+
+
+def call(name: str, **arguments: str) -> list[int]:
+    pairs = ", ".join(f'"{key}": "{value}"' for key, value in arguments.items())
+    return say(f'<tool_call>{{"name": "{name}", "arguments": {{{pairs}}}}}</tool_call>')
+
+
+def converse(
+    listed: dict, tmp_path: Path, queues: dict[str, list], timeout_s: float = 60.0, env: Any = SEARCH, **server: Any
+) -> dict:
+    """What each prompt's episode was told, by its own letter; all at once on one loop."""
+    mcp = McpTools([McpServer("shelf", COMMAND, env=SEARCH | env, **server)], listed, tmp_path / "logs" / "mcp.log")
+    agent = Agent(ToolRunner(ToolLimits(timeout_s=timeout_s), TOKENIZER), parse_hermes, 8, tools_by_name(mcp.tools))
+    engine = ScriptedEngine(lambda ids, seed: queues[bytes_of(ids)[:1].decode()].pop(0))
+    function = mcp.around(tool_rollout(agent))
+
+    async def closing(llm: Any, row: dict, sampling: Any) -> Any:
+        trajectory = await function(llm, row, sampling)
+        row["left"].discard(row["name"])
+        if not row["left"]:
+            await mcp.aclose()  # as at the end of a run, on the engine's loop
+        return trajectory
+
+    left = set(queues)
+    rows = [{"name": name, "left": left} for name in queues]
+    results = run(engine, closing, [say(name)[:-1] for name in queues], TOKENIZER, rows=rows)
+    return dict(zip(queues, sorted(results, key=lambda t: t.prompt_index), strict=True))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a session each", "one session for all"])
+def test_sessions_are_a_trajectorys_own_or_shared(
+    shared: bool, listed: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers keep state; they see the variables that are meant for them, and none of the trainer's."""
+    monkeypatch.setenv("SECRET_OF_THE_TRAINER", "key")
+    queues = {name: [call("put", item=name), call("put", item=name * 2), say("ok")] for name in "ab"}
+    told = converse(listed, tmp_path, queues, env={"SHELF": "oak"}, shared=shared)
+    text = {name: TOKENIZER.decode(trajectory.response_ids) for name, trajectory in told.items()}
+    assert all("(oak, None)" in said for said in text.values())
+    if shared:
+        assert sum("4: " in said for said in text.values()) == 1
+    else:
+        assert "2: a, aa (" in text["a"] and "2: b, bb (" in text["b"]
+    assert all(trajectory.metrics["tools/calls"] == 2 for trajectory in told.values())
+
+
+def test_errors_ends_and_hangs_of_a_server_cost_their_call_only(listed: dict, tmp_path: Path) -> None:
+    calls = [call("misbehave", how="raise"), call("misbehave", how="exit"), call("put", item="x"), say("ok")]
+    (told,) = converse(listed, tmp_path, {"a": calls}).values()
+    text = TOKENIZER.decode(told.response_ids)
+    assert (
+        "Error executing tool misbehave" in text
+        and "Connection closed" in text
+        and "1: x (" in text
+        and told.error == ""
+    )
+    assert told.metrics["tools/errors"] == 2
+    (late,) = converse(listed, tmp_path, {"a": [call("misbehave", how="hang"), say("ok")]}, timeout_s=6.0).values()
+    assert late.metrics["tools/errors/timeout"] == 1 and "took longer than 6 s" in TOKENIZER.decode(late.response_ids)
+
+
+def test_a_trajectory_without_calls_starts_no_server(listed: dict, tmp_path: Path) -> None:
+    (told,) = converse(listed, tmp_path, {"a": [say("ok")]}).values()
+    assert told.error == "" and not (tmp_path / "logs").exists()
