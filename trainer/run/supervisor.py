@@ -66,9 +66,8 @@ def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] 
         wait = pause(failures)
         after = f"{left - 1} restart{'s' * (left != 2)} left after that"
         _say(f"failed in {where}, exit code {code}: starting again in {wait:.0f} s, {after}")
-        attempt.sleep(wait)
-        if attempt.asked:
-            return 128 + attempt.asked
+        if number := attempt.sleep(wait):
+            return 128 + number
         if outcome.saved > began:  # whatever the first attempt was told to resume from, this one goes on
             command = [*launcher, "--resume", "auto"]
     raise AssertionError("the last attempt has none left")
@@ -127,11 +126,12 @@ class _Attempt:
             told = file.read()
         return code if code >= 0 else 128 - code, Outcome(**json.loads(told)) if told else Outcome()
 
-    def sleep(self, seconds: float) -> None:
-        """Wait, unless a signal comes."""
+    def sleep(self, seconds: float) -> int:
+        """Wait, unless a signal comes; gives its number, or 0."""
         deadline = time.monotonic() + seconds
         while not self.asked and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))
+        return self.asked
 
 
 if __name__ == "__main__":
