@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from generation.trajectory import Trajectory, checked_versions, merged_versions
 
 if TYPE_CHECKING:
+    import numpy as np
     from vllm import RequestOutput
 
 Message = Mapping[str, Any]
@@ -45,6 +46,8 @@ class Generation:
         off_policy: how its sampling parameters differ from training's, as a sentence; empty: not at all.
         parent: the answer that its prompt continues.
         continued: whether another prompt continues it.
+        routes: the experts of each token of prompt and answer but the last, [tokens - 1, layers, experts of a token],
+            where the engine tells them; as of the pass that computed what the last of them saw.
     """
 
     token_ids: list[int]
@@ -63,6 +66,7 @@ class Generation:
     parent: "Generation | None" = field(default=None, repr=False, compare=False)
     continued: bool = False
     versions: list[tuple[int, int]] = field(default_factory=list)
+    routes: "np.ndarray | None" = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -99,6 +103,7 @@ def generations_of(output: "RequestOutput", weight_version: int = 0) -> list[Gen
             prompt_text=output.prompt or "",
             request_id=output.request_id,
             index=completion.index,
+            routes=completion.routed_experts,
         )
         for completion in output.outputs
     ]
@@ -135,6 +140,7 @@ def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Traject
         done.extend(prompt[len(so_far) :])
         done.answer_start = len(done.response_ids)
         done.extend(generation.token_ids, None if id(generation) in masked else generation.logprobs)
+        done.routes = generation.routes
     mark_versions(done, chain)
     return done
 

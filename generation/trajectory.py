@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Trajectory:
             episode's reward is that of its last trajectory.
         turn_rewards: of each answer, in order, where the environment rewards turns; they are part of `reward`.
         metrics: figures of this trajectory. Names that begin with "tools/" or "server/" are summed over a step.
+        routes: a mixture's, where the engine tells them; see `Generation`.
         error: not empty when generation of this sample failed; such a sample is counted and left out of the loss.
     """
 
@@ -54,6 +58,7 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    routes: "np.ndarray | None" = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not len(self.response_ids) == len(self.loss_mask) == len(self.logprobs):

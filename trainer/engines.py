@@ -51,6 +51,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         plain_cpu_weights=engine.plain_cpu_weights,
         fp32_head=config.policy.fp32_head,
         lora_rank=config.lora.rank if config.lora.engines_apply else 0,
+        routes=config.model.routes == "engine",
         worker_extension=WORKER_EXTENSION,
         worker_class=SHARING_WORKER if config.sync.way == "zero_copy" and on_cuda else None,
         extra=needed | engine.extra | (both if both["additional_config"] else {}),

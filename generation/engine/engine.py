@@ -75,6 +75,8 @@ class Engine:
             self._worker_memory = worker_memory()
         if self.settings.keyed_noise:
             await self.ask_workers("hotbunk_key_noise")
+        if self.settings.routes and self.settings.on_cpu:
+            await self.ask_workers("hotbunk_record_routes")
 
     def _note_preemptions(self, count: int) -> None:
         self.preemptions += count
@@ -112,7 +114,10 @@ class Engine:
             if answer.prompt_ids != prompt_ids:
                 raise ValueError(f"an unfinished answer goes on after its own prompt, not another of {len(prompt_ids)}")
             outputs = await self.request_in_slices(answer, params, turnstile)
-            return answer.finished(outputs[-1].outputs[0].finish_reason or "abort")
+            last = outputs[-1].outputs[0]
+            whole = answer.finished(last.finish_reason or "abort")
+            whole.routes = last.routed_experts  # of the last slice, whose prompt was all before it
+            return whole
         prompt = {"prompt_token_ids": prompt_ids}
         return generations_of(await self.request(prompt, params, policy_version=policy_version), policy_version)[0]
 
@@ -155,7 +160,22 @@ class Engine:
             async for output in outputs:
                 if self.not_finite is None:
                     self.not_finite = first_not_finite(output)
+                if self.settings.routes and self.settings.on_cpu:
+                    await self._add_routes(output, request_id, params.n)
                 yield output
+
+    async def _add_routes(self, output: "RequestOutput", request_id: str, count: int) -> None:
+        """On CPU, where vLLM leaves it open: the `routed_experts` of completions that have ended, `count` in all."""
+        import numpy as np
+
+        for completion in (c for c in output.outputs if c.finish_reason is not None):
+            # vllm/v1/engine/parallel_sampling.py, get_child_info
+            name = request_id if count == 1 else f"{completion.index}_{request_id}"
+            [found, *_] = await self.ask_workers("hotbunk_take_routes", name)
+            layers, top_k, dtype = found["format"]
+            rows = np.frombuffer(found["routes"], dtype).reshape(-1, layers, top_k)
+            length = len(output.prompt_token_ids or []) + len(completion.token_ids)
+            completion.routed_experts = rows[: length - 1]  # the engine may have computed more than it returns
 
     async def _final_output(self, prompt: dict[str, Any], params: "SamplingParams", **options: Any) -> "RequestOutput":
         final = None

@@ -37,6 +37,8 @@ OWN_ARGUMENTS = {
     "enable_lora": "lora.rank",
     "kv_cache_memory_bytes": "engine.kv_cache_gib",
     "enable_sleep_mode": "engine.sleep",
+    "enable_return_routed_experts": "model.routes",
+    "aux_output_config": "model.routes",
     **{name: f"engine.{name}" for name in _SAME_NAME},
     **dict.fromkeys(_NEVER),
 }
@@ -74,6 +76,7 @@ class EngineSettings:
         lora_rank: answer with a LoRA adapter of at most this rank, once the trainer has sent one; 0: none.
         keyed_noise: what is sampled at a position depends on the request's seed, the position and the tokens before it
             alone, not on where the request began: an answer may be cut and go on.
+        routes: tell the experts that a mixture sent each token to, as vLLM's `CompletionOutput.routed_experts`.
         worker_extension: import path of the class that vLLM adds to its workers, such as `sharding.WORKER_EXTENSION`.
             Weight updates, and sleep on CPU, need one; None: there are neither.
         worker_class: import path of a class in place of vLLM's worker; None: vLLM's own.
@@ -101,6 +104,7 @@ class EngineSettings:
     fp32_head: bool = False
     lora_rank: int = 0
     keyed_noise: bool = False
+    routes: bool = False
     worker_extension: str | None = None
     worker_class: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)

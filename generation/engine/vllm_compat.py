@@ -75,6 +75,9 @@ _CUDA_ENVIRONMENT = {
 }
 
 
+_RUNNER_V2 = "VLLM_USE_V2_MODEL_RUNNER"
+
+
 def _apart_from_other_ranks() -> dict[str, str]:
     """Variables that keep engines apart that start in the same second.
 
@@ -138,6 +141,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
     arguments |= settings.extra
+    if settings.routes and not settings.on_cpu:  # on CPU the worker extension has them told
+        arguments["enable_return_routed_experts"] = True
     if settings.fp32_head:
         arguments["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | {"head_dtype": "float32"}
     return arguments
@@ -154,6 +159,7 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
         check_version()
         check_build(settings)
         check_worker_classes(settings)
+        check_routes(settings)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -343,6 +349,26 @@ def check_keyed_noise(settings: EngineSettings, config: Any) -> None:
         )
     if settings.on_cpu and settings.worker_extension is None:
         raise ValueError("on CPU noise is keyed by the worker extension: set it to sharding.WORKER_EXTENSION")
+
+
+def check_routes(settings: EngineSettings) -> None:
+    """Raise ValueError where the installed vLLM cannot tell the routes of a mixture."""
+    if not settings.routes:
+        return
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    if settings.on_cpu:
+        able = settings.worker_extension is not None and hasattr(BaseRouter, "set_capture_fn")
+    else:
+        able = hasattr(EngineArgs, "enable_return_routed_experts") and os.environ.get(_RUNNER_V2) != "0"
+    if not able:
+        where, needs = ("a CPU", "the worker extension") if settings.on_cpu else ("CUDA", f"{_RUNNER_V2} other than 0")
+        raise ValueError(
+            f"model.routes is engine, but vLLM {vllm.__version__} tells no routes on {where} as it is set up here: it "
+            f"needs {needs} and a release of those supported; or set model.routes to recorded"
+        )
 
 
 def check_worker_classes(settings: EngineSettings) -> None:

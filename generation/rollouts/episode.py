@@ -48,7 +48,7 @@ class PolicyLLM:
         messages: the messages it was rendered from; None where the prompt is plain text or ids.
         calls: the number of requests so far; the next one's seed depends on it.
         turnstile: the episode's way through the gate where answers grow slice by slice; None: they are not cut.
-        sampled: its answers so far; noted with a turnstile only.
+        sampled: its answers so far; noted with a turnstile, and where the engine tells routes.
         fatal: the error of the engine itself, if there was one: it ends the rollout whatever the function does with it.
     """
 
@@ -101,9 +101,16 @@ class PolicyLLM:
             raise
         if generation.finish_reason not in ("stop", "length"):
             raise SamplingError(f"vLLM ended the request with {generation.finish_reason!r}")
-        if self.turnstile is not None:
+        if self.turnstile is not None or generation.routes is not None:
             self.sampled.append(generation)
         return generation
+
+    def add_routes(self, trajectory: Trajectory) -> None:
+        """Give a trajectory the routes of its latest answer, which are those of all tokens before as well."""
+        ids = trajectory.prompt_ids + trajectory.response_ids
+        own = (answer for answer in reversed(self.sampled) if ids[: len(answer.ids)] == answer.ids)
+        if trajectory.routes is None and (latest := next(own, None)) is not None:
+            trajectory.routes = latest.routes
 
     @asynccontextmanager
     async def away(self) -> AsyncIterator[None]:

@@ -120,6 +120,7 @@ async def _checked(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any
     if not trajectories or not all(isinstance(t, Trajectory) for t in trajectories):
         raise TypeError(f"a rollout function must return a Trajectory or a list of them, but gave {result!r:.100}")
     for trajectory in trajectories:
+        llm.add_routes(trajectory)
         trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
         mark_versions(trajectory, llm.sampled)
         check_rewards(trajectory, getattr(function, "__qualname__", "the rollout"))

@@ -237,7 +237,8 @@ class _Sampled:
             # Such as the grammar `root ::= root root`, which no text fits; vLLM would make a 500 of it.
             raise Refused(400, "no token fits what structured_outputs or response_format ask for: correct the grammar")
         versions = [(self.version, 0)] if self.version is not None else self.versions[choice.index]
-        return Generation(ids, logprobs, choice.finish_reason, prompt_ids=self.prompt_ids, versions=versions)
+        known = {"prompt_ids": self.prompt_ids, "versions": versions, "routes": choice.routed_experts}
+        return Generation(ids, logprobs, choice.finish_reason, **known)
 
 
 def joined_slices(

@@ -24,6 +24,7 @@ from sharding.worker.loader import reprocessed_modules
 from sharding.worker.noise import key_noise
 from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtype
 from sharding.worker.recording import Recording, storage_key
+from sharding.worker.routes import RouteRecorder
 from sharding.worker.storage import StorageBuckets, StorageCarrier
 
 # vLLM imports this module before it builds the model: without oneDNN, linear layers keep their weights as they are
@@ -95,6 +96,7 @@ class VllmInternalWorkerExtension:
     hotbunk_weights: Manifest | None = None
     hotbunk_recording: Recording | None = None
     hotbunk_shared: SharedWeights | None = None
+    hotbunk_routes: RouteRecorder | None = None
 
     def report_device_id(self) -> str:
         """The device this worker runs on: its UUID on CUDA, `cpu:<rank in the engine group>` on CPU."""
@@ -132,6 +134,28 @@ class VllmInternalWorkerExtension:
         outcome = self._hotbunk_try(share)
         shared = self.hotbunk_shared
         return outcome if shared is None else outcome | {"handle": shared.handle, "places": shared.places}
+
+    def hotbunk_record_routes(self) -> Outcome:
+        """From now on keep the routes of a mixture's tokens; on CPU."""
+
+        def record() -> None:
+            self.hotbunk_routes = RouteRecorder(self.model_runner, self.get_model())  # type: ignore[attr-defined]
+
+        return self._hotbunk_try(record)
+
+    def hotbunk_take_routes(self, request: str) -> Outcome:
+        """`routes`: see `RouteRecorder.take`; of the group's first worker only, since all have the same.
+        `format`: layers, experts of a token in each, dtype.
+        """
+        found: Outcome = {}
+
+        def take() -> None:
+            assert self.hotbunk_routes is not None, "routes are not recorded"
+            rows = self.hotbunk_routes.take(request)
+            found["routes"] = rows if self.rank == 0 else b""  # type: ignore[attr-defined]
+            found["format"] = self.hotbunk_routes.format
+
+        return self._hotbunk_try(take) | found
 
     def prepare_refit_info(self, info: Manifest) -> Outcome:
         """Say what every update from now on must bring: checkpoint name -> [shape, dtype]. {} takes it back."""
@@ -196,6 +220,8 @@ class VllmInternalWorkerExtension:
         return self._hotbunk_try(look) | {"weights": found}
 
     def _hotbunk_receive(self, carrier: Carrier) -> Outcome:
+        if self.hotbunk_routes is not None:
+            self.hotbunk_routes.clear()
         reprocessed = reprocessed_modules(self.get_model(), _PLAIN_ON_CPU)  # type: ignore[attr-defined]
         receiver = Receiver(self, reprocessed, self.hotbunk_promised, self.hotbunk_recording)
         outcome = receiver.receive(carrier)

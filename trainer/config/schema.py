@@ -67,9 +67,10 @@ class ModelConfig(Section):
     tokenizer: Text | None = key(None, "folder or hub name; null: the model's own")
     attn_implementation: Text = key("sdpa", "Transformers' attention on the trainer's side")
     trust_remote_code: bool = key(False, "run model code that comes with the checkpoint")
-    routes: Literal["own", "recorded"] = key(
+    routes: Literal["own", "recorded", "engine"] = key(
         "own", "the experts of a mixture that the trainer sends a token to (docs/algorithms.md)",
         own="those its routers choose in every pass", recorded="those of its first pass over the step's batch",
+        engine="those that the engine sent it to",
     )  # fmt: skip
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from generation.trajectory import Trajectory
 from sharding.ranks import agreed, all_to_all_bytes, rank, send_to_all, world_size
-from trainer.types import Sample
+from trainer.types import RouteFormat, Sample
 
 _FIELDS = {
     "prompt_index": "<i4",
@@ -117,13 +118,17 @@ def count_turns(loss_mask: list[int]) -> int:
 
 
 def hand_over(
-    answers: list[list[Answer]], shares: list[list[list[int]]], sample: Callable[[Trajectory], Sample]
+    answers: list[list[Answer]],
+    shares: list[list[list[int]]],
+    sample: Callable[[Trajectory], Sample],
+    routes: RouteFormat | None = None,
 ) -> list[list[Sample]]:
     """The samples that this rank trains on, for each optimizer step in the order of `shares`. Collective: one exchange.
 
     `answers` are those of each optimizer step, the same on all ranks; `shares` of each step and rank the positions in
-    them that it trains on. A sample is made where its trajectory is.
+    them that it trains on. A sample is made where its trajectory is; with `routes` it has those of this format.
     """
+    row_bytes = 0 if routes is None else routes.row_bytes
     outgoing = [bytearray() for _ in range(world_size())]
     with agreed("handing over the answers"):
         for step, by_rank in zip(answers, shares, strict=True):
@@ -137,8 +142,8 @@ def hand_over(
         mine.append([])
         for answer in (step[position] for position in by_rank[rank()]):
             begin = ends[answer.rank]
-            ends[answer.rank] = begin + _TOKEN_BYTES * answer.length
-            mine[-1].append(_unpacked(streams[answer.rank][begin : ends[answer.rank]], answer.length))
+            ends[answer.rank] = begin + _TOKEN_BYTES * answer.length + row_bytes * (answer.length - 1)
+            mine[-1].append(_unpacked(streams[answer.rank][begin : ends[answer.rank]], answer.length, routes))
     return mine
 
 
@@ -147,9 +152,15 @@ _TOKEN_BYTES = 9  # id, log-probability and mask
 
 def _packed(sample: Sample) -> bytes:
     ids, logprobs = np.array(sample.input_ids, dtype="<i4"), np.array(sample.engine_logprobs, dtype="<f4")
-    return ids.tobytes() + logprobs.tobytes() + np.array(sample.loss_mask, dtype="u1").tobytes()
+    rows = b"" if sample.routes is None else sample.routes.numpy().tobytes()
+    return ids.tobytes() + logprobs.tobytes() + np.array(sample.loss_mask, dtype="u1").tobytes() + rows
 
 
-def _unpacked(data: bytes, length: int) -> Sample:
+def _unpacked(data: bytes, length: int, routes: RouteFormat | None) -> Sample:
     ids, logprobs = np.frombuffer(data, "<i4", length), np.frombuffer(data, "<f4", length, 4 * length)
-    return Sample(ids.tolist(), np.frombuffer(data, "u1", length, 8 * length).tolist(), logprobs.tolist())
+    sample = Sample(ids.tolist(), np.frombuffer(data, "u1", length, 8 * length).tolist(), logprobs.tolist())
+    if routes is not None:
+        rows = torch.frombuffer(bytearray(data[_TOKEN_BYTES * length :]) or bytearray(1), dtype=torch.uint8)
+        shape = length - 1, len(routes.layers), routes.top_k
+        sample.routes = rows[: (length - 1) * routes.row_bytes].view(routes.dtype).view(shape)
+    return sample

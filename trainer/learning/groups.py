@@ -15,7 +15,8 @@ from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.learning.answers import Answer, hand_over
 from trainer.learning.batching import assign_to_ranks, micro_batches
-from trainer.types import MicroBatch, Sample
+from trainer.learning.routes import checked_routes
+from trainer.types import MicroBatch, RouteFormat, Sample
 
 Episode = list[Answer]
 """One sample of its group, however many trajectories it has: it counts once wherever samples are compared.
@@ -146,17 +147,23 @@ class MiniBatch:
     shares: list[list[int]] = field(default_factory=list)  # of each rank the positions it trains on, ascending
 
 
-def prepare(portions: list[list[Group]], config: TrainConfig, pad_id: int, device: torch.device) -> list[MiniBatch]:
+def prepare(
+    portions: list[list[Group]],
+    config: TrainConfig,
+    pad_id: int,
+    device: torch.device,
+    routes: RouteFormat | None = None,
+) -> list[MiniBatch]:
     """Deal each portion's trajectories out to ranks and cut this rank's into micro-batches. Collective.
 
     Counts are of the masks as they are trained on: a filtered answer is in none of them. What is left out later, since
     engine and trainer disagree on it or it is of low entropy, is multiplied into the loss and stays in the counts, as
-    in the papers.
+    in the papers. With `routes` the samples have the engine's.
     """
     answers = [[t for group in groups for episode in group for t in episode] for groups in portions]
     shares = [assign_to_ranks([t.length for t in each], world_size()) for each in answers]
     filters = config.algorithm.overlong_filter
-    samples = hand_over(answers, shares, partial(to_sample, overlong_filter=filters))
+    samples = hand_over(answers, shares, partial(to_sample, overlong_filter=filters, routes=routes), routes)
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
     minibatches = []
     for groups, each, by_rank, own in zip(portions, answers, shares, samples, strict=True):
@@ -168,10 +175,11 @@ def prepare(portions: list[list[Group]], config: TrainConfig, pad_id: int, devic
     return minibatches
 
 
-def to_sample(trajectory: Trajectory, overlong_filter: bool = False) -> Sample:
+def to_sample(trajectory: Trajectory, overlong_filter: bool = False, routes: RouteFormat | None = None) -> Sample:
     """Prompt and response in one sequence; mask and log-probabilities are 0 on the prompt.
 
-    With `overlong_filter` an answer that was cut off has a mask of 0 throughout.
+    With `overlong_filter` an answer that was cut off has a mask of 0 throughout; with `routes` a sample has the
+    engine's (`checked_routes`).
     """
     prompt = len(trajectory.prompt_ids)
     cut = overlong_filter and trajectory.finish_reason == "length"
@@ -179,6 +187,7 @@ def to_sample(trajectory: Trajectory, overlong_filter: bool = False) -> Sample:
         input_ids=trajectory.prompt_ids + trajectory.response_ids,
         loss_mask=[0] * prompt + ([0] * len(trajectory.loss_mask) if cut else trajectory.loss_mask),
         engine_logprobs=[0.0] * prompt + trajectory.logprobs,
+        routes=None if routes is None else checked_routes(trajectory, routes),
     )
 
 

@@ -11,7 +11,7 @@ from trainer.learning.credit import assign_credit, has_signal
 from trainer.learning.groups import Group, MiniBatch, informative, longest_answer, prepare, split
 from trainer.learning.metrics import Metrics, critic_metrics, engine_gap, gap_without_update, over_ranks, update_metrics
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
-from trainer.learning.routes import routing_metrics
+from trainer.learning.routes import engine_routes, routing_metrics
 from trainer.policy.critic import Critic
 from trainer.policy.routing import balance, loads_of
 from trainer.types import MicroBatch, Outputs, Policy, Scorer
@@ -50,7 +50,8 @@ class Learner:
         filters = config.algorithm.overlong_filter
         groups = [g for g in groups if any(t.trainable(filters) for episode in g for t in episode)]
         portions = split(groups, config.batch.updates_per_step)
-        minibatches = prepare(portions, config, self._pad_id, self._policy.device)
+        routes = engine_routes(config, self._policy)
+        minibatches = prepare(portions, config, self._pad_id, self._policy.device, routes)
         self._score_before(minibatches)
         assign_credit(minibatches, config, self._reward_weights)
         algorithm = config.algorithm

@@ -4,6 +4,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from trainer.config.schema import AlgorithmConfig, TrainConfig
 from trainer.learning.answers import Answer, hand_over
 from trainer.learning.batching import assign_to_ranks, micro_batches
 from trainer.learning.groups import to_sample
+from trainer.learning.routes import engine_routes
 from trainer.types import Policy, UpdateStats
 
 Metrics = dict[str, float]
@@ -91,7 +93,8 @@ def gap_without_update(answers: list[Answer], policy: Policy, config: TrainConfi
     if not chosen:
         return {}
     shares = assign_to_ranks([t.length for t in chosen], world_size())
-    [own] = hand_over([chosen], [shares], to_sample)
+    routes = engine_routes(config, policy)
+    [own] = hand_over([chosen], [shares], partial(to_sample, routes=routes), routes)
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
     batches = micro_batches(own, budget, pad_id, policy.device, packing=packing)
     outputs = policy.score(batches, config.sampling.temperature)

@@ -1,6 +1,6 @@
 """The modules that are trained: a causal language model that returns log-probabilities, a trunk that returns values."""
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -117,11 +117,13 @@ def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs
     """The outputs of a PolicyModule, wrapped or not, for a micro-batch."""
     inputs, packing = trunk_inputs(batch)
     targets = batch.trained(batch.input_ids[:, 1:])
-    routing: Routing | None = module.routing
+    routing = cast(Routing | None, module.routing)
     if routing is not None:
         routing.begin(batch)
     found = module(inputs, batch.layout.states, targets, temperature, packing)
-    return Outputs(*map(batch.spread, found), routes=None if routing is None else routing.taken())
+    result = Outputs(*map(batch.spread, found))
+    result.routes = None if routing is None else routing.taken()
+    return result
 
 
 def values(module: nn.Module, batch: MicroBatch) -> Tensor:

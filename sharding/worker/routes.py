@@ -1,0 +1,83 @@
+"""The routes of a mixture's tokens through its experts, as this worker computes them (runner V1, on CPU).
+
+vLLM's own way of returning them needs runner V2, which CPUs do not have (0.32: vllm/config/vllm.py,
+_verify_aux_output_compatibility). Its routers tell their choices on CPUs as well
+(vllm/model_executor/layers/fused_moe/router/base_router.py, set_capture_fn).
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class RouteRecorder:
+    """Keeps the rows of the running and the latest requests, each a token's experts in all layers.
+
+    A row also lies where the token's keys and values lie in their cache, so that a request that finds its prompt's
+    beginning there, or comes back after it was preempted, has the rows of the pass that computed what it reads.
+    """
+
+    def __init__(self, runner: Any, model: torch.nn.Module) -> None:
+        """Listen to the model's routers. Raises ValueError where there are none, or they tell nothing."""
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+        from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+        config = runner.model_config
+        layers, self.top_k = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
+        self.dtype = np.uint8 if config.get_num_experts() <= 256 else np.uint16
+        mixtures = [module for module in model.modules() if isinstance(module, MoERunner)]
+        if not mixtures or not all(isinstance(mixture.router, BaseRouter) for mixture in mixtures):
+            raise ValueError(f"{type(model).__name__} has no routers that tell their choices: set model.routes to own")
+        self.format = [layers, self.top_k, np.dtype(self.dtype).name]
+        self._layers, self._runner = layers, runner
+        self._chosen: dict[int, Tensor] = {}  # of the latest pass, by layer
+        self._by_slot = np.zeros((0, layers, self.top_k), self.dtype)
+        self._rows: dict[str, list[np.ndarray]] = {}
+        for mixture in mixtures:
+            mixture.router.set_capture_fn(partial(self._chosen.__setitem__, mixture.layer_id))
+        self._execute = runner.execute_model
+        runner.execute_model = self._execute_model
+
+    def clear(self) -> None:
+        """Forget requests that nobody asked for."""
+        self._rows.clear()
+
+    def take(self, request: str) -> bytes:
+        """The rows [tokens, layers, top_k] of a request that has ended, by the id it was submitted under."""
+        # vLLM adds eight characters to the id (vllm/v1/engine/input_processor.py, assign_request_id).
+        name = next((name for name in self._rows if name.rpartition("-")[0] == request), None)
+        return b"" if name is None else np.concatenate(self._rows.pop(name)).tobytes()
+
+    def _execute_model(self, scheduled: Any, *others: Any, **options: Any) -> Any:
+        self._chosen.clear()
+        result = self._execute(scheduled, *others, **options)
+        if scheduled.total_num_scheduled_tokens and self._chosen:
+            self._keep(scheduled.num_scheduled_tokens)
+        return result
+
+    def _keep(self, scheduled: dict[str, int]) -> None:
+        """The rows of a pass: the requests' tokens are in it one after another, in the order of the batch."""
+        batch = self._runner.input_batch
+        total = sum(scheduled.values())
+        rows = np.zeros((total, self._layers, self.top_k), self.dtype)
+        for layer, chosen in self._chosen.items():
+            rows[:, layer] = chosen[:total].numpy()
+        table = batch.block_table[0]
+        end = 0
+        for place, name in enumerate(batch.req_ids):
+            begin, end = end, end + scheduled[name]
+            start = int(batch.num_computed_tokens_cpu[place])
+            positions = np.arange(start + end - begin)
+            slots = table.get_numpy_array()[place, positions // table.block_size].astype(np.int64) * table.block_size
+            slots += positions % table.block_size
+            if len(self._by_slot) <= slots.max():
+                more = np.zeros((int(slots.max()) + 1 - len(self._by_slot), *rows.shape[1:]), self.dtype)
+                self._by_slot = np.concatenate([self._by_slot, more])
+            self._by_slot[slots[start:]] = rows[begin:end]
+            kept = self._rows.setdefault(name, [])
+            if sum(map(len, kept)) != start:  # new, or begun again: what is not computed now was found in the cache
+                kept[:] = [self._by_slot[slots[:start]]]
+            kept.append(rows[begin:end])

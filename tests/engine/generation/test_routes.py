@@ -1,0 +1,189 @@
+"""The routes that an engine tells are those it took, and with them the trainer computes what the engine did."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from make_tiny import make_tiny_model
+from transformers import AutoModelForCausalLM
+
+from generation.engine.engine import Engine, Leader
+from generation.engine.sampling import SamplingSettings
+from generation.exact_ids import Generation
+from generation.rollouts.episode import PolicyLLM
+from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
+from generation.trajectory import Trajectory
+from tests.colocated import start_engine, stop
+from trainer.config.schema import ModelConfig
+from trainer.learning.batching import micro_batches
+from trainer.learning.groups import to_sample
+from trainer.policy.hf_format import build_meta_model
+from trainer.policy.module import PolicyModule, outputs
+from trainer.policy.routing import Routing, find_routers
+
+LAYERS, EXPERTS = 4, 16
+BLOCK_BYTES = 128 * 2 * 2 * 32 * LAYERS * 2  # 128 tokens' keys and values of 2 heads of 32, in bfloat16
+PREEMPTED: list[int] = []
+
+
+class Watched(Engine):
+    """Notes the number of requests that were preempted in each step."""
+
+    async def start(self, stat_loggers: list[Any] | None = None) -> None:
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        class Preemptions(StatLoggerBase):
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                pass
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+                if iteration_stats is not None:
+                    PREEMPTED.append(iteration_stats.num_preempted_reqs)
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        await super().start([Preemptions])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    return make_tiny_model(folder, architecture="qwen3_moe", tied=False, layers=LAYERS, experts=EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def leader(model: Path) -> Iterator[Leader]:
+    """In bfloat16, with room for 20 blocks of keys and values: 16 answers that begin a second one do not fit."""
+    settings = {"dtype": "bfloat16", "routes": True, "kv_cache_bytes": 20 * BLOCK_BYTES, "max_num_seqs": 16}
+    leader = start_engine(model, kind=Watched, **settings)
+    leader.engine.state.adopt_checkpoint(0)
+    yield leader
+    stop(leader)
+
+
+def complete(leader: Leader, prompts: list[list[int]], tokens: int) -> list[Generation]:
+    """All at once."""
+
+    async def run() -> list[Generation]:
+        sampling = SamplingSettings(max_tokens=tokens)
+        calls = [leader.engine.complete(p, sampling, seed=n, policy_version=0) for n, p in enumerate(prompts)]
+        return await asyncio.gather(*calls)
+
+    return leader.thread.run(run(), 120, "completions")
+
+
+def forget(leader: Leader) -> None:
+    leader.thread.run(leader.engine.reset_prefix_cache(), 60, "a reset")
+
+
+def prefilled(leader: Leader, ids: list[int]) -> np.ndarray:
+    """The rows of a request that computes all of these tokens but the last by itself and at once."""
+    forget(leader)
+    [alone] = complete(leader, [ids[:-1]], 1)
+    assert alone.routes is not None and len(alone.routes) == len(ids) - 1
+    return alone.routes
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(10, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("length", [20, 120])
+def test_rows_are_those_of_a_prefill_shared_cached_preempted_or_not(leader: Leader, length: int) -> None:
+    """Of 16 answers to four prompts, and of the second round, whose prompts are in the cache."""
+    prompts = [random_prompt(length, seed // 4) for seed in range(16)]
+    forget(leader)
+    PREEMPTED.clear()
+    first = complete(leader, prompts, 40)
+    longer = [g.ids + random_prompt(3, 9) for g in first[::5]]
+    second = complete(leader, longer, 10)
+    assert (sum(PREEMPTED) > 0) == (length == 120)
+    for found in (*first[::3], *second):
+        assert found.routes is not None and found.routes.dtype == np.uint8
+        assert found.routes.shape == (len(found.ids) - 1, LAYERS, 2)
+        assert np.array_equal(found.routes, prefilled(leader, found.ids))
+    assert len({found.routes.tobytes() for found in first if found.routes is not None}) == 16
+
+
+def test_tokens_that_others_wrote_have_rows_too(leader: Leader) -> None:
+    """In two turns with a tool's words between; and where a function puts its own trajectory together."""
+    told = random_prompt(5, 3)
+
+    async def own(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
+        chat = llm.conversation()
+        await chat.sample(sampling)
+        chat.add_ids(told)
+        await chat.sample(sampling)
+        chat.add_ids(told)
+        by_hand = llm.trajectory()
+        by_hand.extend(chat.response_ids)
+        return [chat, by_hand]
+
+    class Tokenizer:
+        eos_token_id = 2
+
+    async def run() -> list[Trajectory]:
+        settings = RolloutSettings(2, SamplingSettings(max_tokens=8), policy_version=0, seed=1, step=1)
+        left = [0]
+
+        async def note(_: Trajectory) -> None:
+            pass
+
+        prompts, setup = [random_prompt(9, 1)], EpisodeSetup(own, Tokenizer())  # type: ignore[arg-type]
+        return await rollout(leader.engine, prompts, settings, lambda: left.pop() if left else None, note, setup)
+
+    trajectories = leader.thread.run(run(), 60, "a rollout")
+    assert len(trajectories) == 4
+    for trajectory in trajectories:
+        ids = trajectory.prompt_ids + trajectory.response_ids
+        assert trajectory.error == "" and trajectory.routes is not None
+        assert len(trajectory.routes) == len(ids) - 1 - len(told)
+        assert np.array_equal(trajectory.routes, prefilled(leader, ids[: -len(told)]))
+
+
+def test_each_of_several_answers_to_a_request_has_its_own(leader: Leader) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(n=3, max_tokens=12, seed=4, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
+    prompt = random_prompt(7, 2)
+    request = leader.engine.request({"prompt_token_ids": prompt}, params, policy_version=0)
+    output = leader.thread.run(request, 60, "a request")
+    assert len({tuple(answer.token_ids) for answer in output.outputs}) == 3
+    for answer in output.outputs:
+        assert np.array_equal(answer.routed_experts, prefilled(leader, [*prompt, *answer.token_ids]))
+
+
+def test_with_the_engines_routes_the_trainer_is_nearer_to_it(leader: Leader, model: Path) -> None:
+    """Engine in bfloat16, trainer in float32, where some tokens are routed otherwise: the largest gap falls to a
+    quarter, and the 95th percentile to a half.
+    """
+    prompts = [random_prompt(12, seed) for seed in range(16)]
+    forget(leader)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    meta = build_meta_model(model, ModelConfig(path=str(model)), torch.float32, torch.device("cpu"))
+    routing = Routing(policy, find_routers(meta))
+    module, samples = PolicyModule(policy, routing=routing), []
+    for found in complete(leader, prompts, 100):
+        made = Trajectory(0, 0, found.prompt_ids, routes=found.routes)
+        made.extend(found.token_ids, found.logprobs)
+        samples.append(to_sample(made, routes=routing.format))
+    gaps = {}
+    for replay in (False, True):
+        batches = micro_batches(samples, 4000, 0, "cpu", count=1)
+        if not replay:
+            batches[0].routes = None
+        with torch.no_grad():
+            own = outputs(module, batches[0], 1.0).logprobs
+        gaps[replay] = batches[0].trained((own - batches[0].engine_logprobs).abs()).sort().values
+    _, differ, _ = routing.take_counts()
+    share = differ / (LAYERS * sum(len(s.input_ids) - 1 for s in samples))
+    figures = {replay: (gap[int(0.95 * len(gap))].item(), gap[-1].item()) for replay, gap in gaps.items()}
+    print(f"routed otherwise: {share:.1%}; gap p95, max without and with the engine's routes: {figures}")
+    assert share > 0.01
+    assert figures[True][1] <= figures[False][1] / 4 and figures[True][0] <= figures[False][0] / 2

@@ -1,0 +1,109 @@
+"""The engine's routes on their way to the rank that trains on them."""
+
+import numpy as np
+import pytest
+import torch
+
+from generation.trajectory import Trajectory
+from trainer.learning.answers import gather_answers, hand_over
+from trainer.learning.groups import to_sample
+from trainer.learning.routes import checked_routes
+from trainer.types import RouteFormat
+
+FORMAT = RouteFormat(layers=(1, 3), experts=6, top_k=2)
+WIDE = RouteFormat(layers=(0,), experts=300, top_k=3)
+
+
+def answered(format: RouteFormat, prompt: int = 4, mask: tuple[int, ...] = (1, 1, 0, 1), seed: int = 0) -> Trajectory:
+    """With routes of all layers up to the last that has experts, as engines give them: dense ones are zeros."""
+    generator = np.random.default_rng(seed)
+    made = Trajectory(2, 5, list(range(prompt)), list(range(len(mask))), list(mask), [0.0] * len(mask))
+    rows = prompt + len(mask) - 1
+    made.routes = np.zeros(
+        (rows, format.layers[-1] + 1, format.top_k), np.uint8 if format.experts <= 256 else np.uint16
+    )
+    for token in range(rows):
+        for layer in format.layers:
+            made.routes[token, layer] = generator.choice(format.experts, format.top_k, replace=False)
+    return made
+
+
+@pytest.mark.parametrize("format", [FORMAT, WIDE])
+def test_routes_of_the_layers_with_experts_arrive_with_the_sample(format: RouteFormat) -> None:
+    step = [
+        answered(format, prompt, mask, seed)
+        for seed, (prompt, mask) in enumerate([(4, (1, 1, 0, 1)), (1, (1,)), (7, (1, 1))])
+    ]
+    found = hand_over([gather_answers(step)], [[[0, 1, 2]]], lambda t: to_sample(t, routes=format), format)
+    for sample, trajectory in zip(found[0], step, strict=True):
+        assert sample.routes is not None and trajectory.routes is not None and sample.routes.dtype == format.dtype
+        expected = trajectory.routes[:, list(format.layers)].tolist()
+        assert sample.routes.tolist() == expected and len(expected) == len(sample.input_ids) - 1
+        assert sample.input_ids == trajectory.prompt_ids + trajectory.response_ids
+
+
+def test_a_single_token_has_no_row() -> None:
+    alone = Trajectory(0, 0, [], [7], [1], [0.0])
+    alone.routes = np.zeros((0, 4, 2), np.uint8)
+    [[sample]] = hand_over([gather_answers([alone])], [[[0]]], lambda t: to_sample(t, routes=FORMAT), FORMAT)
+    assert sample.routes is not None and sample.routes.shape == (0, 2, 2)
+
+
+def test_words_of_tools_after_the_last_answer_need_no_rows() -> None:
+    told = answered(FORMAT, mask=(1, 1, 0, 0, 0))
+    assert told.routes is not None
+    told.routes = told.routes[:5]  # up to the token before the last that was sampled
+    rows = checked_routes(told, FORMAT)
+    assert rows.shape == (8, 2, 2) and rows[:5].tolist() == told.routes[:, [1, 3]].tolist()
+    assert rows[5:].tolist() == [[[0, 1], [0, 1]]] * 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("none", "the engine gave no routes"),
+        ("short", "gave 6 rows of routes for 7 tokens"),
+        ("shape", r"routes are \[7, 4, 1\]"),
+        ("layers", r"routes are \[7, 3, 2\], which does not fit layers up to 3"),
+        ("outside", "send token 3 in layer 3 to an expert that is not among 6"),
+        ("twice", "send token 2 in layer 1 to one expert twice"),
+        ("layer without rows", "send token 0 in layer 3 to one expert twice"),
+    ],
+)
+def test_what_is_not_a_route_is_one_sentence_about_sample_and_layer(fault: str, said: str) -> None:
+    bad = answered(FORMAT)
+    assert bad.routes is not None
+    match fault:
+        case "none":
+            bad.routes = None
+        case "short":
+            bad.routes = bad.routes[:-1]
+        case "shape":
+            bad.routes = bad.routes[..., :1]
+        case "layers":
+            bad.routes = bad.routes[:, :3]
+        case "outside":
+            bad.routes[3, 3, 1] = 6
+        case "twice":
+            bad.routes[2, 1] = 5
+        case "layer without rows":
+            bad.routes[:, 3] = 0
+    with pytest.raises(ValueError, match=f"prompt 2 sample 5: .*{said}") as caught:
+        to_sample(bad, routes=FORMAT)
+    assert len(str(caught.value)) < 300
+
+
+def test_what_all_ranks_are_told_of_an_answer_has_no_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr("trainer.learning.answers.send_to_all", lambda payload: [told.append(len(payload)) or payload])
+    with_routes, without = answered(FORMAT), answered(FORMAT)
+    without.routes = None
+    gather_answers([with_routes])
+    gather_answers([without])
+    assert told[0] == told[1]
+
+
+def test_routes_take_a_byte_for_each_expert_of_a_token_up_to_256() -> None:
+    assert (FORMAT.dtype, FORMAT.row_bytes) == (torch.uint8, 4)
+    assert (WIDE.dtype, WIDE.row_bytes) == (torch.uint16, 6)
+    assert RouteFormat((0,), 256, 8).row_bytes == 8
