@@ -38,8 +38,9 @@ from sharding.wire.manifest import first_names
 from sharding.wire.staging import BUFFERS, device_id, return_free_pages, wait_for_writes
 
 PROBE_TOKENS = LEAST_MODEL_LEN - 1
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
-"""Largest mean gap (nats) of the log-probability probe; a stale or misplaced weight is off by more than 1."""
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+"""Largest mean gap (nats) of the log-probability probe; a stale or misplaced weight is off by more than 1. A mixture in
+bfloat16 sends some tokens to other experts than a trainer in float32: a tiny one was 0.23 off after 29 steps."""
 
 ABORT_SECONDS = 5.0
 """Longest wait for workers to leave an update that failed; they answer at once, unless they hang."""

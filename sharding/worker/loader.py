@@ -23,6 +23,10 @@ from sharding.worker.recording import LoadWatcher, Recording, storage_key
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 
+# Kernels that compute with experts as they are loaded (`convert_to_unquantized_kernel_format` in
+# vllm/model_executor/layers/fused_moe/oracle/unquantized.py); all others shuffle them.
+_PLAIN_EXPERTS = {"TRITON", "BATCHED_TRITON"}
+
 
 def reprocessed_modules(model: Module, plain_on_cpu: bool) -> list[Module]:
     """The outermost modules that cannot be written in place, or read back; the model itself where oneDNN packs it.
@@ -34,12 +38,19 @@ def reprocessed_modules(model: Module, plain_on_cpu: bool) -> list[Module]:
     inside: set[Module] = set()
     for module in model.modules():  # from the outside in
         method = getattr(module, "quant_method", None)
-        packs = method is not None and type(method).__name__ not in _PLAIN_METHODS
+        packs = method is not None and not _keeps(method)
         products = hasattr(module, "W_UK_T") or hasattr(module, "W_UV")  # of MLA's weights
         if module not in inside and (packs or products):
             found.append(module)
             inside.update(module.modules())
     return found
+
+
+def _keeps(method: Any) -> bool:
+    """Whether a module's weights stay as they are loaded."""
+    if type(method).__name__ == "UnquantizedFusedMoEMethod":
+        return method.unquantized_backend.name in _PLAIN_EXPERTS
+    return type(method).__name__ in _PLAIN_METHODS
 
 
 class Reload:

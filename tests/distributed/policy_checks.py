@@ -38,7 +38,7 @@ from trainer.policy.hf_format import build_meta_model, checkpoint_views
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.optimizer import TrainingDiverged
 from trainer.policy.routing import Routing, balance, find_routers, loads_of
-from trainer.types import MicroBatch, Sample
+from trainer.types import MicroBatch, RouteFormat, Sample
 
 logging.disable_progress_bar()
 
@@ -250,6 +250,15 @@ def check_gradients(
     assert_gradients_equal(got, plain_gradients(source, samples, name))
 
 
+def routed_samples(form: RouteFormat) -> list[Sample]:
+    """With random routes."""
+    samples, generator = make_samples(), torch.Generator().manual_seed(2)
+    for sample in samples:
+        scores = torch.rand(len(sample.input_ids) - 1, len(form.layers), form.experts, generator=generator)
+        sample.routes = scores.topk(form.top_k).indices.to(form.dtype)
+    return samples
+
+
 def check_routed(
     folder: Path,
     make: Callable[..., Any] = make_policy,
@@ -262,11 +271,8 @@ def check_routed(
     routers = find_routers(build_meta_model(source, ModelConfig(path=str(source)), torch.float32, CPU))
     module = PolicyModule(plain, routing=Routing(plain, routers))
     assert module.routing is not None
-    form, generator = module.routing.format, torch.Generator().manual_seed(2)
-    samples = make_samples()
-    for sample in samples:
-        scores = torch.rand(len(sample.input_ids) - 1, len(form.layers), form.experts, generator=generator)
-        sample.routes = scores.topk(form.top_k).indices.to(form.dtype)
+    form = module.routing.format
+    samples = routed_samples(form)
     whole, batches = micro_batches(samples, 10_000, 0, CPU, count=1), own_batches(samples, 33, packing=True)
     module.routing.pull = balance(loads_of(whole, form), form, coef=0.5)
     policy.routing.pull = balance(sum_counts(loads_of(batches, form)), form, coef=0.5)

@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from generation.engine.devices import cuda_problem
 from trainer.config.checks import find_problems
 from trainer.config.machine import host_gib, rank_count, resolve_device
+from trainer.config.model_file import EXPERT_KEYS, model_config
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
@@ -64,8 +65,22 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     yield "answers a step", f"{batch.prompts_per_step} prompts x {algorithm.group_size} = {answers}"
     yield "answers an engine", f"{math.ceil(answers / max(engines, 1))}, {config.engine.max_num_seqs} at a time"
     yield "tokens a step", f"at most {answers * longest(config):,}, prompts included"
+    if config.model.routes == "engine":
+        rows, copies = answers * longest(config) * route_bytes(config.model.path), 2 / max(engines, 1) + 2 / ranks
+        yield "routes", f"at most {rows * copies / GIB:.2f} GiB of a rank's host memory, {rows / GIB:.2f} a step"
     yield "updates", f"{updates} a step, {updates * config.run.steps} in {config.run.steps} steps"
     yield "answers an update and rank", f"{share}, in at most {largest} micro-batch(es)"
+
+
+def route_bytes(path: str) -> int:
+    """Bytes of a token's row of routes, as an engine gives it, with layers that have no experts.
+
+    A leader holds the rows of its answers, and packs them for the ranks that train on them; each of those holds its
+    own as they came, and in micro-batches.
+    """
+    model = model_config(path)
+    experts = next((model[key] for key in EXPERT_KEYS if model.get(key)), 0)
+    return int(model["num_hidden_layers"] * model.get("num_experts_per_tok", 1) * (1 if experts <= 256 else 2))
 
 
 def memory_table(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> RenderableType:

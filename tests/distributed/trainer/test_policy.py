@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.distributed import policy_checks as checks
 from tests.distributed.launch import run_ranks
-from trainer.config.schema import ModelConfig, PolicyConfig
+from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.errors import UserError
+from trainer.learning.batching import micro_batches
 from trainer.policy import FsdpPolicy
 from trainer.policy.hf_format import build_meta_model, checkpoint_views, save_pretrained
 
@@ -117,6 +118,26 @@ def test_given_routes_and_balance_on_one_rank(
     torch._dynamo.reset()
     with torch._dynamo.config.patch(disable=False):
         checks.check_routed(models, compile=compile, activation_checkpointing="full")
+
+
+def test_adapters_on_a_mixtures_attention_take_given_routes_as_the_merged_model_does(
+    one_rank: None, models: Path, tmp_path: Path
+) -> None:
+    source = checks.model_folder(models, "qwen3_moe", False)
+    lora = LoraConfig(rank=2, target_modules=["q_proj", "v_proj"])
+    config = PolicyConfig(dtype="float32", lr=0.1)
+    policy = FsdpPolicy(ModelConfig(path=str(source), routes="engine"), config, checks.CPU, lora=lora)
+    assert policy.routing is not None
+    batches = micro_batches(checks.routed_samples(policy.routing.format), 33, 0, checks.CPU, packing=True)
+    before = policy.score(batches, checks.TEMPERATURE)
+    policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
+    adapted = policy.score(batches, checks.TEMPERATURE)
+    policy.save_pretrained(tmp_path)
+    merged = FsdpPolicy(ModelConfig(path=str(tmp_path), routes="engine"), config, checks.CPU)
+    for old, one, other in zip(before, adapted, merged.score(batches, checks.TEMPERATURE), strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=1e-4)
+        assert (one.logprobs - old.logprobs).abs().max() > 0.01
+    assert not torch.equal(policy.routing.take_counts()[0], torch.zeros(2, 5))
 
 
 @pytest.mark.parametrize("how", ["recomputed every_second", "recomputed full", "kept gathered"])

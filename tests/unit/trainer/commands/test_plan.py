@@ -51,6 +51,15 @@ def test_the_plan_shows_a_steps_arithmetic(tiny_qwen2: Path) -> None:
     assert answers_per_update(config, 2) == 4 * 4 / 2
 
 
+def test_the_plan_shows_the_host_memory_of_routes(tiny_moe: Path) -> None:
+    """Two layers of two experts a token: 4 bytes; held and packed by an engine's rank, received and batched by each."""
+    config = recipe(tiny_moe, sampling={"max_tokens": 2**20 - 100})
+    routed = config.model_copy(update={"model": config.model.model_copy(update={"routes": "engine"})})
+    lines = dict(batch_lines(routed, 2))
+    assert lines["routes"] == f"at most {48 * 4 * 2**20 * 2 / GIB:.2f} GiB of a rank's host memory, 0.19 a step"
+    assert "routes" not in dict(batch_lines(config, 2))
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_sizes_are_those_of_the_model(tiny_qwen2_untied: Path, ranks: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2_untied)

@@ -284,6 +284,23 @@ def test_weights_that_vllm_keeps_otherwise_are_not_shared(config: dict, tmp_path
     assert sentence == f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to staged"
 
 
+def test_routes_and_balance_are_refused_for_dense_models_and_balance_for_own_routes(
+    config: dict, tmp_path: Path
+) -> None:
+    for routes in ("recorded", "engine"):
+        (sentence,) = problems(config, {"model": {"routes": routes}})
+        assert sentence.startswith(f"model.routes is {routes}, but ") and sentence.endswith("set it to own")
+    (sentence,) = problems(config, {"algorithm": {"balance_coef": 0.1}})
+    assert "algorithm.balance_coef is 0.1" in sentence and "model.routes to recorded" in sentence
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        (tmp_path / "config.json").write_text(json.dumps(MODEL | {key: 4}))
+        assert problems(config, {"model": {"routes": "engine"}, "algorithm": {"balance_coef": 0.1}}) == []
+        (sentence,) = problems(config, {"model": {"routes": "engine"}, "engine": {"extra": {"aux_output_config": {}}}})
+        assert sentence == "engine.extra.aux_output_config is Hotbunk's to set: set model.routes instead"
+        (sentence,) = problems(config, {"lora": {"rank": 4}})
+        assert sentence.startswith("lora.sync is adapter, but vLLM on CPU has none for mixtures")
+
+
 def test_a_broadcast_is_refused_where_engines_stand_on_the_trainer_s_gpu(config: dict) -> None:
     changes = {"sync": {"way": "broadcast"}, "run": {"device": "cuda"}}
     (sentence,) = [p for p in problems(config, changes, LOCAL_RANK="3") if p.startswith("sync.way")]
