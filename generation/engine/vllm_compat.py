@@ -177,7 +177,9 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
             # Imported anew in the child, it goes by the child's environment.
             sys.modules.pop((settings.worker_extension or "").rpartition(".")[0], None)
         with inheritance_untouched():
-            return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=True)
+            return AsyncLLM.from_vllm_config(
+                config, stat_loggers=stat_loggers, disable_log_stats=arguments["disable_log_stats"]
+            )
 
 
 def _may_fork(settings: EngineSettings) -> bool:

@@ -12,7 +12,7 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.slices import Turnstile
 from generation.server.bodies import Limits, error_response, sentence_of
 from generation.server.conversations import Conversations, TooManyConversations
-from generation.server.gate import PLACES, SERVED, Gate, ServerSettings, is_loopback
+from generation.server.gate import OF_VLLM, PLACES, Gate, ServerSettings, is_loopback
 from generation.server.served_engine import ServedEngine, build_openai_app
 from generation.trajectory import Trajectory
 
@@ -100,7 +100,7 @@ class OpenAIServer:
 
     def lost_keys(self, key: str) -> int:
         """Requests to the trajectory's own address refused for lack of its key. Raises KeyError if it is not open."""
-        return self._conversations[key].lost_keys
+        return self._conversations[key].counts["lost_keys"]
 
     def take(self, key: str) -> list[Trajectory]:
         """The trajectories captured under `key`, which is then forgotten. Raises KeyError if it is not open."""
@@ -129,7 +129,7 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
     engine = ServedEngine(worker, tokenizer, settings.eos_token_ids, limits, conversations)
     names = settings.model_name, worker.settings.model
     app = await build_openai_app(engine, *names, settings.tool_parser, settings.reasoning_parser, engine.check)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in SERVED]
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in OF_VLLM]
     app.user_middleware.clear()  # authentication is the gate's, and pages of other origins have no business here
 
     @app.exception_handler(RequestValidationError)  # vLLM's own lists all that pydantic has tried, over many lines

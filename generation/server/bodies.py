@@ -11,7 +11,8 @@ from starlette.types import Message, Send
 
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import KnownPrefix, replace_prefix_tokens
-from generation.server.conversations import STUMBLES, Call, Refused
+from generation.server.conversations import STUMBLES, Call, Refused, Responses
+from generation.server.dialects import MESSAGES, RESPONSES, add_event, said_in
 
 Body = dict[str, Any]
 CARRIED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
@@ -52,7 +53,7 @@ class Limits:
 
     def check_sizes(self, body: Body) -> None:
         """Raise `Refused` for lists longer than any sensible request's, before time goes into their entries."""
-        most = {"messages": min(self.context, LARGEST), "tools": min(self.context, LARGEST), "bad_words": LARGEST}
+        most = dict.fromkeys(("messages", "input", "tools"), min(self.context, LARGEST)) | {"bad_words": LARGEST}
         most |= dict.fromkeys(("prompt", "tokens"), self.context)
         most |= dict.fromkeys(("stop_token_ids", "allowed_token_ids", "logit_bias"), self.vocabulary)
         for name, limit in most.items():
@@ -63,7 +64,7 @@ class Limits:
 
     def check(self, request: Any) -> None:
         """Raise `Refused` for too much of anything in vLLM's own, parsed request: "129" and 129.0 have become 129."""
-        n, prompt = request.n or 1, getattr(request, "prompt", None)
+        n, prompt = getattr(request, "n", None) or 1, getattr(request, "prompt", None)
         prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
         if n > self.choices:
             raise Refused(400, f"n is {short(n)}, but must be at most {self.choices}")
@@ -106,10 +107,10 @@ def fill_sampling(request: Any, trained: SamplingSettings) -> None:
         given, own = getattr(request, name) or [], getattr(trained, name)
         given = [given] if isinstance(given, str) else given
         setattr(request, name, [*given, *(value for value in own if value not in given)])
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if (asked := vars(request).get(name) or 0) > trained.max_tokens:
             raise Refused(400, f"{name} is {short(asked)}, but answers are trained up to {trained.max_tokens} tokens")
-    if request.use_beam_search:
+    if getattr(request, "use_beam_search", False):
         raise Refused(400, "use_beam_search is set, but the policy is trained on what it samples: leave it out")
 
 
@@ -118,11 +119,13 @@ def check_unforced(request: Any) -> None:
 
     `request` is vLLM's own, parsed, before vLLM has made a grammar of it.
     """
-    choice, plain = getattr(request, "tool_choice", None), ("text", None)
-    asked = {"tool_choice": None if choice in ("none", "auto") else choice}
+    choice = getattr(request, "tool_choice", None)
+    asked = {"tool_choice": None if getattr(choice, "type", choice) in ("none", "auto") else choice}
     asked |= {name: getattr(request, name, None) for name in ("response_format", "structured_outputs")}
+    for name in ("text", "output_config"):
+        asked[f"{name}.format"] = getattr(getattr(request, name, None), "format", None)
     for name, value in asked.items():
-        if value is not None and (name != "response_format" or getattr(value, "type", None) not in plain):
+        if value is not None and getattr(value, "type", None) != "text":
             value = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
             reason = "forces the answer's form, but the policy is trained on answers whose form is its own choice"
             raise Refused(400, f"{name} is {short(value)}: it {reason}; leave it out")
@@ -179,13 +182,15 @@ def prefix_request(body: Mapping[str, Any], messages: int) -> Body:
 
 
 class Answer:
-    """vLLM's answer to one call, completed and sent on. `messages` are those of a chat, None elsewhere."""
+    """vLLM's answer to one call, completed and sent on. `kept` takes responses that others may continue."""
 
-    def __init__(self, request: Request, send: Send, call: Call, messages: list[Any] | None) -> None:
-        self._request, self._send, self._call, self._messages = request, send, call, messages
+    def __init__(self, request: Request, send: Send, call: Call, kept: Responses, previous: str | None) -> None:
+        self._request, self._send, self._call, self._kept, self._previous = request, send, call, kept, previous
+        self._path: str = request.scope["path"]
         self._start: Message = {}
         self._streams, self._begun, self._waiting = False, False, b""
         self._said: dict[int, dict[str, Any]] = {}
+        self._blocks: list[dict[str, Any]] = []
 
     async def send(self, message: Message) -> None:
         """In the place of the server's `send`."""
@@ -199,6 +204,8 @@ class Answer:
         if self._streams and not self._begun:
             if self._call.refused is not None or self._waiting.startswith(_FAILED):
                 return  # before anything was said, so the error is an answer of its own
+            if self._path == RESPONSES and more and not self._call.taken:
+                return  # it says that it begins before the request has been looked at
             await self._send(self._start)
             self._begun = True
         if self._streams:
@@ -230,6 +237,8 @@ class Answer:
             answer = json.loads(self._waiting)
             for choice in answer.get("choices", []):
                 self._complete(choice, choice.get("message"), "message")
+            if self._path in (RESPONSES, MESSAGES):
+                self._complete_answer(answer)
             return as_json(status, answer)
         if not self._start:
             return error_response(500, "the request was not answered")
@@ -239,22 +248,42 @@ class Answer:
 
     def _complete(self, choice: dict[str, Any], said: dict[str, Any] | None, place: str) -> None:
         """Add a finished choice's ids and log-probabilities, and remember a chat's message."""
-        generation = self._call.generations.get(choice["index"])
+        self._keep(choice["index"], said, choice.get(place, choice))
+
+    def _keep(self, index: int, said: dict[str, Any] | None, place: dict[str, Any]) -> None:
+        generation, conversation = self._call.generations.get(index), self._call.conversation
         if generation is None:
             return
-        if said is not None and self._messages is not None and self._call.conversation is not None:
-            self._call.conversation.history.record(self._messages, said, generation)
+        if said is not None and self._call.messages is not None and conversation is not None:
+            conversation.history.record(self._call.messages, said, generation)
         # JSON has no minus infinity; the number in its place is vLLM's own choice.
         logprobs = [max(logprob, -9999.0) for logprob in generation.logprobs]
-        carried = zip(CARRIED, (generation.prompt_ids, generation.token_ids, logprobs), strict=True)
-        choice.get(place, choice).update(carried)
+        place.update(zip(CARRIED, (generation.prompt_ids, generation.token_ids, logprobs), strict=True))
+
+    def _complete_answer(self, answer: dict[str, Any]) -> None:
+        """As `_complete`, of another dialect's whole answer; a response is kept for those that continue it."""
+        self._keep(0, said_in(self._path, answer), answer)
+        if self._path == RESPONSES:
+            answer |= {"previous_response_id": self._previous, "store": self._call.items is not None}
+            if self._call.items is not None:
+                conversation = self._call.conversation
+                kept = self._kept if conversation is None else conversation.responses
+                kept.keep(answer["id"], self._call.items + answer["output"])
 
     def _event(self, event: bytes) -> bytes:
         """One event of a stream: the answer's words are collected, and its end carries what whole answers carry."""
-        data = event.removeprefix(b"data: ")
-        if not data.startswith(b"{") or b'"choices"' not in data:
+        kind, _, data = event.rpartition(b"data: ")
+        if not data.startswith(b"{") or (self._path not in (RESPONSES, MESSAGES) and b'"choices"' not in data):
             return event
         chunk = json.loads(data)
+        if self._path == MESSAGES:
+            add_event(self._blocks, chunk)
+            if chunk["type"] == "message_delta":
+                self._keep(0, said_in(MESSAGES, {"content": self._blocks}), chunk)
+        if self._path == RESPONSES and chunk["type"] == "response.completed":
+            self._complete_answer(chunk["response"])
+        if self._path in (RESPONSES, MESSAGES):
+            return kind + b"data: " + json.dumps(chunk).encode()
         for choice in chunk["choices"]:
             said = self._said.setdefault(choice["index"], {"role": "assistant", "content": "", "tool_calls": []})
             _add_delta(said, choice.get("delta") or {})

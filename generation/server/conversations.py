@@ -1,9 +1,10 @@
 """Conversations that are being captured, by the keys that clients send, and the requests that belong to them."""
 
 import hashlib
+import json
 import secrets
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, Arithme
 FIGURES = {
     "retemplated": "prompts that were rendered anew because exact ids could not be kept",
     "strict_ignored": "requests in training whose strict tools, or calls one at a time, were not enforced",
+    "lost_keys": "requests refused because a trajectory's client had lost its key",
     "unread_calls": "answers with tool calls that vLLM's parser could not read",
 }
 """What is counted, of a conversation and of a server as a whole."""
@@ -37,6 +39,42 @@ class TooManyConversations(Refused):
     """More trajectories are open than the server keeps."""
 
 
+KEPT_BYTES = 32 << 20
+"""The most that is kept of earlier responses, for those that continue them."""
+
+
+class Responses(OrderedDict[str, bytes]):
+    """All items of a response and before it, as JSON by the response's id; the oldest give way beyond `KEPT_BYTES`."""
+
+    def keep(self, name: str, items: list[dict[str, Any]]) -> None:
+        """Keep a response's items, its own output included."""
+        self[name] = json.dumps(items).encode()
+        while sum(map(len, self.values())) > KEPT_BYTES:
+            self.popitem(last=False)
+
+    def whole_input(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Take `previous_response_id` out of a request, and put all items before the request into its input.
+
+        vLLM's own store keeps everything for ever, for everybody, and leaves tool calls out
+        (vllm/entrypoints/openai/responses/utils.py, construct_input_messages). Refused where the id is not known, or
+        the request asks for more of such a store.
+        """
+        for name in ("background", "conversation"):
+            if body.get(name):
+                raise Refused(400, f"{name} is set, but this server keeps only responses: use previous_response_id")
+        given, previous = body.get("input"), body.pop("previous_response_id", None)
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        if not isinstance(items, list):
+            return []  # vLLM will say
+        if previous is not None:
+            if not isinstance(previous, str) or previous not in self:
+                where = "a trajectory keeps its own until it ends"
+                raise Refused(404, f"previous_response_id {str(previous)[:80]!r} is not known here: {where}")
+            items = json.loads(self[previous]) + items
+            body["input"] = items
+        return items
+
+
 @dataclass
 class Conversation:
     """Everything said under one key so far.
@@ -48,8 +86,8 @@ class Conversation:
         seed: the seed of its requests derives from it; None leaves that to the client.
         policy_version: the only version its requests may be answered by; None takes any.
         turnstile: its requests are answered slice by slice, by the version of each; None: in one.
-        lost_keys: requests for answers that came to its own address without its key, and were refused.
         counts: of its own; see `FIGURES`.
+        responses: those that further ones may continue.
     """
 
     key: str
@@ -60,8 +98,8 @@ class Conversation:
     policy_version: int | None = None
     turnstile: Turnstile | None = None
     requests: int = 0
-    lost_keys: int = 0
     counts: Counter[str] = field(default_factory=Counter)
+    responses: Responses = field(default_factory=Responses)
 
     @property
     def place(self) -> str:
@@ -76,7 +114,8 @@ class Conversation:
 
 class Conversations(dict[str, Conversation]):
     """The open conversations by key, each until it is taken: at most `limit` of the program's, and as many that
-    requests opened. `places` holds them by their own; `counts` are of all requests, see `FIGURES`.
+    requests opened. `places` holds them by their own; `counts` are of all requests, see `FIGURES`;
+    `responses` those that belong to none.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], limit: int) -> None:
@@ -84,6 +123,7 @@ class Conversations(dict[str, Conversation]):
         self._tokenizer, self._ends, self._limit = tokenizer, tuple(eos_token_ids), limit
         self.places: dict[str, Conversation] = {}
         self.counts: Counter[str] = Counter()
+        self.responses = Responses()
 
     def check_room(self, by_request: bool) -> None:
         """Raise TooManyConversations unless one more can be opened."""
@@ -129,6 +169,9 @@ class Call:
         taken: the engine has begun to answer, so vLLM finds nothing wrong with the request.
         refused: why it cannot be answered, found out after vLLM took it over.
         totals: what is counted of all calls; see `FIGURES`.
+        messages: those of a chat, in whichever dialect it came.
+        items: the same of a response, in its own; None where it is not to be kept.
+        find_exact: the ids that a chat's prompt has to begin with, if any.
         unread: vLLM could not read the tool calls in its answer.
         generations: the answers, by the choice's index in the response.
     """
@@ -142,6 +185,9 @@ class Call:
     refused: Refused | None = None
     choices: int = 0
     totals: Counter[str] = field(default_factory=Counter)
+    messages: list[Any] | None = None
+    items: list[dict[str, Any]] | None = None
+    find_exact: Callable[[dict[str, Any]], Awaitable[KnownPrefix | None]] | None = None
     unread: bool = False
     generations: dict[int, Generation] = field(default_factory=dict)
 

@@ -4,13 +4,16 @@ import asyncio
 import hmac
 import ipaddress
 import json
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import httpx
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from generation.engine.engine import Engine
@@ -29,11 +32,30 @@ from generation.server.bodies import (
     take_prefix,
 )
 from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused
+from generation.server.dialects import MESSAGES, RESPONSES
+from generation.server.figures import exposition
 from generation.server.served_engine import check_ready
 
 KEY_HEADER = "x-hotbunk-trajectory"
-CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
-SERVED = (CHAT, COMPLETIONS, TOKENIZE, "/detokenize", "/v1/models", "/health", "/version", "/openapi.json")
+CHAT, COMPLETIONS, TOKENIZE, MODELS, METRICS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/tokenize",
+    "/v1/models",
+    "/metrics",
+)
+ANSWERING = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+OF_VLLM = (
+    *ANSWERING,
+    f"{MESSAGES}/count_tokens",
+    TOKENIZE,
+    "/detokenize",
+    MODELS,
+    "/health",
+    "/version",
+    "/openapi.json",
+)
+SERVED = (*OF_VLLM, f"{MODELS}/MODEL", METRICS)
 PLACES = "/trajectories/"
 """Before the path of a request to one trajectory's own address, which names the trajectory beside its key."""
 
@@ -101,21 +123,31 @@ class Gate:
     ) -> None:
         self._app, self._worker, self._settings, self._local = app, worker, settings, local
         self._conversations, self._limits, self._tokenizer = conversations, limits, tokenizer
+        self._requests: Counter[tuple[str, int]] = Counter()  # answered, by path and status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+        path = "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._requests[path if path in OF_VLLM else "other", message["status"]] += 1
+            await send(message)
+
         try:
             path = self._path(Request(scope))
             request = Request({**scope, "path": path, "raw_path": path.encode()}, receive)
-            if request.method == "POST":
-                await self._post(request, send)
+            if path not in OF_VLLM:
+                await (await self._own(request))(request.scope, receive, counted)
+            elif request.method == "POST":
+                await self._post(request, counted)
             else:
-                await self._app(request.scope, receive, send)
+                await self._app(request.scope, receive, counted)
         except Refused as refused:
-            await error_response(refused.status, str(refused))(scope, receive, send)
+            await error_response(refused.status, str(refused))(scope, receive, counted)
         except ClientDisconnect:
             return
 
@@ -132,15 +164,18 @@ class Gate:
             path, conversation = f"/{rest}", self._conversations.places.get(place)
             if conversation is None:
                 raise Refused(404, "there is no such trajectory, or it has ended")
-        if path not in SERVED:
+        path = path.replace("/v1/v1/", "/v1/", 1)  # of Anthropic's clients, which add it to a base URL that has it
+        if path not in (*OF_VLLM, METRICS) and not path.startswith(f"{MODELS}/"):
             raise Refused(404, f"there is no {path[:80]} here; there is {', '.join(SERVED)}")
         own, token = self._settings.api_key, _token(request)
         opened = self._conversations.get(token)
         if conversation is not None and not _same(token, conversation.key):
-            conversation.lost_keys += request.method == "POST"
+            for counts in (conversation.counts, self._conversations.counts):
+                counts["lost_keys"] += request.method == "POST"
             raise Refused(401, "the key of this trajectory was lost: send the api_key that came with this base_url")
         # The key of a header is the client's choice, which others might guess: it does not open the server.
-        known = own is None or _same(token, own) or (opened is not None and not opened.by_request)
+        trusted = opened is not None and not opened.by_request and path != METRICS  # it tells of all trajectories
+        known = own is None or _same(token, own) or trusted
         if not known and path != "/health":
             raise Refused(401, "the API key is missing, or is not this server's: send it as a bearer token")
         return path
@@ -163,14 +198,24 @@ class Gate:
         """Check and complete the body, have vLLM answer it, and complete the answer."""
         path = request.scope["path"]
         call = Call(None)
-        if generates := path in (CHAT, COMPLETIONS):
+        if generates := path in ANSWERING:
             call = self._call(request)
             check_ready(self._worker, call)
         body = parse_body(await self._read(request))
         self._limits.check_sizes(body)
-        call.open_ended = body.get("max_tokens") is None and body.get("max_completion_tokens") is None
-        messages = readable_messages(body) if path == CHAT else None
+        lengths = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+        call.open_ended = all(body.get(name) is None for name in lengths)
+        kept = (call.conversation or self._conversations).responses
+        previous = body.get("previous_response_id") if path == RESPONSES else None
+        if path == RESPONSES:
+            items = kept.whole_input(body)
+            call.items = None if body.get("store") is False else items
+            if isinstance(body.get("store", True), bool):
+                body["store"] = False  # by vLLM, that is
+        if path in (RESPONSES, MESSAGES):
+            call.find_exact = partial(self._exact, call=call)
         if path in (CHAT, TOKENIZE):
+            call.messages = readable_messages(body)
             call.exact = await self._exact(body, call)
         if path == TOKENIZE and call.exact is not None:
             await self._tokenize(request, send, call.exact, body)
@@ -186,7 +231,7 @@ class Gate:
             """The body, and then whatever else comes from the client."""
             return waiting.pop() if waiting else await request.receive()
 
-        answer = Answer(request, send, call, messages)
+        answer = Answer(request, send, call, kept, previous)
         token = CURRENT.set(call if generates else None)
         error = None
         try:
@@ -248,17 +293,34 @@ class Gate:
                 answer["token_strs"] = self._tokenizer.convert_ids_to_tokens(ids)
         await as_json(status, answer)(request.scope, request.receive, send)
 
+    async def _own(self, request: Request) -> Response:
+        """Figures, or one of the models there are, which vLLM only lists."""
+        if request.method not in ("GET", "HEAD"):
+            raise Refused(405, f"{request.scope['path'][:80]} takes GET only")
+        if request.scope["path"] == METRICS:
+            return exposition(self._worker, self._conversations, self._requests)
+        name = request.scope["path"].removeprefix(f"{MODELS}/")
+        _, listed = await self._ask("GET", MODELS)
+        for model in listed["data"]:
+            if model["id"] == name:
+                return as_json(200, model)
+        raise Refused(404, f"there is no model {name[:80]!r} here; there is {listed['data'][0]['id']}")
+
     async def _ask_tokenize(self, body: Body) -> tuple[int, Any]:
+        return await self._ask("POST", TOKENIZE, json.dumps(body))
+
+    async def _ask(self, method: str, path: str, content: str = "") -> tuple[int, Any]:
         """The status and the answer of vLLM's application to a request of ours."""
-        content, headers = json.dumps(body), {"content-type": "application/json"}
-        request = httpx.Request("POST", f"http://localhost{TOKENIZE}", content=content, headers=headers)
+        headers = {"content-type": "application/json"}
+        request = httpx.Request(method, f"http://localhost{path}", content=content, headers=headers)
         answer = await httpx.ASGITransport(self._app).handle_async_request(request)  # a client would double its time
         return answer.status_code, json.loads(await answer.aread())
 
 
 def _token(request: Request) -> str:
+    """The key that a client sends: as a bearer token, or as Anthropic's do."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else ""
+    return token.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def _same(token: str, key: str) -> bool:

@@ -4,7 +4,7 @@ The parts of vLLM's HTTP server that are private or change between releases (0.3
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -20,6 +20,7 @@ from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
 from generation.server.bodies import Limits, check_unforced, exact_prompt, fill_sampling, short
 from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused
+from generation.server.dialects import as_chat
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -55,14 +56,24 @@ class ServedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker.llm, name)
 
-    def check(self, request: Any) -> None:
-        """Look at a request that vLLM has parsed, before anything is done for it, and fill in what it leaves open."""
-        if (call := CURRENT.get()) is not None:
-            with _told(call):
-                self._limits.check(request)
-                if call.sampling is not None:
-                    check_unforced(request)
-                    fill_sampling(request, call.sampling)
+    async def check(self, request: Any, handler: Any) -> None:
+        """Look at a request that vLLM has parsed, before `handler` does anything for it, and fill in what it leaves
+        open.
+        """
+        if (call := CURRENT.get()) is None:
+            return
+        with _told(call):
+            if call.find_exact is not None and (chat := as_chat(request, handler)) is not None:
+                call.messages, call.exact = chat["messages"], await call.find_exact(chat)
+            if call.sampling is not None:
+                check_unforced(request)
+            if type(request).__name__ == "AnthropicMessagesRequest":
+                if call.sampling is not None:  # its clients must ask for some length
+                    request.max_tokens = min(request.max_tokens, call.sampling.max_tokens)
+                return  # it comes again, as the chat that vLLM makes of it
+            self._limits.check(request)
+            if call.sampling is not None:
+                fill_sampling(request, call.sampling)
 
     def generate(
         self, prompt: Any, sampling_params: "SamplingParams", request_id: str, **options: Any
@@ -294,12 +305,12 @@ async def build_openai_app(
     model: str,
     tool_parser: str | None,
     reasoning_parser: str | None,
-    check: Callable[[Any], None],
+    check: Callable[[Any, Any], Awaitable[None]],
 ) -> Any:
     """vLLM's own OpenAI-compatible FastAPI application on an engine that is running already.
 
-    `check` is given each request for answers as vLLM has parsed it, before anything is done for it. Raises ValueError
-    where vLLM has no parser of that name.
+    `check` is given each request for answers as vLLM has parsed it, and its handler, before that does anything.
+    Raises ValueError where vLLM has no parser of that name.
     """
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -322,15 +333,25 @@ async def build_openai_app(
         except (KeyError, TypeError) as error:
             raise ValueError(f"vLLM's server does not start with these settings: {error}") from error
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith(_PARSERS):
+        if name.startswith(_LOGGERS):
             logging.getLogger(name).addFilter(_one_line)
-    for serving, method in (("chat", "create_chat_completion"), ("completion", "create_completion")):
-        if (handler := getattr(app.state, f"openai_serving_{serving}", None)) is not None:
-            setattr(handler, method, _checked_first(check, getattr(handler, method)))
+    for name, methods in _ANSWERING.items():
+        if (handler := getattr(app.state, name, None)) is not None:
+            for method in methods:
+                setattr(handler, method, _checked_first(check, handler, getattr(handler, method)))
     return app
 
 
-_PARSERS = ("vllm.parser", "vllm.tool_parsers", "vllm.reasoning")
+_ANSWERING = {
+    "openai_serving_chat": ["create_chat_completion"],
+    "openai_serving_completion": ["create_completion"],
+    "openai_serving_responses": ["create_responses"],
+    "anthropic_serving_messages": ["create_messages", "create_chat_completion"],
+}
+"""Handlers in the application's state, and their methods that are given requests for answers."""
+
+
+_LOGGERS = ("vllm.parser", "vllm.tool_parsers", "vllm.reasoning", "vllm.entrypoints.anthropic")
 
 
 def _one_line(record: logging.LogRecord) -> bool:
@@ -338,6 +359,8 @@ def _one_line(record: logging.LogRecord) -> bool:
     call = CURRENT.get()
     if call is None or not record.exc_info:
         return True
+    if call.refused is not None:  # the client is told
+        return False
     first = not call.unread and call.count("unread_calls")
     call.unread = True
     error, record.exc_info, record.args = record.exc_info[1], None, ()
@@ -345,9 +368,11 @@ def _one_line(record: logging.LogRecord) -> bool:
     return first
 
 
-def _checked_first(check: Callable[[Any], None], handle: Callable[..., Any]) -> Callable[..., Any]:
+def _checked_first(
+    check: Callable[[Any, Any], Awaitable[None]], handler: Any, handle: Callable[..., Any]
+) -> Callable[..., Any]:
     async def checked(request: Any, *arguments: Any, **named: Any) -> Any:
-        check(request)
+        await check(request, handler)
         return await handle(request, *arguments, **named)
 
     return checked

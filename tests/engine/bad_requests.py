@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"model": "policy", "messages": USER, "max_tokens": 2},
     COMPLETIONS: {"model": "policy", "prompt": "hi", "max_tokens": 2},
+    RESPONSES: {"model": "policy", "input": "hi", "max_output_tokens": 2},
+    MESSAGES: {"model": "policy", "messages": USER, "max_tokens": 2},
     TOKENIZE: {"model": "policy", "prompt": "hi"},
     DETOKENIZE: {"model": "policy", "tokens": [20, 21]},
 }
@@ -39,7 +42,8 @@ def from_schema(schema: dict[str, Any]) -> Iterator[Request]:
     for path in GOOD:
         content = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         for form in alternatives(schema, content):
-            base = {"prompt": ..., "messages": USER} if "messages" in form.get("required", []) else {}
+            chat = path != MESSAGES and "messages" in form.get("required", [])
+            base = {"prompt": ..., "messages": USER} if chat else {}
             for name, field_schema in form.get("properties", {}).items():
                 kinds = _kinds(schema, field_schema)
                 for value in WRONG:
@@ -90,7 +94,7 @@ def by_hand() -> Iterator[Request]:
         "/v1/load_lora_adapter",
         "/scale_elastic_ep",
         "/pause",
-        "/v1/responses",
+        "/v1/responses/resp_1",
         "/metrics",
         "//health",
         "/%00",

@@ -35,6 +35,7 @@ ADD: dict[str, Any] = {
     },
 }
 FORCED = {"type": "function", "function": {"name": "add"}}
+TOOL = {"type": "function", **ADD["function"]}
 STRICT = {**ADD, "function": {**ADD["function"], "strict": True}}
 
 # What a request asks for, the status that answers it, and the sentence.

@@ -37,7 +37,8 @@ def main(arguments: argparse.Namespace) -> int:
         reasoning_parser=arguments.reasoning_parser,
     )
     cache = settings.kv_cache_bytes and settings.kv_cache_bytes * arguments.concurrent
-    several = replace(settings, max_num_seqs=arguments.concurrent, kv_cache_bytes=cache)
+    figures = settings.extra | {"disable_log_stats": False}  # for /metrics
+    several = replace(settings, max_num_seqs=arguments.concurrent, kv_cache_bytes=cache, extra=figures)
     processes.start_guardian()
     processes.run(lambda: serve(several, server))
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import os
 import socket
@@ -20,9 +21,11 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from generation.engine.engine import Leader
+from generation.exact_ids import ChatHistory, Generation
 from generation.rollouts.client import LostKey, verifiers_client
 from generation.rollouts.user_code import UserCodeError
 from generation.server import OpenAIServer, ServerSettings, TooManyConversations
+from generation.server.dialects import add_event, as_chat, said_in
 from tests.colocated import HfPolicy, start_engine, stop
 from tests.engine.bad_requests import GOOD, by_hand, from_schema
 from tests.engine.hostile_requests import Hostile, complaint, known_cases, outside, send
@@ -34,6 +37,7 @@ from tests.engine.openai_clients import (
     REFUSED,
     SAMPLING,
     STRICT,
+    TOOL,
     FakeEnvironment,
     ScoredEnvironment,
     ask_once,
@@ -96,8 +100,13 @@ def test_what_is_served_and_where(leader: Leader, server: OpenAIServer, free: Op
         assert tokens == tokenizer(rendered)["input_ids"]  # as plain Transformers does
         assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == rendered
         assert set(http.get("/openapi.json").json()["paths"]) >= {"/v1/chat/completions", "/v1/completions"}
-        hidden = http.get("/metrics")
-        assert hidden.status_code == 404 and "there is no /metrics here" in hidden.json()["error"]["message"]
+        for hidden in ("/v1/embeddings", "/v1/responses/resp_1"):
+            refused = http.get(hidden)
+            assert refused.status_code == 404
+            assert f"there is no {hidden} here; there is /v1/chat" in refused.json()["error"]["message"]
+    assert client(server).models.retrieve("policy").id == "policy"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here; there is policy"):
+        client(server).models.retrieve("gpt-5")
     assert server.base_url.startswith("http://127.0.0.1:")
     assert server.base_url != free.base_url
     port = int(root(server).rpartition(":")[2])
@@ -147,6 +156,176 @@ def test_an_unmodified_client_is_captured_exactly(
     pairs = [(a, b) for a, b, mask in zip(own, t.logprobs, t.loss_mask, strict=True) if mask]
     assert min(b - a for a, b in pairs) > -1e-4  # top_p takes a little away from the others
     assert max(b - a for a, b in pairs) < 0.06
+
+
+def by_chat(server: OpenAIServer, key: str, stream: bool) -> None:
+    messages: list[Any] = [{"role": "system", "content": "be brief"}]
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        request = {"model": "policy", "messages": messages}
+        if stream:
+            answer = streamed(client(server, key), request)
+        else:
+            answer = client(server, key).chat.completions.create(**request).choices[0].message
+        messages.append({"role": "assistant", "content": answer.content or ""})
+
+
+def by_responses(server: OpenAIServer, key: str, stream: bool, keep: bool = True) -> None:
+    """The server remembers what was said, or the client sends all of it again."""
+    api, previous, items = client(server, key).responses, openai.omit, list[Any]()
+    for question in QUESTIONS:
+        items = [*([] if keep else items), {"role": "user", "content": [{"type": "input_text", "text": question}]}]
+        request: Any = {"model": "policy", "instructions": "be brief", "store": keep}
+        request |= {"input": question if keep else items, "previous_response_id": previous}
+        if stream:
+            with api.stream(**request) as events:
+                answer: Any = events.get_final_response()
+        else:
+            answer = api.create(**request)
+        if keep:
+            assert answer.previous_response_id == (previous or None)
+            previous = answer.id
+        items += [item.model_dump(exclude_none=True, exclude={"parsed"}) for item in answer.output]
+
+
+def by_messages(server: OpenAIServer, key: str, stream: bool) -> None:
+    messages: list[Any] = []
+    with httpx.Client(base_url=server.base_url, headers={"x-api-key": key}, timeout=60) as http:
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            body = {"model": "policy", "system": "be brief", "messages": messages, "max_tokens": 4096, "stream": stream}
+            answer = http.post("/messages", json=body)  # its clients must ask for some length
+            assert answer.status_code == 200, answer.text
+            if stream:
+                events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+                text = "".join(event["delta"].get("text", "") for event in events if "delta" in event)
+                content = [{"type": "text", "text": text}]
+            else:
+                content = answer.json()["content"]
+            messages.append({"role": "assistant", "content": content})
+
+
+QUESTIONS = ["2+2?", "sure?", "really?"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.covers("N13", "N14")
+def test_a_conversation_is_captured_alike_by_whichever_interface(
+    server: OpenAIServer, leader: Leader, stream: bool
+) -> None:
+    """Responses and Messages are the chat that they stand for: the same ids, exact over all turns, by equal seeds."""
+    ways = [by_chat, by_responses, functools.partial(by_responses, keep=False), by_messages]
+    found = []
+    for way in ways:
+        key = opened(server, leader, seed=11, policy_version=0)
+        way(server, key, stream)
+        found.append(taken(server, leader, key))
+    for conversation in found:
+        assert [(t.turns, t.metrics["server/retemplated"]) for t in conversation] == [(3, 0.0)]
+        assert conversation[0].response_ids == found[0][0].response_ids
+        assert conversation[0].loss_mask == found[0][0].loss_mask
+
+
+CALL = {"name": "add", "arguments": {"a": 4}}
+
+
+@pytest.mark.covers("N13", "N14")
+def test_calls_of_tools_stay_in_one_trajectory_of_responses(leader: Leader) -> None:
+    """The template writes a call in another way than it was sampled, and the client's answer does not repeat it."""
+    for server in serving(leader):
+        key = opened(server, leader)
+        api = client(server, key)
+        previous, given = openai.omit, "2+2?"
+        wanted = {"structured_outputs": {"choice": [f"<tool_call>{json.dumps(CALL)}  </tool_call>"]}}
+        for _ in range(2):
+            answer: Any = api.responses.create(
+                model="policy", input=given, tools=[TOOL], previous_response_id=previous, extra_body=wanted
+            )
+            (call,) = answer.output
+            previous = answer.id
+            given: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "4"}]
+            assert {"name": call.name, "arguments": json.loads(call.arguments)} == CALL
+        (one,) = taken(server, leader, key)
+        assert (one.turns, one.metrics["server/retemplated"]) == (2, 0.0)
+        with pytest.raises(openai.NotFoundError, match="is not known here: a trajectory keeps its own until it ends"):
+            api.responses.create(model="policy", input="?", previous_response_id=answer.id)
+
+
+def test_calls_in_messages_are_recognised_when_they_come_back(leader: Leader) -> None:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    use = {"type": "tool_use", "id": "1", "name": "add", "input": CALL["arguments"]}
+    blocks: list[dict[str, Any]] = []
+    pieces = [{"partial_json": '{"a"'}, {"partial_json": ": 4}"}]
+    for event in (
+        {"type": "content_block_start", "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "so"}},
+        {"type": "content_block_start", "content_block": use | {"input": {}}},
+        *({"type": "content_block_delta", "delta": piece} for piece in pieces),
+    ):
+        add_event(blocks, event)
+    handler = AnthropicServingMessages.__new__(AnthropicServingMessages)
+    handler._merge_inline_system = False
+    whole = [{"type": "text", "text": "so"}, use]
+    messages = [*QUESTION, {"role": "assistant", "content": whole}, *QUESTION]
+    chat = as_chat(AnthropicMessagesRequest(model="policy", max_tokens=1, messages=messages), handler)
+    for content in (whole, blocks):
+        history = ChatHistory(None)
+        said = said_in("/v1/messages", {"content": content})
+        history.record(QUESTION, said, Generation([1], [0.0], prompt_ids=[2]))
+        known = history.known_prefix(chat["messages"])
+        assert known is not None and (known.ids, known.messages) == ([2, 1], 2)
+
+
+REFUSED_ELSEWHERE: list[tuple[str, dict[str, Any], str]] = [
+    ("/responses", {"temperature": 0.5}, "temperature is 0.5, but the policy is trained on samples drawn with 0.8"),
+    ("/responses", {"frequency_penalty": 0.5}, "frequency_penalty is 0.5, but"),
+    ("/responses", {"max_output_tokens": 17}, "max_output_tokens is 17, but answers are trained up to 16 tokens"),
+    ("/responses", {"text": {"format": {"type": "json_object"}}}, "text.format is {'type': 'json_object'}: it forces"),
+    ("/responses", {"tools": [TOOL], "tool_choice": "required"}, "tool_choice is 'required': it forces the answer's"),
+    (
+        "/responses",
+        {"tools": [{"type": "web_search"}]},
+        "a tool is of type 'web_search', but this server runs no tools",
+    ),
+    ("/responses", {"background": True}, "background is set, but this server keeps only responses: use previous_"),
+    ("/messages", {"temperature": 0.5}, "temperature is 0.5, but"),
+    ("/messages", {"tools": [{"name": "add", "input_schema": {}}], "tool_choice": {"type": "any"}}, "tool_choice is {"),
+]
+
+
+@pytest.mark.parametrize(("path", "changes", "sentence"), REFUSED_ELSEWHERE)
+@pytest.mark.covers("N14")
+def test_other_interfaces_are_refused_in_their_own_words(
+    server: OpenAIServer, path: str, changes: dict[str, Any], sentence: str
+) -> None:
+    for stream in (False, True):
+        body = {"model": "policy", "input": "2+2?", "messages": QUESTION, "stream": stream} | changes
+        body |= {"max_tokens": 16} if path == "/messages" else {}
+        refused = httpx.post(f"{server.base_url}{path}", json=body, timeout=60)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["message"].startswith(sentence)
+
+
+@pytest.mark.covers("N14")
+def test_figures_are_for_those_with_the_servers_own_key(free: OpenAIServer, leader: Leader) -> None:
+    """They tell of all trajectories; a trajectory's own key opens it and no more."""
+    key = opened(free, leader)
+    client(free, key).completions.create(model="policy", prompt="?", max_tokens=1)
+    for own, status in (("secret", 200), (key, 401), ("no", 401)):
+        shown = httpx.get(f"{root(free)}/metrics", headers={"authorization": f"Bearer {own}"})
+        assert shown.status_code == status
+        assert status == 401 or "\nhotbunk_trajectories 1.0\nhotbunk_weight_version 0.0\n" in _figures(shown.text)
+    assert (
+        'hotbunk_requests_total{path="/v1/completions",status="200"}'
+        in httpx.get(f"{root(free)}/metrics", headers={"authorization": "Bearer secret"}).text
+    )
+    taken(free, leader, key)
+
+
+def _figures(text: str) -> str:
+    return "\n" + "\n".join(line for line in text.splitlines() if not line.startswith("#")) + "\n"
 
 
 @pytest.mark.covers("N13")
@@ -535,7 +714,7 @@ def test_a_body_may_be_so_large_and_take_so_long(strict: OpenAIServer, head: byt
     """The connection ends with the answer: nobody waits for the rest."""
     address = ("127.0.0.1", httpx.URL(strict.base_url).port or 0)
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(4)]
+        connections = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in GOOD]
         for connection, path in zip(connections, GOOD, strict=True):
             start = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer secret\r\n"
             connection.sendall(start.encode() + b"content-type: application/json\r\n%s\r\n\r\n%s" % (head, body))

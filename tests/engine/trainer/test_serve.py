@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -37,6 +38,9 @@ def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
     api = openai.OpenAI(base_url=line.split()[-1], api_key="secret", max_retries=0)
     answer = api.chat.completions.create(model="mine", messages=messages, temperature=0, max_tokens=12)
     assert answer.choices[0].message.model_extra["generation_token_ids"] == expected.tolist()
+    shown = httpx.get(line.split()[-1].replace("/v1", "/metrics"), headers={"authorization": "Bearer secret"}).text
+    sampled = [row.split()[-1] for row in shown.splitlines() if row.startswith("vllm:generation_tokens_total{")]
+    assert sampled == ["12.0"] and "\nhotbunk_weight_version 0.0\n" in shown
     with pytest.raises(openai.BadRequestError, match="takes no trajectories' keys in x-hotbunk-trajectory"):
         api.chat.completions.create(model="mine", messages=messages, extra_headers={"x-hotbunk-trajectory": "a"})
     family = processes_with(mark)

@@ -1,0 +1,83 @@
+"""OpenAI's Responses and Anthropic's Messages as the chats that they are, so that exact ids are kept in them as well.
+
+The parts that know vLLM's own requests were checked with 0.32.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from generation.server.conversations import STUMBLES, Refused
+
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+Item = dict[str, Any]
+
+
+def as_chat(request: Any, handler: Any) -> dict[str, Any] | None:
+    """The chat that vLLM's handler will make of its parsed request; None for a request of another kind.
+
+    Refused where it asks for tools that are not the client's own.
+    """
+    kind = type(request).__name__
+    if kind == "ResponsesRequest":
+        for tool in request.tools:
+            if tool.type not in ("function", "custom", "namespace"):
+                raise Refused(400, f"a tool is of type {tool.type!r}, but this server runs no tools: give functions")
+    elif kind != "AnthropicMessagesRequest":
+        return None
+    request = request.model_copy(deep=True)  # the conversion changes what it converts
+    try:
+        chat = _of_response(request) if kind == "ResponsesRequest" else _of_message(request, handler)
+    except STUMBLES:
+        return None  # over something that vLLM will say
+    plain: dict[str, Any] = json.loads(json.dumps(chat, default=list))
+    for message in plain["messages"]:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
+                part["type"] = "text"
+    return {name: value for name, value in plain.items() if value is not None}
+
+
+def _of_response(request: Any) -> dict[str, Any]:
+    from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
+
+    kwargs = dict(request.build_chat_params(None, "auto").chat_template_kwargs)
+    continues = kwargs.pop("continue_final_message", False)
+    del kwargs["add_generation_prompt"]
+    messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
+    tools = construct_tool_dicts(request.tools, request.tool_choice)
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    chat = {"model": request.model, "messages": messages, "tools": tools, "chat_template_kwargs": kwargs}
+    return chat | ({"continue_final_message": True} if continues else {})
+
+
+def _of_message(request: Any, handler: Any) -> dict[str, Any]:
+    chat = handler.to_chat_completion_request(request, merge_inline_system=handler._merge_inline_system)
+    tools = [tool.model_dump() for tool in chat.tools or []] or None
+    own = {"chat_template_kwargs": chat.chat_template_kwargs, "reasoning_effort": chat.reasoning_effort}
+    return {"model": request.model, "messages": chat.messages, "tools": tools, **own}
+
+
+def said_in(path: str, answer: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The chat message that a whole answer says, and that the client will give back; None where it says nothing."""
+    parts: Sequence[Item] = answer["output" if path == RESPONSES else "content"]
+    content, calls = "", list[Item]()
+    for part in parts:
+        if part["type"] == "message":
+            content += "".join(piece.get("text") or "" for piece in part["content"])
+        elif part["type"] == "text":
+            content += part["text"]
+        elif part["type"] in ("function_call", "tool_use"):
+            arguments = part.get("arguments") or json.dumps(part.get("input") or {})
+            calls.append({"function": {"name": part["name"], "arguments": arguments}})
+    return {"role": "assistant", "content": content, "tool_calls": calls} if content or calls else None
+
+
+def add_event(blocks: list[Item], event: Mapping[str, Any]) -> None:
+    """Add one event of a streamed message to the blocks that it adds up to."""
+    if event["type"] == "content_block_start":
+        blocks.append({**event["content_block"], "arguments": ""})
+    elif event["type"] == "content_block_delta" and blocks:
+        delta = event["delta"]
+        blocks[-1]["arguments"] += delta.get("partial_json") or ""
+        blocks[-1]["text"] = (blocks[-1].get("text") or "") + (delta.get("text") or "")
