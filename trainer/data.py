@@ -121,14 +121,18 @@ def load_held_out(dataset: HeldOutConfig, config: DataConfig, tokenizer: "PreTra
 
 
 def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
-    """Rows of a jsonl or parquet file, of a folder of them, or of a hub dataset. Raises UserError naming the path."""
+    """Rows of a jsonl or parquet file, of a folder of them, of a hub dataset, or of reasoning-gym. Raises UserError."""
     import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below, once
     source = Path(path)
     try:
-        if not source.is_file():
+        if path.startswith("reasoning_gym:"):
+            from generation.rollouts.environments import reasoning_gym
+
+            rows = datasets.Dataset.from_list(reasoning_gym.rows(path))
+        elif not source.is_file():
             cache = Path(datasets.config.HF_DATASETS_CACHE) / path.replace("/", "___")
             if not source.is_dir() and not cache.is_dir() and (reason := out_of_reach()):
                 raise UserError(
@@ -146,7 +150,7 @@ def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
             raise UserError(f"{path} is neither jsonl nor parquet, to judge by its name")
     except StopIteration as error:  # how an empty file shows
         raise UserError(f"{path} holds no rows") from error
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, RecursionError) as error:
+    except (datasets.exceptions.DatasetsError, ImportError, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} (split {split}) cannot be read: {_one_line(error.__cause__ or error)}") from error
     if len(rows) == 0:
         raise UserError(f"{path} (split {split}) holds no rows")

@@ -49,11 +49,13 @@ async def converse(
     agent: Agent,
     *,
     in_order: bool = False,
+    respond: Callable[[str], Awaitable[str | None]] | None = None,
     after_turn: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Answers and replies in turn until an answer calls nothing or is cut, or turns or context run out.
 
-    A turn's calls run at once, or `in_order`; `after_turn` is called when they have been run.
+    A turn's calls run at once, or `in_order`; `after_turn` is called when they have been run. `respond` gives the next
+    message to an answer that calls nothing, or None at the end; it sees the last answer, too.
     """
     while (generation := await chat.sample(sampling)) is not None:
         # A cut answer may end inside a call: that is truncation, not a mistake to answer.
@@ -69,10 +71,13 @@ async def converse(
                     for i, (call, reply) in enumerate(zip(calls, replies, strict=True))
                 ]
             )
+        said = await respond(chat.answer) if respond is not None and not calls else None
         if after_turn is not None:
             await after_turn()
-        if not calls:
+        if not calls and (said is None or generation.finish_reason != "stop"):
             return
+        if said is not None and not last:
+            chat.add([{"role": "user", "content": said}])
         if last:
             chat.finish_reason = "max_turns"
             return
@@ -130,12 +135,12 @@ def pending_call(text: str, tags: InlineTags) -> str | None:
 
 
 def environment_tools(cls: type) -> dict[str, Tool]:
-    """An environment's public methods as tools, but for its own four. Raises ValueError naming one that cannot be."""
+    """An environment's public methods as tools, except its own five. Raises ValueError naming one that cannot be."""
     methods = {name: f for name, f in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
     return tools_by_name(
         make_tool(function, method=not isinstance(inspect.getattr_static(cls, name), staticmethod))
         for name, function in methods.items()
-        if name not in ("reset", "turn_reward", "get_reward", "close")
+        if name not in ("reset", "respond", "turn_reward", "get_reward", "close")
     )
 
 
@@ -167,6 +172,8 @@ def environment_rollout(
 
         reset(**row)        first; gets the columns of the row that it asks for. It returns None, or a string or a list
                             of messages, which is added to the last message of the prompt, or takes the prompt's place
+        respond(answer)     optional: gets the text of each answer that calls nothing, and returns the next message, or
+                            None at the end
         turn_reward()       optional: a number after each answer, its calls included; they are summed
         get_reward(t)       optional: a number, or several by name, at the end; the argument, which it need not take,
                             is the trajectory, whose `text` is the last answer
@@ -201,8 +208,14 @@ async def _converse_in(environment: Any, chat: Conversation, sampling: SamplingS
             given = await agent.runner.call(environment.turn_reward)
         turn_rewards.append(checked_reward(given, f"{cls}.turn_reward returned, in turn {chat.turns},"))
 
+    async def respond(answer: str) -> str | None:
+        async with chat.llm.away():
+            said: str | None = await agent.runner.call(functools.partial(environment.respond, answer))
+        return said
+
     after_turn = turn_reward if hasattr(environment, "turn_reward") else None
-    await converse(chat, sampling, agent, in_order=True, after_turn=after_turn)
+    responding = respond if hasattr(environment, "respond") else None
+    await converse(chat, sampling, agent, in_order=True, respond=responding, after_turn=after_turn)
     trajectory, final = chat.trajectory(text=chat.answer), dict[str, float]()
     if (function := getattr(environment, "get_reward", None)) is not None:
         async with chat.llm.away():

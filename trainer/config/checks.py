@@ -99,7 +99,7 @@ def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
     named = [("data.path", config.data.path), ("data.eval_path", config.data.eval_path)]
     named += [(f"eval.datasets.{name}.path", dataset.path) for name, dataset in config.eval.datasets.items()]
     for key, path in named:
-        if path is None or os.path.exists(path):
+        if path is None or os.path.exists(path) or path.startswith("reasoning_gym:"):
             continue
         if Path(path).suffix in (".jsonl", ".json", ".parquet") or not HUB_NAME.fullmatch(path):  # it looks local
             yield f"{key}: there is no file or folder {path}"

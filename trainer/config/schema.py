@@ -77,7 +77,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Prompts to train and to evaluate on."""
 
-    path: Text = key(..., "jsonl or parquet file, a folder of them, or a hub name")
+    path: Text = key(..., "jsonl or parquet file, a folder of them, a hub name, or reasoning_gym:NAME?size=1000")
     subset: Text | None = key(None, "configuration of a hub dataset, such as main")
     split: Text = key("train", "split of a folder or hub dataset; slices such as train[:1000] work")
     eval_path: Text | None = key(None, "held-out prompts; null: path, if eval_split is given")
@@ -304,7 +304,9 @@ class BatchConfig(Section):
 class RewardFunction(Section):
     """One reward function and its weight."""
 
-    name: Text = key(..., "exact_match, numeric_match, math_verify, format_regex, pkg.mod:Name or file.py:Name")
+    name: Text = key(
+        ..., "exact_match, numeric_match, math_verify, format_regex, reasoning_gym, pkg.mod:Name or file.py:Name"
+    )
     weight: Amount = key(1.0, "factor in the sum of rewards")
     kwargs: dict[str, Any] = key({}, "further keyword arguments of the function")
 

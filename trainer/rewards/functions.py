@@ -1,4 +1,4 @@
-"""Rewards a recipe can name without an import string. Each gives 1.0 or 0.0.
+"""Rewards a recipe can name without an import string. All but reasoning_gym give 1.0 or 0.0.
 
 They are ordinary reward functions: the completion first, then by keyword the values they ask for. EXTRACTORS has the
 votes of majority votes.
@@ -41,6 +41,13 @@ def math_verify(completion: str, *, answer: Any) -> float:
     return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
+def reasoning_gym(completion: str, *, row: dict[str, Any]) -> float:
+    """The judgement, 0 to 1, of the reasoning-gym dataset that the row comes from (data.path: reasoning_gym:NAME)."""
+    from generation.rollouts.environments.reasoning_gym import score
+
+    return score(completion, row)
+
+
 class FormatRegex:
     """The completion as a whole matches `pattern`; a dot matches line breaks too."""
 
@@ -59,6 +66,7 @@ BUILTINS = {
     "numeric_match": numeric_match,
     "math_verify": math_verify,
     "format_regex": FormatRegex,
+    "reasoning_gym": reasoning_gym,
 }
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tests.unit.small_tokenizer import small_tokenizer
 from trainer.config.schema import DataConfig, TrainConfig
-from trainer.data import Prompt, PromptDataset, epoch_order, load_held_out, load_prompts
+from trainer.data import Prompt, PromptDataset, epoch_order, load_held_out, load_prompts, load_rows
 from trainer.errors import UserError
+from trainer.rewards import bind_rewards
 
 
 @pytest.fixture(autouse=True)
@@ -218,3 +219,22 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     path.write_text("prompt,answer\na,b\n")
     with pytest.raises(UserError, match="neither jsonl nor parquet"):
         load_prompts(DataConfig(path=str(path)), small_tokenizer())
+
+
+def test_rows_of_reasoning_gym_are_made_as_the_path_says_and_judged_by_the_library() -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    path = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&size=5&seed=7"
+    rows = load_rows(path, None, "train")
+    theirs = reasoning_gym.create_dataset("chain_sum", min_terms=2, max_terms=3, size=5, seed=7)
+    assert [(row["prompt"], row["answer"]) for row in rows] == [(each["question"], each["answer"]) for each in theirs]
+    (judge,) = bind_rewards([("reasoning_gym", {})])
+    for row, entry in zip(rows, theirs, strict=True):
+        for text, answer in (
+            (f" {row['answer']}\n", row["answer"]),
+            (f"so <answer>{row['answer']}</answer>", row["answer"]),
+            ("x", "x"),
+        ):
+            assert judge(text, {"row": dict(row)}) == theirs.score_answer(answer, entry)
+    for bad in ("reasoning_gym:chain_sums", "reasoning_gym:chain_sum?sise=5", "reasoning_gym:chain_sum?min_terms=0"):
+        with pytest.raises(UserError, match="reasoning-gym makes no 'chain_sum"):
+            load_rows(bad, None, "train")

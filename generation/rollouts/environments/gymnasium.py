@@ -1,0 +1,99 @@
+"""gymnasium (https://gymnasium.farama.org): environments whose observations can be read and actions written.
+
+    rollout:
+      environment: generation.rollouts.environments.gymnasium:Gym
+      kwargs: {id: FrozenLake-v1, render_mode: ansi, actions: [left, down, right, up]}
+
+Columns `seed` and `options` of the data are given to reset; without a seed, runs cannot be repeated.
+"""
+
+import json
+import re
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+
+
+class Gym:
+    """Actions are calls of a tool, `act`. Each turn's reward is the sum of those of its steps."""
+
+    def __init__(self, id: str, actions: list[str] | None = None, **kwargs: Any) -> None:
+        """`actions` are names for those of a discrete space, in its order; `kwargs` go to `gymnasium.make`."""
+        self._env = gymnasium.make(id, **kwargs)
+        self._names = actions or []
+        self._earned, self._over = 0.0, False
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> str:
+        """The first observation."""
+        observation, _ = self._env.reset(seed=seed, options=options)
+        return self._text(observation)
+
+    def act(self, action: str | float | list[Any]) -> str:
+        """Do one thing in the environment.
+
+        Args:
+            action: its name or number, or a list of numbers.
+        """
+        if self._over:
+            return "It is over already."
+        observation, reward, terminated, truncated, _ = self._env.step(self._action(action))
+        self._earned += float(reward)
+        self._over = terminated or truncated
+        return self._text(observation) + ("\nIt is over." if self._over else "")
+
+    def turn_reward(self) -> float:
+        """What was earned since it was last asked."""
+        earned, self._earned = self._earned, 0.0
+        return earned
+
+    def close(self) -> None:
+        """End the environment."""
+        self._env.close()
+
+    def _text(self, observation: Any) -> str:
+        if self._env.render_mode == "ansi":
+            return _ANSI.sub("", str(self._env.render())).strip()
+        return observation if isinstance(observation, str) else json.dumps(observation, default=_plain)
+
+    def _action(self, action: Any) -> Any:
+        """An action as the space has it. Raises ValueError naming both where it has none such."""
+        space = self._env.action_space
+        if isinstance(action, str) and action.strip() in self._names:
+            action = self._names.index(action.strip())
+            action += int(getattr(space, "start", 0))
+        try:
+            if isinstance(space, gymnasium.spaces.Discrete):
+                action = np.int64(int(float(action)))
+            elif not isinstance(space, gymnasium.spaces.Text):
+                action = np.asarray(action, dtype=space.dtype).reshape(space.shape)
+            if space.contains(action):
+                return action
+        except (TypeError, ValueError):
+            pass
+        there = ", ".join(self._names) or str(space)
+        raise ValueError(f"{action!r:.100} is not an action; there are: {there}")
+
+
+class GymText(Gym):
+    """Each answer is an action: what is in its last pair of brackets, or else the whole of it."""
+
+    act = None  # type: ignore[assignment]  # no tool
+
+    def respond(self, answer: str) -> str | None:
+        """The next observation, or None at the end; words about an answer that is no action."""
+        found = _BRACKETS.findall(answer)
+        word = (found[-1] if found else answer).strip()
+        try:
+            value = json.loads(f"[{word}]") if "," in word else word
+            text = Gym.act(self, value)
+        except ValueError as error:
+            return str(error)
+        return None if self._over else text
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
