@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 
 @dataclass
@@ -58,7 +57,7 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    routes: "np.ndarray | None" = field(default=None, repr=False, compare=False)
+    routes: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not len(self.response_ids) == len(self.loss_mask) == len(self.logprobs):

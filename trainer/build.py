@@ -19,6 +19,7 @@ from sharding.ranks import rank, world_size
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
 from sharding.send.ways import Staged, Way, ZeroCopy
 from sharding.wire.group import own_address
+from trainer.carried import SlicedRollouts
 from trainer.config.machine import resolve_device
 from trainer.config.schema import ModelConfig, TrainConfig
 from trainer.data import load_tokenizer
@@ -31,6 +32,8 @@ from trainer.policy.critic import Critic, make_critic
 from trainer.policy.hf_format import build_meta_model, checkpoint_views
 from trainer.policy.lora import BaseOfPolicy, adapter_format, add_adapters, factors, is_adapter, low_rank, peft_name
 from trainer.policy.routing import asked_routers
+from trainer.rewards.pool import RewardPool
+from trainer.rollouts import RolloutLevel, Rollouts
 from trainer.run import processes
 from trainer.run.lock import RunLock
 from trainer.run.watchdog import Watchdog
@@ -119,6 +122,22 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
         reference = FrozenPolicy(model, config.policy, device)
     critic = make_critic(config, device, updates) if values and not config.critic.shared else None
     return policy, reference, critic
+
+
+def build_rollouts(
+    config: TrainConfig,
+    leader: Leader | None,
+    tokenizer: PreTrainedTokenizerBase,
+    rewards: RewardPool,
+    level: RolloutLevel,
+    start: Path | None,
+) -> Rollouts:
+    """The rollouts of this rank; `start` is the checkpoint that the run resumes from, if it does."""
+    options: dict[str, Any] = {"engines": world_size() // config.engine.tensor_parallel_size}
+    options["max_error_rate"] = config.rollout.max_error_rate
+    if config.rollout.slice_tokens is None:
+        return Rollouts(leader, tokenizer, rewards, store(), level, **options)
+    return SlicedRollouts(config, leader, tokenizer, rewards, store(), level, start=start, **options)
 
 
 def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager:

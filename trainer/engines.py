@@ -53,6 +53,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         lora_rank=config.lora.rank if config.lora.engines_apply else 0,
         routes=config.model.routes == "engine",
         worker_extension=WORKER_EXTENSION,
+        keyed_noise=config.rollout.slice_tokens is not None,
         worker_class=SHARING_WORKER if config.sync.way == "zero_copy" and on_cuda else None,
         extra=needed | engine.extra | (both if both["additional_config"] else {}),
     )

@@ -8,21 +8,30 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from generation.engine.sampling import NotFiniteError
 from generation.rollouts.episode import RolloutSettings
 from sharding.ranks import agreed, rank, world_size
-from trainer.build import build_models, build_sharding, check_model, check_teacher, joined, rank_device, start_server
+from trainer.build import (
+    build_models,
+    build_rollouts,
+    build_sharding,
+    check_model,
+    check_teacher,
+    joined,
+    rank_device,
+    start_server,
+)
 from trainer.config.schema import TrainConfig
 from trainer.data import load_prompts, load_tokenizer
-from trainer.distributed import store
 from trainer.engines import end_token_ids, fetch_model, start_engine, stop_engine, training_sampling
 from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept, sample_held_out
 from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
 from trainer.learning.answers import Answer
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import RolloutLevel, Rollouts, StepAbandoned, answer_rows
+from trainer.rollouts import RolloutLevel, StepAbandoned, answer_rows
 from trainer.run.checkpoint import load
 from trainer.run.finish import export_and_report
 from trainer.run.keeper import Keeper, find_checkpoint, make_run_tracker, run_identity
@@ -63,17 +72,17 @@ class RLTrainer:
         resources.callback(self.sharding.close)
         self.sharding.connect()
         self.sharding.sleep()
-        engines, most_errors = world_size() // config.engine.tensor_parallel_size, config.rollout.max_error_rate
-        self.rollouts = Rollouts(
-            self.leader, self.tokenizer, self.rewards, store(), level, engines=engines, max_error_rate=most_errors
-        )
+        again = start if self.state.prompts else None  # a checkpoint of other data says nothing of these prompts
+        self.rollouts = build_rollouts(config, self.leader, self.tokenizer, self.rewards, level, again)
         resources.callback(self.rollouts.close)
         pad_id, weights = self.tokenizer.pad_token_id, self.rewards.weights
-        self.learner = Learner(config, self.policy, reference, pad_id=pad_id, reward_weights=weights, critic=critic)
+        known: dict[str, Any] = {"pad_id": pad_id, "reward_weights": weights, "untrained": self.rollouts.untrained}
+        self.learner = Learner(config, self.policy, reference, critic=critic, **known)
         parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
         if start is not None:
             load(start, parts)
-        self.keeper = Keeper(config, watchdog, self.state, parts=parts, identity=identity)
+        carried = self.rollouts.carried  # answers that are not trained yet
+        self.keeper = Keeper(config, watchdog, self.state, parts=parts, identity=identity, carried=carried)
         resources.callback(self.keeper.close)
         self.tracker = make_run_tracker(config, self.state)
         resources.callback(self.tracker.close)
@@ -143,7 +152,7 @@ class RLTrainer:
         with self.generation_shift():
             sampled = self.sample(step)  # by the engine; reward functions score each answer as soon as it is there
         with self.meter.phase("update"):
-            metrics = rollout_metrics(sampled.answers) | sampled.metrics()
+            metrics = rollout_metrics(sampled.answers) | sampled.metrics() | self.rollouts.figures()
             metrics |= self.learner.learn(*sampled.kept(), step)  # scores by the models, credit, updates
         metrics |= {"time/step": time.perf_counter() - began}
         self.state.count_step(metrics)
@@ -189,14 +198,15 @@ class RLTrainer:
         late, apart = self.keeper.late_to_leave, config.algorithm.rewards_apart
         lengths = self.state.lengths if config.rollout.order == "longest_first" else None
         deadline = config.run.first_step_deadline_s
+        source = partial(self.prompts.take, seed=config.run.seed)
         while sampled.missing:
-            prompts = self.prompts.take(position, sampled.missing, config.run.seed)
-            position += len(prompts)
             settings = RolloutSettings(
                 group, sampling, version, seed=sampled.seed(step), step=step, chat_template_kwargs=template
             )
             with self.meter.phase("rollout"):
-                answers = self.rollouts.run(prompts, settings, deadline, give_up=late, details=apart, lengths=lengths)
+                prompts, answers, position = self.rollouts.take(
+                    source, position, sampled.missing, settings, deadline, late, details=apart, lengths=lengths
+                )
             sampled.add(prompts, answers)
         self.state.prompts = position  # not before: a step that is given up has taken none
         return sampled

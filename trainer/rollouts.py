@@ -196,25 +196,73 @@ class Rollouts:
             NotFiniteError: on all ranks, when a log-probability of one's engine was not finite.
         """
         self._rounds += 1
-        own: list[Trajectory] | None = []
+        order = starting_order(prompts, lengths)
+
+        def sample(leader: Leader) -> Coroutine[Any, Any, list[Trajectory]]:
+            return self._sample(leader, prompts, settings, timeout, voting, order)
+
+        own = self._on_leaders(sample, timeout, give_up, settings.step)
+        return self._checked(gather_answers(own or [], details), prompts, lengths)
+
+    def take(
+        self,
+        source: Callable[[int, int], list[Prompt]],
+        position: int,
+        count: int,
+        settings: RolloutSettings,
+        timeout: float,
+        give_up: Callable[[], bool] = lambda: False,
+        details: bool = False,
+        lengths: dict[int, int] | None = None,
+    ) -> tuple[list[Prompt], list[Answer], int]:
+        """`count` prompts, the answers to them, and the position after the prompts that have begun; as `run`.
+
+        `source` gives the prompts to train on, as many as asked for, from a position on; the next is at `position`.
+        """
+        prompts = source(position, count)
+        answers = self.run(prompts, settings, timeout, give_up=give_up, details=details, lengths=lengths)
+        return prompts, answers, position + count
+
+    def figures(self) -> dict[str, float]:
+        """A step's figures beside those of its answers."""
+        return {}
+
+    def carried(self) -> bytes:
+        """What a checkpoint keeps of this rank's rollouts."""
+        return b""
+
+    def untrained(self) -> list[Answer]:
+        """Answers that are not trained in the step in which they were sampled, or some of them. Collective."""
+        return []
+
+    def _on_leaders(
+        self,
+        work: Callable[[Leader], Coroutine[Any, Any, T]],
+        timeout: float,
+        give_up: Callable[[], bool],
+        step: int,
+    ) -> T | None:
+        """The result of `work` on this engine's loop; None on a rank that leads none. Collective; raises as `run`."""
+        own: T | None = None
         not_finite: float | None = None
         with agreed("rollout"):
             if self._leader is not None:
                 self._leader.engine.not_finite = None
-                order = starting_order(prompts, lengths)
-                work = unless(give_up, self._sample(self._leader, prompts, settings, timeout, voting, order))
                 try:
-                    own = self._leader.thread.run(work, timeout, "the rollout")
+                    own = self._leader.thread.run(unless(give_up, work(self._leader)), timeout, "the rollout")
                 except ExceptionGroup as group:
                     raise first_error(group) from None  # the others are the same error, once a request
                 not_finite = self._leader.engine.not_finite
-        outcomes = exchange([own is None, not_finite])
+        outcomes = exchange([self._leader is not None and own is None, not_finite])
         for rank, (_, number) in enumerate(outcomes):
             if number is not None:
                 raise NotFiniteError(f"the engine of rank {rank} sampled a token with a log-probability of {number}")
-        if own is None or any(given_up for given_up, _ in outcomes):
-            raise StepAbandoned(f"the rollouts of step {settings.step} were given up")
-        answers = gather_answers(own, details)
+        if any(given_up for given_up, _ in outcomes):
+            raise StepAbandoned(f"the rollouts of step {step} were given up")
+        return own
+
+    def _checked(self, answers: list[Answer], prompts: list[Prompt], lengths: dict[int, int] | None) -> list[Answer]:
+        """The answers, unless too many have failed; what they say of the prompts' lengths is noted. Collective."""
         check_failures(answers, self._max_error_rate)
         self._rewards.check_error_rate(all_reduce_sum(self._rewards.take_counts()))
         if lengths is not None:

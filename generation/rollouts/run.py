@@ -66,16 +66,7 @@ async def rollout(
 
     async def one(llm: PolicyLLM) -> None:
         row = dict(setup.rows[llm.prompt_index]) if setup.rows else {}
-        try:
-            trajectories = await run_episode(setup.function, llm, row)
-        finally:
-            room.release()
-        for trajectory in trajectories:
-            await on_sample(trajectory)
-        if error := next((t.error for t in trajectories if t.error), ""):
-            for trajectory in trajectories:
-                trajectory.error = trajectory.error or error
-        finished.extend(trajectories)
+        finished.extend(await scored_episode(setup.function, llm, row, on_sample, room))
 
     async with asyncio.TaskGroup() as group:
         await room.acquire()
@@ -93,9 +84,29 @@ async def rollout(
                 await room.acquire()
     ended = {(t.prompt_index, t.sample_index) for t in finished}
     # A task group does not notice a task that somebody else has cancelled.
-    lost = [llm for place, llm in begun.items() if place not in ended]
+    return finished + [lost_episode(llm) for place, llm in begun.items() if place not in ended]
+
+
+def lost_episode(llm: PolicyLLM) -> Trajectory:
+    """The trajectory of an episode whose task somebody else has cancelled."""
     error = "CancelledError: the episode's task was cancelled by somebody else"
-    return finished + [llm.trajectory(finish_reason="error", error=error) for llm in lost]
+    return llm.trajectory(finish_reason="error", error=error)
+
+
+async def scored_episode(
+    function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any], on_sample: OnSample, room: asyncio.Semaphore
+) -> list[Trajectory]:
+    """An episode's trajectories once `on_sample` has seen them; its place in `room` is free before that."""
+    try:
+        trajectories = await run_episode(function, llm, row)
+    finally:
+        room.release()
+    for trajectory in trajectories:
+        await on_sample(trajectory)
+    if error := next((t.error for t in trajectories if t.error), ""):
+        for trajectory in trajectories:
+            trajectory.error = trajectory.error or error
+    return trajectories
 
 
 async def run_episode(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:

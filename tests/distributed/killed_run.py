@@ -1,10 +1,12 @@
 """A run that is killed, asked to end, and stopped at random, and goes on each time.
 
-    python tests/distributed/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0] [--runs 1]
+    python tests/distributed/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
+                                           [--runs 1] [--slices N]
 
 It trains a tiny model once without disturbance, and once with signals to a random process (the launcher, a rank, an
 engine, a guardian, a reward worker) at a random moment, from the start to the export; what has ended is started again
-by the same command. 20 s after each end nothing of it may be left, and both runs must end alike, bit for bit.
+by the same command. 20 s after each end nothing of it may be left, and both runs must end alike, bit for bit. With
+`--slices N` answers grow by N tokens at a time, and most are unfinished when they are saved.
 """
 
 import argparse
@@ -249,7 +251,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    for name, default in {"kills": 60, "stops": 10, "ranks": 1, "seed": 0, "runs": 1}.items():
+    for name, default in {"kills": 60, "stops": 10, "ranks": 1, "seed": 0, "runs": 1, "slices": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     folder = options.folder
@@ -267,6 +269,8 @@ def main() -> int:
         engine={"load_format": "dummy"},
         policy={"lr": 1e-4},  # so slowly that there is something to learn in all steps
         reward={"functions": [{"name": REWARD}]},
+        sampling={"max_tokens": 24 if options.slices else 6},
+        rollout={"slice_tokens": options.slices, "ahead": 1.0} if options.slices else {},
     )
     straight = Run(recipe, ranks=options.ranks, name="straight")
     assert straight.wait(1200) == 0, straight.output()

@@ -15,6 +15,7 @@ from trainer.config.machine import host_gib, rank_count, resolve_device
 from trainer.config.model_file import EXPERT_KEYS, model_config
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
+from trainer.config.slices import oldest_age, prompts_ahead
 from trainer.errors import UserError
 from trainer.estimates.gpus import GPUS, Gpu
 from trainer.estimates.memory import GIB, engine_parts, trainer_parts
@@ -58,12 +59,16 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     """The arithmetic of a step."""
     batch, algorithm, engines = config.batch, config.algorithm, ranks // config.engine.tensor_parallel_size
     answers, share = batch.prompts_per_step * algorithm.group_size, answers_per_update(config, ranks)
+    flying = answers + prompts_ahead(config) * algorithm.group_size
     updates = batch.updates_per_step * algorithm.num_iterations
     largest = math.ceil(share / max(1, batch.tokens_per_micro_batch // longest(config)))
     yield "ranks", f"{ranks}, on {resolve_device(config)}"
     yield "engines", f"{engines} of {config.engine.tensor_parallel_size} rank(s)"
     yield "answers a step", f"{batch.prompts_per_step} prompts x {algorithm.group_size} = {answers}"
-    yield "answers an engine", f"{math.ceil(answers / max(engines, 1))}, {config.engine.max_num_seqs} at a time"
+    if config.rollout.slice_tokens is not None:
+        age = f"each begins at most {oldest_age(config)} step(s) before it is trained"
+        yield "answers in flight", f"{flying} with rollout.ahead; {age}"
+    yield "answers an engine", f"{math.ceil(flying / max(engines, 1))}, {config.engine.max_num_seqs} at a time"
     yield "tokens a step", f"at most {answers * longest(config):,}, prompts included"
     if config.model.routes == "engine":
         rows, copies = answers * longest(config) * route_bytes(config.model.path), 2 / max(engines, 1) + 2 / ranks

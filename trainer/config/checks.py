@@ -24,6 +24,7 @@ from trainer.config.model_file import (
     position_limit,
 )
 from trainer.config.schema import TrainConfig
+from trainer.config.slices import check_slices
 from trainer.errors import UserError, shown
 
 COMPLETE_MARKER = "COMPLETE"
@@ -33,7 +34,7 @@ IDENTITY_DIGESTS = ("data", "model", "tokenizer")
 IDENTITY_SECTIONS = ("algorithm",)
 IDENTITY_KEYS = (
     "batch.prompts_per_step", "batch.updates_per_step", "lora.alpha", "lora.rank", "lora.target_modules",
-    "lora.use_rslora", "reward.functions", "run.seed",
+    "lora.use_rslora", "reward.functions", "rollout.ahead", "rollout.old_tokens", "rollout.slice_tokens", "run.seed",
 )  # fmt: skip
 """A resumed run is compared by these (`trainer.run.keeper`): digests, whole sections of the recipe, and single keys."""
 
@@ -83,6 +84,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         updates = config.batch.updates_per_step * config.algorithm.num_iterations
         problems += check_algorithm(config.algorithm, updates, config.critic.shared)
         problems += _check_sampling(config)
+        problems += check_slices(config)
         problems += _check_run(config)
         problems += _check_way(config, ranks, environ)
     return [*problems, *_check_model(config, command)]
@@ -275,9 +277,11 @@ def _check_extra(config: TrainConfig) -> Iterator[str]:
 def _check_memory(config: TrainConfig) -> Iterator[str]:
     """Sizes that exceed the machine by themselves; `hotbunk plan` estimates whether all fit together."""
     engine, asked = config.engine, config.engine.kv_cache_gib
-    answers = config.batch.prompts_per_step * config.algorithm.group_size * config.algorithm.oversampling
+    prompts = config.batch.prompts_per_step * (config.algorithm.oversampling + config.rollout.ahead)
+    answers = prompts * config.algorithm.group_size
     if answers > _MOST_ANSWERS:
         names = "batch.prompts_per_step * algorithm.group_size * algorithm.oversampling"
+        names += ", with rollout.ahead," * bool(config.rollout.ahead)
         yield f"{names} = {answers:g} answers in a step, but at most {_MOST_ANSWERS} are possible: lower one of them"
     if (table := 4 * engine.max_num_seqs * engine.max_model_len / 2**30) > (host := host_gib()):
         names = "engine.max_num_seqs * engine.max_model_len"

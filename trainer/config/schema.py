@@ -371,6 +371,19 @@ class RolloutConfig(Section):
         "data", "prompts that engines begin first, which changes no answer",
         data="those that come first in the data", longest_first="those whose last answers were longest",
     )  # fmt: skip
+    slice_tokens: Count | None = key(
+        None, "tokens by which an answer grows at a time; it may go on in the next step, under new weights; null: all"
+    )
+    ahead: Annotated[float, Field(ge=0, le=64)] = key(
+        0.0, "prompts in flight beyond a step's, in steps: how many steps before it is trained an answer begins"
+    )
+    max_age: Natural | None = key(
+        None, "refuse a recipe whose answers may have begun more steps before they are trained; null: any"
+    )
+    old_tokens: Literal["correct", "mask"] = key(
+        "correct", "tokens that earlier weights sampled",
+        correct="learned from with their own importance weight", mask="context, and nothing is learned from them",
+    )  # fmt: skip
 
     @property
     def code(self) -> list[str]:

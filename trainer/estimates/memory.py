@@ -21,6 +21,7 @@ from sharding.wire.staging import BUFFERS
 from trainer.config.machine import resolve_device
 from trainer.config.model_file import REPROCESSED
 from trainer.config.schema import PolicyConfig, TrainConfig
+from trainer.config.slices import prompts_ahead
 from trainer.estimates.model_sizes import (
     ModelSizes,
     answers_per_update,
@@ -122,6 +123,10 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
         kv_cache = engine.kv_cache_gib * GIB
     tokens = int(kv_cache // token)
     fitting = f"{tokens:,} tokens: {tokens // engine.max_model_len} answers of {engine.max_model_len}"
+    if config.rollout.slice_tokens is not None:  # more than fit are preempted, and computed again
+        answers = (config.batch.prompts_per_step + prompts_ahead(config)) * config.algorithm.group_size
+        each = math.ceil(answers * engine.tensor_parallel_size / ranks)
+        fitting += f"; at most {min(each, engine.max_num_seqs)} run at a time"
     asleep = 0 if engine.sleep else 1
     first, later = (staging_bytes(config, model, ranks, cut) for cut in (False, True))
     staging_remark = "while weights travel" + (f", {first / GIB:.2f} the first time" if first > later else "")

@@ -47,30 +47,35 @@ class Answer:
     misjudged: bool  # a reward function failed on it
     error: str  # not empty for a trajectory that has failed; its words, if they are known here
     turn_rewards: list[float]
+    old: int = 0  # of the sampled tokens those that earlier versions of the policy sampled
     trajectory: Trajectory | None = None  # the whole of it, where its tokens are
     reward_parts: dict[str, float] = field(default_factory=dict)  # only where they were asked for, as is the vote
     vote: str | None = None
 
-    def trainable(self, overlong_filter: bool = False) -> int:
+    def trainable(self, overlong_filter: bool = False, mask_old: bool = False) -> int:
         """Tokens that are learned; see `Sample.trainable` and `to_sample`."""
-        return 0 if overlong_filter and self.cut else self.sampled - self.begins
+        if overlong_filter and self.cut:
+            return 0
+        return self.sampled - (self.old or self.begins if mask_old else self.begins)
 
 
-def gather_answers(own: Sequence[Trajectory], details: bool = False) -> list[Answer]:
+def gather_answers(own: Sequence[Trajectory], details: bool = False, version: int | None = None) -> list[Answer]:
     """The answers of all ranks, ordered by prompt and sample, the same on every rank. Collective.
 
     `own` is what this rank's engine sampled; with `details`, reward_parts and votes travel, which are of any size. The
-    words of the first error are known on all ranks, those of the others where they happened.
+    words of the first error are known on all ranks, those of the others where they happened. `version` is the policy's
+    present one; None: no answer has tokens of an earlier one.
     """
     with agreed("telling of the answers"):  # a rollout function may have put anything into a trajectory
         rows = np.array([_row(t) for t in own], dtype=ROW).tobytes()
         turns = {index: t.turn_rewards for index, t in enumerate(own) if t.turn_rewards}
         parts = [(t.reward_parts, t.vote) for t in own] if details else []
-        packed = msgspec.msgpack.encode((rows, turns, parts))
+        old = {index: count for index, t in enumerate(own) if (count := sum(t.loss_mask[: old_tokens(t, version)]))}
+        packed = msgspec.msgpack.encode((rows, turns, old, parts))
     answers = []
     for who, told in enumerate(send_to_all(packed)):
         message = msgspec.msgpack.decode(
-            told, type=tuple[bytes, dict[int, list[float]], list[tuple[dict[str, float], str | None]]]
+            told, type=tuple[bytes, dict[int, list[float]], dict[int, int], list[tuple[dict[str, float], str | None]]]
         )
         answers += _decoded(who, own if who == rank() else None, *message)
     answers.sort(key=lambda answer: (answer.prompt_index, answer.sample_index))
@@ -78,6 +83,13 @@ def gather_answers(own: Sequence[Trajectory], details: bool = False) -> list[Ans
         words = first.trajectory.error if first.trajectory is not None else ""
         first.error = send_to_all(words.encode(errors="replace"))[first.rank].decode()
     return answers
+
+
+def old_tokens(trajectory: Trajectory, version: int | None) -> int:
+    """As many of the response's first tokens were there before the policy had that version; None: none was."""
+    if version is None:
+        return 0
+    return next((start for own, start in trajectory.versions if own == version), len(trajectory.response_ids))
 
 
 def _row(trajectory: Trajectory) -> tuple[Any, ...]:
@@ -95,6 +107,7 @@ def _decoded(
     own: Sequence[Trajectory] | None,
     rows: bytes,
     turns: dict[int, list[float]],
+    old: dict[int, int],
     parts: list[tuple[dict[str, float], str | None]],
 ) -> list[Answer]:
     """One rank's answers; `own`: this rank's trajectories, if they are its own."""
@@ -107,6 +120,7 @@ def _decoded(
         given, vote = parts[index] if parts else ({}, None)
         cut, begins, misjudged = (bool(flags & flag) for flag in (_CUT, _FIRST, _MISJUDGED))
         fields |= {"cut": cut, "begins": begins, "misjudged": misjudged, "trajectory": trajectory}
+        fields["old"] = old.get(index, 0)
         own_rewards = turns.get(index, [])
         answers.append(Answer(who, error=error, turn_rewards=own_rewards, reward_parts=given, vote=vote, **fields))
     return answers
@@ -147,18 +161,23 @@ def hand_over(
     return mine
 
 
-_TOKEN_BYTES = 9  # id, log-probability and mask
+_TOKEN_BYTES = 9  # id, log-probability and flags: the mask is the lowest bit
+_OLD = 2  # of the first tokens, up to the first that the policy's present version has sampled
 
 
 def _packed(sample: Sample) -> bytes:
     ids, logprobs = np.array(sample.input_ids, dtype="<i4"), np.array(sample.engine_logprobs, dtype="<f4")
+    flags = np.array(sample.loss_mask, dtype="u1")
+    flags[: sample.old] |= _OLD
     rows = b"" if sample.routes is None else sample.routes.numpy().tobytes()
-    return ids.tobytes() + logprobs.tobytes() + np.array(sample.loss_mask, dtype="u1").tobytes() + rows
+    return ids.tobytes() + logprobs.tobytes() + flags.tobytes() + rows
 
 
 def _unpacked(data: bytes, length: int, routes: RouteFormat | None) -> Sample:
     ids, logprobs = np.frombuffer(data, "<i4", length), np.frombuffer(data, "<f4", length, 4 * length)
-    sample = Sample(ids.tolist(), np.frombuffer(data, "u1", length, 8 * length).tolist(), logprobs.tolist())
+    flags = np.frombuffer(data, "u1", length, 8 * length)
+    old = int(np.count_nonzero(flags & _OLD))
+    sample = Sample(ids.tolist(), (flags & 1).tolist(), logprobs.tolist(), old=old)
     if routes is not None:
         rows = torch.frombuffer(bytearray(data[_TOKEN_BYTES * length :]) or bytearray(1), dtype=torch.uint8)
         shape = length - 1, len(routes.layers), routes.top_k

@@ -121,6 +121,7 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.devi
     advantages = torch.tensor([sample.advantage for sample in samples]).unsqueeze(1)
     routes = [sample.routes for sample in samples if sample.routes is not None]
     sizes = [max(1, length - 1) if packed else width - 1 for length in lengths]
+    first_new = torch.tensor([sample.old for sample in samples]).unsqueeze(1)
     return MicroBatch(
         input_ids=table([sample.input_ids for sample in samples], pad_id, torch.int64),
         loss_mask=mask,
@@ -130,6 +131,7 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.devi
         layout=Layout.of(mask, lengths, packed),
         rows=rows,
         routes=torch.cat(list(map(_stretched, routes, sizes))) if routes else None,
+        old=torch.arange(1, width) < first_new if any(sample.old for sample in samples) else None,
     ).to(device)
 
 

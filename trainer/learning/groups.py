@@ -12,8 +12,9 @@ from generation.trajectory import Trajectory, by_episode
 from sharding.ranks import rank, world_size
 from trainer.algorithms.shaping import length_normalized, soft_overlong_penalty
 from trainer.config.schema import TrainConfig
+from trainer.config.slices import longest_answer
 from trainer.errors import UserError
-from trainer.learning.answers import Answer, hand_over
+from trainer.learning.answers import Answer, hand_over, old_tokens
 from trainer.learning.batching import assign_to_ranks, micro_batches
 from trainer.learning.routes import checked_routes
 from trainer.types import MicroBatch, RouteFormat, Sample
@@ -45,12 +46,6 @@ def informative(group: Group) -> bool:
     """True if rewards differ, in sum or turn by turn, before length counts: DAPO (arXiv:2503.14476), equation 11."""
     worth = [(episode[-1].reward, [reward for t in episode for reward in t.turn_rewards]) for episode in group]
     return any(other != worth[0] for other in worth)
-
-
-def longest_answer(config: TrainConfig) -> int:
-    """The most tokens a trajectory can sample: one answer's, or as many turns' as the context has room for."""
-    turns = config.rollout.max_turns if config.rollout.tools or config.rollout.code else 1
-    return min(turns * config.sampling.max_tokens, config.engine.max_model_len)
 
 
 def shaped_rewards(group: Group, config: TrainConfig) -> Tensor:
@@ -153,8 +148,11 @@ def prepare(
     pad_id: int,
     device: torch.device,
     routes: RouteFormat | None = None,
+    version: int | None = None,
 ) -> list[MiniBatch]:
     """Deal each portion's trajectories out to ranks and cut this rank's into micro-batches. Collective.
+
+    `version` is the policy's present one, where answers may have tokens of earlier ones.
 
     Counts are of the masks as they are trained on: a filtered answer is in none of them. What is left out later, since
     engine and trainer disagree on it or it is of low entropy, is multiplied into the loss and stays in the counts, as
@@ -162,32 +160,41 @@ def prepare(
     """
     answers = [[t for group in groups for episode in group for t in episode] for groups in portions]
     shares = [assign_to_ranks([t.length for t in each], world_size()) for each in answers]
-    filters = config.algorithm.overlong_filter
-    samples = hand_over(answers, shares, partial(to_sample, overlong_filter=filters, routes=routes), routes)
+    filters, masks = config.algorithm.overlong_filter, config.rollout.old_tokens == "mask"
+    make = partial(to_sample, overlong_filter=filters, routes=routes, version=version, mask_old=masks)
+    samples = hand_over(answers, shares, make, routes)
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
     minibatches = []
     for groups, each, by_rank, own in zip(portions, answers, shares, samples, strict=True):
         batches = micro_batches(own, budget, pad_id, device, packing=packing)
         for batch in batches:
             batch.rows = [by_rank[rank()][row] for row in batch.rows]
-        tokens = [t.trainable(filters) for t in each]
+        tokens = [t.trainable(filters, masks) for t in each]
         minibatches.append(MiniBatch(groups, batches, sum(tokens), sum(map(bool, tokens)), by_rank))
     return minibatches
 
 
-def to_sample(trajectory: Trajectory, overlong_filter: bool = False, routes: RouteFormat | None = None) -> Sample:
+def to_sample(
+    trajectory: Trajectory,
+    overlong_filter: bool = False,
+    routes: RouteFormat | None = None,
+    version: int | None = None,
+    mask_old: bool = False,
+) -> Sample:
     """Prompt and response in one sequence; mask and log-probabilities are 0 on the prompt.
 
-    With `overlong_filter` an answer that was cut off has a mask of 0 throughout; with `routes` a sample has the
-    engine's (`checked_routes`).
+    With `overlong_filter` an answer that was cut off has a mask of 0 throughout, and with `mask_old` tokens that were
+    sampled before the policy had `version` have one; with `routes` a sample has the engine's (`checked_routes`).
     """
-    prompt = len(trajectory.prompt_ids)
+    prompt, old = len(trajectory.prompt_ids), old_tokens(trajectory, version)
     cut = overlong_filter and trajectory.finish_reason == "length"
+    masked = len(trajectory.loss_mask) if cut else old if mask_old else 0
     return Sample(
         input_ids=trajectory.prompt_ids + trajectory.response_ids,
-        loss_mask=[0] * prompt + ([0] * len(trajectory.loss_mask) if cut else trajectory.loss_mask),
+        loss_mask=[0] * (prompt + masked) + trajectory.loss_mask[masked:],
         engine_logprobs=[0.0] * prompt + trajectory.logprobs,
         routes=None if routes is None else checked_routes(trajectory, routes),
+        old=prompt + old if old else 0,
     )
 
 

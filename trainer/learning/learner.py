@@ -1,15 +1,26 @@
 """One step's learning, read from top to bottom: groups, scores, credit, updates, figures."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from sharding.ranks import sum_counts
 from trainer.algorithms.losses import entropy_threshold, high_entropy_mask
 from trainer.config.schema import TrainConfig
+from trainer.config.slices import longest_answer
 from trainer.learning.answers import Answer
 from trainer.learning.credit import assign_credit, has_signal
-from trainer.learning.groups import Group, MiniBatch, informative, longest_answer, prepare, split
-from trainer.learning.metrics import Metrics, critic_metrics, engine_gap, gap_without_update, over_ranks, update_metrics
+from trainer.learning.groups import Group, MiniBatch, informative, prepare, split
+from trainer.learning.metrics import (
+    Metrics,
+    critic_metrics,
+    engine_gap,
+    gap_without_update,
+    over_ranks,
+    stale_metrics,
+    update_metrics,
+)
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
 from trainer.learning.routes import engine_routes, routing_metrics
 from trainer.policy.critic import Critic
@@ -28,7 +39,10 @@ class Learner:
         pad_id: int,
         reward_weights: dict[str, float] | None = None,  # of the reward functions, by label
         critic: Critic | None = None,  # one with a trunk of its own
+        # collective: answers that wait, or are unfinished, some of which the policy's present version has sampled
+        untrained: Callable[[], list[Answer]] = list,
     ) -> None:
+        self._untrained = untrained
         self._config, self._policy, self._reference, self._critic = config, policy, reference, critic
         self._pad_id, self._reward_weights = pad_id, reward_weights or {}
 
@@ -47,23 +61,27 @@ class Learner:
         config = self._config
         if config.algorithm.drop_zero_variance:
             groups = [group for group in groups if informative(group)]
-        filters = config.algorithm.overlong_filter
-        groups = [g for g in groups if any(t.trainable(filters) for episode in g for t in episode)]
+        filters, masks = config.algorithm.overlong_filter, config.rollout.old_tokens == "mask"
+        version = None if config.rollout.slice_tokens is None else self._policy.version
+        groups = [g for g in groups if any(t.trainable(filters, masks) for episode in g for t in episode)]
         portions = split(groups, config.batch.updates_per_step)
         routes = engine_routes(config, self._policy)
-        minibatches = prepare(portions, config, self._pad_id, self._policy.device, routes)
+        minibatches = prepare(portions, config, self._pad_id, self._policy.device, routes, version)
         self._score_before(minibatches)
         assign_credit(minibatches, config, self._reward_weights)
         algorithm = config.algorithm
         pulled = algorithm.kl_in_loss or algorithm.entropy_coef > 0 or algorithm.balance_coef > 0 or self._shared_critic
         signal = bool(minibatches) and (has_signal(minibatches) or pulled)
         metrics = {"no_signal_steps": float(not signal), "skipped_steps": 0.0, "updates": 0.0}
+        gap: Metrics = {}
+        if not (signal and any(t.sampled > t.old for group in groups for episode in group for t in episode)):
+            others = [] if version is None else self._untrained()
+            gap = gap_without_update([*answers, *others], self._policy, config, self._pad_id, version)
         if signal:
             metrics |= self._update_policy(minibatches, step)
         if self._critic is not None and minibatches:
             metrics |= self._update_critic(self._critic, minibatches, step)
-        if not signal:
-            metrics |= gap_without_update(answers, self._policy, config, self._pad_id)
+        metrics |= gap
         if self._policy.routing is not None:
             metrics |= routing_metrics(self._policy.routing, int(metrics["updates"]))
         return metrics
@@ -101,6 +119,7 @@ class Learner:
         temperature = self._config.sampling.temperature
         updates = []
         gaps: list[tuple[Tensor, Tensor]] = []
+        old: list[tuple[Tensor, Tensor]] = []
         routing = self._policy.routing
         if routing is not None:
             routing.take_counts()  # of passes before the first update
@@ -112,9 +131,11 @@ class Learner:
             updates.append(self._policy.update(minibatch.batches, loss, temperature, place))
             if len(updates) <= len(minibatches):
                 gaps += loss.gaps
+                old += loss.old
         if routing is not None:
             routing.pull = None
-        return update_metrics(updates) | engine_gap(gaps, algorithm)
+        stale = {} if self._config.rollout.slice_tokens is None else stale_metrics(old)
+        return update_metrics(updates) | engine_gap(gaps, algorithm) | stale
 
     def _update_critic(self, critic: Critic, minibatches: list[MiniBatch], step: int) -> Metrics:
         algorithm, passes = self._config.algorithm, self._passes(minibatches, step)

@@ -17,6 +17,7 @@ from trainer.config.schema import AlgorithmConfig, TrainConfig
 from trainer.learning.answers import Answer, hand_over
 from trainer.learning.batching import assign_to_ranks, micro_batches
 from trainer.learning.groups import to_sample
+from trainer.learning.policy_loss import told_by_age
 from trainer.learning.routes import engine_routes
 from trainer.types import Policy, UpdateStats
 
@@ -83,23 +84,35 @@ def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Me
     }
 
 
-def gap_without_update(answers: list[Answer], policy: Policy, config: TrainConfig, pad_id: int) -> Metrics:
+def gap_without_update(
+    answers: list[Answer], policy: Policy, config: TrainConfig, pad_id: int, version: int | None = None
+) -> Metrics:
     """`engine_gap` where no update has scored the answers: of `GAP_ANSWERS`, spread over the step. Collective.
 
-    None is left out for its length. There is nothing where none was sampled.
+    None is left out for its length. There is nothing where none was sampled. With a `version`, only its tokens count.
     """
-    sampled = [t for t in answers if not t.error and t.sampled]
+    sampled = [t for t in answers if not t.error and t.sampled > t.old]
     chosen = sampled[:: max(1, math.ceil(len(sampled) / GAP_ANSWERS))]
     if not chosen:
         return {}
     shares = assign_to_ranks([t.length for t in chosen], world_size())
     routes = engine_routes(config, policy)
-    [own] = hand_over([chosen], [shares], partial(to_sample, routes=routes), routes)
+    [own] = hand_over([chosen], [shares], partial(to_sample, routes=routes, version=version), routes)
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
     batches = micro_batches(own, budget, pad_id, policy.device, packing=packing)
     outputs = policy.score(batches, config.sampling.temperature)
-    gaps = [(b.trained(o.logprobs), b.trained(b.engine_logprobs)) for o, b in zip(outputs, batches, strict=True)]
+    gaps = [told_by_age(batch, output.logprobs)[0] for output, batch in zip(outputs, batches, strict=True)]
     return engine_gap(gaps, config.algorithm)
+
+
+def stale_metrics(old: list[tuple[Tensor, Tensor]]) -> Metrics:
+    """stale/log_ratio, the mean distance (nats) of the policy from the versions that sampled the trained tokens, of
+    those that are not the present one; `old` is `PolicyLoss.old`. Nothing where there are none. Collective.
+    """
+    distances = [(trainer.double() - engine.double()).abs() for trainer, engine in old]
+    sums = {"distance": sum(each.sum().item() for each in distances), "tokens": sum(map(len, distances))}
+    sums = all_reduce_sum({name: float(value) for name, value in sums.items()})
+    return {"stale/log_ratio": sums["distance"] / sums["tokens"]} if sums["tokens"] else {}
 
 
 def update_metrics(updates: list[UpdateStats]) -> Metrics:

@@ -26,7 +26,9 @@ class PolicyLoss:
 
     def __init__(self, config: AlgorithmConfig, minibatch: MiniBatch, longest: int) -> None:
         """`longest`: tokens of the longest possible answer, for the aggregation fixed_length."""
-        self.gaps: list[tuple[Tensor, Tensor]] = []  # trainer's, engine's log-probabilities of the trained tokens seen
+        # Trainer's and engine's log-probabilities of the trained tokens seen: of the present version's, and of older.
+        self.gaps: list[tuple[Tensor, Tensor]] = []
+        self.old: list[tuple[Tensor, Tensor]] = []
         self._config, self._longest, self._critic = config, longest, CriticLoss(config, minibatch)
         self._counts, self._loss, self._keys = (minibatch.tokens, minibatch.sequences), config.loss_record, dict(config)
 
@@ -35,7 +37,9 @@ class PolicyLoss:
         config, mask, logprobs = self._config, batch.loss_mask, outputs.logprobs
         # With a single update nothing has changed yet, so the forward pass itself tells what the policy was.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        self.gaps.append((batch.trained(old), batch.trained(batch.engine_logprobs)))
+        new, earlier = told_by_age(batch, old)
+        self.gaps.append(new)
+        self.old.append(earlier)
         tensors = {"logprobs": logprobs, "old_logprobs": old, "advantages": batch.advantages, "mask": mask}
         if self._loss.takes("log_ratio"):
             tensors["log_ratio"] = log_ratio(logprobs, old, mask, config.ratio_level)
@@ -62,6 +66,17 @@ class PolicyLoss:
             value_loss, value_sums = self._critic(batch, outputs.values)
             total, sums = total + config.value_coef * value_loss, sums | value_sums
         return total, sums
+
+
+def told_by_age(batch: MicroBatch, logprobs: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Trainer's and engine's log-probabilities [K] of the targets: of those that the policy's present version sampled,
+    and of those that earlier versions did. `logprobs` [B, T-1] are the trainer's.
+    """
+    pair = batch.trained(logprobs), batch.trained(batch.engine_logprobs)
+    if batch.old is None:
+        return pair, (pair[0][:0], pair[1][:0])
+    old = batch.trained(batch.old)
+    return (pair[0][~old], pair[1][~old]), (pair[0][old], pair[1][old])
 
 
 def only_trained(tensors: PerToken, mask: Tensor) -> PerToken:

@@ -4,6 +4,7 @@
         __0_0.distcp, ..., .metadata     the parts' sharded tensors, by torch.distributed.checkpoint
         rank_0.json, ...                 each rank's random states
         extra.json                       the loop's own: step, data fingerprint, counters
+        carried_0.msgpack, ...           each leader's answers that are not trained yet, where answers are cut
         COMPLETE                         written last: SHA-256 of each of the others, as `sha256sum -c` takes it
 
 All files are written to `step_40.tmp` and synced to disk before that folder is renamed, and the marker comes last. So
@@ -43,7 +44,8 @@ from trainer.run.checkpoint_reading import METADATA, SHARDS, check_shard, misfit
 from trainer.run.records import write_whole
 
 _EXTRA = "extra.json"
-_FILES = re.compile(rf"{SHARDS}|{re.escape(METADATA)}|rank_\d+\.json|extra\.json")
+_FILES = re.compile(rf"{SHARDS}|{re.escape(METADATA)}|rank_\d+\.json|extra\.json|carried_\d+\.msgpack")
+CARRIED_FILES = "carried_*.msgpack"
 _COUNT_LIMIT = 1 << 24  # of steps, and of ranks: each of these has a file
 _REASON_LIMIT = 160  # characters of an error that go into a sentence
 
@@ -62,13 +64,14 @@ class Snapshot:
     tensors: dict[str, Tensor]  # of each part's `state_dict`, by their dotted path, which begins with the part's name
     random_states: dict[str, Any]  # this rank's
     extra: dict[str, Any]  # JSON, the same on all ranks
+    carried: bytes = b""  # this rank's; see `trainer.carried`
 
     @classmethod
-    def take(cls, step: int, parts: Parts, extra: dict[str, Any]) -> Self:
+    def take(cls, step: int, parts: Parts, extra: dict[str, Any], carried: bytes = b"") -> Self:
         """The run as it is now; its tensors are the live ones until `on_host`. Collective."""
         tensors = dict(_flat({name: part.state_dict() for name, part in parts.items()}))
         extra = extra | {"step": step, "world_size": world_size(), "digests": "SHA-256"}
-        return cls(step, tensors, _random_states(), extra)
+        return cls(step, tensors, _random_states(), extra, carried)
 
     def on_host(self) -> Self:
         """The same with copies of the tensors in host memory, so that training can continue."""
@@ -106,6 +109,9 @@ def write(folder: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = No
         if is_main():
             write_whole(temporary / _EXTRA, json.dumps(snapshot.extra))
         own = [path.name for path in temporary.glob(f"__{rank()}_*")] + [f"rank_{rank()}.json"]
+        if snapshot.carried:
+            own.append(CARRIED_FILES.replace("*", str(rank())))
+            write_whole(temporary / own[-1], snapshot.carried)
         lines = "".join(_digest_line(temporary, name) for name in own + is_main() * [METADATA, _EXTRA])
     digests = b"".join(all_gather_bytes(lines.encode(), group))
     with agreed("checkpoint (publish)", group):

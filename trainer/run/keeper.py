@@ -20,6 +20,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -207,7 +208,14 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=this_device())
         self._writing: Future[None] | None = None
 
-    def save(self, step: int, parts: checkpoint.Parts, extra: dict[str, Any], metrics: dict[str, float]) -> None:
+    def save(
+        self,
+        step: int,
+        parts: checkpoint.Parts,
+        extra: dict[str, Any],
+        metrics: dict[str, float],
+        carried: bytes = b"",
+    ) -> None:
         """Save the run as it is now; returns when it is copied, or with `checkpoint.background: false` written.
 
         Collective. Waits first for the previous checkpoint, and raises its failure on all ranks.
@@ -215,7 +223,7 @@ class CheckpointWriter:
         self.wait()
         check_best_metric(self._config, step, metrics)
         with agreed("checkpoint (copy)"):
-            snapshot = checkpoint.Snapshot.take(step, parts, extra | {"metrics": metrics})
+            snapshot = checkpoint.Snapshot.take(step, parts, extra | {"metrics": metrics}, carried)
             if self._config.background:
                 snapshot = snapshot.on_host()
         self._writing = self._thread.submit(self._write, snapshot)
@@ -267,9 +275,18 @@ class Keeper:
     """Saves a run, and ends it when it is asked to end."""
 
     def __init__(
-        self, config: TrainConfig, watchdog: Watchdog, state: RunState, parts: checkpoint.Parts, identity: Identity
+        self,
+        config: TrainConfig,
+        watchdog: Watchdog,
+        state: RunState,
+        parts: checkpoint.Parts,
+        identity: Identity,
+        carried: Callable[[], bytes] = bytes,
     ) -> None:
-        """Collective. What is saved of the run is its `state` and the `parts` that learn, as they then are."""
+        """Collective. What is saved of the run is its `state`, the `parts` that learn, and what this rank has
+        `carried` over from step to step, as they then are.
+        """
+        self._carried = carried
         self._config = config.checkpoint
         self._watchdog = watchdog
         self._state = state
@@ -304,7 +321,7 @@ class Keeper:
         """Begin a checkpoint of the run as it is now, if there is none of this step. Collective."""
         if self._saved != self._state.step:
             extra = {"state": asdict(self._state), "identity": self._identity}
-            self._writer.save(self._state.step, self._parts, extra, self._metrics)
+            self._writer.save(self._state.step, self._parts, extra, self._metrics, self._carried())
             self._saved = self._state.step
 
     def finish(self) -> None:

@@ -60,12 +60,18 @@ _COLUMNS: list[tuple[str, int, Callable[[Metrics], str], str]] = [
     ("entropy", 9, _number("entropy", ".3f"), ""),
     ("length", 8, _number("length/mean", ".1f"), ""),
     ("cut", 6, _number("length/truncated", ".0%"), ""),
+    ("old", 6, _number("stale/share", ".0%"), ""),  # in the place of the one before, where answers are in slices
     ("tok/s", 8, _tokens_per_second, "cyan"),
     ("rollout s", 11, _seconds("rollout"), "dim"),
     ("sync", 6, _seconds("sync", "sleep", "wake"), "dim"),
     ("train", 7, _seconds("logprobs", "update"), "dim"),
     ("GiB trainer | engine", 22, _memory, "dim"),
 ]
+
+
+def _columns(metrics: Metrics) -> list[tuple[str, int, Callable[[Metrics], str], str]]:
+    hidden = "cut" if "stale/share" in metrics else "old"
+    return [column for column in _COLUMNS if column[0] != hidden]
 
 
 class Progress:
@@ -85,13 +91,13 @@ class Progress:
         """The row of a step; every so often the header again."""
         if self._rows % _ROWS_PER_HEADER == 0:
             header = Text("step".rjust(2 * len(str(self._total)) + 1), "bold underline")
-            for title, width, _, _ in _COLUMNS:
+            for title, width, _, _ in _columns(metrics):
                 header.append(f"{title:>{width}}")
             self._print(header.append(f"{'left':>11}"))
         self._rows += 1
         self._times = [*self._times[:1], time.monotonic()]
         row = Text(f"{step:>{len(str(self._total))}}/{self._total}", "dim")
-        for _, width, show, style in _COLUMNS:
+        for _, width, show, style in _columns(metrics):
             row.append(f"{show(metrics):>{width}}", style)
         if skipped := metrics.get("skipped_steps"):
             row.append(f"{f'{skipped:.0f} skipped':>11}", "bold red")

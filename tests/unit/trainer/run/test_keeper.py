@@ -18,8 +18,9 @@ class Notes:
         self.calls: list[Any] = []
         self.failed = False
 
-    def save(self, step: int, parts: object, extra: dict[str, Any], metrics: dict[str, float]) -> None:
+    def save(self, step: int, _: object, extra: dict[str, Any], metrics: dict[str, float], carried: bytes) -> None:
         assert extra["state"]["step"] == step and extra["identity"] == {"data": "rows"}
+        assert carried == b""
         self.calls.append((step, metrics))
 
     def wait(self) -> None:

@@ -1,0 +1,144 @@
+"""Answers of which earlier versions of the policy sampled the beginning: corrected or masked, and measured apart."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from generation.trajectory import Trajectory
+from sharding.ranks import rank
+from tests.unit.learning_steps import TablePolicy, make_config, on_ranks, random_step
+from trainer.learning.answers import gather_answers, hand_over
+from trainer.learning.batching import assign_to_ranks
+from trainer.learning.groups import make_groups, to_sample
+from trainer.learning.learner import Learner
+
+NOW = 5
+ADVANTAGES = {0: -1.0, 1: 1.0}  # of the samples of a group, as their rewards are 0 and 1
+
+
+class Aged(TablePolicy):
+    """A policy of version 5, whose table is known."""
+
+    version = NOW
+
+
+def step() -> list[Trajectory]:
+    """Two groups of two: all tokens of this version; the first three of version 3; three versions; only old ones."""
+    versions = [[(NOW, 0)], [(3, 0), (NOW, 3)], [(2, 0), (4, 2), (NOW, 6)], [(1, 0), (4, 5)]]
+    table = torch.log_softmax(Aged().table, dim=1)
+    found = []
+    for index, own in enumerate(versions):
+        ids = [(3 * index + 2 * token) % 10 + 1 for token in range(7 + index)]
+        before = [4, *ids[:-1]]
+        trained = [float(table[a, b]) for a, b in zip(before, ids, strict=True)]
+        # The engine's present version computes what the trainer does, within a bit; earlier ones were elsewhere.
+        far = [1e-5 * (-1) ** t if t >= own[-1][1] and own[-1][0] == NOW else 0.3 * math.sin(t + index) + 0.4
+               for t in range(len(ids))]  # fmt: skip
+        logprobs = [logprob - away for logprob, away in zip(trained, far, strict=True)]
+        mask = [1] * len(ids)
+        if index == 2:
+            mask[4], logprobs[4] = 0, 0.0  # what a tool said
+        place = index // 2, index % 2
+        found.append(Trajectory(*place, [4], ids, mask, logprobs, versions=own, reward=float(index % 2)))
+    return found
+
+
+def learned(trajectories: list[Trajectory], ranks: int = 1, **sections: dict[str, Any]) -> dict[str, float]:
+    """The figures of a step, on whose first update the loss and the gaps depend."""
+    base: dict[str, Any] = {
+        "algorithm": {"group_size": 2, "aggregation": "token_mean"},
+        "batch": {"prompts_per_step": 2},
+    }
+    base["rollout"] = {"slice_tokens": 3, "ahead": 1} | sections.pop("rollout", {})
+    base["algorithm"] |= sections.pop("algorithm", {})
+    config = make_config(**base, **sections)
+
+    def one() -> dict[str, float]:
+        own = [t for t in trajectories if (t.prompt_index + t.sample_index) % ranks == (rank() if ranks > 1 else 0)]
+        answers = gather_answers(own, version=NOW)
+        waiting = [replace(step()[0], prompt_index=9)]
+        learner = Learner(config, Aged(), None, pad_id=0, untrained=lambda: gather_answers(waiting, version=NOW))  # type: ignore[arg-type]
+        return learner.learn(answers, make_groups(answers), 1)
+
+    return on_ranks(ranks, one)[0] if ranks > 1 else one()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("old_tokens", ["correct", "mask"])
+def test_the_loss_is_that_of_a_loop_over_tokens(old_tokens: str, ranks: int) -> None:
+    table, cap = torch.log_softmax(Aged().table, dim=1), 1.3
+    total, count, old_count = 0.0, 0, 0
+    gaps: list[float] = []
+    ratios: list[float] = []
+    for t in step():
+        new_from = next((start for version, start in t.versions if version == NOW), len(t.response_ids))
+        for place, (before, token) in enumerate(zip([4, *t.response_ids[:-1]], t.response_ids, strict=True)):
+            old = place < new_from
+            if not t.loss_mask[place] or (old and old_tokens == "mask"):
+                continue
+            distance = float(table[before, token]) - t.logprobs[place]
+            total -= min(math.exp(distance), cap) * ADVANTAGES[t.sample_index]
+            count, old_count = count + 1, old_count + old
+            (ratios if old else gaps).append(abs(distance))
+    figures = learned(
+        step(), ranks, rollout={"old_tokens": old_tokens}, algorithm={"tis_cap": cap, "normalize_std": True}
+    )
+    assert figures["train_tokens"] == count
+    assert figures["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert figures["gap/max"] == pytest.approx(max(gaps), rel=0.05) and figures["gap/max"] < 2e-5
+    assert figures["gap/mean"] == pytest.approx(sum(gaps) / len(gaps), rel=0.05)
+    if old_tokens == "correct":
+        assert old_count > 10
+        assert figures["stale/log_ratio"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
+    else:
+        assert old_count == 0 and "stale/log_ratio" not in figures
+
+
+def test_a_fault_of_the_sync_is_in_the_gap_whatever_the_age_of_the_other_tokens() -> None:
+    trajectories = step()
+    fresh = trajectories[1]
+    fresh.logprobs[5] -= 0.7  # a token of the present version, sampled by a wrong weight
+    figures = learned(trajectories)
+    assert figures["gap/max"] == pytest.approx(0.7, abs=1e-3)
+    assert figures["stale/log_ratio"] == pytest.approx(learned(step())["stale/log_ratio"], rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_where_no_trained_token_is_of_the_present_version_the_gap_is_measured_on_answers_that_wait(ranks: int) -> None:
+    trajectories = step()
+    for t in trajectories:
+        t.versions, t.weight_version = [(3, 0)], 3
+    figures = learned(trajectories, ranks)
+    assert 0 < figures["gap/max"] < 2e-5 and figures["stale/log_ratio"] > 0.1
+    masked = learned(trajectories, ranks, rollout={"old_tokens": "mask"})
+    assert masked["no_signal_steps"] == 1 and masked["gap/max"] == figures["gap/max"]
+
+
+@pytest.mark.parametrize("mask_old", [False, True])
+def test_every_rank_knows_how_many_tokens_are_old_and_the_one_that_trains_on_them_which(mask_old: bool) -> None:
+    trajectories = random_step(6, 3, seed=4)
+    for number, t in enumerate(trajectories):
+        newer = range(1, len(t.response_ids), 2)
+        t.versions = [(0, 0), *((1 + start, start) for start in newer)]
+        t.weight_version = t.versions[-1][0] if number % 3 else 0
+        if number % 5 == 0:
+            t.prompt_ids = []  # so that the first token, which nothing comes before, is one that was sampled
+    for version in (2, 4, 99):
+
+        def one(version: int = version) -> bool:
+            own = [t for t in trajectories if t.prompt_index % 2 == rank()]
+            answers = gather_answers(own, version=version)
+            order = sorted(trajectories, key=lambda t: (t.prompt_index, t.sample_index))
+            samples = [to_sample(t, version=version, mask_old=mask_old) for t in order]
+            for answer, sample in zip(answers, samples, strict=True):
+                assert answer.trainable(mask_old=mask_old) == sample.trainable
+            shares = [assign_to_ranks([answer.length for answer in answers], 2)]
+            [mine] = hand_over([answers], shares, lambda t: to_sample(t, version=version, mask_old=mask_old))
+            for sample, position in zip(mine, shares[0][rank()], strict=True):
+                assert sample.old == samples[position].old and sample.loss_mask == samples[position].loss_mask
+            return any(sample.old for sample in samples)
+
+        assert all(on_ranks(2, one))

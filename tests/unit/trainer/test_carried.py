@@ -1,0 +1,434 @@
+"""Rollouts in slices, by engines that only draw numbers: which groups are trained when, from which tokens, and how old.
+
+Tokens are a function of a sample's seed and of their position, as they are with noise keyed by position; each
+log-probability says which version sampled the token.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from generation.engine.engine import Leader
+from generation.engine.sampling import SamplingSettings
+from generation.engine.slices import Turnstile, Unfinished
+from generation.engine.thread import EngineThread
+from generation.exact_ids import Generation
+from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSettings, one_shot
+from generation.trajectory import Trajectory
+from sharding.ranks import RemoteError, rank, world_size
+from tests.unit.learning_steps import make_config, on_ranks
+from trainer.carried import SlicedRollouts, read_groups
+from trainer.config.schema import TrainConfig
+from trainer.config.slices import oldest_age
+from trainer.data import Prompt, PromptDataset
+from trainer.learning.dynamic import StepSampling
+from trainer.rollouts import Rollouts, StepAbandoned
+
+PROMPTS = PromptDataset([Prompt(index, (3, index), {}) for index in range(300)])
+GROUP, LONGEST, MEAN = 2, 64, 14
+
+
+def config(slice_tokens: int | None = 8, ahead: float = 1, **sections: Any) -> TrainConfig:
+    cut = {"slice_tokens": slice_tokens, "ahead": ahead} if slice_tokens else {}
+    rollout = cut | sections.pop("rollout", {})
+    base: dict[str, Any] = {"batch": {"prompts_per_step": 4}, "sampling": {"max_tokens": LONGEST}}
+    algorithm = {"group_size": GROUP} | sections.pop("algorithm", {})
+    return make_config(rollout=rollout, algorithm=algorithm, run={"seed": 3}, **base, **sections)
+
+
+def drawn(prompt_ids: list[int], seed: int, most: int) -> list[int]:
+    """The whole answer: geometric lengths, with a long tail; the last token is 1 unless the answer was cut."""
+    dice = random.Random(f"{prompt_ids}/{seed}")
+    ids: list[int] = []
+    while len(ids) < most:
+        ids.append(1 if dice.random() < 1 / MEAN else dice.randrange(2, 1000))
+        if ids[-1] == 1:
+            break
+    return ids
+
+
+class DrawingEngine:
+    """What rollouts see of an engine that goes on where a slice ended. `running` counts its requests."""
+
+    def __init__(self) -> None:
+        self.settings = SimpleNamespace(max_model_len=4096, max_num_seqs=3)
+        self.state = SimpleNamespace(check_can_generate=lambda version: None)
+        self.not_finite, self.preemptions, self.requests = None, 0, 0
+        self.prompts: list[int] = []  # in the order in which they begin
+        self.most: int | None = None  # requests; one more never ends
+
+    async def complete(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingSettings,
+        *,
+        seed: int,
+        policy_version: int,
+        turnstile: Turnstile | None = None,
+        unfinished: Unfinished | None = None,
+    ) -> Generation:
+        whole = drawn(prompt_ids, unfinished.seed if unfinished else seed, sampling.max_tokens)
+        reason = "stop" if whole[-1] == 1 else "length"
+        if turnstile is None:
+            await asyncio.sleep(0)
+            return Generation(whole, [-1.0 - policy_version] * len(whole), reason, weight_version=policy_version)
+        if unfinished is None:
+            self.prompts.append(prompt_ids[1])
+        answer = unfinished or Unfinished(prompt_ids, seed, sampling.max_tokens)
+        while len(answer.token_ids) < len(whole):
+            async with turnstile.slice(answer) as (version, tokens):
+                if self.requests == self.most:
+                    await asyncio.Event().wait()
+                self.requests += 1
+                await asyncio.sleep(0)
+                begin = len(answer.token_ids)
+                part = whole[begin : begin + tokens]
+            answer.add(Generation(part, [-1.0 - version] * len(part), "length", weight_version=version))
+        return answer.finished(reason)
+
+
+class Crew:
+    """One rank of a run: its engine and its rollouts. A step's version is the number of steps before it."""
+
+    def __init__(
+        self, config: TrainConfig, function: RolloutFunction = one_shot, start: Path | None = None, step: int = 0
+    ) -> None:
+        self.config, self.engine, self.thread = config, DrawingEngine(), EngineThread()
+        counts = {"calls": 0.0, "errors": 0.0}
+        rewards = SimpleNamespace(labels=[], take_counts=lambda: counts, check_error_rate=lambda counts: None)
+        level = SimpleNamespace(function=function, messages=lambda prompts: None, aclose=aclose)
+        tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "", eos_token_id=1)
+        parts: Any = (Leader(self.engine, self.thread), tokenizer, rewards, Store(), level)  # type: ignore[arg-type]
+        if config.rollout.slice_tokens is None:
+            self.rollouts = Rollouts(*parts, engines=world_size())
+        else:
+            self.rollouts = SlicedRollouts(config, *parts, start=start, engines=world_size())
+        self.step, self.position = step, 0
+        self.give_up: Callable[[], bool] = lambda: False
+
+    def settings(self, seed: int = 3) -> RolloutSettings:
+        sampling = SamplingSettings(LONGEST)
+        return RolloutSettings(GROUP, sampling, policy_version=self.step, seed=seed, step=self.step + 1)
+
+    def do(self, reward: Callable[[Prompt, int], float] | None = None) -> "Step":
+        """A step as `RLTrainer.sample` does it."""
+        sampled, position = StepSampling(self.config), self.position
+        while sampled.missing:
+            prompts, answers, position = self.rollouts.take(
+                lambda at, count: PROMPTS.take(at, count, 3),
+                position,
+                sampled.missing,
+                self.settings(sampled.seed(self.step + 1)),
+                60,
+                lambda: self.give_up(),
+            )
+            for answer in answers if reward else ():
+                answer.reward = reward(prompts[answer.prompt_index], answer.sample_index)
+            sampled.add(prompts, answers)
+        self.position, self.step = position, self.step + 1
+        return Step(sampled, self.rollouts.figures())
+
+    def close(self) -> None:
+        self.rollouts.close()
+        self.thread.close()
+
+
+class Step:
+    """What a rank knows of a step after it: prompts by id, own trajectories by prompt id and sample, figures."""
+
+    def __init__(self, sampled: StepSampling, figures: dict[str, float]) -> None:
+        self.prompts = [prompt.id for prompt in sampled.prompts]
+        self.trained = [sampled.prompts[i].id for i in sorted({a.prompt_index for a in sampled.kept()[0]})]
+        self.answers = [(self.prompts[a.prompt_index], a.sample_index, a.length, a.error) for a in sampled.answers]
+        self.own = {
+            (self.prompts[a.prompt_index], a.sample_index): a.trajectory for a in sampled.answers if a.trajectory
+        }
+        self.figures, self.sampling = dict(figures), sampled.metrics()
+
+
+class Store:
+    """Claims of a single rank."""
+
+    def __init__(self) -> None:
+        self.claims: Counter[str] = Counter()
+
+    def add(self, key: str, amount: int) -> int:
+        self.claims[key] += amount
+        return self.claims[key]
+
+
+async def aclose() -> None:
+    """Level 6's server, which is not there."""
+
+
+def run(config: TrainConfig, steps: int, ranks: int = 1, function: RolloutFunction = one_shot) -> list[list[Step]]:
+    """The steps of each rank."""
+
+    def one() -> list[Step]:
+        crew = Crew(config, function)
+        try:
+            return [crew.do() for _ in range(steps)]
+        finally:
+            crew.close()
+
+    return on_ranks(ranks, one) if ranks > 1 else [one()]
+
+
+def together(steps: list[list[Step]], index: int) -> dict[tuple[int, int], Trajectory]:
+    """All ranks' trajectories of a step."""
+    found: dict[tuple[int, int], Trajectory] = {}
+    for of_rank in steps:
+        found |= of_rank[index].own
+    return found
+
+
+def test_each_prompt_is_trained_once_in_its_group_with_the_tokens_it_has_without_slices() -> None:
+    plain, cut = run(config(None), 12), run(config(), 13)
+    whole = {place: t for index in range(12) for place, t in together(plain, index).items()}
+    trained: Counter[tuple[int, int]] = Counter()
+    crossing = 0
+    for index in range(12):
+        step = together(cut, index)
+        assert len(step) == 4 * GROUP and all((prompt, 1 - sample) in step for prompt, sample in step)
+        sampled = [logprob for trajectory in step.values() for logprob in trajectory.logprobs]
+        old = sum(logprob != -1.0 - index for logprob in sampled)
+        assert cut[0][index].figures["stale/share"] == old / len(sampled)
+        for place, trajectory in step.items():
+            trained[place] += 1
+            crossing += len(trajectory.versions) > 1
+            starts = [*trajectory.versions, (0, len(trajectory.response_ids))]
+            for (version, begin), (_, end) in pairwise(starts):
+                assert set(trajectory.logprobs[begin:end]) == {-1.0 - version}
+            if place in whole:
+                assert trajectory.response_ids == whole[place].response_ids
+                assert trajectory.finish_reason == whole[place].finish_reason
+    assert set(trained.values()) == {1} and crossing > 10
+    assert len(whole.keys() & trained.keys()) >= 40 * GROUP  # all but those in flight
+
+
+def test_more_ranks_train_the_same_trajectories_in_the_same_steps() -> None:
+    one, two = run(config(), 8), run(config(), 8, ranks=2)
+    assert all(any(step.own for step in of_rank) for of_rank in two)
+    for index in range(8):
+        assert together(two, index) == together(one, index)
+        assert one[0][index].figures == two[0][index].figures == two[1][index].figures
+        assert one[0][index].answers == two[0][index].answers == two[1][index].answers
+
+
+@pytest.mark.parametrize(("slice_tokens", "ahead"), [(8, 1), (8, 2), (16, 0.5), (5, 1), (8, 0)])
+def test_ages_are_as_great_on_average_as_is_ahead_and_never_above_the_bound(slice_tokens: int, ahead: float) -> None:
+    recipe = config(slice_tokens, ahead)
+    [steps] = run(recipe, 40)
+    ages = [step.figures["stale/age_mean"] for step in steps[4:]]
+    assert abs(sum(ages) / len(ages) - ahead) <= 0.25
+    greatest = max(step.figures["stale/age_max"] for step in steps)
+    assert (greatest > 1) >= (ahead >= 1) and greatest <= oldest_age(recipe)
+    assert any(step.figures["carry/answers"] for step in steps) == (ahead > 0)
+
+
+def test_the_oldest_complete_groups_are_trained_and_as_many_new_prompts_begin() -> None:
+    crew = Crew(config())
+    place = {prompt.id: place for place, prompt in enumerate(PROMPTS.take(0, 300, 3))}
+    begun: list[int] = []
+    flying: list[int] = []
+    while len(begun) < 60:
+        step = crew.do()
+        new = [prompt for prompt in dict.fromkeys(crew.engine.prompts) if prompt not in begun]
+        assert [place[prompt] for prompt in new] == list(range(len(begun), len(begun) + (4 if begun else 8)))
+        begun, flying = begun + new, flying + new
+        assert [place[prompt] for prompt in step.prompts] == sorted(place[prompt] for prompt in step.prompts)
+        flying = [prompt for prompt in flying if prompt not in step.prompts]
+        assert len(flying) == 4  # a step's, since that many are ahead
+        groups = crew.rollouts._pool.groups  # type: ignore[union-attr, attr-defined]
+        waiting = [p for p in flying if len(groups[place[p]].done) == GROUP]
+        assert len(waiting) == step.figures["carry/groups_waiting"]
+        assert all(place[p] > max(map(place.__getitem__, step.prompts)) for p in waiting)
+    crew.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kills", [[3], [1, 2, 5]])
+def test_a_run_that_is_resumed_on_one_or_two_ranks_trains_the_same(
+    tmp_path: Path, ranks: int, kills: list[int]
+) -> None:
+    [straight] = run(config(), 8)
+    written, position, done = None, 0, 0
+    for number, until in enumerate([*kills, 8]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+
+        def session(
+            start: Path | None = written, at: int = position, begin: int = done, end: int = until, to: Path = folder
+        ) -> tuple[list[Step], int]:
+            crew = Crew(config(), start=start, step=begin)
+            crew.position = at
+            steps = [crew.do() for _ in range(begin, end)]
+            (to / f"carried_{rank()}.msgpack").write_bytes(crew.rollouts.carried())
+            crew.close()
+            return steps, crew.position
+
+        count = ranks if number % 2 else 3 - ranks
+        results = on_ranks(count, session) if count > 1 else [session()]
+        for index in range(done, until):
+            own = [steps for steps, _ in results]
+            assert together(own, index - done) == straight[index].own
+            assert own[0][index - done].figures == straight[index].figures
+        written, position, done = folder, results[0][1], until
+
+
+def test_a_step_that_is_given_up_leaves_what_the_one_before_it_did(tmp_path: Path) -> None:
+    straight = run(config(), 6)[0]
+    crew = Crew(config())
+    for _ in range(3):
+        crew.do()
+    kept, requests, at = crew.rollouts.carried(), crew.engine.requests, crew.position
+    crew.engine.most = requests + 7  # some of them have grown
+    crew.give_up = lambda: crew.engine.requests == crew.engine.most
+    with pytest.raises(StepAbandoned, match="step 4"):
+        crew.do()
+    assert crew.rollouts.carried() == kept and crew.position == at
+    crew.close()
+    (tmp_path / "carried_0.msgpack").write_bytes(kept)
+    again = Crew(config(), start=tmp_path, step=3)
+    again.position = at
+    assert [again.do().own for _ in range(3)] == [step.own for step in straight[3:]]
+    again.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_without_a_signal_are_replaced_and_counted_once(ranks: int) -> None:
+    recipe = config(algorithm={"sampling_rounds": 8})
+
+    def reward(prompt: Prompt, sample: int) -> float:
+        return float(sample or prompt.id % 3 == 0)  # every third prompt is always answered right
+
+    def one() -> list[Step]:
+        crew = Crew(recipe)
+        steps = [crew.do(reward) for _ in range(10)]
+        crew.close()
+        return steps
+
+    told = [one()] if ranks == 1 else on_ranks(ranks, one)
+    sampled = [prompt for step in told[0] for prompt in step.prompts]
+    trained = [prompt for step in told[0] for prompt in step.trained]
+    assert len(set(sampled)) == len(sampled) and trained == [prompt for prompt in sampled if prompt % 3]
+    assert all(len(step.trained) == 4 and step.sampling["sampling/shortfall"] == 0 for step in told[0])
+    assert sum(step.sampling["sampling/dropped"] for step in told[0]) == sum(prompt % 3 == 0 for prompt in sampled) > 3
+    assert max(step.figures["stale/age_max"] for step in told[0]) <= oldest_age(recipe)
+
+
+def test_evaluation_between_steps_is_not_cut_and_changes_nothing() -> None:
+    held_out = [Prompt(1000 + index, (9, index), {}) for index in range(5)]
+    plain, cut, alone = Crew(config(None)), Crew(config()), Crew(config())
+    for _ in range(6):
+        own, evaluated = cut.do().own, []
+        for crew in (plain, cut):
+            settings = RolloutSettings(GROUP, SamplingSettings(LONGEST), cut.step, seed=3, step=-1)
+            evaluated.append([answer.trajectory for answer in crew.rollouts.run(held_out, settings, 60)])
+        assert evaluated[0] == evaluated[1]
+        assert own == alone.do().own
+    for crew in (plain, cut, alone):
+        crew.close()
+
+
+class Tools:
+    """An episode of several answers with a tool between them, which takes its time; counts its calls."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.calls: Counter[tuple[int, ...]] = Counter()
+        self.under_way, self.seconds = 0, seconds
+
+    async def __call__(self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+        ids = list(llm.prompt_ids)
+        done = llm.trajectory()
+        for turn in range(4):
+            generation = await llm.sample(ids, SamplingSettings(20))
+            done.extend(generation.token_ids, generation.logprobs)
+            if turn == 3:
+                break
+            self.calls[*llm.prompt_ids, llm.sample_index, turn] += 1
+            self.under_way += 1
+            async with llm.away():
+                await asyncio.sleep(self.seconds)
+            self.under_way -= 1
+            done.extend([7, 7])
+            ids = list(llm.prompt_ids) + done.response_ids
+        return done
+
+
+def test_episodes_with_tools_give_the_same_ids_and_call_as_often() -> None:
+    plain_tools, tools = Tools(), Tools()
+    [plain], [cut] = run(config(None), 4, function=plain_tools), run(config(3, 3), 8, function=tools)
+    whole = {place: t for step in plain for place, t in step.own.items()}
+    found = {place: t for step in cut for place, t in step.own.items() if place in whole}
+    assert found.keys() == whole.keys()
+    for place, trajectory in found.items():
+        assert trajectory.response_ids == whole[place].response_ids
+        assert trajectory.loss_mask == whole[place].loss_mask
+    assert max(len(t.versions) for t in found.values()) > 2
+    assert set(tools.calls.values()) == {1}
+    assert all(tools.calls[call] == count for call, count in plain_tools.calls.items())
+
+
+def test_an_episode_in_a_tool_is_waited_for_when_all_others_are_parked() -> None:
+    tools = Tools(seconds=0.1)
+    crew = Crew(config(5), tools)
+    for _ in range(3):
+        crew.do()
+        assert tools.under_way == 0
+    crew.close()
+
+
+def test_episodes_of_several_answers_begin_anew_after_a_kill(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [straight] = run(config(5), 8, function=Tools())
+    crew = Crew(config(5), Tools())
+    steps = [crew.do() for _ in range(3)]
+    (tmp_path / "carried_0.msgpack").write_bytes(crew.rollouts.carried())
+    crew.close()
+    unfinished = sum(GROUP - len(group.done) for group in read_groups(tmp_path))
+    again = Crew(config(5), Tools(), start=tmp_path, step=3)
+    again.position = crew.position
+    steps += [again.do() for _ in range(5)]
+    again.close()
+    assert f"{unfinished} episodes that the checkpoint has not finished begin anew" in capsys.readouterr().err
+    ids = {place: t.response_ids for step in steps for place, t in step.own.items()}
+    known = {place: t.response_ids for step in straight for place, t in step.own.items()}
+    assert unfinished and all(ids[place] == known[place] for place in ids.keys() & known.keys())
+    assert len(ids.keys() & known.keys()) > 5 * 4 * GROUP
+
+
+def test_a_failed_episode_ends_its_group_like_any_other() -> None:
+    async def fails(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+        done = await one_shot(llm, row, sampling)
+        if llm.prompt_ids[1] % 5 == 0 and llm.sample_index:
+            raise ValueError("broken")
+        return done
+
+    [steps] = run(config(rollout={"max_error_rate": 1.0}), 8, function=fails)
+    answers = [answer for step in steps for answer in step.answers]
+    assert len(answers) == 8 * 4 * GROUP
+    for prompt, sample, _, error in answers:
+        assert bool(error) == (prompt % 5 == 0 and sample == 1)
+
+
+def test_what_scoring_raises_ends_the_step_and_all_episodes() -> None:
+    crew = Crew(config())
+    crew.do()
+
+    async def raises(*_: Any) -> None:
+        raise RuntimeError("no reward")
+
+    crew.rollouts._score = raises  # type: ignore[method-assign]
+    with pytest.raises(RemoteError, match="no reward"):
+        crew.do()
+    assert crew.rollouts._pool.unfinished == 0  # type: ignore[union-attr, attr-defined]
+    crew.close()

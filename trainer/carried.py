@@ -1,0 +1,233 @@
+"""Rollouts in slices: nobody waits for the longest answer, and none is lost.
+
+An answer grows by `rollout.slice_tokens` at a time. A step begins as many new prompts as the last one was trained on,
+so that those of `rollout.ahead` steps more are always in flight. All engines run a slice, then another, until enough
+groups are complete: the oldest of these are trained, and all others go on in the next step, under its weights. Each
+rank knows which groups are in flight, where, and which are complete; their tokens are on the leader that samples them.
+"""
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from generation.engine.engine import Leader
+from generation.engine.slices import Slices
+from generation.rollouts.carried import Beginning, CarriedEpisodes, CarriedGroup
+from generation.rollouts.episode import RolloutSettings
+from generation.trajectory import Trajectory
+from sharding.ranks import exchange, rank, world_size
+from trainer.config.schema import TrainConfig
+from trainer.config.slices import prompts_ahead
+from trainer.data import Prompt
+from trainer.distributed import say
+from trainer.learning.answers import Answer, gather_answers
+from trainer.rollouts import Rollouts, StepAbandoned, starting_order
+from trainer.run.checkpoint import CARRIED_FILES
+
+_STOP_SECONDS = 15.0
+_MEASURED = 4  # answers of an engine that the gap is measured on in a step that trains none of the present version
+
+Source = Callable[[int, int], list[Prompt]]
+
+
+@dataclass
+class _Flight:
+    """A group in flight, as every rank knows it."""
+
+    prompt: Prompt
+    engine: int  # the number of the one that has its episodes
+    born: int
+    complete: bool = False
+
+
+class SlicedRollouts(Rollouts):
+    """Rollouts whose answers may be finished in a later step than they began in."""
+
+    def __init__(self, config: TrainConfig, *arguments: Any, start: Path | None = None, **options: Any) -> None:
+        """`start` is the checkpoint that the run resumes from; the rest goes to `Rollouts`."""
+        super().__init__(*arguments, **options)
+        self._config = config
+        self._flights: dict[int, _Flight] = {}  # by the prompt's place in the sequence that training sees
+        self._pool: CarriedEpisodes | None = None
+        self._step, self._version, self._preemptions = 0, 0, 0
+        self._figures: dict[str, float] = {}
+        self._number = rank() * self._engines // world_size()  # of this rank's engine
+        # The groups of a checkpoint until they go on, and those of the last step's end when a step is given up.
+        self._resumed: list[CarriedGroup] = []
+        self._before: list[CarriedGroup] = []
+        self._given_up = False
+        if self._leader is not None:
+            assert config.rollout.slice_tokens is not None and self._level.function is not None
+            slices = Slices(config.rollout.slice_tokens)
+            self._pool = CarriedEpisodes(
+                self._leader.engine, slices, self._level.function, self._tokenizer, config.algorithm.group_size
+            )
+            self._resumed = [] if start is None else read_groups(start)[self._number :: self._engines]
+
+    def take(
+        self,
+        source: Source,
+        position: int,
+        count: int,
+        settings: RolloutSettings,
+        timeout: float,
+        give_up: Callable[[], bool] = lambda: False,
+        details: bool = False,
+        lengths: dict[int, int] | None = None,
+    ) -> tuple[list[Prompt], list[Answer], int]:
+        """The prompts of the `count` oldest groups that are complete after as few slices as it takes; see `Rollouts`.
+
+        Seeds do not depend on when a prompt begins: the one at place n, from 0, is sampled as one of the step
+        n // batch.prompts_per_step + 1, in which it would be without slices.
+        """
+        if settings.step != self._step:
+            self._begin_step(settings.step)
+        resumed = self._resume(source)
+        fresh = max(0, count + prompts_ahead(self._config) - len(self._flights))
+        groups = resumed + self._deal(source(position, fresh), position, lengths)
+        beginnings = [self._beginning(group, settings) for group in groups]
+
+        def slice(leader: Leader) -> Coroutine[Any, Any, list[int]]:
+            assert self._pool is not None
+            return self._pool.slice(settings.policy_version, beginnings)
+
+        slices, unfinished, preemptions = 0, 0, 0
+        while not slices or sum(flight.complete for flight in self._flights.values()) < count:
+            try:
+                complete = self._on_leaders(slice, timeout, give_up, settings.step)
+            except StepAbandoned:
+                self._given_up = True
+                raise
+            under_way = 0 if self._pool is None else self._pool.unfinished
+            preempted = 0 if self._leader is None else self._leader.engine.preemptions
+            told = exchange([complete or [], under_way, preempted])
+            for place in (place for places, _, _ in told for place in places):
+                self._flights[place].complete = True
+            beginnings, slices = [], slices + 1
+            unfinished, preemptions = sum(each for _, each, _ in told), sum(each for _, _, each in told)
+        places = sorted(place for place, flight in self._flights.items() if flight.complete)[:count]
+        flights = [self._flights.pop(place) for place in places]
+        self._version = settings.policy_version
+        answers = gather_answers(self._trajectories(places), details, self._version)
+        self._ages += [settings.step - flight.born for flight in flights]
+        self._tokens += [(answer.old, answer.sampled) for answer in answers]
+        old, sampled = (sum(numbers) for numbers in zip(*self._tokens, strict=True))
+        self._figures = {
+            "stale/share": old / max(sampled, 1),
+            "stale/age_mean": sum(self._ages) / len(self._ages),
+            "stale/age_max": float(max(self._ages)),
+            "carry/answers": float(unfinished),
+            "carry/groups_waiting": float(sum(flight.complete for flight in self._flights.values())),
+            "carry/slices": self._figures.get("carry/slices", 0.0) + slices,
+            "carry/preemptions": self._figures.get("carry/preemptions", 0.0) + preemptions - self._preemptions,
+        }
+        self._preemptions = preemptions
+        prompts = [flight.prompt for flight in flights]
+        return prompts, self._checked(answers, prompts, lengths), position + fresh
+
+    def figures(self) -> dict[str, float]:
+        """Of the step's answers stale/share, of the tokens those that earlier versions sampled; stale/age_mean and
+        stale/age_max, how many steps ago they began. At its end carry/answers, not finished, and carry/groups_waiting,
+        complete. carry/slices, and carry/preemptions, for want of room in an engine's KV cache, are of the step.
+        """
+        return self._figures
+
+    def carried(self) -> bytes:
+        """The groups that this rank's engine had when the last step was done; see `CarriedGroup`."""
+        if self._pool is None:
+            return b""
+        groups = self._before if self._given_up else self._now()
+        return msgspec.msgpack.encode(groups, enc_hook=lambda number: number.item())  # of NumPy, say
+
+    def untrained(self) -> list[Answer]:
+        """Of each engine some answers that wait or are unfinished and have tokens of the present version."""
+        found: list[Trajectory] = []
+        for group in self._now():
+            found += [trajectory for done in group.done.values() for trajectory in done if not trajectory.error]
+            for sample, so_far in group.unfinished.items():
+                found.append(Trajectory(group.place, sample, so_far.prompt_ids, versions=so_far.versions))
+                found[-1].extend(so_far.token_ids, so_far.logprobs)
+        present = [trajectory for trajectory in found if trajectory.weight_version == self._version]
+        return gather_answers(present[:_MEASURED], version=self._version)
+
+    def close(self) -> None:
+        """End the episodes under way, too."""
+        if self._leader is not None and self._pool is not None:
+            self._leader.thread.run(self._pool.stop(), _STOP_SECONDS, "ending the carried episodes")
+        super().close()
+
+    def _now(self) -> list[CarriedGroup]:
+        """This engine's groups, those that have not gone on yet included."""
+        return [] if self._pool is None else self._resumed + self._pool.kept()
+
+    def _begin_step(self, step: int) -> None:
+        self._step, self._figures = step, {}
+        self._ages: list[int] = []
+        self._tokens: list[tuple[int, int]] = []
+        self._before = self._now()
+
+    def _resume(self, source: Source) -> list[CarriedGroup]:
+        """The groups of this engine's share of a checkpoint, which are to go on. Collective, the first time."""
+        if self._flights:
+            return []
+        groups, self._resumed, size = self._resumed, [], self._config.algorithm.group_size
+        anew = sum(size - len(group.done) - len(group.unfinished) for group in groups)
+        told = exchange([self._number, anew, [[group.place, group.born] for group in groups]])
+        for engine, _, places in told:
+            for place, born in places:
+                self._flights[place] = _Flight(source(place, 1)[0], engine, born)
+        if anew := sum(each for _, each, _ in told):
+            say(f"{anew} episodes that the checkpoint has not finished begin anew")
+        return groups
+
+    def _deal(self, prompts: list[Prompt], position: int, lengths: dict[int, int] | None) -> list[CarriedGroup]:
+        """Deal new prompts out, each to the engine with the fewest groups under way; returns this engine's."""
+        loads = [0] * self._engines
+        for flight in self._flights.values():
+            loads[flight.engine] += not flight.complete
+        for place, prompt in enumerate(prompts, position):
+            engine = loads.index(min(loads))
+            loads[engine] += 1
+            self._flights[place] = _Flight(prompt, engine, self._step)
+        places = [position + index for index in starting_order(prompts, lengths)]
+        own = [place for place in places if self._pool is not None and self._flights[place].engine == self._number]
+        return [CarriedGroup(place, self._step) for place in own]
+
+    def _beginning(self, group: CarriedGroup, settings: RolloutSettings) -> Beginning:
+        prompt = self._flights[group.place].prompt
+        steps, index = divmod(group.place, self._config.batch.prompts_per_step)
+        messages = self._level.messages([prompt])
+
+        async def score(trajectory: Trajectory) -> None:
+            await self._score(trajectory, prompt)
+
+        return Beginning(
+            group,
+            replace(settings, seed=self._config.run.seed, step=steps + 1),
+            index,
+            prompt.token_ids,
+            prompt.row,
+            None if messages is None else messages[0],
+            score,
+        )
+
+    def _trajectories(self, places: list[int]) -> list[Trajectory]:
+        """Of the groups in these places those that this engine has, with their number among them; they leave it."""
+        found: list[Trajectory] = []
+        for index, place in enumerate(places):
+            group = None if self._pool is None else self._pool.groups.pop(place, None)
+            for trajectory in (t for done in group.done.values() for t in done) if group is not None else ():
+                trajectory.prompt_index = index
+                found.append(trajectory)
+        return found
+
+
+def read_groups(checkpoint: Path) -> list[CarriedGroup]:
+    """All groups that a checkpoint has, whichever engine had them, the oldest first."""
+    groups: list[CarriedGroup] = []
+    for file in checkpoint.glob(CARRIED_FILES):
+        groups += msgspec.msgpack.decode(file.read_bytes(), type=list[CarriedGroup])
+    return sorted(groups, key=lambda group: group.place)
