@@ -19,7 +19,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from generation.engine.engine import Engine, Leader
 from generation.engine.settings import EngineSettings
@@ -44,6 +44,11 @@ PRESETS = {  # hidden size, intermediate size, layers, heads, key-value heads, v
     "0.5B": (896, 4864, 24, 14, 2, 151936),  # Qwen2.5-0.5B
     "1B": (1536, 8960, 16, 12, 2, 151936),  # Qwen2.5-1.5B with 16 of its 28 layers
     "7B": (3584, 18944, 28, 28, 4, 152064),  # Qwen2.5-7B, except for its separate output head
+}
+
+MIXTURES = {  # the same with the sizes of an expert, in Qwen3-MoE's form: experts, and how many a token is sent to
+    "10M mixture": ((256, 128, 6, 4, 2, 4096), 16, 4),
+    "0.2B mixture": ((768, 256, 12, 12, 4, 32768), 24, 4),
 }
 
 TIMEOUT = 600.0
@@ -85,20 +90,24 @@ def start(benchmark: Callable[[argparse.Namespace], None], options: argparse.Nam
 
 def write_config(folder: Path, preset: str, dtype: str) -> Path:
     """A model folder that holds a configuration and nothing else; returns it."""
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = PRESETS[preset]
-    config = Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        architectures=["Qwen2ForCausalLM"],
-        dtype=dtype,
-    )
-    config.save_pretrained(folder)
+    sizes, experts, top_k = MIXTURES.get(preset) or (PRESETS[preset], 0, 0)
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = sizes
+    shape: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "dtype": dtype,
+    }
+    if experts:
+        own = {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": intermediate}
+        own |= {"head_dim": hidden // heads, "tie_word_embeddings": False}
+        Qwen3MoeConfig(**shape, **own, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(folder)
+    else:
+        own = {"intermediate_size": intermediate, "tie_word_embeddings": True}
+        Qwen2Config(**shape, **own, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
     return folder
 
 

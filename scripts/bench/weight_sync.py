@@ -34,12 +34,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from common import (
+    MIXTURES,
     PRESETS,
     TIMEOUT,
     ask_worker,
     command_line,
     connected_manager,
     median,
+    plain_copy,
     random_policy,
     save,
     seconds,
@@ -71,12 +73,13 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, preset: str) -> None:
         self.options, self.preset, self.device = options, preset, this_device()
+        self.mixture = preset in MIXTURES
         self.dtype = getattr(torch, options.dtype)
         self.folder = write_config(Path(tempfile.mkdtemp()) / "model", preset, options.dtype)
         on_cuda = self.device.type == "cuda"
         os.environ.update(IPC_ENVIRONMENT if on_cuda else {})
         self.begin(extra=IPC_ARGUMENTS if on_cuda else None, worker_extension="bench_worker.BenchWorker")
-        whole = None if options.packed else ()  # vLLM's loaders, which pack them, need weights whole
+        whole = None if options.packed or self.mixture else ()  # vLLM's loaders, which pack them, need weights whole
         self.plan = BucketPlan(self.source.parameters(), options.bucket_mib << 20, whole)
         self.ways: dict[str, Way] = {}
         self.shift: dict[str, list[float]] = {}
@@ -98,13 +101,17 @@ class Bench:
         for verify in ("off", "sample", "full"):
             self.sync(f"sync, verify {verify}", verify)
         self.sync("after sleep, verify off", "off", sleep=True)
-        if self.options.peers and not self.options.packed:
+        if self.options.peers and not self.options.packed and not self.mixture:
             self.peers()
-        if world_size() == 1 and not self.options.packed:
+        if world_size() == 1 and not self.options.packed and not self.mixture:
             self.share()
 
     def load(self) -> None:
-        """Measure the ways that need no trainer."""
+        """Measure the ways that need no trainer; of a mixture, whose experts vLLM's loaders shuffle, memcpy alone."""
+        if self.mixture:
+            copy = plain_copy(self.plan.nbytes, self.device)
+            self.ways["memcpy"] = Way(seconds(copy, self.options.rounds, self.device))
+            return
         times = ask_worker(self.leader, "bench_load", self.options.rounds)
         self.ways["memcpy"] = Way(times["memcpy"])
         self.ways |= {name: Way(times[way]) for way, name in LOADS.items() if way in times}
@@ -243,7 +250,7 @@ def present(bench: Bench) -> dict[str, Any]:
     if "load: replay" in middle:
         gain = middle["load: vLLM's, one by one"] / middle["load: replay"]
         notes.append(f"replay {gain:.1f} x as fast as vLLM's load_weights of one weight at a time")
-    if options.peers:
+    if options.peers and not bench.mixture:
         notes += peers_notes(bench)
     show(title, ["what", "ms", "best ms", "GiB/s", "x memcpy", "staging MiB", "messages"], rows, notes)
     figures = {"title": title, "preset": bench.preset, "nbytes": nbytes, "shift": bench.shift}
@@ -301,7 +308,9 @@ def benchmark(options: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__, rounds=7)
-    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["100M"], help="sizes (default: 100M)")
+    parser.add_argument(
+        "--presets", nargs="+", choices=[*PRESETS, *MIXTURES], default=["100M"], help="sizes (default: 100M)"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's weights")
     parser.add_argument("--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN")
     parser.add_argument("--bucket-mib", type=int, default=64, help="size of a staging buffer (default: 64)")

@@ -25,12 +25,12 @@ class RouteRecorder:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-        config = runner.model_config
-        layers, self.top_k = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
-        self.dtype = np.uint8 if config.get_num_experts() <= 256 else np.uint16
         mixtures = [module for module in model.modules() if isinstance(module, MoERunner)]
         if not mixtures or not all(isinstance(mixture.router, BaseRouter) for mixture in mixtures):
             raise ValueError(f"{type(model).__name__} has no routers that tell their choices: set model.routes to own")
+        config = runner.model_config
+        layers, self.top_k = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
+        self.dtype = np.uint8 if config.get_num_experts() <= 256 else np.uint16
         self.format = [layers, self.top_k, np.dtype(self.dtype).name]
         self._layers, self._runner = layers, runner
         self._chosen: dict[int, Tensor] = {}  # of the latest pass, by layer

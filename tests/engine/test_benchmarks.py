@@ -42,3 +42,12 @@ def test_shift_accounts_for_every_phase_and_side(tmp_path: Path) -> None:
     for cycle in figures["memory"]:
         assert cycle["engine off"] < cycle["engine on"]
     assert "growth" in printed
+
+
+def test_experts_are_compared_with_a_loop_under_even_and_uneven_routes(tmp_path: Path) -> None:
+    sizes = ("--tokens", "64", "--hidden", "32", "--width", "16", "--experts", "8", "--top-k", "2", "--rounds", "2")
+    figures, printed = run("experts.py", tmp_path, *sizes)
+    for routes in ("even", "uneven"):
+        assert figures["seconds"][routes].keys() == {"grouped", "batched", "loop"}
+        assert all(len(times) == 2 for times in figures["seconds"][routes].values())
+    assert "against the loop" in printed and "grouped" in printed

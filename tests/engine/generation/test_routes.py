@@ -11,13 +11,17 @@ import torch
 from make_tiny import make_tiny_model
 from transformers import AutoModelForCausalLM
 
-from generation.engine.engine import Engine, Leader
+from generation.engine.engine import Engine, Leader, WorkerError
 from generation.engine.sampling import SamplingSettings
+from generation.engine.settings import EngineSettings
+from generation.engine.slices import Turnstile
+from generation.engine.vllm_compat import check_routes, engine_arguments
 from generation.exact_ids import Generation
 from generation.rollouts.episode import PolicyLLM
 from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
 from generation.trajectory import Trajectory
 from tests.colocated import start_engine, stop
+from tests.sliced import Episodes
 from trainer.config.schema import ModelConfig
 from trainer.learning.batching import micro_batches
 from trainer.learning.groups import to_sample
@@ -60,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def leader(model: Path) -> Iterator[Leader]:
     """In bfloat16, with room for 20 blocks of keys and values: 16 answers that begin a second one do not fit."""
     settings = {"dtype": "bfloat16", "routes": True, "kv_cache_bytes": 20 * BLOCK_BYTES, "max_num_seqs": 16}
-    leader = start_engine(model, kind=Watched, **settings)
+    leader = start_engine(model, plain=False, kind=Watched, keyed_noise=True, **settings)
     leader.engine.state.adopt_checkpoint(0)
     yield leader
     stop(leader)
@@ -144,6 +148,39 @@ def test_tokens_that_others_wrote_have_rows_too(leader: Leader) -> None:
         assert trajectory.error == "" and trajectory.routes is not None
         assert len(trajectory.routes) == len(ids) - 1 - len(told)
         assert np.array_equal(trajectory.routes, prefilled(leader, ids[: -len(told)]))
+
+
+def test_an_answer_in_slices_has_the_rows_of_one_that_is_not_cut(leader: Leader) -> None:
+    """The last slice's, whose prompt is all before it."""
+
+    async def uncut(turnstile: Turnstile | None) -> Generation:
+        sampling, place = SamplingSettings(max_tokens=40), {"seed": 5, "policy_version": 0}
+        return await leader.engine.complete(random_prompt(9, 8), sampling, turnstile=turnstile, **place)  # type: ignore[arg-type]
+
+    whole = leader.thread.run(uncut(None), 60, "an answer")
+    forget(leader)
+    with Episodes(leader, 7, [uncut]) as episodes:
+        [cut] = episodes.results()
+    assert cut == whole and cut.routes is not None and whole.routes is not None
+    assert len(whole.token_ids) > 7 and np.array_equal(cut.routes, whole.routes)
+
+
+def test_an_engine_that_cannot_tell_routes_is_refused_before_it_starts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"model.routes is engine, but vLLM 0\.\S+ tells no routes on a CPU"):
+        check_routes(EngineSettings(str(model), 64, routes=True))
+    on_cuda = EngineSettings(str(model), 64, routes=True, device_indices=(0,))
+    check_routes(on_cuda)
+    assert engine_arguments(on_cuda)["enable_return_routed_experts"] is True
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="needs VLLM_USE_V2_MODEL_RUNNER other than 0.*set model.routes to recorded"):
+        check_routes(on_cuda)
+
+
+def test_a_dense_engine_has_no_routes_to_tell(tiny_qwen2: Path) -> None:
+    with pytest.raises(WorkerError, match="Qwen2ForCausalLM has no routers that tell their choices: set model.routes"):
+        start_engine(tiny_qwen2, routes=True)
 
 
 def test_each_of_several_answers_to_a_request_has_its_own(leader: Leader) -> None:
