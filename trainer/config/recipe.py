@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from generation.yaml_files import fill_defaults, first_line, read_yaml
+from trainer.config.accelerate import policy_keys
 from trainer.config.algorithm import PRESET_KEYS
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError, shown
@@ -72,6 +73,9 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
         raise UserError(*odd)
     if isinstance(run := values.setdefault("run", {}), dict) and not run.get("name"):
         run["name"] = recipe.stem
+    policy = values.get("policy")
+    if isinstance(policy, dict) and isinstance(file := policy.get("accelerate_config"), str | int | float):
+        values["policy"] = policy_keys(Path(str(file))) | policy
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:

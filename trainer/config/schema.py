@@ -204,6 +204,10 @@ class SyncConfig(Section):
 class PolicyConfig(Section):
     """The sharded policy and its optimizer (AdamW). Master weights are always float32."""
 
+    accelerate_config: Text | None = key(
+        None,
+        "Accelerate's YAML file, whose sharding, precision, offloading and checkpointing apply where no key is set",
+    )
     backend: Literal["fsdp", "deepspeed"] = key("fsdp", "what shards the policy", fsdp="FSDP2", deepspeed="ZeRO")
     zero_stage: Literal[1, 2, 3] = key(
         3, "deepspeed only: what ZeRO shards", **{"1": "optimizer state", "2": "gradients, too", "3": "weights, too"}

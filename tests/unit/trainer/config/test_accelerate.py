@@ -1,0 +1,103 @@
+"""An Accelerate file as the policy's keys: those that TRL ships, and each key that has no counterpart."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer.config.accelerate import policy_keys
+from trainer.config.recipe import load_config
+from trainer.config.schema import PolicyConfig
+from trainer.errors import UserError
+
+FOUND = find_spec("trl")
+SHIPPED = Path(FOUND.origin or "").parent / "accelerate_configs" if FOUND else Path()
+WANTED: dict[str, dict[str, Any]] = {
+    "fsdp1": {"backend": "fsdp", "reshard_after_forward": True, "activation_checkpointing": "none"},
+    "fsdp2": {"backend": "fsdp", "reshard_after_forward": True, "activation_checkpointing": "none"},
+    "multi_gpu": {"backend": "fsdp"},
+    "single_gpu": {"backend": "fsdp"},
+    "zero1": {"backend": "deepspeed", "zero_stage": 1},
+    "zero2": {"backend": "deepspeed", "zero_stage": 2, "offload_optimizer": False},
+    "zero3": {"backend": "deepspeed", "zero_stage": 3, "offload_optimizer": False},
+}
+
+
+@pytest.mark.skipif(FOUND is None, reason="TRL is not installed")
+@pytest.mark.parametrize("name", WANTED)
+def test_every_file_that_trl_ships_is_understood(name: str) -> None:
+    keys = policy_keys(SHIPPED / f"{name}.yaml")
+    assert keys == WANTED[name] | {"dtype": "bfloat16"}
+    PolicyConfig.model_validate(keys)
+
+
+@pytest.mark.skipif(FOUND is None, reason="TRL is not installed")
+def test_no_file_that_trl_ships_is_forgotten() -> None:
+    assert {file.stem for file in SHIPPED.glob("*.yaml")} == set(WANTED)
+
+
+def written(tmp_path: Path, **keys: Any) -> Path:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2} | keys))
+    return file
+
+
+def test_keys_of_the_recipe_take_precedence(tmp_path: Path) -> None:
+    file = written(tmp_path, mixed_precision="no", fsdp_config={"fsdp_activation_checkpointing": True})
+    policy = {"accelerate_config": str(file), "activation_checkpointing": "none"}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"model": {"path": "m"}, "data": {"path": "d"}, "policy": policy}))
+    config = load_config(recipe, [])
+    assert (config.policy.dtype, config.policy.activation_checkpointing) == ("float32", "none")
+    assert load_config(recipe, ["policy.activation_checkpointing=full"]).policy.activation_checkpointing == "full"
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"mixed_precision": "fp16"}, "policy.dtype"),
+        ({"distributed_type": "MEGATRON_LM"}, "policy.backend"),
+        ({"fsdp_config": {"fsdp_offload_params": True}}, "policy.offload"),
+        ({"fsdp_config": {"fsdp_reshard_after_forward": "HYBRID_SHARD"}}, "policy.shard_size"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 0}}, "policy.zero_stage"),
+        (
+            {"deepspeed_config": {}, "distributed_type": "DEEPSPEED", "dynamo_config": {"backend": "x"}},
+            "policy.compile",
+        ),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_device": "nvme"}},
+            "policy.offload_optimizer",
+        ),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_accumulation_steps": 4}},
+            "batch.tokens_per_micro_batch",
+        ),
+        ({"something_new": 3}, "no counterpart here"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_by_the_name_of_our_key(
+    tmp_path: Path, keys: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        policy_keys(written(tmp_path, **keys))
+    (sentence,) = str(caught.value).splitlines()
+    assert sentence.startswith("policy.accelerate_config: ") and len(sentence) - len(str(tmp_path)) < 300
+
+
+def test_clipping_is_translated_and_another_kinds_section_is_left_out(tmp_path: Path) -> None:
+    deepspeed = {"zero_stage": 2, "gradient_clipping": 0.5, "gradient_accumulation_steps": "auto"}
+    kind = {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed}
+    keys = policy_keys(written(tmp_path, **kind, fsdp_config={"fsdp_offload_params": True}))
+    assert keys == {"backend": "deepspeed", "zero_stage": 2, "max_grad_norm": 0.5}
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [\n", "\x00"])
+def test_a_file_that_is_none_of_accelerates_is_one_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(UserError, match="policy.accelerate_config: ") as caught:
+        policy_keys(tmp_path / "x.yaml")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="cannot be read"):
+        policy_keys(tmp_path / "absent.yaml")
