@@ -69,7 +69,7 @@ def test_sync_of_random_weights_equals_a_fresh_engine(
 def test_of_a_mixture_the_experts_are_probed_and_all_else_is_compared(tmp_path: Path) -> None:
     """A wrong byte is found either way, and named where the module keeps what it was sent."""
     folder = make_tiny_model(tmp_path / "start", architecture="qwen3_moe", tied=False, layers=2)
-    with Colocated(folder) as both:
+    with Colocated(folder, routes=True) as both:
         both.manager.sleep()
         gather = both.source.gather_into
         for seed, (name, complaint) in enumerate(
@@ -96,7 +96,23 @@ def test_of_a_mixture_the_experts_are_probed_and_all_else_is_compared(tmp_path: 
             with nullcontext() if not name else pytest.raises(RemoteError, match=complaint):
                 both.manager.wake(both.policy)
             assert (both.leader.engine.state.version is None) == bool(name)
+            if not name:
+                assert_routes_are_the_policys(both, seed)
             both.manager.sleep()
+
+
+def assert_routes_are_the_policys(both: Colocated, seed: int) -> None:
+    """In float32 on both sides, under the weights of this update: the experts that the policy's routers choose."""
+    sampled = both.complete(PROMPT, SamplingSettings(max_tokens=20), seed)
+    chosen: list[torch.Tensor] = []
+    gates = [layer.mlp.gate for layer in both.policy.model.model.layers]
+    handles = [gate.register_forward_hook(lambda _, __, found: chosen.append(found[2])) for gate in gates]
+    assert both.gap(PROMPT, sampled, 1.0) < 1e-4
+    for handle in handles:
+        handle.remove()
+    assert sampled.routes is not None
+    rows = torch.from_numpy(sampled.routes.copy()).long()
+    assert torch.equal(rows.sort(-1).values, torch.stack(chosen, dim=1)[:-1].sort(-1).values)
 
 
 def left_to_loaders(both: Colocated) -> set[str] | None:
