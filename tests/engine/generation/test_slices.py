@@ -188,9 +188,45 @@ def test_what_could_lie_across_a_cut_is_refused(leaders: dict[str, Leader]) -> N
     with Episodes(leader, 5, [answer(leader, [5], replace(SAMPLED, stop=["ab"]))]) as episodes:
         with pytest.raises(ValueError, match="can lie across a cut"):
             episodes.results()
+    refused = list[str]()
+
+    async def client(base_url: str, api_key: str, model: str, _: Any) -> None:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as api:
+            for options in (
+                {"stop": "ab"},
+                {"extra_body": {"repetition_detection": {"max_pattern_size": 3, "min_count": 3}}},
+            ):
+                with pytest.raises(openai.BadRequestError, match="lie across a cut") as error:
+                    await api.completions.create(model=model, prompt="?", **options)  # type: ignore[call-overload]
+                refused.append(str(error.value))
+            await api.completions.create(model=model, prompt="?")
+
+    run = ClientRollout(client, start_server)
+
+    async def episode(turnstile: Turnstile) -> list[Trajectory]:
+        llm = PolicyLLM(leader.engine, tokenizer, RolloutSettings(1, SAMPLED, 0, 1, 2), 0, 0, [5], turnstile=turnstile)
+        return await run(llm, {}, SAMPLED)
+
+    tokenizer = AutoTokenizer.from_pretrained(leader.engine.settings.model)
+    with Episodes(leader, 5, [episode]) as asked:
+        ((trajectory,),) = asked.results()
+    assert trajectory.turns == 1 and len(refused) == 2
+    leader.thread.run(run.aclose(), 60, "stopping the server")
     with Episodes(leader, 5, [answer(leader, [5], unfinished=Unfinished([6], 1, 9))]) as episodes:
         with pytest.raises(ValueError, match="goes on after its own prompt"):
             episodes.results()
+
+
+def test_carried_prompts_may_be_more_than_a_step_holds(leaders: dict[str, Leader]) -> None:
+    """On CPU vLLM would cut a prompt in two where it may, and die of it."""
+    leader = leaders["float32"]
+    prompts = [[14 + i % 50, *[20 + (i + j) % 50 for j in range(90 + i)]] for i in range(48)]
+    assert sum(map(len, prompts)) > 2048 == leader.engine.llm.vllm_config.scheduler_config.max_num_batched_tokens
+    short = replace(SAMPLED, max_tokens=12)
+    with Episodes(leader, 12, [answer(leader, prompt, short) for prompt in prompts]) as episodes:
+        whole = episodes.results()
+    with Episodes(leader, 5, [answer(leader, prompt, short) for prompt in prompts]) as episodes:
+        assert episodes.results() == whole
 
 
 STOPPING = SamplingSettings(60, stop_token_ids=list(range(2, 200, 8)))

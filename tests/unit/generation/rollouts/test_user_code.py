@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from generation.rollouts.user_code import UserCodeError, call_user, contained, d
 from generation.trajectory import Trajectory
 from tests.unit.generation.rollouts.test_environments import Shop, agent
 from tests.unit.learning_steps import as_answers
-from tests.unit.scripted import ScriptedEngine, merging_tokenizer, run, spelled
+from tests.unit.scripted import ScriptedEngine, handle, merging_tokenizer, run, spelled
 from trainer.rollouts import RolloutError, check_failures
 
 TOKENIZER = merging_tokenizer()
@@ -324,6 +325,29 @@ def test_a_client_that_stops_iteration_is_not_waited_for() -> None:
         raise StopIteration("no more")
 
     assert [t.error for t in client_episode(stops)] == ["RuntimeError: StopIteration: no more"]
+
+
+@pytest.mark.parametrize("parked_s", [0.0, 1e6])
+def test_the_time_for_which_an_answer_is_parked_is_not_the_client_s(parked_s: float) -> None:
+    async def slow(*_: Any) -> float:
+        await asyncio.sleep(0.3)
+        return 0.5
+
+    async def episode() -> list[Trajectory]:
+        function = ClientRollout(slow, capturing, timeout_s=0.1)
+        alive = engine()
+        alive.llm = SimpleNamespace(errored=False)  # type: ignore[attr-defined]
+        llm = handle(alive, TOKENIZER, turnstile=SimpleNamespace(parked_s=parked_s))
+        try:
+            return await function(llm, {}, SamplingSettings(9))  # type: ignore[return-value]
+        finally:
+            await function.aclose()
+
+    if parked_s:
+        assert [t.reward for t in asyncio.run(episode())] == [0.5] * 2
+    else:
+        with pytest.raises(TimeoutError, match="the client did not finish within 0.1 s"):
+            asyncio.run(episode())
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, 10**400, "1.0", [1.0]])
