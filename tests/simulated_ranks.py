@@ -27,7 +27,7 @@ from tests.distributed import policy_checks as checks
 from trainer.config.schema import TrainConfig
 from trainer.estimates.memory import trainer_parts
 from trainer.estimates.model_sizes import model_sizes
-from trainer.policy import FsdpPolicy, attention, logprobs
+from trainer.policy import FsdpPolicy, attention, logprobs, sequence
 
 GIB = 2**30
 DEVICE_GIB = 80.0
@@ -103,11 +103,15 @@ def tracked_peak(config: TrainConfig, ranks: int) -> int:
 
     The optimizer's step is left out: the fused one works in place, its stand-in for fake tensors on copies.
     """
-    tokens = config.batch.tokens_per_micro_batch
+    ways = config.policy.sequence_parallel
+    parts = [config.batch.tokens_per_micro_batch // ways] * ways
     elements = logprobs.cuda_chunk_elements(int(DEVICE_GIB * GIB))
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any) -> Any:
-        return as_on_cuda(query, key, value, scaling), None
+        if ways == 1:
+            return as_on_cuda(query, key, value, scaling), None
+        shared = sequence.heads_for_tokens(parts, query, key, value)
+        return sequence.tokens_for_heads(parts, as_on_cuda(*shared, scaling)), None
 
     with (
         ranks_without_others(ranks),
@@ -117,7 +121,7 @@ def tracked_peak(config: TrainConfig, ranks: int) -> int:
         AttentionInterface.register(attention.NAME, attend)
         policy = WithoutData(config.model, config.policy, torch.device("cpu"))
         try:
-            return _update(policy, tokens)
+            return _update(policy, parts[0])
         finally:
             policy.fake.__exit__(None, None, None)
             AttentionInterface.register(attention.NAME, attention.attention)
@@ -152,13 +156,14 @@ def planned_peak(config: TrainConfig, ranks: int) -> int:
 
 
 def compare(specs: list[str]) -> list[dict[str, Any]]:
-    """Planned and tracked bytes of each of `specs`, MODEL,RANKS[,LAYERS[,CHECKPOINTING[,TOKENS]]]."""
+    """Planned and tracked bytes of each of `specs`, MODEL,RANKS[,LAYERS[,CHECKPOINTING[,TOKENS[,SHARING]]]]."""
     found = []
     with tempfile.TemporaryDirectory() as root:
         for spec in specs:
-            name, ranks, layers, checkpointing, tokens = [*spec.split(","), "", "", ""][:5]
+            name, ranks, layers, checkpointing, tokens, ways = [*spec.split(","), *[""] * 4][:6]
             folder = model_folder(Path(root), name, int(layers) if layers else None)
-            config = recipe(folder, int(tokens or 16384), activation_checkpointing=checkpointing or "full")
+            policy = {"activation_checkpointing": checkpointing or "full", "sequence_parallel": int(ways or 1)}
+            config = recipe(folder, int(tokens or 16384), **policy)
             row = {"planned": planned_peak(config, int(ranks)), "tracked": tracked_peak(config, int(ranks))}
             found.append({"spec": spec, **row})
             print(f"{spec:>20} {row['planned'] / GIB:9.2f} {row['tracked'] / GIB:9.2f} GiB"

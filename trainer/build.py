@@ -27,7 +27,7 @@ from trainer.distributed import destroy_process_group, init_process_group, store
 from trainer.errors import UserError
 from trainer.learning.learner import updates_asked
 from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
-from trainer.policy.attention import require_packing
+from trainer.policy.attention import require_packing, require_sharing
 from trainer.policy.critic import Critic, make_critic
 from trainer.policy.hf_format import build_meta_model, checkpoint_views
 from trainer.policy.lora import BaseOfPolicy, adapter_format, add_adapters, factors, is_adapter, low_rank, peft_name
@@ -99,6 +99,8 @@ def check_model(config: TrainConfig) -> None:
     except Exception as error:  # whatever the model's own code makes of its config.json
         keys = "model.path" + (" and lora.target_modules" if config.lora.rank else "")
         raise UserError(f"{keys}: {path} cannot be built: {type(error).__name__}: {error}") from error
+    if config.policy.sequence_parallel > 1:
+        require_sharing(model)
 
 
 def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Scorer | None, Critic | None]:

@@ -34,6 +34,13 @@ class ModelFlops:
         learned = 2.0 * (self.trunk_learned * tokens + self.head_learned * targets)
         return learned + 2.0 * (self.trunk * tokens + self.head * targets) + 8.0 * self.attention * pairs
 
+    def tokens_worth(self, length: int) -> int:
+        """Of how many tokens the trunk's products, without attention, are as much work as a sequence of this length.
+
+        Example: in Qwen2.5's 7B model a sequence of 64k tokens is worth about 128k, and two of 32k together 96k.
+        """
+        return length + self.attention * length * (length + 1) // self.trunk  # 4 * attention * pairs / (2 * trunk)
+
 
 def attended(lengths: Sequence[float]) -> float:
     """The number of pairs of a query and a key that it sees, in sequences of these lengths; windows are ignored."""
@@ -72,10 +79,10 @@ class Work:
     tokens: int = field(default=0, init=False)  # the number it has learned from, those of prompts included
     flops: float = field(default=0.0, init=False)  # its operations, for these tokens and for those it only scored
 
-    def count(self, lengths: Sequence[int], targets: int) -> None:
-        """Count a forward pass over sequences of these lengths, and a backward pass where gradients are recorded."""
-        amount = (sum(lengths), targets, attended(lengths))
+    def count(self, tokens: int, targets: int, pairs: float) -> None:
+        """Count a forward pass, arguments as `ModelFlops.forward`'s, and a backward pass if gradients are recorded."""
+        amount = (tokens, targets, pairs)
         self.flops += self.of.forward(*amount)
         if torch.is_grad_enabled():
             self.flops += self.of.backward(*amount)
-            self.tokens += amount[0]
+            self.tokens += tokens

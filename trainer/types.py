@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -60,12 +61,21 @@ class Sample:
 
 @dataclass(frozen=True)
 class Pack:
-    """Sequences laid end to end, each without its last token, which predicts nothing; N tokens of S sequences."""
+    """Sequences laid end to end, each without its last token, which predicts nothing; N tokens of S sequences.
 
-    tokens: Tensor  # [N] int64, their indices in `MicroBatch.input_ids`, flattened
-    positions: Tensor  # [N] int64, each token's position in its sequence, from 0
+    Ranks that share a micro-batch (`policy.sequence_parallel`) have consecutive parts of the N tokens.
+    """
+
+    tokens: Tensor  # [M] int64, of this rank's tokens the indices in `MicroBatch.input_ids`, flattened
+    positions: Tensor  # [M] int64, each of them its position in its sequence, from 0
     starts: Tensor  # [S+1] int32, the index at which each sequence begins, and N
     lengths: list[int]  # the number of tokens of each sequence in the pack
+    parts: list[int]  # the number of tokens on each rank that shares them; one, N, where none does
+    begin: int = 0  # the index in N of this rank's first
+
+    def own(self, values: Tensor) -> Tensor:
+        """The rows [M, ...] of this rank's tokens, from those of all [N, ...]."""
+        return values[self.begin : self.begin + len(self.tokens)]
 
 
 @dataclass(frozen=True)
@@ -76,13 +86,19 @@ class Layout:
     lengths [3, 4], the sequences are 2 and 3 tokens long without their last, and states are [1, 3, 4].
     """
 
-    targets: Tensor  # [K] int64, the indices in [B, T-1], flattened, at which the loss mask is 1; ascending
+    # [K] int64, the indices in [B, T-1], flattened, at which the loss mask is 1; ascending. Of ranks that share a
+    # micro-batch each has those that its own tokens predict: together they are all, and none is twice
+    targets: Tensor
     states: Tensor  # [K] int64, the indices of the hidden states that predict them, in the model's input, flattened
     pack: Pack | None = None  # the model's input; None: `input_ids[:, :-1]`
 
     @classmethod
-    def of(cls, loss_mask: Tensor, lengths: list[int], packed: bool = False) -> "Layout":
-        """The layout for a mask [B, T-1] that is on the host."""
+    def of(cls, loss_mask: Tensor, lengths: list[int], packed: bool = False, ways: int = 1, place: int = 0) -> "Layout":
+        """The layout for a mask [B, T-1] that is on the host; packed, on number `place` of the `ways` ranks that share.
+
+        Example: of the 5 tokens above the first of 2 ranks has 2 and target 1; the other 3, targets [4, 5] and states
+        [1, 2].
+        """
         width = loss_mask.shape[1]
         targets = loss_mask.flatten().nonzero().squeeze(1)
         if not packed:
@@ -92,7 +108,20 @@ class Layout:
         rows, columns = targets // width, targets % width
         positions = torch.cat([torch.arange(size) for size in sizes])
         tokens = positions + torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) * (width + 1)
-        return cls(targets, starts[rows] + columns, Pack(tokens, positions, starts.int(), sizes))
+        if (
+            missing := ways - len(tokens)
+        ) > 0:  # Transformers' modules need a token: a sequence that nothing is read of
+            sizes, starts = [*sizes, missing], torch.cat([starts, starts[-1:] + missing])
+            tokens, positions = (
+                torch.cat([tokens, tokens.new_zeros(missing)]),
+                torch.cat([positions, torch.arange(missing)]),
+            )
+        ends = [len(tokens) * part // ways for part in range(ways + 1)]
+        parts, mine = [end - begin for begin, end in pairwise(ends)], slice(ends[place], ends[place + 1])
+        states = starts[rows] + columns
+        here = (states >= mine.start) & (states < mine.stop)
+        pack = Pack(tokens[mine], positions[mine], starts.int(), sizes, parts, mine.start)
+        return cls(targets[here], states[here] - mine.start, pack)
 
 
 @dataclass
@@ -122,8 +151,18 @@ class MicroBatch:
     routes: Tensor | None = None
     old: Tensor | None = None  # [B, T-1] bool, tokens that earlier versions of the policy sampled; None: there are none
 
+    @property
+    def ways(self) -> int:
+        """The number of ranks that share it."""
+        return len(self.layout.pack.parts) if self.layout.pack is not None else 1
+
+    @property
+    def counts(self) -> bool:
+        """True if its loss and figures count here: of ranks that share it, all of which have them, on the first."""
+        return self.layout.pack is None or self.layout.pack.begin == 0
+
     def trained(self, values: Tensor) -> Tensor:
-        """The values [K] of the targets, from `values` [B, T-1]."""
+        """The values [K] of this rank's targets, from `values` [B, T-1]."""
         return values.flatten().index_select(0, self.layout.targets)
 
     def spread(self, values: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def make_critic(source: Path, **settings: Any) -> Critic:
 
 
 def squared_error(batches: list[MicroBatch]) -> Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]:
-    tokens = all_reduce_sum({"n": float(sum(batch.loss_mask.sum() for batch in batches))})["n"]
+    tokens = all_reduce_sum({"n": float(sum(batch.loss_mask.sum() for batch in batches)) / checks.ways})["n"]
     return lambda batch, values: (
         (((values - GOAL) ** 2) * batch.loss_mask).sum() / tokens,
         {"n": batch.loss_mask.sum()},
@@ -86,9 +86,7 @@ def check_values_and_gradients(folder: Path, kind: str, **settings: Any) -> None
     head = critic.trained()["score.weight"].detach().full_tensor()
     plain = Plain(source, head)
     assert head.abs().max() > 0.1
-    mine = [
-        samples[i] for i in checks.assign_to_ranks([len(s.input_ids) for s in samples], world_size())[checks.rank()]
-    ]
+    mine = checks.own_samples(samples)
     for batch, values in zip(batches, critic.score(batches), strict=True):
         for row, index in enumerate(batch.rows):
             mask = torch.tensor(mine[index].loss_mask[1:])
@@ -113,7 +111,7 @@ def check_head_on_shared_trunk(folder: Path, **settings: Any) -> None:
 
     assert not any(outputs.values.any() for outputs in policy.score(batches, 1.0))
     policy.update(batches, loss_fn, 1.0)
-    target = folder / f"shared_{world_size()}"
+    target = folder / f"shared_{world_size()}_{checks.ways}"
     policy.save_pretrained(target)
     plain = Plain(target, policy.trained()["value_head.weight"].detach().full_tensor())
     got = captured_gradients(policy, lambda: policy.update(batches, loss_fn, 1.0))

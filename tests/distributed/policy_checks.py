@@ -32,7 +32,7 @@ from tests.gathering import assert_ranks_hold, sent, sent_in_parts
 from trainer.algorithms import aggregation
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.distributed import destroy_process_group, init_process_group
-from trainer.learning.batching import assign_to_ranks, micro_batches
+from trainer.learning.batching import deal, micro_batches
 from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs
 from trainer.policy.hf_format import build_meta_model, checkpoint_views
 from trainer.policy.module import PolicyModule, outputs
@@ -55,6 +55,7 @@ KINDS = [
 ]
 TEMPERATURE = 0.7
 LENGTHS = [3, 19, 7, 12, 2, 30, 1, 9, 11]
+ways = 1  # the number of ranks that share a micro-batch, where sequence_checks.py runs what is here
 
 
 def make_model(kind: str, folder: Path, tied: bool) -> None:
@@ -152,7 +153,7 @@ def plain_gradients(folder: Path, samples: list[Sample], name: str) -> dict[str,
 
 def make_loss(batches: list[MicroBatch], name: str = "token_mean", factor: float = 1.0) -> Callable[..., Any]:
     counted = [b.loss_mask.sum() if name == "token_mean" else b.loss_mask.any(dim=1).sum() for b in batches]
-    counts = all_reduce_sum({"count": float(sum(counted))})
+    counts = all_reduce_sum({"count": float(sum(counted)) / ways})
 
     def loss_fn(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         per_token = -batch.advantages * outputs.logprobs - 0.1 * outputs.entropy
@@ -185,9 +186,11 @@ def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor], 
 
 
 def own_batches(samples: list[Sample], budget: int, packing: bool = False) -> list[MicroBatch]:
-    lengths = [len(s.input_ids) for s in samples]
-    mine = [samples[i] for i in assign_to_ranks(lengths, world_size())[rank()]]
-    return micro_batches(mine, budget, 0, CPU, packing=packing)
+    return micro_batches(own_samples(samples), budget, 0, CPU, packing=packing or ways > 1, ways=ways)
+
+
+def own_samples(samples: list[Sample]) -> list[Sample]:
+    return [samples[i] for i in deal([len(s.input_ids) for s in samples], lambda length: length, ways)[rank()]]
 
 
 def weights(policy: FsdpPolicy) -> dict[str, Tensor]:

@@ -22,11 +22,16 @@ from trainer.run import processes
 from trainer.run.watchdog import Watchdog
 
 STEPS = 2
+SHARED = ("grpo", "gspo", "ppo")
+"""Presets whose updates share sequences between both ranks (`policy.sequence_parallel`)."""
+
 SETTINGS = {"gspo": ["batch.updates_per_step=4"], "distill": ["algorithm.teacher=${model.path}"]}
 
 
 def preset_config(recipe: str, preset: str) -> TrainConfig:
-    config = load_config(Path(recipe), [f"algorithm.preset={preset}", *SETTINGS.get(preset, [])])
+    ways = 2 if preset in SHARED else 1
+    settings = [f"algorithm.preset={preset}", f"policy.sequence_parallel={ways}", *SETTINGS.get(preset, [])]
+    config = load_config(Path(recipe), settings)
     check_config(config, "train")
     return config
 

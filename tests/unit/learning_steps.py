@@ -12,6 +12,7 @@ from torch import Tensor
 from generation.trajectory import Trajectory
 from sharding.ranks import all_gather_bytes, all_reduce_sum, rank, world_size
 from trainer.config.schema import TrainConfig
+from trainer.flops import ModelFlops, Work
 from trainer.learning.answers import Answer, gather_answers
 from trainer.learning.groups import Group, make_groups
 from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats
@@ -69,8 +70,16 @@ def random_step(prompts: int, samples: int, seed: int) -> list[Trajectory]:
     return step
 
 
+def by_part(batch: MicroBatch, values: Tensor) -> Tensor:
+    """The same values; of ranks that share a micro-batch, the gradients of each go through its own targets alone."""
+    own = batch.spread(batch.trained(values))
+    return own + (values - own).detach()
+
+
 class _Table:
     """What learns here: [VOCABULARY, VOCABULARY] float64, by gradient descent, its gradient summed over ranks."""
+
+    work = Work(ModelFlops(trunk=1000, trunk_learned=1000, head=0, head_learned=0, attention=100))
 
     def __init__(self, seed: int, rate: float) -> None:
         noise = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed))
@@ -82,7 +91,7 @@ class _Table:
         for batch in batches:
             loss, sums = loss_of(table, batch)
             loss.backward()
-            totals = {k: totals.get(k, 0.0) + v.item() for k, v in {"loss": loss, **sums}.items()}
+            totals = {k: totals.get(k, 0.0) + batch.counts * v.item() for k, v in {"loss": loss, **sums}.items()}
         assert table.grad is not None
         parts = all_gather_bytes(table.grad.numpy().tobytes())
         gradient = torch.stack([torch.frombuffer(bytearray(part), dtype=torch.float64) for part in parts]).sum(dim=0)
@@ -106,7 +115,8 @@ class TablePolicy(_Table):
         entropy = -(logprobs.exp() * logprobs).sum(dim=1)
         before, mask = batch.input_ids[:, :-1], batch.loss_mask
         values = table.mean(dim=1)[before] * mask if self.values else None
-        return Outputs(logprobs[before, batch.input_ids[:, 1:]] * mask, entropy[before] * mask, values)
+        found = (logprobs[before, batch.input_ids[:, 1:]] * mask, entropy[before] * mask, values)
+        return Outputs(*(None if each is None else by_part(batch, each) for each in found))
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         return [self.outputs(self.table, batch, temperature) for batch in batches]
@@ -124,7 +134,7 @@ class TableCritic(_Table):
         super().__init__(seed=5, rate=0.1)
 
     def values(self, table: Tensor, batch: MicroBatch) -> Tensor:
-        return table[:, 0][batch.input_ids[:, :-1]] * batch.loss_mask
+        return by_part(batch, table[:, 0][batch.input_ids[:, :-1]] * batch.loss_mask)
 
     def score(self, batches: list[MicroBatch]) -> list[Tensor]:
         return [self.values(self.table, batch) for batch in batches]

@@ -74,7 +74,9 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
         rows, copies = answers * longest(config) * route_bytes(config.model.path), 2 / max(engines, 1) + 2 / ranks
         yield "routes", f"at most {rows * copies / GIB:.2f} GiB of a rank's host memory, {rows / GIB:.2f} a step"
     yield "updates", f"{updates} a step, {updates * config.run.steps} in {config.run.steps} steps"
-    yield "answers an update and rank", f"{share}, in at most {largest} micro-batch(es)"
+    ways = config.policy.sequence_parallel
+    who = "rank" if ways == 1 else f"{ways} ranks that share them"
+    yield f"answers an update and {who}", f"{share}, in at most {largest} micro-batch(es)"
 
 
 def route_bytes(path: str) -> int:

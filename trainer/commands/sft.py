@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from sharding.ranks import agreed, all_reduce_sum, is_main, rank, world_size
+from sharding.ranks import agreed, all_reduce_sum, is_main, rank
 from trainer.algorithms.aggregation import token_mean_weights
 from trainer.build import check_model, joined, rank_device
-from trainer.config.schema import BatchConfig, HeldOutConfig, TrainConfig
+from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.data import in_chunks, load_rows, load_tokenizer, prompt_content, prompt_messages, take
 from trainer.engines import fetch_model
 from trainer.errors import UserError
-from trainer.learning.batching import assign_to_ranks, micro_batches
+from trainer.learning.batching import deal, micro_batches
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
 from trainer.policy.attention import require_packing
 from trainer.policy.lora import save_adapter
@@ -126,7 +126,7 @@ class SftRun:
         config, began = self.config, time.perf_counter()
         size, pad_id = config.sft.batch_size, self.tokenizer.pad_token_id
         samples = take(self.transcripts.samples, self.state.prompts, size, config.run.seed)
-        stats = update(self.policy, samples, config.batch, pad_id, step - 1)
+        stats = update(self.policy, samples, config, pad_id, step - 1)
         seconds = time.perf_counter() - began
         metrics = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.learning_rate}
         metrics |= {"time/update": seconds, "time/step": seconds}
@@ -139,11 +139,12 @@ class SftRun:
 
     def evaluate(self) -> dict[str, float]:
         """The mean negative log-probability of the held-out answers' tokens, for each dataset. Collective."""
-        began, config, pad_id = time.perf_counter(), self.config.batch, self.tokenizer.pad_token_id
+        began, pad_id = time.perf_counter(), self.tokenizer.pad_token_id
         losses: dict[str, float] = {}
         for name, samples in self.held_out.items():
-            batches = batches_of(samples, config, pad_id, self.policy.device)
-            logprobs = sum(float(outputs.logprobs.sum()) for outputs in self.policy.score(batches, temperature=1.0))
+            batches = batches_of(samples, self.config, pad_id, self.policy)
+            scores = zip(batches, self.policy.score(batches, temperature=1.0), strict=True)
+            logprobs = sum(float(outputs.logprobs.sum()) for batch, outputs in scores if batch.counts)
             loss = -all_reduce_sum({"logprobs": logprobs})["logprobs"] / sum(sample.trainable for sample in samples)
             losses[f"eval/{name}/loss" if name else "eval/loss"] = loss
         return losses | {"time/eval": time.perf_counter() - began}
@@ -181,18 +182,20 @@ class SftRun:
         self.screen.note(f"{self.state.step} steps in {duration(self.state.seconds)}; the model is in {where}")
 
 
-def update(policy: Policy, samples: list[Sample], config: BatchConfig, pad_id: int, done: int) -> UpdateStats:
+def update(policy: Policy, samples: list[Sample], config: TrainConfig, pad_id: int, done: int) -> UpdateStats:
     """One update on `samples`, which every rank passes alike and takes its share of, after `done` others."""
     tokens = sum(sample.trainable for sample in samples)  # all ranks know all samples, so it needs no exchange
-    batches = batches_of(samples, config, pad_id, policy.device)
+    batches = batches_of(samples, config, pad_id, policy)
     return policy.update(batches, cross_entropy(tokens), temperature=1.0, place=done)
 
 
-def batches_of(samples: list[Sample], config: BatchConfig, pad_id: int, device: torch.device) -> list[MicroBatch]:
+def batches_of(samples: list[Sample], config: TrainConfig, pad_id: int, policy: Policy) -> list[MicroBatch]:
     """This rank's share of the samples, which every rank passes alike, in micro-batches on the device. Collective."""
-    shares = assign_to_ranks([len(sample.input_ids) for sample in samples], world_size())
+    ways, worth = config.policy.sequence_parallel, policy.work.of.tokens_worth
+    shares = deal([len(sample.input_ids) for sample in samples], worth, ways)
     mine = [samples[i] for i in shares[rank()]]
-    return micro_batches(mine, config.tokens_per_micro_batch, pad_id, device, packing=config.packing)
+    budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
+    return micro_batches(mine, budget, pad_id, policy.device, packing=packing, ways=ways, worth=worth)
 
 
 def cross_entropy(tokens: int) -> LossFn:

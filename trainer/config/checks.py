@@ -18,6 +18,7 @@ from trainer.config.machine import device_gib, host_gib, rank_count, resolve_dev
 from trainer.config.model_file import (
     EXPERT_KEYS,
     HUB_NAME,
+    LENGTH_DEPENDENT_ROPES,
     PACKABLE_LAYERS,
     REPROCESSED_KEYS,
     model_config,
@@ -66,6 +67,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
     problems = [*_check_paths(config, command), *_check_device(config, environ)]
     if command != "eval":
         problems += _check_backend(config, ranks)
+        problems += _check_sequence_parallel(config, ranks, command)
         problems += _check_lora(config, command)
     if command == "sft":
         problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
@@ -151,6 +153,33 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
         if policy.backend != "fsdp":
             yield "policy.shard_size works with policy.backend: fsdp only"
         yield from _check_divides("the number of ranks", ranks, "policy.shard_size", policy.shard_size)
+
+
+def _check_sequence_parallel(config: TrainConfig, ranks: int, command: Command) -> Iterator[str]:
+    """As far as the recipe and config.json say; the model's class is asked as well (`require_sharing`)."""
+    key, ways = "policy.sequence_parallel", config.policy.sequence_parallel
+    if ways == 1:
+        return
+    yield from _check_divides("the number of ranks", ranks, key, ways)
+    if not config.batch.packing:
+        yield f"{key} is {ways}, but only sequences without padding can be cut: set batch.packing to true"
+    if (attention := config.model.attn_implementation) != "sdpa":
+        yield f"{key} is {ways}, but model.attn_implementation is {shown(attention)}: set it to sdpa"
+    paths: dict[str, str | None] = {"model.path": config.model.path}
+    if command == "train":
+        paths |= {"critic.path": config.critic.path, "algorithm.teacher": config.algorithm.teacher}
+    for name, path in paths.items():
+        try:
+            model = model_config(path) if path else {}
+        except UserError:
+            continue  # what is wrong with it is said elsewhere
+        if heads := model.get("num_attention_heads"):
+            yield from _check_divides(f"num_attention_heads of {name}", heads, key, ways)
+        if others := sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS)):
+            yield f"{key} is {ways}, but {name} has layers ({', '.join(others)}) that need all tokens: set it to 1"
+        rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+        if (kind := rope.get("rope_type") or rope.get("type")) in LENGTH_DEPENDENT_ROPES:
+            yield f"{key} is {ways}, but the {kind} positions of {name} depend on the longest sequence: set it to 1"
 
 
 def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:

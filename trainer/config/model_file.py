@@ -26,6 +26,9 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm
 PACKABLE_LAYERS = ("full_attention", "sliding_attention")
 """Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.attention`)."""
 
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+"""Rotary positions that Transformers scales by the longest sequence it sees, of which a rank may have only a part."""
+
 REPROCESSED = (".experts.", ".kv_b_proj.")
 """In the names of weights that engines do not keep as they are loaded: experts are shuffled, MLA keeps products."""
 

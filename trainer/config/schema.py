@@ -248,6 +248,9 @@ class PolicyConfig(Section):
         "fsdp only: neighbouring ranks the model is cut over, such as those of a machine, with a copy on every such "
         "group (HSDP); null: all ranks",
     )
+    sequence_parallel: Count = key(
+        1, "neighbouring ranks that share micro-batches, each with a part of the tokens, for answers too long for one"
+    )
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
@@ -296,7 +299,9 @@ class BatchConfig(Section):
     """How much is generated and trained on in a step."""
 
     prompts_per_step: Held = key(32, "prompts in a step, over all ranks")
-    tokens_per_micro_batch: Count = key(16384, "tokens in a forward pass; memory grows with it")
+    tokens_per_micro_batch: Count = key(
+        16384, "tokens in a forward pass, of all ranks that share it; memory grows with it"
+    )
     packing: bool = key(
         True, "sequences end to end, without padding; false: padded to the longest, which counts as tokens, too"
     )

@@ -173,10 +173,17 @@ def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
     and a float32 logarithm for each head; the MLP four tensors of its width. As Korthikanti et al. 2022
     (arXiv:2205.05198), section 4.1, count for another kind of layer.
     """
-    w, heads = compute_width(policy), model.config["num_attention_heads"]
-    queries = heads * (model.config.get("head_dim") or model.config["hidden_size"] // heads)
-    attention = w * (2 * queries + kv_elements(model.config) / model.layers) + _FLOAT32 * heads
+    w, (queries, keys_values) = compute_width(policy), attention_elements(policy, model)
+    attention = w * (2 * queries + keys_values) + _FLOAT32 * model.config["num_attention_heads"]
     return (_FLOAT32 + 2 * w) * model.normed + attention + 4 * w * model.width
+
+
+def attention_elements(policy: PolicyConfig, model: ModelSizes) -> tuple[int, float]:
+    """Of a token's queries, and of its keys and values, in a layer; those of ranks that share are repeated for them."""
+    heads = model.config["num_attention_heads"]
+    queries = heads * (model.config.get("head_dim") or model.config["hidden_size"] // heads)
+    own = model.config.get("num_key_value_heads") or heads
+    return queries, kv_elements(model.config) / model.layers * (math.lcm(own, policy.sequence_parallel) // own)
 
 
 def recomputed_layers(policy: PolicyConfig, model: ModelSizes) -> int:
@@ -276,14 +283,17 @@ def _activation_bytes(
 
     A layer at work needs `layer_bytes` again where it is computed again, and gradients of its MLP: two of its width,
     two of the hidden size. The head's part is the last norm and hidden states of targets, of which there are at most as
-    many as sampled tokens.
+    many as sampled tokens. Ranks that share a micro-batch have a part of its tokens each, and at work in attention its
+    queries, keys and values twice: as they are sent, and as they are received.
     """
     share = answers_per_update(config, ranks)
-    tokens = min(max(config.batch.tokens_per_micro_batch, longest(config)), share * longest(config))
+    largest, ways = max(config.batch.tokens_per_micro_batch, longest(config)), policy.sequence_parallel
+    tokens = min(largest, share * longest(config)) / ways
     w, hidden, layer = compute_width(policy), model.config["hidden_size"], layer_bytes(policy, model)
     again = recomputed_layers(policy, model)
     kept = again * w * hidden + (model.layers - again) * layer
     last_again = policy.activation_checkpointing == "full" or again > model.layers - again  # of two, the first is
     working = (layer if last_again else 0) + w * (2 * model.width + 2 * hidden)
+    working += 2 * w * sum(attention_elements(policy, model)) if ways > 1 else 0
     targets = w * hidden * config.sampling.max_tokens / longest(config)
     return tokens * kept, tokens * ((_FLOAT32 + w) * hidden + targets), tokens * working

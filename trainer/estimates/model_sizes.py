@@ -128,6 +128,6 @@ def longest(config: TrainConfig) -> int:
 
 
 def answers_per_update(config: TrainConfig, ranks: int) -> int:
-    """Of the largest update and the rank that has the most."""
+    """Of the largest update and the rank, or the ranks that share, with the most."""
     prompts = math.ceil(config.batch.prompts_per_step / config.batch.updates_per_step)
-    return math.ceil(prompts * config.algorithm.group_size / ranks)
+    return math.ceil(prompts * config.algorithm.group_size / max(1, ranks // config.policy.sequence_parallel))

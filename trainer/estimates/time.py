@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.gpus import Gpu
-from trainer.estimates.memory import engine_dtype, kv_token_bytes, layer_bytes, recomputed_layers
+from trainer.estimates.memory import (
+    attention_elements,
+    engine_dtype,
+    kv_token_bytes,
+    layer_bytes,
+    recomputed_layers,
+)
 from trainer.estimates.model_sizes import ModelSizes, compute_width, shard, shards_of
 from trainer.flops import attended
 
@@ -175,8 +181,11 @@ def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, length
     yield Cost("update: products", products, remark=f"{tokens:,.0f} tokens a rank; recomputed layers: {share:.0%}")
     yield Cost("update: elementwise", others, remark="norms, activations, logits: memory traffic")
     updates = config.batch.updates_per_step
-    micro_batches = passes * updates * math.ceil(tokens / updates / config.batch.tokens_per_micro_batch)
+    shared = tokens * policy.sequence_parallel
+    micro_batches = passes * updates * math.ceil(shared / updates / config.batch.tokens_per_micro_batch)
     busy = products + others
+    if policy.sequence_parallel > 1:
+        yield _exchanges(policy, model, gpu, passes * tokens, micro_batches)
     yield from _gathers(policy, model, ranks, gpu, micro_batches=micro_batches, updates=updates * passes, busy=busy)
     trained = shard(model.trained, shards)
     yield Cost("update: optimizer", passes * updates * _ADAM_BYTES * trained / memory)
@@ -214,6 +223,19 @@ def _gathers(
     if ranks > shards:
         seconds = updates * 2 * one.reduced / (LINKS * gpu.network_rate)
         yield Cost("update: between replicas", seconds, remark="gradients, once an update")
+
+
+def _exchanges(policy: PolicyConfig, model: ModelSizes, gpu: Gpu, tokens: float, micro_batches: int) -> Cost:
+    """The all-to-alls of ranks that share sequences, with `tokens` each; there is no work beside them.
+
+    Two in a layer's forward, two in its backward, and two where it is computed again. A rank keeps its own part.
+    """
+    ways, (queries, keys_values) = policy.sequence_parallel, attention_elements(policy, model)
+    passes = 2 * model.layers + recomputed_layers(policy, model)
+    size = passes * tokens * compute_width(policy) * (2 * queries + keys_values) * (ways - 1) / ways
+    rate = gpu.link_rate if ways <= NODE else gpu.network_rate
+    remark = f"{size / 2**30:.1f} GiB traded by each of {ways} ranks"
+    return Cost("update: exchanges", size / (LINKS * rate) + 2 * passes * micro_batches * HOP, remark=remark)
 
 
 def _ring(size: float, ranks: int, gpu: Gpu, calls: int) -> float:

@@ -1,16 +1,20 @@
 """From samples of unequal length to micro-batches of bounded size, the same number of them on every rank."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sharding.ranks import all_reduce_max
+from sharding.ranks import all_reduce_max, rank, world_size
 from trainer.types import Layout, MicroBatch, Sample
+
+TABLE = 4
+"""Elements of a micro-batch's tables, in token budgets. They are padded, unlike what the model computes."""
 
 
 def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
-    """Spread sequences so that all ranks have about equally many tokens.
+    """Spread sequences so that all ranks have about equally many tokens; or equal loads of any kind.
 
     Longest first, each to the rank with the fewest tokens so far (the lowest number among equals), so every rank that
     calls this with the same lengths gets the same answer. A rank is at most one sequence above the average. Gives for
@@ -25,16 +29,34 @@ def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
     return [sorted(indices) for indices in assigned]
 
 
+def deal(lengths: list[int], worth: Callable[[int], int], ways: int) -> list[list[int]]:
+    """For each rank the indices of the sequences that it trains on, ascending, so that all have about equal work.
+
+    `worth` tells the work of a sequence by its length. `ways` neighbouring ranks train on the same ones.
+    """
+    rows = assign_to_ranks([worth(length) for length in lengths], world_size() // ways)
+    return [rows[number // ways] for number in range(world_size())]
+
+
 def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
     """Group sequences so that their lengths add up to the budget at most: first fit, longest first.
 
-    It takes at most 11/9 of the fewest groups possible (Johnson, 1973). A sequence longer than the budget is a group by
-    itself.
+    Tables of rows x longest row are at most `TABLE` times the budget, so that one long sequence and many short ones are
+    not in one group. Where that does not matter, it takes at most 11/9 of the fewest groups possible (Johnson, 1973). A
+    sequence longer than the budget is a group by itself.
     """
     groups: list[list[int]] = []
     room: list[int] = []
     for index in _longest_first(lengths):
-        fitting = next((number for number, left in enumerate(room) if lengths[index] <= left), len(groups))
+        fitting = next(
+            (
+                number
+                for number, left in enumerate(room)
+                if lengths[index] <= left
+                and (len(groups[number]) + 1) * lengths[groups[number][0]] <= TABLE * token_budget
+            ),
+            len(groups),
+        )
         if fitting == len(groups):
             groups.append([])
             room.append(token_budget)
@@ -71,6 +93,8 @@ def micro_batches(
     device: torch.device | str,
     count: int | None = None,
     packing: bool = False,
+    ways: int = 1,
+    worth: Callable[[int], int] = lambda length: length,
 ) -> list[MicroBatch]:
     """Cut this rank's samples into micro-batches of at most `token_budget` tokens.
 
@@ -79,6 +103,8 @@ def micro_batches(
             take part in every collective, forward and backward, and add nothing. None: as many as any rank needs and at
             least one, which is a collective call.
         packing: the budget is for real tokens, which are laid end to end; False: for padded ones.
+        ways: this many neighbouring ranks, with the same samples, share each micro-batch and its budget; 1 if padded.
+        worth: the work of a sequence by its length, in which packed micro-batches are made about equal.
     """
     lengths = [len(sample.input_ids) for sample in samples]
     groups = (pack if packing else pack_padded)(lengths, token_budget)
@@ -87,25 +113,32 @@ def micro_batches(
     if count < len(groups):
         raise ValueError(f"{len(groups)} micro-batches are needed for {len(samples)} samples, but only {count} allowed")
     if packing:
-        groups = _level(groups, lengths, token_budget, count)
-    batches = [_pad([samples[i] for i in group], group, pad_id, device, packing) for group in groups]
+        groups = _level(groups, lengths, token_budget, count, worth)
+
+    def padded(samples: list[Sample], rows: list[int]) -> MicroBatch:
+        return _pad(samples, rows, pad_id, packing, ways).to(device)
+
+    batches = [padded([samples[i] for i in group], group) for group in groups]
     filler = Sample(input_ids=[pad_id], loss_mask=[0], engine_logprobs=[0.0], advantage=0.0)
-    return batches + [_pad([filler], [], pad_id, device, packing) for _ in range(count - len(groups))]
+    return batches + [padded([filler], []) for _ in range(count - len(groups))]
 
 
-def _level(groups: list[list[int]], lengths: list[int], token_budget: int, count: int) -> list[list[int]]:
+def _level(
+    groups: list[list[int]], lengths: list[int], token_budget: int, count: int, worth: Callable[[int], int]
+) -> list[list[int]]:
     """The same sequences in `count` groups of about equal load, where the budget allows it, largest first.
 
     Ranks wait for each other in every micro-batch: its cost is that of the fullest one.
     """
-    even = [group for group in assign_to_ranks(lengths, count) if group]
-    if any(len(group) > 1 and sum(lengths[i] for i in group) > token_budget for group in even):
-        even = groups
+    even = [group for group in assign_to_ranks([worth(length) for length in lengths], count) if group]
+    for own in ([lengths[i] for i in group] for group in even if len(group) > 1):
+        if sum(own) > token_budget or len(own) * max(own) > TABLE * token_budget:
+            even = groups
     even = [sorted(group, key=lambda i: (-lengths[i], i)) for group in even]
     return sorted(even, key=lambda group: -sum(lengths[i] for i in group))
 
 
-def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.device | str, packed: bool) -> MicroBatch:
+def _pad(samples: list[Sample], rows: list[int], pad_id: int, packed: bool, ways: int) -> MicroBatch:
     """Right-pad to the longest, and to two positions, so that there is a target column in any case."""
     lengths = [len(sample.input_ids) for sample in samples]
     width = max(2, *lengths)
@@ -122,17 +155,21 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, device: torch.devi
     routes = [sample.routes for sample in samples if sample.routes is not None]
     sizes = [max(1, length - 1) if packed else width - 1 for length in lengths]
     first_new = torch.tensor([sample.old for sample in samples]).unsqueeze(1)
+    layout = Layout.of(mask, lengths, packed, ways, rank() % ways)
+    joined = torch.cat(list(map(_stretched, routes, sizes))) if routes else None
+    if joined is not None and layout.pack is not None:
+        joined = layout.pack.own(_stretched(joined, sum(layout.pack.lengths)))
     return MicroBatch(
         input_ids=table([sample.input_ids for sample in samples], pad_id, torch.int64),
         loss_mask=mask,
         engine_logprobs=logprobs,
         advantages=advantages.expand_as(mask).contiguous(),
         lengths=lengths,
-        layout=Layout.of(mask, lengths, packed),
+        layout=layout,
         rows=rows,
-        routes=torch.cat(list(map(_stretched, routes, sizes))) if routes else None,
+        routes=joined,
         old=torch.arange(1, width) < first_new if any(sample.old for sample in samples) else None,
-    ).to(device)
+    )
 
 
 def _stretched(routes: Tensor, size: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Episodes by prompt, their rewards as the learner sees them, and what each optimizer step and rank learns from."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor
 
 from generation.trajectory import Trajectory, by_episode
-from sharding.ranks import rank, world_size
+from sharding.ranks import rank
 from trainer.algorithms.shaping import length_normalized, soft_overlong_penalty
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import longest_answer
 from trainer.errors import UserError
 from trainer.learning.answers import Answer, hand_over, old_tokens
-from trainer.learning.batching import assign_to_ranks, micro_batches
+from trainer.learning.batching import deal, micro_batches
 from trainer.learning.routes import checked_routes
 from trainer.types import MicroBatch, RouteFormat, Sample
 
@@ -149,6 +150,7 @@ def prepare(
     device: torch.device,
     routes: RouteFormat | None = None,
     version: int | None = None,
+    worth: Callable[[int], int] = lambda length: length,  # the work of a sequence by its length
 ) -> list[MiniBatch]:
     """Deal each portion's trajectories out to ranks and cut this rank's into micro-batches. Collective.
 
@@ -159,14 +161,15 @@ def prepare(
     in the papers. With `routes` the samples have the engine's.
     """
     answers = [[t for group in groups for episode in group for t in episode] for groups in portions]
-    shares = [assign_to_ranks([t.length for t in each], world_size()) for each in answers]
+    ways = config.policy.sequence_parallel
+    shares = [deal([t.length for t in each], worth, ways) for each in answers]
     filters, masks = config.algorithm.overlong_filter, config.rollout.old_tokens == "mask"
     make = partial(to_sample, overlong_filter=filters, routes=routes, version=version, mask_old=masks)
     samples = hand_over(answers, shares, make, routes)
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
     minibatches = []
     for groups, each, by_rank, own in zip(portions, answers, shares, samples, strict=True):
-        batches = micro_batches(own, budget, pad_id, device, packing=packing)
+        batches = micro_batches(own, budget, pad_id, device, packing=packing, ways=ways, worth=worth)
         for batch in batches:
             batch.rows = [by_rank[rank()][row] for row in batch.rows]
         tokens = [t.trainable(filters, masks) for t in each]

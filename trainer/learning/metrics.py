@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from generation.trajectory import by_episode
-from sharding.ranks import all_reduce_max, all_reduce_sum, exchange, sum_counts, world_size
+from sharding.ranks import all_reduce_max, all_reduce_sum, exchange, sum_counts
 from trainer.algorithms.corrections import correction_metrics
 from trainer.algorithms.losses import LEVELS
 from trainer.config.schema import AlgorithmConfig, TrainConfig
 from trainer.learning.answers import Answer, hand_over
-from trainer.learning.batching import assign_to_ranks, micro_batches
+from trainer.learning.batching import deal, micro_batches
 from trainer.learning.groups import to_sample
 from trainer.learning.policy_loss import told_by_age
 from trainer.learning.routes import engine_routes
@@ -95,11 +95,12 @@ def gap_without_update(
     chosen = sampled[:: max(1, math.ceil(len(sampled) / GAP_ANSWERS))]
     if not chosen:
         return {}
-    shares = assign_to_ranks([t.length for t in chosen], world_size())
+    ways, worth = config.policy.sequence_parallel, policy.work.of.tokens_worth
+    shares = deal([t.length for t in chosen], worth, ways)
     routes = engine_routes(config, policy)
     [own] = hand_over([chosen], [shares], partial(to_sample, routes=routes, version=version), routes)
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
-    batches = micro_batches(own, budget, pad_id, policy.device, packing=packing)
+    batches = micro_batches(own, budget, pad_id, policy.device, packing=packing, ways=ways, worth=worth)
     outputs = policy.score(batches, config.sampling.temperature)
     gaps = [told_by_age(batch, output.logprobs)[0] for output, batch in zip(outputs, batches, strict=True)]
     return engine_gap(gaps, config.algorithm)

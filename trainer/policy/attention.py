@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from trainer.config.model_file import PACKABLE_LAYERS
 from trainer.errors import UserError
+from trainer.policy.sequence import heads_for_tokens, tokens_for_heads
 
 NAME = "hotbunk_sdpa"
 """The value of `attn_implementation` under which Transformers finds `attention`."""
@@ -46,6 +47,7 @@ def attention(
     cu_seq_lens_q: Tensor | None = None,  # [S+1] int32, the index in T at which each sequence begins, and T; B is 1
     max_length_q: int = 0,  # the length of the longest of those sequences
     sequence_lengths: Sequence[int] = (),  # all of their lengths, so that the device need not be asked
+    token_parts: Sequence[int] = (),  # tokens on each rank that shares them, of which T are here; (): they are all here
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface; masks are made here, where they are needed.
@@ -56,6 +58,10 @@ def attention(
     if unknown := [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]:
         asked = f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which packing does not know"
         raise UserError(f"{asked}: set model.attn_implementation to eager and batch.packing to false")
+    if token_parts:
+        query, key, value = heads_for_tokens(token_parts, query, key, value)
+        own = partial(attention, module, query, key, value, attention_mask, dropout, scaling, sliding_window)
+        return tokens_for_heads(token_parts, own(cu_seq_lens_q, max_length_q, sequence_lengths)[0]), None
     causal = partial(_causal, dropout=dropout, scale=scaling, window=sliding_window)
     if cu_seq_lens_q is None:
         return causal(query, key, value).transpose(1, 2).contiguous(), None
@@ -118,6 +124,16 @@ def packing_obstacle(model: type[PreTrainedModel], config: Any) -> str | None:
     if not model._supports_attention_backend:
         return "brings its own attention, which takes no ends of sequences"
     return None
+
+
+def require_sharing(model: PreTrainedModel) -> None:
+    """Raise UserError where ranks cannot share a sequence: tokens would meet elsewhere than in `attention`."""
+    obstacle = packing_obstacle(type(model), model.config)
+    if obstacle is None and model.config._attn_implementation != NAME:
+        obstacle = "computes its attention in its own way"
+    if obstacle is not None:
+        key = "policy.sequence_parallel is above 1"
+        raise UserError(f"{key}, but {type(model).__name__} {obstacle}: set it to 1")
 
 
 def require_packing(model: PreTrainedModel) -> None:

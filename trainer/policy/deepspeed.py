@@ -218,7 +218,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
             loss, sums = loss_fn(batch, outputs(self.engine, batch, temperature))
             # DeepSpeed averages over ranks what is already divided by the whole step's count.
             self.engine.backward(loss * world_size(), scale_wrt_gas=False)
-            figures.add(loss, sums)
+            figures.add(batch, loss, sums)
         return self._step(self.updates.learning_rate(place), figures.over_ranks())
 
     def _step(self, rate: float, sums: dict[str, float]) -> UpdateStats:

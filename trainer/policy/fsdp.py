@@ -180,7 +180,7 @@ class ShardedModel(Offloadable):
                 unit.set_requires_all_reduce(number == len(batches), recurse=False)
             loss, sums = loss_of(batch)
             loss.backward()
-            figures.add(loss, sums)
+            figures.add(batch, loss, sums)
         self._reshard()
         gradients = [local_part(p.grad) for p in self.trained().values() if p.grad is not None]
         # Every replica has the same gradients: each shard counts once.

@@ -2,13 +2,15 @@
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer.flops import Work, model_flops
+from trainer.flops import Work, attended, model_flops
 from trainer.policy.attention import require_packing
 from trainer.policy.logprobs import target_logprobs
 from trainer.policy.routing import Routing
+from trainer.policy.sequence import whole
 from trainer.types import MicroBatch, Outputs
 
 
@@ -45,7 +47,7 @@ class PolicyModule(nn.Module):
         the other arguments as in `target_states`.
         """
         hidden = target_states(self.model.base_model, inputs, states, packing)
-        self.work.count(_rows(inputs, packing), len(hidden))
+        self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing))
         found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden, targets, temperature)
         return found if self.value_head is None else (*found, values_of(hidden, self.value_head))
 
@@ -75,7 +77,7 @@ class ValueModule(nn.Module):
     def forward(self, inputs: Tensor, states: Tensor, packing: dict[str, Any]) -> Tensor:
         """Values [K] float32; arguments as in `target_states`."""
         hidden = target_states(self.model.base_model, inputs, states, packing)
-        self.work.count(_rows(inputs, packing), len(hidden))
+        self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing))
         return values_of(hidden, self.model.score)
 
 
@@ -105,12 +107,15 @@ def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
         "max_length_k": longest,
         "sequence_lengths": pack.lengths,
     }
+    if len(pack.parts) > 1:
+        packing["token_parts"] = pack.parts
     return batch.input_ids.flatten().index_select(0, pack.tokens).unsqueeze(0), packing
 
 
-def _rows(inputs: Tensor, packing: dict[str, Any]) -> list[int]:
-    """The length of each sequence that a trunk runs on; padding is included where it is not told the lengths."""
-    return packing["sequence_lengths"] if packing else [inputs.shape[1]] * len(inputs)
+def _pairs(inputs: Tensor, packing: dict[str, Any]) -> float:
+    """See `attended`; padding is included where a trunk is not told lengths. Ranks that share have the same part."""
+    lengths = packing["sequence_lengths"] if packing else [inputs.shape[1]] * len(inputs)
+    return attended(lengths) / len(packing.get("token_parts", [0]))
 
 
 def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs:
@@ -121,7 +126,7 @@ def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs
     if routing is not None:
         routing.begin(batch)
     found = module(inputs, batch.layout.states, targets, temperature, packing)
-    result = Outputs(*map(batch.spread, found))
+    result = Outputs(*_for_loss(batch, *found))
     result.routes = None if routing is None else routing.taken()
     return result
 
@@ -129,7 +134,13 @@ def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs
 def values(module: nn.Module, batch: MicroBatch) -> Tensor:
     """The values of a ValueModule, wrapped or not, for a micro-batch, [B, T-1] float32; 0 where the loss mask is 0."""
     inputs, packing = trunk_inputs(batch)
-    return batch.spread(module(inputs, batch.layout.states, packing))
+    return _for_loss(batch, module(inputs, batch.layout.states, packing))[0]
+
+
+def _for_loss(batch: MicroBatch, *found: Tensor) -> tuple[Tensor, ...]:
+    """Values [K] of this rank's targets as [B, T-1] of all of them, 0 elsewhere."""
+    tables = tuple(map(batch.spread, found))
+    return tables if batch.ways == 1 else whole(torch.stack(tables), batch.ways).unbind()
 
 
 def values_of(hidden: Tensor, head: nn.Linear) -> Tensor:

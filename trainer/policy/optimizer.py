@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from sharding.ranks import all_reduce_sum
 from sharding.send.source import whole_shape
 from trainer.config.schema import PolicyConfig
-from trainer.types import UpdateStats
+from trainer.types import MicroBatch, UpdateStats
 
 
 def learning_rate_factor(
@@ -70,10 +70,14 @@ class Figures:
     def __init__(self, device: torch.device) -> None:
         self._sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=device)}
 
-    def add(self, loss: Tensor, sums: dict[str, Tensor]) -> None:
-        """Count a micro-batch: scalars, kept on their device so that nothing waits for it."""
+    def add(self, batch: MicroBatch, loss: Tensor, sums: dict[str, Tensor]) -> None:
+        """Count a micro-batch: scalars, kept on their device so that nothing waits for it.
+
+        Ranks that share one have all of its loss and figures, and the first of them counts.
+        """
         for key, value in [("loss", loss), *sums.items()]:
-            self._sums[key] = self._sums.get(key, 0.0) + value.detach().double()
+            own = value.detach().double() if batch.counts else torch.zeros_like(value, dtype=torch.float64)
+            self._sums[key] = self._sums.get(key, 0.0) + own
 
     def over_ranks(self, **own: Tensor) -> dict[str, float]:
         """All sums, with this rank's further scalars `own`. Collective: every rank has counted the same names."""

@@ -11,6 +11,7 @@ so a layer that checkpointing computes again in backward takes the same routes.
 """
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -237,9 +238,10 @@ def loads_of(batches: list[MicroBatch], format: RouteFormat) -> Tensor:
 
 def real_inputs(batch: MicroBatch) -> Tensor:
     """True for each token of the model's input that is one of a sample's, [N] bool, on the host."""
-    sizes = [length - 1 if batch.rows else 0 for length in batch.lengths]
-    widths = batch.layout.pack.lengths if batch.layout.pack is not None else [batch.input_ids.shape[1] - 1] * len(sizes)
-    return torch.cat([torch.arange(width) < size for size, width in zip(sizes, widths, strict=True)])
+    sizes, pack = [length - 1 if batch.rows else 0 for length in batch.lengths], batch.layout.pack
+    widths = pack.lengths if pack is not None else [batch.input_ids.shape[1] - 1] * len(sizes)
+    real = torch.cat([torch.arange(width) < size for size, width in zip_longest(sizes, widths, fillvalue=0)])
+    return real if pack is None else pack.own(real)
 
 
 class _Choice(TorchFunctionMode):

@@ -20,6 +20,13 @@ def trained(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> 
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.mark.parametrize("preset", checks.SHARED)
+@pytest.mark.covers("P14")
+def test_ranks_that_share_sequences_are_no_further_from_their_engines(trained: dict[str, Any], preset: str) -> None:
+    gaps = {name: max(row["gap/max"] for row in found["rows"]) for name, found in trained.items()}
+    assert gaps[preset] <= 1e-4 and all(row["gap/mean"] > 0 for row in trained[preset]["rows"]), gaps
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_trains_on_two_ranks(trained: dict[str, Any], preset: str) -> None:
     """Figures are finite and the same on both ranks, weights move, trainer and engine see the same probabilities."""

@@ -7,7 +7,7 @@ import sys
 
 from tests.conftest import ROOT
 
-CASES = ["7b,8,4", "7b,1,2", "1.5b,512,3", "7b,64,3,none,8192", "32b,512,2,every_second"]
+CASES = ["7b,8,4", "7b,1,2", "1.5b,512,3", "7b,64,3,none,8192", "32b,512,2,every_second", "7b,8,3,none,32768,4"]
 """The models' widths with few layers: whatever grows with them is tracked layer by layer. The script has whole ones."""
 
 

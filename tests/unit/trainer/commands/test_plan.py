@@ -49,6 +49,18 @@ def test_the_plan_shows_a_steps_arithmetic(tiny_qwen2: Path) -> None:
     }
     config = recipe(tiny_qwen2, batch={"prompts_per_step": 13, "updates_per_step": 4})  # of 3, 3, 3 and 4 prompts
     assert answers_per_update(config, 2) == 4 * 4 / 2
+    shared = recipe(tiny_qwen2, policy={"sequence_parallel": 2}, batch={"tokens_per_micro_batch": 500})
+    assert answers_per_update(shared, 4) == 16 / 2
+    lines = dict(batch_lines(shared, 4))
+    assert lines["answers an update and 2 ranks that share them"] == "8, in at most 4 micro-batch(es)"
+
+
+def test_ranks_that_share_sequences_have_a_part_of_the_activations(tiny_qwen2: Path) -> None:
+    """How much each keeps is compared with what it does in test_simulated_ranks.py."""
+    configs = [recipe(tiny_qwen2, policy={"sequence_parallel": n, "activation_checkpointing": "full"}) for n in (1, 2)]
+    sizes = model_sizes(configs[0], configs[0].model.path)
+    alone, shared = (by_name(trainer_parts(config, sizes, 2, 80.0))["activations"][1] for config in configs)
+    assert 0.5 * alone <= shared < 0.6 * alone
 
 
 def test_the_plan_shows_the_host_memory_of_routes(tiny_moe: Path) -> None:

@@ -88,6 +88,22 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
         ({"data": {"eval_path": "/absent"}}, 1, "data.eval_path: there is no file or folder /absent"),
         ({"model": {"path": "/absent"}}, 1, "model.path: there is no folder /absent"),
         ({"policy": {"shard_size": 3}}, 4, r"number of ranks = 4 must be divisible by policy.shard_size \(3\)"),
+        ({"policy": {"sequence_parallel": 3}}, 4, r"ranks = 4 must be divisible by policy.sequence_parallel \(3\)"),
+        (
+            {"policy": {"sequence_parallel": 4}},
+            4,
+            r"num_attention_heads of model.path = 6 must be divisible by .* \(4\)",
+        ),
+        (
+            {"policy": {"sequence_parallel": 2}, "batch": {"packing": False}},
+            2,
+            "policy.sequence_parallel is 2, but only sequences without padding can be cut: set batch.packing to true",
+        ),
+        (
+            {"policy": {"sequence_parallel": 2}, "model": {"attn_implementation": "eager"}},
+            2,
+            "policy.sequence_parallel is 2, but model.attn_implementation is 'eager': set it to sdpa",
+        ),
         (
             {"policy": {"backend": "deepspeed", "zero_stage": 1}},
             1,
@@ -219,6 +235,35 @@ def test_layers_that_cannot_keep_sequences_apart_are_not_packed(
     assert found == problems(config, command="sft") and len(found) == refused
     assert all("batch.packing is true" in one and layers in one and "set it to false" in one for one in found)
     assert problems(config, {"batch": {"packing": False}}) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "has layers (linear_attention) that need all tokens"),
+        ({"rope_scaling": {"type": "longrope"}}, "depend on the longest sequence"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "depend on the longest sequence"),
+    ],
+)
+def test_a_model_whose_tokens_meet_outside_attention_is_not_shared(
+    config: dict, tmp_path: Path, facts: dict, reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | facts))
+    for command in ("train", "sft"):
+        found = problems(config, {"policy": {"sequence_parallel": 2}}, command, WORLD_SIZE="2")
+        [sentence] = [one for one in found if one.startswith("policy.sequence_parallel is 2, but ")]
+        assert reason in sentence and sentence.endswith("set it to 1") and "model.path" in sentence
+    assert not any("sequence_parallel" in one for one in problems(config, WORLD_SIZE="2"))
+
+
+def test_a_critic_and_a_teacher_are_shared_like_the_policy(config: dict, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(MODEL | {"num_attention_heads": 5}))
+    for changes in ({"critic": {"path": str(other)}}, {"algorithm": {"preset": "distill", "teacher": str(other)}}):
+        (sentence,) = problems(config, changes | {"policy": {"sequence_parallel": 2}}, WORLD_SIZE="2")
+        key = "critic.path" if "critic" in changes else "algorithm.teacher"
+        assert sentence == f"num_attention_heads of {key} = 5 must be divisible by policy.sequence_parallel (2)"
 
 
 def test_the_language_model_of_several_modalities_is_found(tmp_path: Path) -> None:

@@ -56,6 +56,14 @@ def test_frozen_matrices_have_no_gradients_of_their_own(tiny_qwen2_untied: Path)
     )
 
 
+def test_a_sequence_is_worth_what_it_computes_in_tokens_without_attention(tiny_qwen2: Path) -> None:
+    flops = model_flops(AutoModelForCausalLM.from_pretrained(tiny_qwen2))
+    alone = flops.forward(1, 0, 0)
+    for length in (1, 100, 5000):
+        assert flops.tokens_worth(length) == int(flops.forward(length, 0, attended([length])) / alone)
+    assert flops.tokens_worth(10) == 10 and flops.tokens_worth(5000) > 10_000
+
+
 def test_a_module_counts_real_tokens_targets_and_pairs_whether_packed_or_padded(tiny_qwen2: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
     samples = [Sample([5] * n, [0] * (n - 3) + [1] * 3, [0.0] * n) for n in (7, 4)]

@@ -1,12 +1,14 @@
 """Micro-batches: nothing lost, nothing doubled, never above the budget, the same on every rank."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainer.learning.batching import assign_to_ranks, micro_batches, pack, pack_padded
-from trainer.types import Sample
+from trainer.learning.batching import TABLE, assign_to_ranks, micro_batches, pack, pack_padded
+from trainer.types import Layout, Sample
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -24,9 +26,11 @@ def test_pack_keeps_every_sequence_once_within_the_budget(lengths: list[int], bu
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     loads = [sum(lengths[i] for i in group) for group in groups]
     assert all(len(group) == 1 or load <= budget for group, load in zip(groups, loads, strict=True))
-    opened = [min(lengths[i] for i in groups[n]) for n in range(1, len(groups))]
-    assert all(loads[n] + short > budget for n, short in enumerate(opened)), "what came later would have fitted before"
     longest = [max(lengths[i] for i in group) for group in groups]
+    opened = [min(lengths[i] for i in groups[n]) for n in range(1, len(groups))]
+    fuller = [loads[n] + short > budget for n, short in enumerate(opened)]
+    taller = [(len(group) + 1) * width > TABLE * budget for group, width in zip(groups, longest, strict=True)]
+    assert all(a or b for a, b in zip(fuller, taller, strict=False)), "what came later would have fitted before"
     assert longest == sorted(longest, reverse=True)
 
 
@@ -96,6 +100,49 @@ def test_packed_micro_batches_are_level_where_the_budget_allows(lengths: list[in
         assert loads[0] - loads[-1] <= max(lengths)
     if extra and len(lengths) >= count and budget >= sum(lengths):
         assert all(batch.rows for batch in batches), "no fillers where there is work for all"
+
+
+def test_one_long_answer_and_many_short_ones_make_no_table_of_answers_by_longest() -> None:
+    lengths, budget = [900, *[10] * 60], 1024
+    for count in (2, 5):
+        batches = micro_batches([sample(length) for length in lengths], budget, 0, "cpu", count, packing=True)
+        assert sorted(i for batch in batches for i in batch.rows) == list(range(61))
+        assert all(batch.loss_mask.numel() <= TABLE * budget for batch in batches)
+
+
+@settings(deadline=None)
+@given(LENGTHS.filter(bool), st.integers(1, 5))
+@pytest.mark.covers("P16")
+def test_ranks_that_share_a_pack_have_every_token_and_target_once(lengths: list[int], ways: int) -> None:
+    """In order, as many tokens each, but for one more or less; alone, a rank has it as it is."""
+    (batch,) = micro_batches([sample(n, seed) for seed, n in enumerate(lengths)], 10**4, 0, "cpu", 1, packing=True)
+    whole = batch.layout
+    cuts = [Layout.of(batch.loss_mask, batch.lengths, True, ways, place) for place in range(ways)]
+    assert whole.pack is not None and whole.pack.parts == [len(whole.pack.tokens)]
+    states, missing, begin = [], max(0, ways - len(whole.pack.tokens)), 0
+    for place, cut in enumerate(cuts):
+        assert cut.pack is not None and cut.pack.parts == cuts[0].pack.parts and len(cut.targets) == len(cut.states)
+        assert len(cut.pack.tokens) == len(cut.pack.positions) == cut.pack.parts[place] > 0
+        assert cut.pack.lengths == whole.pack.lengths + [missing] * bool(missing)
+        assert cut.pack.starts.tolist() == whole.pack.starts.tolist() + [ways] * bool(missing)
+        states += (cut.states + begin).tolist()
+        begin += cut.pack.parts[place]
+    assert max(cuts[0].pack.parts) - min(cuts[0].pack.parts) <= 1
+    for name in ("tokens", "positions"):
+        joined = torch.cat([getattr(cut.pack, name) for cut in cuts])
+        assert torch.equal(joined[: len(joined) - missing], getattr(whole.pack, name))
+    assert torch.equal(torch.cat([cut.targets for cut in cuts]), whole.targets) and states == whole.states.tolist()
+
+
+def test_work_is_levelled_with_what_attention_adds() -> None:
+    """One sequence of 60 is as much work as three of 30, where attention counts as much as the rest at 60."""
+    samples = [sample(n) for n in (60, 30, 30, 30)]
+
+    def rows(**given: Any) -> list[list[int]]:
+        return sorted(sorted(b.rows) for b in micro_batches(samples, 10**4, 0, "cpu", 2, packing=True, **given))
+
+    assert rows() == [[0, 3], [1, 2]]
+    assert rows(worth=lambda length: length + length * length // 60) == [[0], [1, 2, 3]]
 
 
 @pytest.mark.covers("P22")

@@ -6,6 +6,7 @@ import torch
 from generation.trajectory import Trajectory
 from tests.unit.learning_steps import as_answers, as_step, on_ranks
 from trainer.config.schema import TrainConfig
+from trainer.flops import ModelFlops, Work
 from trainer.learning import Learner, rollout_metrics
 from trainer.learning.groups import make_groups, prepare, split, to_sample
 from trainer.learning.metrics import GAP_ANSWERS
@@ -31,6 +32,7 @@ class RecordingPolicy:
     device = torch.device("cpu")
     version = 0
     routing = None
+    work = Work(ModelFlops(trunk=1000, trunk_learned=1000, head=0, head_learned=0, attention=100))
 
     def __init__(self) -> None:
         self.calls: list[str] = []

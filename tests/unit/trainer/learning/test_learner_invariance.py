@@ -57,13 +57,14 @@ def combinations(choice: str) -> Iterator[tuple[str, str]]:
 
 
 def learned(
-    choice: str, algorithm: dict[str, Any], updates: int, seed: int, ranks: int, budget: int
+    choice: str, algorithm: dict[str, Any], updates: int, seed: int, ranks: int, budget: int, ways: int = 1
 ) -> tuple[Tensor, Metrics]:
     """The weights of policy and critic after the step, and the step's figures, on which all ranks agree."""
     config = make_config(
         algorithm=algorithm,
         batch={"updates_per_step": updates, "tokens_per_micro_batch": budget},
         sampling={"max_tokens": 6, "temperature": 0.8},
+        policy={"sequence_parallel": ways},
     )
 
     def rank() -> tuple[Tensor, Metrics]:
@@ -89,7 +90,8 @@ def test_the_learner_learns_the_same_however_a_step_is_split(choice: str, seed: 
         algorithm = {**CHOICES[choice], **LOSSES[loss], "aggregation": aggregation}
         table, metrics = learned(choice, algorithm, updates, seed, ranks=1, budget=10**6)
         assert metrics["no_signal_steps"] == 0 and not torch.equal(table[0], TablePolicy().table), (loss, aggregation)
-        for ranks in (1, 2, 4):
-            other, figures = learned(choice, algorithm, updates, seed, ranks, budget)
-            torch.testing.assert_close(other, table, rtol=1e-5, atol=1e-7, msg=f"{loss} {aggregation} {ranks} ranks")
-            assert figures == pytest.approx(metrics, rel=1e-4, abs=1e-6), (loss, aggregation, ranks)
+        for ranks, ways in ((1, 1), (2, 1), (4, 1), (4, 2)):  # the last in pairs that share sequences
+            other, figures = learned(choice, algorithm, updates, seed, ranks, budget, ways)
+            where = (loss, aggregation, ranks, ways)
+            torch.testing.assert_close(other, table, rtol=1e-5, atol=1e-7, msg=str(where))
+            assert figures == pytest.approx(metrics, rel=1e-4, abs=1e-6), where

@@ -250,8 +250,17 @@ def test_models_that_cannot_be_packed_are_refused_in_one_sentence() -> None:
             UserError, match=rf"batch.packing is true, but {type(model).__name__} .*{reason}.* to false"
         ):
             attention.require_packing(model)
+        with pytest.raises(
+            UserError, match=f"sequence_parallel is above 1, but {type(model).__name__} .*{reason}.* to 1"
+        ):
+            attention.require_sharing(model)
         assert attention.implementation("sdpa", type(model), model.config) == "sdpa"
     attention.require_packing(make_model("gemma3 with windows"))
+    shared = make_model("gemma3 with windows")
+    with pytest.raises(UserError, match="Gemma3ForCausalLM computes its attention in its own way: set it to 1"):
+        attention.require_sharing(shared)  # Transformers' own, by the choice of `make_model`
+    shared.set_attn_implementation(attention.NAME)
+    attention.require_sharing(shared)
     (batch,) = micro_batches(make_samples([5, 4]), 100, 0, "cpu", 1, packing=True)
     with pytest.raises(UserError, match="set it to false"):
         outputs(make_module(falcon), batch, TEMPERATURE)

@@ -1,0 +1,197 @@
+"""What test_sequence_parallel.py checks on two and on four ranks, which share micro-batches.
+
+Most are the checks of policies whose ranks share none, run once more: against plain Transformers in one process.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sharding.ranks import rank, sum_counts, world_size
+from tests.distributed import critic_checks, deepspeed_checks, lora_checks
+from tests.distributed import policy_checks as checks
+from tests.distributed.deepspeed_checks import _collected
+from trainer.commands import sft
+from trainer.config.schema import TrainConfig
+from trainer.distributed import init_process_group
+from trainer.learning.batching import micro_batches
+from trainer.policy import FsdpPolicy
+from trainer.policy.routing import loads_of
+from trainer.run import checkpoint
+from trainer.types import MicroBatch
+
+BUDGETS = (20, 33, 10_000)  # the longest sequence has 30 tokens
+
+
+def sharing(ways: int, check: Callable[[], None]) -> Callable[[], None]:
+    """The check, by groups of so many ranks."""
+
+    def run() -> None:
+        checks.ways = ways
+        try:
+            check()
+        finally:
+            checks.ways = 1
+
+    return run
+
+
+def check_scores(folder: Path, kind: str, tied: bool) -> None:
+    """Log-probabilities and entropies of whole sequences, on every rank, are those of the same packs on one rank."""
+    policy = checks.make_policy(checks.model_folder(folder, kind, tied))
+    samples = checks.own_samples(checks.make_samples())
+    for budget in BUDGETS:
+        shared, alone = (
+            micro_batches(samples, budget, 0, checks.CPU, packing=True, ways=ways) for ways in (checks.ways, 1)
+        )
+        for batch, one in zip(shared, alone, strict=True):
+            check_cut(batch, one)
+        both = (policy.score(batches, checks.TEMPERATURE) for batches in (shared, alone))
+        for got, wanted in zip(*both, strict=True):
+            assert wanted.logprobs.any() or not wanted.logprobs.numel() or not samples
+            torch.testing.assert_close(got.logprobs, wanted.logprobs, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(got.entropy, wanted.entropy, atol=1e-6, rtol=1e-6)
+
+
+def check_cut(batch: MicroBatch, one: MicroBatch) -> None:
+    """Lengths, masks and rows are those of a micro-batch of one rank; input and targets are this rank's part."""
+    assert (batch.lengths, batch.rows) == (one.lengths, one.rows) and torch.equal(batch.loss_mask, one.loss_mask)
+    assert batch.layout.pack is not None and one.layout.pack is not None
+    assert sum(batch.layout.pack.parts) == max(checks.ways, len(one.layout.pack.tokens))
+    assert len(batch.layout.pack.tokens) == batch.layout.pack.parts[rank() % checks.ways]
+    assert len(batch.layout.targets) < len(one.layout.targets) or len(one.layout.targets) < 2
+
+
+def check_update(folder: Path, kind: str, tied: bool, budget: int, name: str = "token_mean", **settings: str) -> None:
+    """Loss, norm, figures and gradients of an update are those of plain Transformers in one process."""
+    source, samples = checks.model_folder(folder, kind, tied), checks.make_samples()
+    policy, batches, stats = checks.make_policy(source, **settings), checks.own_batches(samples, budget), []
+    loss = checks.make_loss(batches, name)
+    got = critic_checks.captured_gradients(
+        policy, lambda: stats.append(policy.update(batches, loss, checks.TEMPERATURE))
+    )
+    expected = checks.plain_gradients(source, samples, name)
+    checks.assert_gradients_equal(got, expected)
+    distance, norm = (
+        torch.stack([g.norm() for g in each]).norm().item()
+        for each in ([got[key] - expected[key] for key in expected], expected.values())
+    )
+    assert distance <= 1e-6 * norm
+    assert stats[0].grad_norm == pytest.approx(norm, rel=1e-6)
+    plain = checks.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert stats[0].loss == pytest.approx(checks.plain_loss(plain, samples, name).item(), rel=1e-6, abs=1e-6)
+    assert stats[0].sums["tokens"] == sum(sum(s.loss_mask[1:]) for s in samples)
+    assert policy.work.tokens == sum(b.layout.pack.parts[rank() % checks.ways] for b in batches if b.layout.pack)
+
+
+def check_routes(folder: Path) -> None:
+    """Given routes are those of a rank's own tokens, and each token counts once among the loads of experts."""
+    policy = checks.make_policy(checks.model_folder(folder, "qwen3_moe", False))
+    assert policy.routing is not None
+    format, generator, samples = policy.routing.format, torch.Generator().manual_seed(4), checks.make_samples()
+    for sample in samples:
+        scores = torch.rand(len(sample.input_ids) - 1, len(format.layers), format.experts, generator=generator)
+        sample.routes = scores.topk(format.top_k).indices.to(format.dtype)
+    found = []
+    for ways in (1, checks.ways):
+        batches = micro_batches(samples, 33, 0, checks.CPU, packing=True, ways=ways)
+        outputs, own = policy.score(batches, checks.TEMPERATURE), loads_of(batches, format)
+        loads, differ, _ = policy.routing.take_counts()
+        assert torch.equal(loads, own) and differ
+        found.append((outputs, sum_counts(loads) // (checks.ways // ways)))
+    (alone, loads), (shared, shared_loads) = found
+    assert torch.equal(loads, shared_loads)
+    for got, wanted in zip(shared, alone, strict=True):
+        torch.testing.assert_close(got.logprobs, wanted.logprobs, atol=1e-6, rtol=1e-6)
+
+
+def check_idle_ranks(folder: Path) -> None:
+    """All sequences are the first group's, and as short as can be: the others join everything."""
+    samples = checks.make_samples([2, 2, 3])
+    source = checks.model_folder(folder, "qwen3", True)
+    mine = samples if rank() < checks.ways else []
+    batches = micro_batches(mine, 2, 0, checks.CPU, packing=True, ways=checks.ways)
+    assert len(batches) == 3
+    policy = checks.make_policy(source, activation_checkpointing="full")
+    got = checks.policy_gradients(policy, batches, "token_mean")
+    checks.assert_gradients_equal(got, checks.plain_gradients(source, samples, "token_mean"))
+
+
+def check_goes_on_alone(folder: Path) -> None:
+    """A checkpoint of ranks that share goes on where each has sequences of its own: the same second update."""
+    source, ways = checks.model_folder(folder), checks.ways
+
+    def step(policy: FsdpPolicy) -> float:
+        batches = checks.own_batches(checks.make_samples(), 60, packing=True)
+        return policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE).loss
+
+    straight, other = checks.make_policy(source), checks.make_policy(source)
+    step(straight)
+    saved = checkpoint.save(folder / f"shared_{world_size()}_{ways}", 1, {"policy": straight}, {})
+    checks.ways = 1
+    checkpoint.load(saved, {"policy": other})
+    alone = step(other)
+    checks.ways = ways
+    assert step(straight) == pytest.approx(alone, rel=1e-6)
+    wanted = checks.weights(straight)
+    for name, weight in checks.weights(other).items():
+        torch.testing.assert_close(weight, wanted[name], atol=2e-5, rtol=1e-5)
+
+
+def check_sft(folder: Path) -> None:
+    """A supervised step changes the weights as one whose ranks share nothing; so is the held-out loss."""
+    source, found = checks.model_folder(folder), []
+    for ways in (1, checks.ways):
+        sections = {"model": {"path": str(source)}, "data": {"path": "d"}, "policy": {"sequence_parallel": ways}}
+        config = TrainConfig.model_validate(sections | {"batch": {"tokens_per_micro_batch": 33}})
+        policy = checks.make_policy(source, eps=1e-3)
+        run = SimpleNamespace(config=config, policy=policy, tokenizer=SimpleNamespace(pad_token_id=0))
+        run.held_out = {"": checks.make_samples([5, 9, 4])}
+        held_out = sft.SftRun.evaluate(run)["eval/loss"]  # type: ignore[arg-type]
+        stats = sft.update(policy, checks.make_samples(), config, 0, 0)
+        found.append(([stats.loss, stats.grad_norm, held_out], checks.weights(policy)))
+    (figures, wanted), (shared_figures, weights) = found
+    assert shared_figures == pytest.approx(figures, rel=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, wanted[name], atol=1e-6, rtol=1e-6)
+
+
+def two_ranks(models: str, results: str) -> None:
+    init_process_group(60, "cpu")
+    folder = Path(models)
+    run: dict[str, Callable[[], None]] = {}
+    for kind, tied in checks.KINDS:
+        run[f"scores {kind} {tied}"] = lambda k=kind, t=tied: check_scores(folder, k, t)
+        run[f"update {kind} {tied}"] = lambda k=kind, t=tied: check_update(folder, k, t, 33, "sequence_mean")
+    for budget in BUDGETS:
+        run[f"update {budget}"] = lambda b=budget: check_update(folder, "qwen2", True, b)
+    for layers in ("every_second", "full"):
+        run[f"recomputed {layers}"] = lambda layers=layers: check_update(
+            folder, "qwen3", True, 33, activation_checkpointing=layers
+        )
+    run["routes"] = lambda: check_routes(folder)
+    run["critic"] = lambda: critic_checks.check_values_and_gradients(folder, "qwen2")
+    run["shared trunk"] = lambda: critic_checks.check_head_on_shared_trunk(folder)
+    run["alone again"] = lambda: check_goes_on_alone(folder)
+    run["sft"] = lambda: check_sft(folder)
+    for stage in deepspeed_checks.STAGES:
+        run[f"zero {stage}"] = lambda s=stage: deepspeed_checks.check_three_steps(folder, s, "qwen2", True)
+    for backend in ("fsdp", "zero 3"):
+        run[f"lora {backend}"] = lambda b=backend: lora_checks.check_steps(folder, b)
+    checks._on_ranks({name: _collected(sharing(2, check)) for name, check in run.items()}, results)
+
+
+def four_ranks(models: str, results: str) -> None:
+    init_process_group(60, "cpu")
+    folder = Path(models)
+    run: dict[str, Callable[[], None]] = {}
+    for ways in (2, 4):
+        for kind, tied in (("qwen2", True), ("gemma3", True)):
+            run[f"update {kind} {ways}"] = sharing(ways, lambda k=kind, t=tied: check_update(folder, k, t, 20))
+        run[f"idle {ways}"] = sharing(ways, lambda: check_idle_ranks(folder))
+    run["scores 4"] = sharing(4, lambda: check_scores(folder, "qwen3", True))
+    run["replicas"] = sharing(2, lambda: check_update(folder, "qwen3", True, 33, shard_size=2))
+    checks._on_ranks(run, results)
