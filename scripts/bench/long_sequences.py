@@ -72,7 +72,8 @@ def update(policy: FsdpPolicy, sample: Sample, ways: int) -> dict[str, Any]:
     gradients: dict[str, Tensor] = {}
 
     def capture(*_: Any) -> None:
-        gradients.update({name: p.grad.full_tensor() for name, p in policy.trained().items() if p.grad is not None})
+        sharded: dict[str, Any] = {name: parameter.grad for name, parameter in policy.trained().items()}
+        gradients.update({name: gradient.full_tensor() for name, gradient in sharded.items()})
 
     samples = [sample] if rank() < ways else []
     tokens = len(sample.input_ids)
