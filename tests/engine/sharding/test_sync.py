@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from generation.engine.sampling import SamplingSettings
+from generation.exact_ids import Generation
 from sharding.ranks import RemoteError
 from tests.colocated import Colocated, start_engine, stop
 from trainer.commands.tiny_model import make_tiny_model
@@ -33,13 +34,27 @@ REPROCESSED = {"qwen3_moe": {"experts"}, "deepseek_v2": {"experts", "kv_b_proj"}
 PROMPT = [14, 50, 77, 120, 9]
 
 
-@pytest.mark.parametrize("plain", [True, False], ids=["in-place", "layerwise"])
 @pytest.mark.parametrize(("architecture", "tied"), MODELS, ids=[f"{a}-{'tied' if t else 'untied'}" for a, t in MODELS])
 @pytest.mark.covers("P8", "P12")
-def test_sync_of_random_weights_equals_a_fresh_engine(
-    architecture: str, tied: bool, plain: bool, tmp_path: Path
-) -> None:
+def test_sync_of_random_weights_equals_a_fresh_engine(architecture: str, tied: bool, tmp_path: Path) -> None:
+    """Of weights that are replaced where they are, and of packed ones, which vLLM reloads layer by layer."""
     folder = make_tiny_model(tmp_path / "start", architecture=architecture, tied=tied, layers=2)
+    greedy = [synced(folder, architecture, plain, tmp_path / "trained") for plain in (True, False)]
+    _copy_tokenizer(folder, tmp_path / "trained")
+    fresh = start_engine(tmp_path / "trained", plain=False)
+    try:
+        fresh.engine.state.adopt_checkpoint(2)
+        settings = SamplingSettings(max_tokens=40, temperature=0.0)
+        expected = fresh.thread.run(fresh.engine.complete(PROMPT, settings, seed=0, policy_version=2), 60, "fresh")
+    finally:
+        stop(fresh)
+    assert [answer.token_ids for answer in greedy] == [expected.token_ids] * 2
+    for answer in greedy:
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def synced(folder: Path, architecture: str, plain: bool, trained: Path) -> Generation:
+    """The greedy answer of an engine that was sent random weights twice, which are saved; checked on the way."""
     with Colocated(folder, plain) as both:
         both.manager.sleep()
         in_place = plain and architecture not in REPROCESSED
@@ -52,17 +67,8 @@ def test_sync_of_random_weights_equals_a_fresh_engine(
                     sampled = both.complete(PROMPT, SamplingSettings(max_tokens=40, temperature=temperature), seed)
                     assert both.gap(PROMPT, sampled, temperature) < 1e-4
                 greedy = both.complete(PROMPT, SamplingSettings(max_tokens=40, temperature=0.0))
-        both.policy.model.save_pretrained(tmp_path / "trained")
-    _copy_tokenizer(folder, tmp_path / "trained")
-    fresh = start_engine(tmp_path / "trained", plain)
-    try:
-        fresh.engine.state.adopt_checkpoint(2)
-        settings = SamplingSettings(max_tokens=40, temperature=0.0)
-        expected = fresh.thread.run(fresh.engine.complete(PROMPT, settings, seed=0, policy_version=2), 60, "fresh")
-    finally:
-        stop(fresh)
-    assert greedy.token_ids == expected.token_ids
-    assert greedy.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+        both.policy.model.save_pretrained(trained)
+    return greedy
 
 
 @pytest.mark.covers("P8")
