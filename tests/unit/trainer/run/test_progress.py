@@ -178,7 +178,7 @@ def test_the_meter_sees_a_peak_that_is_over_and_in_its_phase_only() -> None:
     with meter.phase("update"):
         torch.ones(128 * 2**20 // 4).sum()
     with meter.phase("update"):  # the larger one counts
-        pass
+        return_free_pages()  # where earlier tests have left a gap in the heap, the allocator keeps what it put there
     with meter.phase("staging"):
         torch.empty(64 * 2**20 // 4).share_memory_().fill_(1.0)
     with meter.phase("sync"):
