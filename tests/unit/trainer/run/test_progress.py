@@ -13,6 +13,7 @@ import torch
 from rich.cells import cell_len
 from rich.console import Console
 
+from sharding.wire.staging import return_free_pages
 from tests.conftest import ROOT
 from trainer.run import meters, screen
 from trainer.run.meters import MemoryMeter
