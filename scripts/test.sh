@@ -13,6 +13,6 @@ status=0
 .venv/bin/lint-imports --no-cache || status=1
 .venv/bin/python -m mypy &
 types=$!
-.venv/bin/python -m pytest -n 3 "$@" || status=$?
+.venv/bin/python -m pytest -n 3 --durations=15 "$@" || status=$?
 wait "$types" || status=1
 exit "$status"

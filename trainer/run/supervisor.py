@@ -66,8 +66,8 @@ def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] 
         wait = pause(failures)
         after = f"{left - 1} restart{'s' * (left != 2)} left after that"
         _say(f"failed in {where}, exit code {code}: starting again in {wait:.0f} s, {after}")
-        if number := attempt.sleep(wait):
-            return 128 + number
+        if asked := attempt.sleep(wait):
+            return 128 + asked
         if outcome.saved > began:  # whatever the first attempt was told to resume from, this one goes on
             command = [*launcher, "--resume", "auto"]
     raise AssertionError("the last attempt has none left")
