@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from generation.engine.engine import Leader
 from generation.engine.slices import Slices
@@ -140,14 +141,15 @@ class SlicedRollouts(Rollouts):
         if self._pool is None:
             return b""
         groups = self._before if self._given_up else self._now()
-        return msgspec.msgpack.encode(groups, enc_hook=lambda number: number.item())  # of NumPy, say
+        return packed_groups(groups)
 
     def untrained(self) -> list[Answer]:
         """Of each engine some answers that wait or are unfinished and have tokens of the present version."""
         found: list[Trajectory] = []
         for group in self._now():
             found += [trajectory for done in group.done.values() for trajectory in done if not trajectory.error]
-            for sample, so_far in group.unfinished.items():
+            routed = self._config.model.routes == "engine"  # an unfinished answer has no routes yet
+            for sample, so_far in group.unfinished.items() if not routed else ():
                 found.append(Trajectory(group.place, sample, so_far.prompt_ids, versions=so_far.versions))
                 found[-1].extend(so_far.token_ids, so_far.logprobs)
         present = [trajectory for trajectory in found if trajectory.weight_version == self._version]
@@ -225,9 +227,26 @@ class SlicedRollouts(Rollouts):
         return found
 
 
+def packed_groups(groups: list[CarriedGroup]) -> bytes:
+    """As a checkpoint has them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value.dtype.name, value.shape, value.tobytes()
+        return value.item()  # a number, of NumPy, say
+
+    return msgspec.msgpack.encode(groups, enc_hook=plain)
+
+
 def read_groups(checkpoint: Path) -> list[CarriedGroup]:
     """All groups that a checkpoint has, whichever engine had them, the oldest first."""
     groups: list[CarriedGroup] = []
     for file in checkpoint.glob(CARRIED_FILES):
-        groups += msgspec.msgpack.decode(file.read_bytes(), type=list[CarriedGroup])
+        groups += msgspec.msgpack.decode(file.read_bytes(), type=list[CarriedGroup], dec_hook=_array)
     return sorted(groups, key=lambda group: group.place)
+
+
+def _array(_: type, packed: tuple[str, list[int], bytes]) -> np.ndarray:
+    """An array as `packed_groups` has it."""
+    dtype, shape, data = packed
+    return np.frombuffer(data, dtype).reshape(shape)

@@ -64,10 +64,5 @@ def check_slices(config: TrainConfig) -> Iterator[str]:
             "engine.logits_processors would take an answer that goes on (rollout.slice_tokens) for a new one after a "
             "longer prompt: leave one of them out"
         )
-    if config.model.routes == "engine":
-        yield (
-            "model.routes is engine, but an unfinished answer (rollout.slice_tokens) has no routes under the weights "
-            "that go on with it: set it to recorded"
-        )
     if rollout.sampler is not None:
         yield "rollout.sampler wants its whole batch at once, so nothing can be cut: leave rollout.slice_tokens out"

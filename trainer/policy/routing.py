@@ -33,7 +33,7 @@ def find_routers(model: PreTrainedModel) -> dict[int, str]:
 
     `model` is on meta, where the routers are tried. Raises UserError naming a module whose choice cannot be replaced.
     """
-    experts, _ = _sizes(model)
+    experts, top_k = _sizes(model)
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[int, str] = {}
     for number, layer in enumerate(model.base_model.layers):
@@ -42,7 +42,7 @@ def find_routers(model: PreTrainedModel) -> dict[int, str]:
             block = modules[path.rpartition(".")[0]]
             router = _router_of(block, experts)
             name = names[id(router or block)]
-            if router is None or (calls := _expert_choices(router, model)) is None:
+            if router is None or not top_k or (calls := _expert_choices(router, model)) is None:
                 raise UserError(f"model.routes: {name} of this model has no router that can be tried: set it to own")
             if calls != 1 or number in found:
                 raise UserError(f"model.routes: {name} chooses experts {calls} times, not once: set it to own")

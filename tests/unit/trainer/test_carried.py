@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from generation.engine.engine import Leader
@@ -20,11 +21,12 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import EngineThread
 from generation.exact_ids import Generation
+from generation.rollouts.carried import CarriedGroup
 from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSettings, one_shot
 from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError, rank, world_size
 from tests.unit.learning_steps import make_config, on_ranks
-from trainer.carried import SlicedRollouts, read_groups
+from trainer.carried import SlicedRollouts, packed_groups, read_groups
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age
 from trainer.data import Prompt, PromptDataset
@@ -432,3 +434,30 @@ def test_what_scoring_raises_ends_the_step_and_all_episodes() -> None:
         crew.do()
     assert crew.rollouts._pool.unfinished == 0  # type: ignore[union-attr, attr-defined]
     crew.close()
+
+
+def test_routes_of_answers_that_wait_are_kept_and_unfinished_ones_have_none(tmp_path: Path) -> None:
+    """As checkpoints keep them; and the gap is measured on answers with routes alone where those are replayed."""
+    routed = Trajectory(0, 0, [3, 1], [5, 6], [1, 1], [-1.0, -2.0], versions=[(2, 0)])
+    for dtype in (np.uint8, np.uint16):
+        routed.routes = np.arange(12, dtype=dtype).reshape(3, 2, 2)
+        unfinished = {1: Unfinished([3, 1], 9, 8)}
+        group = CarriedGroup(4, 2, done={0: [routed]}, unfinished=unfinished)
+        (tmp_path / "carried_0.msgpack").write_bytes(packed_groups([group]))
+        [read] = read_groups(tmp_path)
+        [again] = read.done[0]
+        assert read == group and again.routes is not None
+        assert again.routes.dtype == dtype and np.array_equal(again.routes, routed.routes)
+    found = {}
+    for routes in ("own", "engine"):
+        crew = Crew(config(model={"path": "m", "routes": routes}))
+        while crew.do().figures["carry/groups_waiting"] == 0:
+            pass
+        found[routes] = crew.rollouts.untrained()
+        finished = [t for group in crew.rollouts._now() for done in group.done.values() for t in done]  # type: ignore[attr-defined]
+        whole = {(tuple(t.prompt_ids), tuple(t.response_ids)) for t in finished}
+        given = {
+            (tuple(a.trajectory.prompt_ids), tuple(a.trajectory.response_ids)) for a in found[routes] if a.trajectory
+        }
+        assert (given <= whole) == (routes == "engine")
+        crew.close()

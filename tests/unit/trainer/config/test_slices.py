@@ -45,7 +45,6 @@ def said(config: TrainConfig) -> list[str]:
             {"rollout": CUT, "engine": {"logits_processors": ["a:B"]}},
             "engine.logits_processors would take an answer that goes on",
         ),
-        ({"rollout": CUT, "model": {"path": "m", "routes": "engine"}}, "model.routes is engine, but an unfinished"),
         ({"rollout": CUT | {"sampler": "a:B"}}, "rollout.sampler wants its whole batch at once"),
     ],
 )  # fmt: skip
