@@ -23,7 +23,7 @@ from trainer.carried import SlicedRollouts
 from trainer.config.machine import resolve_device
 from trainer.config.schema import ModelConfig, TrainConfig
 from trainer.data import load_tokenizer
-from trainer.distributed import destroy_process_group, init_process_group, store
+from trainer.distributed import destroy_process_group, init_process_group, say, store
 from trainer.errors import UserError
 from trainer.learning.learner import updates_asked
 from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
@@ -35,6 +35,7 @@ from trainer.policy.routing import asked_routers
 from trainer.rewards.pool import RewardPool
 from trainer.rollouts import RolloutLevel, Rollouts
 from trainer.run import processes
+from trainer.run.checkpoint import CARRIED_FILES
 from trainer.run.lock import RunLock
 from trainer.run.watchdog import Watchdog
 
@@ -138,6 +139,8 @@ def build_rollouts(
     options: dict[str, Any] = {"engines": world_size() // config.engine.tensor_parallel_size}
     options["max_error_rate"] = config.rollout.max_error_rate
     if config.rollout.slice_tokens is None:
+        if start is not None and any(start.glob(CARRIED_FILES)):
+            say(f"{start} has unfinished answers, which are left out, since rollout.slice_tokens is null now")
         return Rollouts(leader, tokenizer, rewards, store(), level, **options)
     return SlicedRollouts(config, leader, tokenizer, rewards, store(), level, start=start, **options)
 

@@ -1,0 +1,183 @@
+#!/usr/bin/env python3
+"""Rollouts that wait for the longest answer against rollouts in slices: tokens a second of one engine, and ages.
+
+    python scripts/bench/carry.py [--preset 1M] [--prompts 16] [--group 8] [--ahead 1] [--slice 160] [--json FILE]
+
+A random model ends an answer at any token with the same small probability, so that lengths are geometric: the longest
+of a step is several times the mean. The weights stay as they are, and nothing is trained.
+
+whole           every step waits for all of its answers
+slices          rollout.slice_tokens and rollout.ahead; steps in which answers in flight still gather do not count
+longest first   steps of twice as many answers as the engine runs at once, begun in the order of the data, and again by
+                rollout.order: longest_first, with the lengths of exactly these answers: more than it can know elsewhere
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from common import PRESETS, add_model, command_line, save, show, start, start_engine, this_device, write_config
+
+from generation.engine.engine import Leader
+from generation.engine.sampling import SamplingSettings
+from generation.rollouts.episode import RolloutSettings, one_shot
+from trainer.carried import SlicedRollouts
+from trainer.config.schema import TrainConfig
+from trainer.config.slices import oldest_age
+from trainer.data import Prompt, PromptDataset
+from trainer.rollouts import Rollouts
+
+Row = dict[str, float]
+
+
+class Claims:
+    """The ranks' store, of a single rank."""
+
+    def __init__(self) -> None:
+        self.claimed: dict[str, int] = {}
+
+    def add(self, key: str, amount: int) -> int:
+        """The counter after this."""
+        self.claimed[key] = self.claimed.get(key, 0) + amount
+        return self.claimed[key]
+
+
+async def nothing() -> None:
+    """There is no server to stop."""
+
+
+def recipe(options: argparse.Namespace, sliced: bool, prompts: int) -> TrainConfig:
+    """The keys that rollouts read."""
+    cut: dict[str, Any] = {"slice_tokens": options.slice, "ahead": options.ahead} if sliced else {}
+    return TrainConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "rollout": cut,
+            "batch": {"prompts_per_step": prompts},
+            "algorithm": {"group_size": options.group},
+            "sampling": {"max_tokens": options.max_tokens},
+            "engine": {"max_model_len": options.prompt_tokens + options.max_tokens},
+        }
+    )
+
+
+class Steps:
+    """Step after step of rollouts on one engine, the next prompts each time unless they are told to go back."""
+
+    def __init__(self, leader: Leader, options: argparse.Namespace, sliced: bool, prompts: int) -> None:
+        self.config, self.leader, self.options = recipe(options, sliced, prompts), leader, options
+        rewards: Any = SimpleNamespace(labels=[], take_counts=dict, check_error_rate=lambda counts: None)
+        level: Any = SimpleNamespace(function=one_shot, messages=lambda prompts: None, aclose=nothing)
+        tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")
+        make: Any = partial(SlicedRollouts, self.config) if sliced else Rollouts
+        self.rollouts: Rollouts = make(leader, tokenizer, rewards, Claims(), level)
+        self.position, self.number = 0, 0
+        vocabulary = PRESETS[options.preset][-1]
+        self.ends = list(range(1, 1 + max(1, round(vocabulary / options.mean))))
+        ids = tuple(range(100, 100 + options.prompt_tokens - 1))
+        self.prompts = PromptDataset([Prompt(i, (i % (vocabulary - 1), *ids), {}) for i in range(4096)])
+
+    def step(self, again: bool = False, lengths: dict[int, int] | None = None) -> Row:
+        """One more; its figures. `again`: with the prompts and the seeds of the one before."""
+        self.number += not again
+        sampling = SamplingSettings(self.options.max_tokens, stop_token_ids=self.ends)
+        settings = RolloutSettings(self.options.group, sampling, 0, seed=0, step=self.number)
+        at, count = self.position, self.config.batch.prompts_per_step
+        self.leader.thread.run(self.leader.engine.reset_prefix_cache(), 60, "resetting the prefix cache")
+        began = time.perf_counter()
+        _, answers, position = self.rollouts.take(
+            lambda at, count: self.prompts.take(at, count, 0), at, count, settings, 3600, lengths=lengths
+        )
+        seconds = time.perf_counter() - began
+        self.position = at if again or lengths is not None else position
+        sampled = [answer.sampled for answer in answers]
+        figures = {"seconds": seconds, "tokens": float(sum(sampled)), "longest": float(max(sampled))}
+        return figures | {"rate": sum(sampled) / seconds} | self.rollouts.figures()
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Measure and print."""
+    device = this_device()
+    folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
+    length = options.prompt_tokens + options.max_tokens
+    leader = start_engine(
+        folder, device, dtype=options.dtype, max_model_len=length, max_num_seqs=options.max_num_seqs,
+        kv_cache_bytes=options.kv_cache_mib << 20, sleep=False, keyed_noise=True,
+    )  # fmt: skip
+    try:
+        leader.engine.state.adopt_checkpoint(0)
+        whole, sliced = (Steps(leader, options, cut, options.prompts) for cut in (False, True))
+        whole.step()  # does not count
+        rows = {"whole": [whole.step() for _ in range(options.rounds)]}
+        for _ in range(oldest_age(sliced.config)):
+            sliced.step()
+        rows["slices"] = [sliced.step() for _ in range(options.rounds)]
+        sliced.rollouts.close()
+        many = Steps(leader, options, False, 2 * options.max_num_seqs // options.group)
+        lengths: dict[int, int] = {}
+        many.step(lengths=lengths)  # remembers them
+        many.number -= 1
+        rows["order of the data"] = [many.step(lengths={})]
+        many.number -= 1
+        rows["longest first"] = [many.step(lengths=dict(lengths))]
+    finally:
+        leader.engine.close()
+        leader.thread.close()
+    present(options, sliced.config, rows)
+
+
+def present(options: argparse.Namespace, config: TrainConfig, rows: dict[str, list[Row]]) -> None:
+    """Print the table, write the JSON."""
+
+    def total(name: str, key: str) -> float:
+        return sum(row.get(key, 0.0) for row in rows[name])
+
+    rates = {name: total(name, "tokens") / total(name, "seconds") for name in rows}
+    ratios = {"slices": rates["slices"] / rates["whole"]}
+    ratios["longest first"] = rates["longest first"] / rates["order of the data"]
+    cells = []
+    for name, steps in rows.items():
+        longest = max(row["longest"] for row in steps)
+        age = f"{total(name, 'stale/age_mean') / len(steps):.2f}, {max(r.get('stale/age_max', 0.0) for r in steps):.0f}"
+        ratio = f"{ratios[name]:.2f}" if name in ratios else ""
+        cells.append([name, f"{rates[name]:.0f}", ratio, f"{longest:.0f}", age if name == "slices" else ""])
+    answers = options.prompts * options.group
+    title = f"{options.preset} {options.dtype}: {answers} answers a step of {options.mean} tokens on average"
+    again = total("slices", "carry/slices") - options.rounds
+    notes = [
+        f"slices of {options.slice} tokens, {options.ahead:g} step(s) ahead: at most {oldest_age(config)} steps old",
+        f"{again / options.rounds:.1f} slices a step beyond its first; {options.max_num_seqs} sequences at a time",
+        f"{total('slices', 'carry/preemptions'):.0f} preemptions",
+    ]
+    show(title, ["", "tok/s", "ratio", "longest", "age mean, max"], cells, notes)
+    save(options.json, {"title": title, "rows": rows, "ratios": ratios})
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__, rounds=4)
+    add_model(parser, "1M")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts in a step (default: 16)")
+    parser.add_argument("--group", type=int, default=8, help="samples of each (default: 8)")
+    parser.add_argument("--prompt-tokens", type=int, default=16, help="length of the prompts (default: 16)")
+    parser.add_argument("--mean", type=int, default=96, help="tokens of an answer on average (default: 96)")
+    parser.add_argument("--max-tokens", type=int, default=768, help="longest answer (default: 768)")
+    parser.add_argument("--slice", type=int, default=160, help="rollout.slice_tokens (default: 160)")
+    parser.add_argument("--ahead", type=float, default=1.0, help="rollout.ahead (default: 1)")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=256, help="sequences the engine runs at once (default: 256)"
+    )
+    parser.add_argument("--kv-cache-mib", type=int, default=512, help="size of the KV cache (default: 512)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    start(benchmark, parse())
