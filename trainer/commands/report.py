@@ -121,6 +121,12 @@ def _remarks(rows: Rows) -> Iterator[str]:
         yield f"{what}: **not finite** in {len(bad)} steps, first in step {bad[0]}"
     if missing := sum("gap/max" not in row for row in trained):
         yield f"{what}: not measured in {missing} of {len(trained)} steps"
+    if old := series(rows, "stale/share")[1]:
+        ages, oldest = series(rows, "stale/age_mean")[1], max(series(rows, "stale/age_max")[1])
+        began = f"answers began {statistics.fmean(ages):.2g} steps before on average, at most {oldest:.0f}"
+        weights = series(rows, "correction/effective")[1]
+        size = f"; effective sample size at least {min(weights):.0%}" if weights else ""
+        yield f"tokens of earlier versions: {statistics.fmean(old):.0%}; {began}{size}"
     if cut := series(rows, "length/truncated")[1]:
         yield f"answers cut off at their longest: {cut[0]:.0%} at first, {cut[-1]:.0%} at last, {max(cut):.0%} at most"
     for key, meaning in _COUNTS.items():

@@ -95,6 +95,18 @@ def test_the_last_screen_and_the_summary_tell_a_gap_of_0_from_none(gap: float | 
     assert shown in screen.getvalue()
 
 
+def test_answers_in_slices_have_a_line_for_their_age(run: Path) -> None:
+    assert not lines(run, "- tokens of earlier versions")
+    ages = [(0.0, 0.0, 0.0, 1.0), (0.5, 1.25, 2.0, 0.75), (0.25, 1.0, 3.0, 0.875)]
+    names = ("stale/share", "stale/age_mean", "stale/age_max", "correction/effective")
+    rows = [row | dict(zip(names, age, strict=True)) for row, age in zip(ROWS[1:], ages, strict=True)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert lines(run, "- tokens of earlier versions") == [
+        "- tokens of earlier versions: 25%; answers began 0.75 steps before on average, at most 3; "
+        "effective sample size at least 75%"
+    ]
+
+
 def finished(run: Path, state: RunState) -> tuple[dict[str, Any], Report]:
     """The summary and the last screen of a run that exports no model."""
     config: Any = SimpleNamespace(run=SimpleNamespace(folder=run), checkpoint=SimpleNamespace(export_hf=False))
