@@ -34,7 +34,8 @@ class Trajectory:
         reward: what the environment or the rollout function gave; the trainer adds the reward functions' sum. An
             episode's reward is that of its last trajectory.
         turn_rewards: of each answer, in order, where the environment rewards turns; they are part of `reward`.
-        metrics: figures of this trajectory. Names that begin with "tools/" or "server/" are summed over a step.
+        metrics: figures of this trajectory. Names that begin with "tools/" or "server/" are summed over a step;
+            of those with "client/" it is the mean.
         routes: a mixture's, where the engine tells them; see `Generation`.
         error: not empty when generation of this sample failed; such a sample is counted and left out of the loss.
     """

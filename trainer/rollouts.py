@@ -4,6 +4,7 @@ import asyncio
 import functools
 import inspect
 import math
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from generation.rollouts.agent import (
     tool_rollout,
 )
 from generation.rollouts.client import CapturingServer, ClientRollout, StartServer
+from generation.rollouts.client_process import ClientCommand, ClientProcesses
 from generation.rollouts.episode import RolloutFunction, custom_rollout, one_shot
 from generation.rollouts.mcp_tools import McpServer, McpTools, list_tools
 from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
@@ -32,7 +34,7 @@ from generation.rollouts.sampler_llm import prompt_batch
 from generation.rollouts.tools import Tool, ToolLimits, ToolRunner, call_parser, make_tool, tools_by_name
 from generation.trajectory import Trajectory, by_episode, checked_reward
 from sharding.ranks import agreed, all_reduce_sum, all_to_all_bytes, exchange, is_main, world_size
-from trainer.config.schema import RolloutConfig, TrainConfig
+from trainer.config.schema import ClientConfig, RolloutConfig, TrainConfig
 from trainer.data import Prompt, prompt_messages
 from trainer.errors import Interrupted, UserError
 from trainer.learning.answers import Answer, gather_answers
@@ -64,15 +66,22 @@ class RolloutLevel:
         elif (sampler := named.sampler) is not None:
             self.function, self.sampler = None, _checked("rollout.sampler", lambda: make_sampler(load(sampler), kwargs))
         elif named.client is not None:
-            found = _checked("rollout.client", functools.partial(load, named.client))
 
             async def serve(engine: Any, **settings: Any) -> CapturingServer:
                 """A server that reads tool calls as the recipe says."""
                 assert start_server is not None
                 return await start_server(engine, tool_parser=named.tool_parser, **settings)
 
-            client, seconds = functools.partial(found, **kwargs) if kwargs else found, config.run.step_deadline_s
-            self.function = _checked("rollout.client", lambda: ClientRollout(client, serve, seconds))
+            if isinstance(own := named.client, ClientConfig):
+                if shutil.which(own.command[0]) is None:
+                    raise UserError(f"rollout.client.command: there is no program {own.command[0]}")
+                log = config.run.folder / "clients.log"
+                pool = ClientProcesses(ClientCommand(own.command, own.workers, own.env, kwargs, log))
+                self.function = ClientRollout(pool.run, serve, own.timeout_s, pool.aclose)
+            else:
+                found = _checked("rollout.client", functools.partial(load, own))
+                client, seconds = functools.partial(found, **kwargs) if kwargs else found, config.run.step_deadline_s
+                self.function = _checked("rollout.client", lambda: ClientRollout(client, serve, seconds))
         elif named.tools or named.mcp or named.environment is not None:
             self._mcp = _mcp_tools(config)
             self.function, schemas = _agent_function(named, tokenizer, self._mcp.tools)

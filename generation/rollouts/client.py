@@ -14,8 +14,8 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, cast
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, NamedTuple, Protocol, cast
 
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.engine.slices import Turnstile
@@ -27,8 +27,16 @@ from generation.trajectory import Trajectory, checked_reward
 MODEL = "policy"
 """The name by which clients call the model."""
 
-Client = Callable[[str, str, str, dict[str, Any]], Awaitable[float | None] | float | None]
-"""Called with base URL, API key, the model's name and the row; gives a reward, or None to leave that to others."""
+
+class Scored(NamedTuple):
+    """A client's result: a reward, several by name, whose sum counts, or None to leave that to others; and figures."""
+
+    reward: Any
+    metrics: Mapping[str, Any] = {}
+
+
+Client = Callable[[str, str, str, dict[str, Any]], Awaitable[Any] | Any]
+"""Called with base URL, API key, the model's name and the row; gives a reward, several by name, None, or `Scored`."""
 
 
 class CapturingServer(Protocol):
@@ -58,13 +66,20 @@ class LostKey(ValueError):
 class ClientRollout:
     """A `RolloutFunction`: an episode is a call of a client, sync or async. The server it starts ends with `aclose`."""
 
-    def __init__(self, client: Client, start_server: StartServer, timeout_s: float = 600.0) -> None:
-        """`timeout_s` is how long one call of the client may take, parked time left out. Raises ValueError if it cannot
-        be called.
+    def __init__(
+        self,
+        client: Client,
+        start_server: StartServer,
+        timeout_s: float = 600.0,
+        end_client: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        """`timeout_s` is how long one call of the client may take, parked time left out; `end_client` is called once,
+        where the client was. Raises ValueError if it cannot be called.
         """
         if not callable(client):
             raise ValueError(f"a client is a function (base_url, api_key, model, row), not {client!r}")
         self._client, self._start_server, self._timeout_s = client, start_server, timeout_s
+        self._end_client = end_client
         self._running: tuple[CapturingServer, EngineThread] | None = None
         self._starting = asyncio.Lock()
 
@@ -95,10 +110,18 @@ class ClientRollout:
             raise LostKey(f"the client lost its key: {lost} of its requests came without the api_key it was given")
         if not trajectories:
             raise ValueError("the client ended without an answer of the policy: it must use base_url and api_key")
-        reward = 0.0 if given is None else checked_reward(given, "the client returned")
+        scored = given if isinstance(given, Scored) else Scored(given)
+        parts, said = scored.reward, "the client returned"
+        if isinstance(parts, Mapping):
+            parts = {str(name): checked_reward(value, f"{said} as {name!r}") for name, value in parts.items()}
+            reward = checked_reward(sum(parts.values()), said)
+        else:
+            parts, reward = {}, 0.0 if parts is None else checked_reward(parts, said)
         for trajectory in trajectories:
             trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
-            trajectory.reward = reward
+            trajectory.reward, trajectory.reward_parts = reward, dict(parts)
+        for name, value in scored.metrics.items():
+            trajectories[0].metrics[f"client/{name}"] = checked_reward(value, f"{said} as metric {name!r}")
         return trajectories
 
     async def _in_time(self, running: "asyncio.Future[Any]", turnstile: Turnstile | None) -> Any:
@@ -134,6 +157,8 @@ class ClientRollout:
         """Stop the server and the clients' thread; a client that still blocks ends with its connection."""
         if self._running is not None:
             (server, thread), self._running = self._running, None
+            if self._end_client is not None:
+                await asyncio.wrap_future(thread.submit(self._end_client()))
             await asyncio.to_thread(thread.close)
             await server.stop()
 

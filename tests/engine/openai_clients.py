@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.client import Client, ClientRollout
+from generation.rollouts.client_process import ClientCommand, ClientProcesses
 from generation.rollouts.episode import PolicyLLM, RolloutSettings
 from generation.server import OpenAIServer, ServerSettings
 from generation.trajectory import Trajectory
@@ -104,15 +105,22 @@ def carried(answer: Any) -> tuple[list[int], list[int], list[float]]:
     return extra["prompt_token_ids"], extra["generation_token_ids"], extra["generation_log_probs"]
 
 
-def episode(leader: Leader, folder: Path, run: Client, timeout_s: float = 60.0) -> list[Trajectory]:
+def episode(
+    leader: Leader, folder: Path, run: Client | ClientCommand, timeout_s: float = 60.0, **row: Any
+) -> list[Trajectory]:
     """One episode of level 6."""
-    function = ClientRollout(run, start_server, timeout_s)
+    if isinstance(run, ClientCommand):
+        pool = ClientProcesses(run)
+        function = ClientRollout(pool.run, start_server, timeout_s, pool.aclose)
+    else:
+        function = ClientRollout(run, start_server, timeout_s)
     settings = RolloutSettings(2, SAMPLING, policy_version=0, seed=1, step=2)
     llm = PolicyLLM(leader.engine, AutoTokenizer.from_pretrained(folder), settings, 3, 1, [5])
 
     async def go() -> list[Trajectory]:
         try:
-            return await function(llm, {"question": "2+2?", "prompt": QUESTION, "answer": "4"}, SAMPLING)
+            row.update(question="2+2?", prompt=QUESTION, answer="4")
+            return await function(llm, row, SAMPLING)
         finally:
             await function.aclose()
 

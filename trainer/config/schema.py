@@ -337,6 +337,15 @@ class RewardConfig(Section):
         )
 
 
+class ClientConfig(Section):
+    """An agent in a Python of its own, which is started with PATH, HOME, LANG and `env`; see docs/rollouts.md."""
+
+    command: list[Text] = Field(min_length=1, description="program and arguments, such as [venv/bin/python, agent.py]")
+    workers: Processes = key(8, "processes, and so episodes at the same time, on each rank that leads an engine")
+    env: dict[str, str] = key({}, "environment variables of the command")
+    timeout_s: CallSeconds = key(600, "longest an episode may take before its process is killed")
+
+
 class McpServerConfig(Section):
     """An MCP server whose tools the policy may call: a command to start, or an address."""
 
@@ -362,8 +371,8 @@ class RolloutConfig(Section):
     sampler: Text | None = key(
         None, "object called with (llm, prompts, sampling_params), or with such a method generate"
     )
-    client: Text | None = key(
-        None, "async def (base_url, api_key, model, row) with any OpenAI client; returns a reward"
+    client: Text | ClientConfig | None = key(
+        None, "async def (base_url, api_key, model, row) with any OpenAI client, or a command; returns a reward"
     )
     kwargs: dict[str, Any] = key({}, "keyword arguments of whichever of these four is named")
     max_turns: Held = key(8, "answers in an episode; sampling.max_tokens is for each of them")

@@ -197,9 +197,10 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
     }
     parts = [part for t in last if t.trajectory is not None for part in t.trajectory.reward_parts.items()]
     figures = [figure for t in sampled if t.trajectory is not None for figure in t.trajectory.metrics.items()]
-    tools = [figure for figure in figures if figure[0].startswith(("tools/", "server/"))]
+    tools = [figure for figure in figures if figure[0].startswith(("tools/", "server/", "client/"))]
     metrics |= {f"reward/{name}": total / number for name, (total, number) in named_sums(parts).items()}
-    counts = {name: total for name, (total, _) in named_sums(tools).items()}
+    found = named_sums(tools).items()
+    counts = {name: total / number if name.startswith("client/") else total for name, (total, number) in found}
     if calls := counts.get("tools/calls"):
         counts["tools/failure_rate"] = counts.get("tools/errors", 0.0) / calls
     return metrics | counts

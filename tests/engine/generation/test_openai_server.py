@@ -6,7 +6,9 @@ import functools
 import json
 import logging
 import os
+import shutil
 import socket
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +25,12 @@ from transformers import AutoTokenizer
 from generation.engine.engine import Leader
 from generation.exact_ids import ChatHistory, Generation
 from generation.rollouts.client import LostKey, verifiers_client
+from generation.rollouts.client_process import ClientCommand
 from generation.rollouts.user_code import UserCodeError
 from generation.server import OpenAIServer, ServerSettings, TooManyConversations
 from generation.server.dialects import add_event, as_chat, said_in
 from tests.colocated import HfPolicy, start_engine, stop
+from tests.conftest import ROOT
 from tests.engine.bad_requests import GOOD, by_hand, from_schema
 from tests.engine.hostile_requests import Hostile, complaint, known_cases, outside, send
 from tests.engine.hostile_requests import from_schema as from_schema_hostile
@@ -276,6 +280,41 @@ def test_calls_in_messages_are_recognised_when_they_come_back(leader: Leader) ->
         history.record(QUESTION, said, Generation([1], [0.0], prompt_ids=[2]))
         known = history.known_prefix(chat["messages"])
         assert known is not None and (known.ids, known.messages) == ([2, 1], 2)
+
+
+AGENT = """
+import json, time, urllib.request
+from hotbunk_client import serve
+
+def agent(base_url, api_key, model, row):
+    messages = list(row["prompt"])
+    headers = {"content-type": "application/json", "authorization": f"Bearer {api_key}"}
+    for _ in range(2):
+        body = json.dumps({"model": model, "messages": messages}).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers)) as answer:
+            said = json.load(answer)["choices"][0]["message"]
+        messages += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": "sure?"}]
+    if row["kind"] == "hangs":
+        time.sleep(600)
+    return ({"right": float(row["kind"]), "short": 0.5}, {"looks": 2})
+
+serve(agent)
+"""
+
+
+def test_level_6_an_agent_may_have_a_python_of_its_own(leader: Leader, tiny_qwen2: Path, tmp_path: Path) -> None:
+    """One that knows the standard library only; what it does not answer costs its episode and leaves no process."""
+    shutil.copy(ROOT / "scripts" / "examples" / "hotbunk_client.py", tmp_path)
+    (tmp_path / "agent.py").write_text(AGENT)
+    command = ClientCommand([sys.executable, "-I", "-c", f"import sys; sys.path[:0] = ['{tmp_path}']; import agent"])
+    (done,) = episode(leader, tiny_qwen2, command, kind="0.25")
+    assert (done.turns, done.metrics["client/looks"], done.metrics["server/retemplated"]) == (2, 2.0, 0.0)
+    assert (done.reward, done.reward_parts) == (0.75, {"right": 0.25, "short": 0.5})
+    with pytest.raises(ValueError, match="the client returned as 'right' nan, which is not a finite float32"):
+        episode(leader, tiny_qwen2, command, kind="nan")
+    with pytest.raises(TimeoutError, match="the client did not finish within 3 s"):
+        episode(leader, tiny_qwen2, command, 3.0, kind="hangs")
+    assert not [process for process in psutil.Process().children() if str(tmp_path) in str(process.cmdline())]
 
 
 REFUSED_ELSEWHERE: list[tuple[str, dict[str, Any], str]] = [

@@ -1,0 +1,223 @@
+"""Level 6 in processes of its own: an agent in another Python, whose packages need not agree with ours.
+
+The command is started with a clean environment and a socket, whose number is in `HOTBUNK_MESSAGES`. It says
+`{"ready": true}`, and then answers each line with a line, of at most 16 MiB:
+
+    {"id": "…", "row": {…}, "base_url": "…", "api_key": "…", "model": "policy", "kwargs": {…}}
+    {"id": "…", "reward": 1.0 or {"name": 1.0, …} or null, "metrics": {"name": 1.0, …}}   or {"id": "…", "error": "…"}
+
+`scripts/examples/hotbunk_client.py` does that for a function. A process has one episode at a time. Whatever it does
+instead of answering, it is killed with all that it has started, and the next episode gets a fresh one.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from generation.rollouts.client import Scored
+
+LONGEST_LINE = 16 << 20
+LONGEST_LOG = 16 << 20  # bytes of what the processes print; the rest is dropped
+START_SECONDS = 120.0
+HANDED_ON = ("PATH", "HOME", "LANG")
+_TAIL = 300  # bytes of a process's last words
+
+
+class ClientError(RuntimeError):
+    """A client's process has not answered, or has answered with an error."""
+
+
+@dataclass(frozen=True)
+class ClientCommand:
+    """How to start a client.
+
+    Attributes:
+        command: program and arguments.
+        workers: processes, and so episodes at the same time.
+        env: its environment, besides PATH, HOME and LANG.
+        kwargs: sent with every episode.
+        log: where its output goes; None drops it.
+    """
+
+    command: Sequence[str]
+    workers: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    log: Path | None = None
+
+
+class ClientProcesses:
+    """A pool of a client's processes, each started when it is first needed. To be used on one event loop."""
+
+    def __init__(self, settings: ClientCommand) -> None:
+        self._settings = settings
+        self._room = asyncio.Semaphore(settings.workers)
+        self._idle: list[_Process] = []
+        self._running: set[_Process] = set()
+
+    async def run(self, base_url: str, api_key: str, model: str, row: dict[str, Any]) -> Scored:
+        """One episode, as a `Client`. Raises ClientError. Cancelled, it kills the process that has the episode."""
+        question = {"row": row, "base_url": base_url, "api_key": api_key, "model": model}
+        async with self._room:
+            process = await self._next()
+            try:
+                answer = await process.ask(question | {"kwargs": dict(self._settings.kwargs)})
+            except BaseException:
+                self._end(process)
+                raise
+            self._idle.append(process)
+        if error := answer.get("error"):
+            raise ClientError(f"the client says: {str(error)[:_TAIL]}")
+        metrics = answer.get("metrics")
+        return Scored(answer.get("reward"), metrics if isinstance(metrics, dict) else {})
+
+    async def _next(self) -> "_Process":
+        """One that is free and alive, or another."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.alive():
+                return process
+            self._end(process)
+        process = _Process(self._settings)
+        self._running.add(process)
+        try:
+            await process.begin()
+        except BaseException:
+            self._end(process)
+            raise
+        return process
+
+    def _end(self, process: "_Process") -> None:
+        process.kill()
+        self._running.discard(process)
+
+    async def aclose(self) -> None:
+        """Kill all processes, whatever they do."""
+        for process in list(self._running):
+            self._end(process)
+
+
+class _Process:
+    """One process of a client, and the socket to it."""
+
+    def __init__(self, settings: ClientCommand) -> None:
+        self._ours, theirs = socket.socketpair()
+        own = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
+        number = theirs.fileno()
+        environment = own | {"CUDA_VISIBLE_DEVICES": "", **settings.env, "HOTBUNK_MESSAGES": str(number)}
+        self._program = settings.command[0]
+        try:
+            self._process = subprocess.Popen(
+                settings.command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=[number],
+                start_new_session=True,  # so that what it starts is killed with it
+            )
+        except OSError as error:
+            self._ours.close()
+            raise ClientError(f"{self._program} cannot be started: {error.strerror or error}") from error
+        finally:
+            theirs.close()
+        self._tail = b""
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        assert self._process.stdout is not None
+        self._copier = threading.Thread(target=self._copy, args=(self._process.stdout, settings.log), daemon=True)
+        self._copier.start()
+
+    async def begin(self) -> None:
+        """Wait until it is ready. Raises ClientError."""
+        self._streams = await asyncio.open_connection(sock=self._ours, limit=LONGEST_LINE)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                said = await self._line()
+        except TimeoutError as late:
+            raise ClientError(f"{self._program} was not ready within {START_SECONDS:g} s{self._words()}") from late
+        if said.get("ready") is not True:
+            raise ClientError(f'{self._program} began with something else than {{"ready": true}}')
+
+    def alive(self) -> bool:
+        """True while it runs. It says nothing unasked, as one does that means to answer the next question early."""
+        assert self._streams is not None
+        quiet = not self._streams[0]._buffer  # type: ignore[attr-defined]
+        return quiet and not self._streams[0].at_eof() and not self._ended()
+
+    def _ended(self) -> bool:
+        """Whether it has; it is not reaped before `kill`, so that its number and its group's stay its own."""
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Its answer. Raises ClientError."""
+        assert self._streams is not None
+        name = secrets.token_hex(8)  # which it cannot know before it is asked
+        line = json.dumps({"id": name} | question, default=str).encode()
+        if len(line) >= LONGEST_LINE:
+            raise ClientError(f"the row is larger than {LONGEST_LINE:,} bytes, the most that a client is sent")
+        with suppress(ConnectionError):  # which the end of what it says will tell
+            self._streams[1].write(line + b"\n")
+            await self._streams[1].drain()
+        answer = await self._line()
+        if answer.get("id") != name:
+            raise ClientError(f"{self._program} answered something that it was not asked")
+        return answer
+
+    async def _line(self) -> dict[str, Any]:
+        assert self._streams is not None
+        try:
+            line = await self._streams[0].readuntil(b"\n")
+            said = json.loads(line)
+        except asyncio.LimitOverrunError as error:
+            raise ClientError(f"{self._program} sent a line of more than {LONGEST_LINE:,} bytes") from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            for _ in range(20):  # the socket's end comes just before its own
+                if by_itself := self._ended():
+                    break
+                await asyncio.sleep(0.05)
+            self.kill()
+            ended = f"ended with exit code {self._process.returncode}" if by_itself else "closed its socket"
+            raise ClientError(f"{self._program} {ended} before it answered{self._words()}") from error
+        except (ValueError, RecursionError) as error:
+            raise ClientError(f"{self._program} sent a line that is not JSON") from error
+        if not isinstance(said, dict):
+            raise ClientError(f"{self._program} sent a line that is not a JSON object")
+        return said
+
+    def _words(self) -> str:
+        """What it printed last; it is killed for it, so that all of that is here."""
+        self.kill()
+        self._copier.join(5.0)
+        lines = self._tail.decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"; it last printed: {last}" if last else ""
+
+    def _copy(self, output: IO[bytes], log: Path | None) -> None:
+        """Its output, from a thread of its own, to the log; until it ends."""
+        with suppress(OSError, ValueError), output:
+            while part := os.read(output.fileno(), 65536):
+                self._tail = (self._tail + part)[-_TAIL:]
+                if log is not None:
+                    with log.open("ab") as file:
+                        file.write(part[: max(0, LONGEST_LOG - file.tell())])
+
+    def kill(self) -> None:
+        """End it and all that it has started, whatever they do."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._streams is None:
+            self._ours.close()
+        else:
+            self._streams[1].close()
