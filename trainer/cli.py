@@ -196,17 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--check", action="store_true", help="check what needs no tokenizer and no data, and stop")
         command.add_argument("--resume", metavar="auto|none|PATH", help="short for --checkpoint.resume")
     _add_eval(commands.add_parser("eval", help="measure a model on held-out prompts", allow_abbrev=False))
-    plan = commands.add_parser("plan", help="what a recipe needs and what stands against it", allow_abbrev=False)
-    plan.description = (
-        "Show ranks, engines, the arithmetic of a step and the memory of a device, worked out from the model's "
-        "config.json: no weights and no data are loaded. What would be refused is said last, and makes exit code 2."
-    )
-    plan.add_argument("recipe", type=Path, help="YAML file; keys are overridden by --section.key value")
-    plan.add_argument("--ranks", type=int, help="how many there would be (default: $WORLD_SIZE, or 1)")
-    plan.add_argument("--gpu", choices=GPUS, help="plan for this kind, and say how long a step would take, by a model")
-    plan.add_argument("--prompt-tokens", type=float, help="of a prompt on average (default: half of the most)")
-    plan.add_argument("--answer-tokens", type=float, help="of an answer on average (default: half of the most)")
-    plan.add_argument("--device-gib", type=float, help="memory of a device (default: of the one that is here)")
+    _add_plan(commands.add_parser("plan", help="what a recipe needs and what stands against it", allow_abbrev=False))
     doctor = commands.add_parser("doctor", help="does this machine do what training needs?", allow_abbrev=False)
     doctor.description = (
         "Look at wheels, driver, devices, shared memory and ports, then try engine, sleep, weight sync and zero copy "
@@ -242,6 +232,19 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     _add_serve(commands.add_parser("serve", help="answer OpenAI clients with a model", allow_abbrev=False))
     return parser
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.description = (
+        "Show ranks, engines, the arithmetic of a step and the memory of a device, worked out from the model's "
+        "config.json: no weights and no data are loaded. What would be refused is said last, and makes exit code 2."
+    )
+    plan.add_argument("recipe", type=Path, help="YAML file; keys are overridden by --section.key value")
+    plan.add_argument("--ranks", type=int, help="how many there would be (default: $WORLD_SIZE, or 1)")
+    plan.add_argument("--gpu", choices=GPUS, help="plan for this kind, and say how long a step would take, by a model")
+    plan.add_argument("--prompt-tokens", type=float, help="of a prompt on average (default: half of the most)")
+    plan.add_argument("--answer-tokens", type=float, help="of an answer on average (default: half of the most)")
+    plan.add_argument("--device-gib", type=float, help="memory of a device (default: of the one that is here)")
 
 
 def _add_eval(evaluate: argparse.ArgumentParser) -> None:
