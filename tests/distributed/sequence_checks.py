@@ -108,6 +108,25 @@ def check_routes(folder: Path) -> None:
         torch.testing.assert_close(got.logprobs, wanted.logprobs, atol=1e-6, rtol=1e-6)
 
 
+def check_memory(folder: Path) -> None:
+    """Of a long sequence each of two ranks keeps little more than half for backward of what one keeps of all of it."""
+    policy = checks.make_policy(checks.model_folder(folder, "qwen3", True))
+    samples, kept = checks.make_samples([1000]), []
+    for ways in (1, checks.ways):
+        storages: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        batches = micro_batches(samples, 1000, 0, checks.CPU, packing=True, ways=ways)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
+        kept.append(sum(storages.values()))
+    assert 0.4 * kept[0] < kept[1] <= 0.6 * kept[0], kept
+
+
 def check_idle_ranks(folder: Path) -> None:
     """All sequences are the first group's, and as short as can be: the others join everything."""
     samples = checks.make_samples([2, 2, 3])
@@ -172,6 +191,7 @@ def two_ranks(models: str, results: str) -> None:
         run[f"recomputed {layers}"] = lambda layers=layers: check_update(
             folder, "qwen3", True, 33, activation_checkpointing=layers
         )
+    run["memory"] = lambda: check_memory(folder)
     run["routes"] = lambda: check_routes(folder)
     run["critic"] = lambda: critic_checks.check_values_and_gradients(folder, "qwen2")
     run["shared trunk"] = lambda: critic_checks.check_head_on_shared_trunk(folder)

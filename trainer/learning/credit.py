@@ -136,9 +136,8 @@ def _kl_penalties(minibatch: MiniBatch, algorithm: AlgorithmConfig) -> Tensor:
 
 def _whiten(batches: list[MicroBatch]) -> None:
     """Advantages relative to the mean and spread of the whole step's. Collective."""
-    # Of ranks that share a micro-batch each counts its own targets.
-    own = [(b.advantages, b.spread(torch.ones_like(b.trained(b.loss_mask)))) for b in batches]
-    total = sum((advantages.moments(*each).cpu() for each in own), torch.zeros(3).double())
+    # Ranks that share a micro-batch all count it, and all are as many: neither mean nor spread depends on that.
+    total = sum((advantages.moments(b.advantages, b.loss_mask).cpu() for b in batches), torch.zeros(3).double())
     summed = all_reduce_sum(dict(zip(("count", "sum", "squares"), total.tolist(), strict=True)))
     total = torch.tensor(list(summed.values()), dtype=torch.float64)
     for batch in batches:

@@ -48,6 +48,11 @@ def test_layers_that_are_computed_again_exchange_again(two_ranks: dict[str, str]
     assert two_ranks[f"recomputed {layers}"] == ""
 
 
+def test_two_ranks_keep_at_most_six_tenths_of_what_one_keeps_for_backward(two_ranks: dict[str, str]) -> None:
+    """Peak memory at 32k tokens: scripts/bench/long_sequences.py."""
+    assert two_ranks["memory"] == ""
+
+
 def test_given_routes_of_a_mixture_are_cut_like_its_tokens(two_ranks: dict[str, str]) -> None:
     assert two_ranks["routes"] == ""
 

@@ -1,14 +1,16 @@
 """`hotbunk plan`: its arithmetic by hand, its sizes against the model's and vLLM's own, what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
+from tests.conftest import ROOT
 from trainer.cli import main
 from trainer.commands.plan import batch_lines
 from trainer.config.schema import TrainConfig
@@ -268,3 +270,25 @@ def test_what_would_be_refused_is_said_after_the_plan(
     captured = capsys.readouterr()
     assert captured.err.startswith("hotbunk: ") and captured.err.count("\n") == 1 and sentence in captured.err
     assert ("answers a step" in captured.out) == planned
+
+
+def test_the_recipe_of_long_answers_fits_a_node_and_starts_dry(
+    tiny_qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the sizes of Qwen3-14B's config.json and a tokenizer and data from here."""
+    model, data, file = tmp_path / "model", tmp_path / "data.jsonl", "long_answers_qwen3_14b_8gpu.yaml"
+    sizes = {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+    shutil.copytree(tiny_qwen3, model)
+    Qwen3Config(**sizes, tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"]).save_pretrained(model)
+    data.write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    here = ["--model.path", str(model), "--data.path", str(data), "--run.output_dir", str(tmp_path / "runs")]
+    recipe = [str(ROOT / "scripts" / "recipes" / file), *here]
+    assert main(["plan", *recipe, "--ranks", "8", "--gpu", "h100"]) == 0
+    shown = capsys.readouterr().out
+    (total,) = [line.replace("│", " ").split() for line in shown.splitlines() if line.startswith("│ sum")]
+    assert all(float(gib) < 72 for gib in total[1:3]), total
+    assert "answers an update and 4 ranks that share them" in shown and "update: exchanges" in shown
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert main(["train", *recipe, "--dry-run"]) == 0
+    assert "sequence_parallel: 4" in capsys.readouterr().out
