@@ -331,6 +331,9 @@ def _check_run(config: TrainConfig) -> Iterator[str]:
         if name not in compared and name.partition(".")[0] not in IDENTITY_SECTIONS:
             yield f"checkpoint.resume_anyway: no run is compared by {name!r}, but by {', '.join(compared)}"
     metric = config.checkpoint.best_metric
+    for tracker in config.tracking.also:
+        if find_spec(tracker) is None:
+            yield f"tracking.also names {tracker}, which is not installed: pip install {tracker}"
     if config.checkpoint.keep_best and metric.removeprefix("-").startswith("eval/") and not config.eval.every:
         yield f"checkpoint.keep_best goes by {metric}, but eval.every is 0: set that, or checkpoint.best_metric"
     first, last = config.run.profile or (1, 1)

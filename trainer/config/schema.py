@@ -435,7 +435,12 @@ class TrackingConfig(Section):
         auto="online when logged in, else offline", offline="a folder to send later", online="sent as the run goes",
         disabled="nothing",
     )  # fmt: skip
-    project: Text = key("hotbunk", "Weights & Biases project")
+    project: Text = key("hotbunk", "Weights & Biases project, and MLflow's experiment")
+    also: list[Literal["tensorboard", "mlflow"]] = key(
+        [], "further trackers, whose packages have to be installed",
+        tensorboard="event files, in a folder of that name in the run's",
+        mlflow="a run at MLFLOW_TRACKING_URI, or in mlflow.db in the run's folder",
+    )  # fmt: skip
     completions_per_step: Natural = key(8, "answers written to completions.jsonl in each step")
 
 

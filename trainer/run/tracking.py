@@ -16,6 +16,7 @@ import re
 import secrets
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from urllib.parse import urlparse
 
 from sharding.ranks import is_main
 from trainer.errors import UserError
+from trainer.run.other_trackers import OTHER_TRACKERS
 from trainer.run.records import Rows, whole_rows, write_whole
 
 WandbMode = Literal["auto", "offline", "online", "disabled"]
@@ -52,8 +54,8 @@ class NullTracker:
 class Tracker(NullTracker):
     """Writes a run's folder, on rank 0."""
 
-    def __init__(self, folder: Path, last: int, completions_per_step: int, copies: list["WandbCopy"]) -> None:
-        """`last` is the last step that the files hold; `copies` one `WandbCopy`, or none where W&B is disabled."""
+    def __init__(self, folder: Path, last: int, completions_per_step: int, copies: Sequence["Copy"]) -> None:
+        """`last` is the last step that the files hold; `copies` are those in other trackers."""
         self._folder = folder
         self._last = last
         self._completions_per_step = completions_per_step
@@ -114,8 +116,61 @@ class Tracker(NullTracker):
             copy.close()
 
 
-class WandbCopy:
-    """The copy in Weights & Biases, on a thread of its own. The first failure ends it, with one warning."""
+class Copy:
+    """A copy elsewhere, on a thread of its own. The first failure ends it, with one warning."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is that of the tracker."""
+        self.name = name
+        self._queue: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(_QUEUE_LIMIT)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait, with a deadline, until the tracker has everything."""
+        self.put("finish", {})
+        self._thread.join(_FINISH_SECONDS)
+        if self._thread.is_alive():
+            self._warn(f"not finished after {_FINISH_SECONDS:.0f} s")
+
+    def put(self, what: Literal["log", "summary", "finish"], values: dict[str, Any]) -> None:
+        """Copy a step's metrics, train/step included, or figures of the whole run."""
+        if self._thread.is_alive():
+            with suppress(queue.Full):  # a network that hangs; the files have it all
+                self._queue.put_nowait((what, values))
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._warn(f"{type(error).__name__}: {error}")
+
+    def _work(self) -> None:
+        """Take what there is from the queue until it says `finish`."""
+        raise NotImplementedError
+
+    def _warn(self, reason: str) -> None:
+        print(f"[hotbunk] no further copy in {self.name} ({reason}); metrics.jsonl has everything", file=sys.stderr)
+
+
+class OtherCopy(Copy):
+    """The copy in one of the trackers of `tracking.also`."""
+
+    def __init__(self, name: str, *arguments: Any) -> None:
+        """`arguments` are those of the tracker; see `OTHER_TRACKERS`."""
+        self._arguments = arguments
+        super().__init__(name)
+
+    def _work(self) -> None:
+        tracker = OTHER_TRACKERS[self.name](*self._arguments)
+        while (item := self._queue.get())[0] != "finish":
+            if item[0] == "log":
+                tracker.log({key: _finite(value) for key, value in item[1].items()})
+        tracker.close()
+
+
+class WandbCopy(Copy):
+    """The copy in Weights & Biases."""
 
     def __init__(self, settings: dict[str, Any], earlier: list[dict[str, float]]) -> None:
         """Continue or begin a run with these `settings`, keyword arguments of `wandb.init`.
@@ -124,48 +179,30 @@ class WandbCopy:
         """
         self._settings = settings
         self._earlier = earlier
-        self._queue: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(_QUEUE_LIMIT)
-        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Wait, with a deadline, until W&B has everything."""
-        self.put("finish", {})
-        self._thread.join(_FINISH_SECONDS)
-        if self._thread.is_alive():
-            _warn(f"not finished after {_FINISH_SECONDS:.0f} s")
-
-    def put(self, what: Literal["log", "summary", "finish"], values: dict[str, Any]) -> None:
-        """Copy a step's metrics, train/step included, or figures of the whole run."""
-        if self._thread.is_alive():
-            with suppress(queue.Full):  # a network that hangs; the files have it all
-                self._queue.put_nowait((what, values))
+        super().__init__("Weights & Biases")
 
     def _work(self) -> None:
-        try:
-            replaced = list(Path(self._settings["dir"]).glob(f"wandb/offline-run-*-{self._settings['id']}/*.wandb"))
-            run = _start(self._settings)
-            last = run.summary.get("train/step", -1) if run.resumed else -1
-            for row in self._earlier:
-                if row["train/step"] > last:
-                    run.log(row)
-            # An upload of one folder replaces what another of the same run has brought (wandb#5865), and this folder
-            # begins with all steps: `wandb sync` is to leave the others out.
-            for file in replaced:
-                file.with_suffix(".wandb.synced").touch()
-            while True:
-                what, values = self._queue.get()
-                if what == "log":
-                    if values["train/step"] > last:
-                        run.log(values)
-                elif what == "summary":
-                    run.summary.update(values)
-                else:
-                    run.finish()
-                    sys.modules["wandb"].teardown()  # ends its service process, too
-                    return
-        except BaseException as error:
-            _warn(f"{type(error).__name__}: {error}")
+        replaced = list(Path(self._settings["dir"]).glob(f"wandb/offline-run-*-{self._settings['id']}/*.wandb"))
+        run = _start(self._settings)
+        last = run.summary.get("train/step", -1) if run.resumed else -1
+        for row in self._earlier:
+            if row["train/step"] > last:
+                run.log(row)
+        # An upload of one folder replaces what another of the same run has brought (wandb#5865), and this folder
+        # begins with all steps: `wandb sync` is to leave the others out.
+        for file in replaced:
+            file.with_suffix(".wandb.synced").touch()
+        while True:
+            what, values = self._queue.get()
+            if what == "log":
+                if values["train/step"] > last:
+                    run.log(values)
+            elif what == "summary":
+                run.summary.update(values)
+            else:
+                run.finish()
+                sys.modules["wandb"].teardown()  # ends its service process, too
+                return
 
 
 def make_tracker(
@@ -176,21 +213,23 @@ def make_tracker(
     project: str = "hotbunk",
     wandb: WandbMode = "auto",
     completions_per_step: int = 8,
+    also: Sequence[str] = (),
     resumed_from: int | None = None,
 ) -> NullTracker:
     """This rank's tracker; only rank 0's writes.
 
-    `config` is the resolved configuration, for W&B. `resumed_from` is the step of the checkpoint that the run continues
-    from; without it, files of an earlier run in the folder are begun anew.
+    `config` is the resolved configuration, for W&B and the trackers in `also`. `resumed_from` is the step of the
+    checkpoint that the run continues from; without it, files of an earlier run in the folder are begun anew.
     """
     if not is_main():
         return NullTracker()
     folder.mkdir(parents=True, exist_ok=True)
     last = -1 if resumed_from is None else resumed_from
-    earlier, _ = (_keep_until(folder / name, last) for name in _FILES)
+    earlier, _ = (_keep_until(folder / file, last) for file in _FILES)
+    copies: list[Copy] = [OtherCopy(other, folder, config, earlier, name, project) for other in also]
     mode = _resolve(wandb)
     if mode == "disabled":
-        return Tracker(folder, last, completions_per_step, [])
+        return Tracker(folder, last, completions_per_step, copies)
     resumed = {} if resumed_from is None else {"resumed_from": resumed_from}
     settings = {"project": project, "name": name, "dir": str(folder), "mode": mode, "config": config | resumed}
     # The run's name in W&B's own records, kept beside its files; a run that starts over gets another.
@@ -198,7 +237,7 @@ def make_tracker(
     if resumed_from is None or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
         write_whole(file, secrets.token_hex(4))
     settings |= {"id": file.read_text(), "resume": "allow"}
-    return Tracker(folder, last, completions_per_step, [WandbCopy(settings, earlier)])
+    return Tracker(folder, last, completions_per_step, [*copies, WandbCopy(settings, earlier)])
 
 
 def _resolve(wanted: WandbMode) -> str:
@@ -230,10 +269,6 @@ def _start(settings: dict[str, Any]) -> Any:
     run.define_metric("train/step")
     run.define_metric("*", step_metric="train/step")
     return run
-
-
-def _warn(reason: str) -> None:
-    print(f"[hotbunk] no further copy in Weights & Biases ({reason}); metrics.jsonl has everything", file=sys.stderr)
 
 
 def _keep_until(path: Path, last: int) -> Rows:

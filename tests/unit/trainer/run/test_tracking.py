@@ -307,3 +307,68 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
         assert kind == 1, "a record in one piece"
         yield log[at + 7 : at + 7 + length]
         at += 7 + length
+
+
+def interrupted(folder: Path, other: str) -> None:
+    """Six steps in two sessions: the first is killed after its fourth, and the second resumes from its second."""
+    for steps, resumed_from in ((range(1, 5), None), (range(3, 7), 2)):
+        tracker = make_tracker(
+            folder, {"run": {"seed": 1}}, name="demo", wandb="disabled", also=[other], resumed_from=resumed_from
+        )
+        for step in steps:
+            tracker.log(step, metrics(step) | {"gap/max": float("nan")})
+        tracker.close()
+
+
+def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    interrupted(tmp_path, "tensorboard")
+    assert capsys.readouterr().err == ""
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = [(each.step, each.value) for each in events.Scalars("reward/mean")]
+    assert points == [(step, pytest.approx(step / 3)) for step in range(1, 7)]
+    assert "gap/max" not in events.Tags()["scalars"]
+
+
+def test_mlflow_has_each_step_of_a_resumed_run_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    interrupted(tmp_path, "mlflow")
+    assert "no further copy" not in capsys.readouterr().err
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (found,) = client.search_runs([client.get_experiment_by_name("hotbunk").experiment_id])
+    history = client.get_metric_history(found.info.run_id, "reward/mean")
+    assert sorted((each.step, each.value) for each in history) == [(step, step / 3) for step in range(1, 7)]
+    assert found.data.params == {"run.seed": "1"} and not (tmp_path / "mlruns").exists()
+    assert found.info.status == "FINISHED" and found.info.run_name == "demo"
+
+
+def test_a_further_tracker_that_fails_costs_its_copy_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[dict[str, Any]] = []
+
+    class Failing:
+        def __init__(self, *arguments: Any) -> None:
+            assert arguments == (tmp_path, {"run": {"seed": 1}}, [], "demo", "hotbunk")
+
+        def log(self, row: dict[str, Any]) -> None:
+            rows.append(row)
+            if len(rows) == 2:
+                raise ConnectionError("gone")
+
+    monkeypatch.setitem(tracking.OTHER_TRACKERS, "failing", Failing)
+    tracker = make_tracker(tmp_path, {"run": {"seed": 1}}, name="demo", wandb="disabled", also=["failing"])
+    for step in range(1, 5):
+        tracker.log(step, metrics(step) | {"gap/max": float("inf")})
+    tracker.summary({"steps": 4})
+    tracker.close()
+    said = capsys.readouterr().err
+    assert said == "[hotbunk] no further copy in failing (ConnectionError: gone); metrics.jsonl has everything\n"
+    assert rows[0] == {"train/step": 1} | metrics(1) | {"gap/max": None}
+    assert len(read(tmp_path)) == 4

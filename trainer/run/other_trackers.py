@@ -1,0 +1,105 @@
+"""A run's figures in other trackers than Weights & Biases (`tracking.also`), by those trackers' own libraries.
+
+Both continue with a resumed run, each step once: TensorBoard is told from which step on earlier events are void, MLflow
+is asked for the last step that it has.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.run.records import Rows, write_whole
+
+_PARAM_LIMIT, _PARAMS_AT_A_TIME = 6000, 100  # MLflow's own: characters of a value, and values in a request
+
+
+class OtherTracker(Protocol):
+    """One tracker's run, open."""
+
+    def log(self, row: dict[str, float | None]) -> None:
+        """A step's figures, train/step among them; those that are not finite are None."""
+
+    def close(self) -> None:
+        """Bring everything to where it belongs."""
+
+
+class TensorBoard:
+    """Event files in the run's folder `tensorboard`: `tensorboard --logdir runs` shows all runs."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str) -> None:
+        """`earlier` are the rows of the steps that a resumed run has behind it."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        place = folder / "tensorboard"
+        known = bool(earlier) and any(place.glob("events.*"))
+        following = earlier[-1]["train/step"] + 1 if earlier else 0
+        self._writer: Any = SummaryWriter(str(place), purge_step=following if known else 0)
+        for row in [] if known else earlier:
+            self.log(row)
+
+    def log(self, row: dict[str, float | None]) -> None:
+        """See `OtherTracker`."""
+        for key, value in row.items():
+            if value is not None and key != "train/step":
+                self._writer.add_scalar(key, value, row["train/step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """See `OtherTracker`."""
+        self._writer.close()
+
+
+class MLflow:
+    """A run at MLFLOW_TRACKING_URI, or in the database `mlflow.db` in the run's folder; its name there is kept."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str) -> None:
+        """`earlier` are the rows of the steps that a resumed run has behind it."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        # Absolute, as what is relative would be found from one folder only.
+        database = f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+        self._client: Any = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or database)
+        file = folder / "mlflow_id"
+        known = earlier and file.is_file() and re.fullmatch("[0-9a-f]{32}", file.read_text())
+        if known:
+            self._id = file.read_text()
+            self._client.update_run(self._id, status="RUNNING")
+            history = self._client.get_metric_history(self._id, "train/step")
+            self._last = max((each.step for each in history), default=-1)
+        else:
+            found = self._client.get_experiment_by_name(project)
+            experiment = found.experiment_id if found else self._client.create_experiment(project)
+            self._id, self._last = self._client.create_run(experiment, run_name=name).info.run_id, -1
+            keys = {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
+            params = [Param(key, str(value)[:_PARAM_LIMIT]) for key, value in keys.items()]
+            for start in range(0, len(params), _PARAMS_AT_A_TIME):
+                self._client.log_batch(self._id, params=params[start : start + _PARAMS_AT_A_TIME])
+            write_whole(file, self._id)
+        for row in earlier:
+            self.log(row)
+
+    def log(self, row: dict[str, float | None]) -> None:
+        """See `OtherTracker`."""
+        from mlflow.entities import Metric
+
+        step = int(row["train/step"] or 0)
+        if step <= self._last:
+            return
+        now = int(time.time() * 1000)
+        names = {key: re.sub(r"[^\w\-. /:]", "_", key) for key in row}  # MLflow takes no other characters
+        self._client.log_batch(
+            self._id, metrics=[Metric(names[key], value, now, step) for key, value in row.items() if value is not None]
+        )
+        self._last = step
+
+    def close(self) -> None:
+        """See `OtherTracker`."""
+        self._client.set_terminated(self._id)
+
+
+OTHER_TRACKERS: dict[str, Callable[..., OtherTracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+"""By the names in tracking.also; called with the run's folder, configuration, earlier rows, name and project."""
