@@ -146,13 +146,13 @@ class SlicedRollouts(Rollouts):
     def untrained(self) -> list[Answer]:
         """Of each engine some answers that wait or are unfinished and have tokens of the present version."""
         found: list[Trajectory] = []
-        for group in self._now():
-            found += [trajectory for done in group.done.values() for trajectory in done if not trajectory.error]
-            routed = self._config.model.routes == "engine"  # an unfinished answer has no routes yet
-            for sample, so_far in group.unfinished.items() if not routed else ():
-                found.append(Trajectory(group.place, sample, so_far.prompt_ids, versions=so_far.versions))
-                found[-1].extend(so_far.token_ids, so_far.logprobs)
-        present = [trajectory for trajectory in found if trajectory.weight_version == self._version]
+        # An unfinished answer has no routes yet, if it is to have an engine's.
+        routed = self._config.model.routes == "engine"
+        for place, sample, so_far in self._pool.parked() if self._pool is not None and not routed else ():
+            tokens = so_far.token_ids, [1] * len(so_far.token_ids), so_far.logprobs
+            found.append(Trajectory(place, sample, so_far.prompt_ids, *tokens, versions=so_far.versions))
+        found += [t for group in self._now() for done in group.done.values() for t in done if not t.error]
+        present = [t for t in found if t.weight_version == self._version and any(t.loss_mask)]
         return gather_answers(present[:_MEASURED], version=self._version)
 
     def close(self) -> None:

@@ -153,12 +153,18 @@ class CarriedEpisodes:
         self._tasks.add(task := asyncio.ensure_future(run()))
         task.add_done_callback(ended)
 
+    def parked(self) -> list[tuple[int, int, Unfinished]]:
+        """Place, sample and answer of each episode that is parked with a single one; at other levels than the first its
+        prompt holds the turns before.
+        """
+        places = self._turnstiles.items()
+        return [(*at, answer) for at, turnstile in places if (answer := turnstile.unfinished) is not None]
+
     def kept(self) -> list[CarriedGroup]:
         """The groups as they are now, between two slices, for a checkpoint; later slices do not change the copies."""
         copies = {place: replace(group, done=dict(group.done), unfinished={}) for place, group in self.groups.items()}
-        for (place, sample), turnstile in self._turnstiles.items() if self._function is one_shot else ():
-            if (answer := turnstile.unfinished) is not None:
-                copies[place].unfinished[sample] = replace(answer, opening=0)
+        for place, sample, answer in self.parked() if self._function is one_shot else ():
+            copies[place].unfinished[sample] = replace(answer, opening=0)
         return [copies[place] for place in sorted(copies)]
 
     async def stop(self) -> None:

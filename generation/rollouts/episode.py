@@ -94,6 +94,8 @@ class PolicyLLM:
             self._unfinished = None
         try:
             generation = await self.engine.complete(list(prompt_ids), sampling, **place)
+        except asyncio.CancelledError:  # no matter of vLLM's, whose errors need its import
+            raise
         except request_errors():
             raise
         except Exception as error:

@@ -388,6 +388,24 @@ def test_an_episode_in_a_tool_is_waited_for_when_all_others_are_parked() -> None
     crew.close()
 
 
+@pytest.mark.parametrize("function", [one_shot, Tools()])
+def test_answers_that_wait_or_are_unfinished_can_be_measured_at_every_level(function: RolloutFunction) -> None:
+    crew = Crew(config(3, 2), function)
+    cut = 0
+    for step in range(12):
+        trained = crew.do().own
+        for answer in crew.rollouts.untrained():
+            t = answer.trajectory
+            assert t is not None and t.weight_version == step and 0 < answer.sampled > answer.old
+            new = next(start for version, start in t.versions if version == step)
+            own = [logprob for logprob, mask in zip(t.logprobs[new:], t.loss_mask[new:], strict=True) if mask]
+            assert set(own) == {-1.0 - step} and (answer.old > 0) == (new > 0)
+            assert not any(t is other for other in trained.values())
+            cut += new > 0
+    assert cut  # some have tokens of several versions
+    crew.close()
+
+
 def test_episodes_of_several_answers_begin_anew_after_a_kill(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
