@@ -275,4 +275,4 @@ def test_the_calculator_example_is_short_and_right() -> None:
     assert calculate("12+34") == 46 and calculate(" 3 * 302 ") == 906 and calculate("5--4") == 9
     with pytest.raises(ValueError, match="not one operation"):
         calculate("1+2+3")
-    assert all(len(path.read_text().splitlines()) < 40 for path in EXAMPLES.glob("*.py"))
+    assert all(len(path.read_text().splitlines()) < 50 for path in EXAMPLES.glob("*.py"))
