@@ -1,0 +1,133 @@
+"""Agents of several frameworks, each as its documentation has it; scripts/try_ecosystem.sh runs them in their Python.
+
+Each asks twice, with a tool and in one conversation, and leaves every setting of its framework as it is.
+"""
+
+import os
+from importlib.metadata import version
+
+from hotbunk_client import serve
+
+QUESTIONS = ("What is 2+3?", "Are you sure?")
+
+
+def add(a: int, b: int) -> int:
+    """The sum of two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+async def openai_chat(base_url, api_key, model):
+    from openai import AsyncOpenAI
+
+    messages = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        answer = await AsyncOpenAI(base_url=base_url, api_key=api_key).chat.completions.create(
+            model=model, messages=messages
+        )
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
+
+
+async def openai_responses(base_url, api_key, model):
+    from openai import AsyncOpenAI, omit
+
+    previous = omit
+    for question in QUESTIONS:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as api:
+            answer = await api.responses.create(model=model, input=question, previous_response_id=previous)
+        previous = answer.id
+
+
+async def anthropic_messages(base_url, api_key, model):
+    from anthropic import AsyncAnthropic
+
+    messages = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        async with AsyncAnthropic(base_url=base_url, api_key=api_key) as api:
+            answer = await api.messages.create(model=model, messages=messages, max_tokens=1000)
+        messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
+
+
+async def openai_agents(base_url, api_key, model):
+    from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    set_default_openai_client(AsyncOpenAI(base_url=base_url, api_key=api_key))
+    agent = Agent(name="adder", instructions="Answer.", model=model, tools=[function_tool(add)])
+    items = []
+    for question in QUESTIONS:
+        result = await Runner.run(agent, [*items, {"role": "user", "content": question}])
+        items = result.to_input_list()
+
+
+async def pydantic_ai(base_url, api_key, model):
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=base_url, api_key=api_key)
+    agent = Agent(OpenAIChatModel(model, provider=provider), tools=[add], retries=0)
+    history = None
+    for question in QUESTIONS:
+        history = (await agent.run(question, message_history=history)).all_messages()
+
+
+async def langgraph(base_url, api_key, model):
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    agent = create_react_agent(ChatOpenAI(model=model, base_url=base_url, api_key=api_key), [add])
+    messages = []
+    for question in QUESTIONS:
+        messages = (await agent.ainvoke({"messages": [*messages, ("user", question)]}))["messages"]
+
+
+async def litellm(base_url, api_key, model):
+    import litellm as library
+
+    messages = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        answer = await library.acompletion(f"openai/{model}", messages, api_base=base_url, api_key=api_key)
+        messages.append(answer.choices[0].message.model_dump())
+
+
+def smolagents(base_url, api_key, model):
+    from smolagents import CodeAgent, OpenAIServerModel, tool  # a ToolCallingAgent forces calls, which is refused
+
+    own = OpenAIServerModel(model_id=model, api_base=base_url, api_key=api_key)
+    agent = CodeAgent(tools=[tool(add)], model=own, max_steps=2, verbosity_level=0)
+    agent.run(QUESTIONS[0])
+
+
+FRAMEWORKS = {
+    "openai": (openai_chat, "openai"),
+    "openai Responses": (openai_responses, "openai"),
+    "anthropic": (anthropic_messages, "anthropic"),
+    "openai-agents": (openai_agents, "openai-agents"),
+    "pydantic-ai": (pydantic_ai, "pydantic-ai-slim"),
+    "langgraph": (langgraph, "langgraph"),
+    "litellm": (litellm, "litellm"),
+    "smolagents": (smolagents, "smolagents"),
+}
+
+
+async def agent(base_url, api_key, model, row):
+    """One episode of the framework that the row names; a reward that tells the answers of a group apart."""
+    function, package = FRAMEWORKS[row["framework"]]
+    print(f"{row['framework']} {version(package)}", flush=True)
+    result = function(base_url, api_key, model)
+    if result is not None:
+        await result
+    return 1.0 if os.urandom(1)[0] % 2 else 0.0
+
+
+if __name__ == "__main__":
+    serve(agent)
