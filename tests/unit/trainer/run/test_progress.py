@@ -173,13 +173,14 @@ def resident_gib() -> float:
 
 def test_the_meter_sees_a_peak_that_is_over_and_in_its_phase_only() -> None:
     meter = MemoryMeter(torch.device("cpu"))
+    return_free_pages()  # of earlier tests, or these numbers would be of gaps in the heap that are filled
     before = resident_gib()
     with meter.phase("rollout"):
         pass
     with meter.phase("update"):
         torch.ones(128 * 2**20 // 4).sum()
     with meter.phase("update"):  # the larger one counts
-        return_free_pages()  # where earlier tests have left a gap in the heap, the allocator keeps what it put there
+        return_free_pages()
     with meter.phase("staging"):
         torch.empty(64 * 2**20 // 4).share_memory_().fill_(1.0)
     with meter.phase("sync"):
