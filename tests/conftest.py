@@ -1,6 +1,5 @@
 """What all tests share: tiny models made once, GPU tests skipped elsewhere."""
 
-import multiprocessing.shared_memory
 import os
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -18,10 +17,6 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 # Engines are forked from this process while it has no process group (2 s instead of 12), and compile nothing.
 os.environ.setdefault("HOTBUNK_FORK_ENGINE", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-
-# What killed ranks and engines leave goes only when pytest ends: that of real runs has other names (shared_memory.py).
-multiprocessing.current_process()._config["semprefix"] = "/pytest"  # type: ignore[attr-defined]
-multiprocessing.shared_memory._SHM_NAME_PREFIX = "/pytest_"  # type: ignore[attr-defined]
 
 TinyModel = Callable[..., Path]
 

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
-OF_TESTS = ("sem.pytest-", "pytest_")  # semaphores and memory of processes that pytest starts: see conftest.py
+OF_TESTS = ("sem.pytest-", "pytest_")  # semaphores and memory of processes that pytest starts: see __init__.py
 
 
 def files() -> set[Path]:

@@ -35,7 +35,7 @@ def greeter() -> type:
 
 
 def semaphore_names() -> Callable[[], None]:
-    """As in tests/conftest.py, of Ray's workers."""
+    """As in tests/__init__.py, of Ray's workers."""
 
     def name_semaphores() -> None:
         multiprocessing.current_process()._config["semprefix"] = "/pytest"  # type: ignore[attr-defined]
