@@ -215,16 +215,17 @@ def stop_async_llm(engine: "AsyncLLM") -> None:
 
 
 def worker_memory() -> set[Path]:
-    """Shared memory through which the CPU workers of this process's engines exchange tensors.
+    """Shared memory through which the CPU workers of this process's engines exchange tensors, and get their calls.
 
     vLLM's workers remove theirs at an orderly end (vllm/distributed/device_communicators/cpu_communicator.py). When
-    they are killed it stays: no resource tracker knows of it.
+    they are killed it stays: no resource tracker knows of it. That of calls (160 MiB an engine,
+    vllm/distributed/device_communicators/shm_broadcast.py) stays until this process ends, even at an orderly end.
     """
     found: set[Path] = set()
     for process in psutil.Process().children(recursive=True):
         with suppress(OSError):  # it has ended meanwhile
             lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            found |= {Path(line.split()[5]) for line in lines if "/dev/shm/vllm_dist_" in line}
+            found |= {Path(line.split()[5]) for line in lines if re.search("/dev/shm/(vllm_dist|psm)_", line)}
     return found
 
 
