@@ -1,6 +1,7 @@
 """The command line: `hotbunk train|sft|eval|generate|… …`, also `python -m trainer …`; no torch until it is needed."""
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -21,12 +23,11 @@ from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.config.section import OneOf
 from trainer.errors import UserError
-from trainer.estimates.gpus import GPUS
 from trainer.rewards import RewardPool
 from trainer.run import processes
 from trainer.run.lock import RunLock
 
-_MODULES = {"train": "trainer.loop", "eval": "trainer.commands.evaluate"}  # others: trainer.commands.<command>
+_MODULES = {"train": "trainer.loop", "eval": "trainer.commands.eval"}  # others: trainer.commands.<command>
 _WITH_OVERRIDES = ("train", "sft", "eval", "plan", "doctor")
 
 
@@ -38,11 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     processes.put_current_folder_last()
     arguments = parse(argv)
-    check_torch_libraries()
     command = arguments.command
-    module = _MODULES.get(command, f"trainer.commands.{command}")
+    module = _module(command)
     if command not in ("train", "sft"):
-        return import_module(module).main(arguments) or 0
+        return module.main(arguments) or 0
     config = training_config(arguments)
     check_config(config, command)
     if arguments.check:
@@ -63,17 +63,18 @@ def _dispatch(argv: list[str]) -> int:
     def locked() -> int:
         if os.environ.get("RANK", "0") == "0":
             lock.take(config.checkpoint.grace_s + 60)  # one that has been asked to end may take so long
-        return import_module(module).main(config, lock) or 0
+        return module.main(config, lock) or 0
 
     return processes.run(lambda: _reporting(locked))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """A command and its arguments; what overrides keys of a recipe is `overrides`. Raises UserError."""
-    overrides: list[str] = []
-    if argv and argv[0] in _WITH_OVERRIDES:
-        argv, overrides = split_overrides(argv)
-    return _parser().parse_args(argv, argparse.Namespace(overrides=overrides))
+    argv, overrides = split_overrides(argv)
+    arguments = _parser(next(iter(argv), "")).parse_args(argv, argparse.Namespace(overrides=overrides))
+    if overrides and not hasattr(arguments, "recipe"):
+        raise UserError(f"hotbunk {arguments.command} takes no recipe, so --{overrides[0]} has nothing to override")
+    return arguments
 
 
 def training_config(arguments: argparse.Namespace) -> TrainConfig:
@@ -178,7 +179,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """The arguments of the command that was chosen, and the names of all."""
     parser = _Parser(prog="hotbunk", description="Reinforcement learning of language models on shared GPUs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     summaries = {"train": "train a model by reinforcement", "sft": "warm-start a model on the answers in the data"}
@@ -195,79 +197,31 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dry-run", action="store_true", help="check, print the resolved recipe and stop")
         command.add_argument("--check", action="store_true", help="check what needs no tokenizer and no data, and stop")
         command.add_argument("--resume", metavar="auto|none|PATH", help="short for --checkpoint.resume")
-    _add_eval(commands.add_parser("eval", help="measure a model on held-out prompts", allow_abbrev=False))
-    _add_plan(commands.add_parser("plan", help="what a recipe needs and what stands against it", allow_abbrev=False))
-    doctor = commands.add_parser("doctor", help="does this machine do what training needs?", allow_abbrev=False)
-    doctor.description = (
-        "Look at wheels, driver, devices, shared memory and ports, then try engine, sleep, weight sync and zero copy "
-        "with a tiny model; show one table and write it to a file for reports. Exit code 1 if anything failed."
-    )
-    doctor.add_argument("recipe", nargs="?", type=Path, help="check that this one fits the machine, too")
-    doctor.add_argument("--facts", action="store_true", help="look, and try nothing: seconds instead of minutes")
-    doctor.add_argument("--ranks", type=int, help="2 tries tensor parallelism on a CPU, too")
-    doctor.add_argument("--output", type=Path, default=Path("doctor.json"), help="default: doctor.json")
-    new = commands.add_parser("new", help="a recipe, a reward and data to begin with", allow_abbrev=False)
-    new.description = (
-        "Write recipe.yaml, reward.py and data.jsonl to a folder. They train at once, and are meant to be changed. "
-        "Without --model a tiny model is made there, too, which trains on two CPU cores in a minute."
-    )
-    new.add_argument("folder", type=Path, help="where; it may exist, the files may not")
-    new.add_argument("--model", help="folder in Hugging Face format, or a hub name, to train instead of a tiny one")
-    report = commands.add_parser("report", help="what became of a run", allow_abbrev=False)
-    report.description = (
-        "Write report.md and curves.png to a run's folder, whether it is finished or not, and show them."
-    )
-    report.add_argument("run", type=Path, help="folder of a run")
-    upgrade = commands.add_parser("upgrade", help="write keys by the names they have today", allow_abbrev=False)
-    upgrade.description = (
-        "Rewrite keys that had other names, and their values, in a recipe, in all recipes of a folder, or in a run's "
-        "config.yaml and checkpoints. Comments stay; the changes are shown."
-    )
-    upgrade.add_argument("path", type=Path, help="a recipe, a folder of recipes, or the folder of a run")
-    generate = commands.add_parser("generate", help="answer a prompt, or chat, with a model", allow_abbrev=False)
-    generate.add_argument("model", help="folder of a run or of a model, or a hub name")
-    generate.add_argument("--prompt", help="answer this and stop; without it, chat on the terminal")
-    generate.add_argument("--system", help="system message")
-    generate.add_argument("--max-tokens", type=int, default=512, help="longest answer in tokens (default: 512)")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
-    _add_serve(commands.add_parser("serve", help="answer OpenAI clients with a model", allow_abbrev=False))
+    for name, summary in _commands().items():
+        command = commands.add_parser(name, help=summary, allow_abbrev=False)
+        if name == chosen:
+            _module(name).add_arguments(command)
     return parser
 
 
-def _add_plan(plan: argparse.ArgumentParser) -> None:
-    plan.description = (
-        "Show ranks, engines, the arithmetic of a step and the memory of a device, worked out from the model's "
-        "config.json: no weights and no data are loaded. What would be refused is said last, and makes exit code 2."
-    )
-    plan.add_argument("recipe", type=Path, help="YAML file; keys are overridden by --section.key value")
-    plan.add_argument("--ranks", type=int, help="how many there would be (default: $WORLD_SIZE, or 1)")
-    plan.add_argument("--gpu", choices=GPUS, help="plan for this kind, and say how long a step would take, by a model")
-    plan.add_argument("--prompt-tokens", type=float, help="of a prompt on average (default: half of the most)")
-    plan.add_argument("--answer-tokens", type=float, help="of an answer on average (default: half of the most)")
-    plan.add_argument("--device-gib", type=float, help="memory of a device (default: of the one that is here)")
+def _commands() -> dict[str, str]:
+    """What `hotbunk` does beside train and sft: the files of trainer/commands that take arguments, with first lines.
+
+    They are read, not imported, so that `hotbunk --help` answers before torch could be loaded.
+    """
+    trees = {
+        path.stem: ast.parse(path.read_text()) for path in sorted(Path(__file__).with_name("commands").glob("*.py"))
+    }
+    return {
+        name: (ast.get_docstring(tree) or "").splitlines()[0].partition(": ")[2].rstrip(".")
+        for name, tree in trees.items()
+        if any(isinstance(part, ast.FunctionDef) and part.name == "add_arguments" for part in tree.body)
+    }
 
 
-def _add_eval(evaluate: argparse.ArgumentParser) -> None:
-    evaluate.description = (
-        "Sample answers to the recipe's held-out prompts (data.eval_path or eval.datasets; without them data.path), "
-        "score them with its rewards, and write eval.json and completions.jsonl. Keys of the recipe are overridden by "
-        "--section.key value, such as --eval.samples 16 --eval.temperature 0.8 --eval.k '[1, 4, 16]'; "
-        "hotbunk train --help lists them."
-    )
-    evaluate.add_argument("model", help="folder of a run or of a model, or a hub name")
-    evaluate.add_argument("recipe", nargs="?", type=Path, help="YAML file; without it, the run's own")
-    evaluate.add_argument("--output", type=Path, help="folder (default: MODEL/eval for a run, else runs/eval/MODEL)")
-
-
-def _add_serve(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument("model", help="folder of a run or of a model, or a hub name")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    serve.add_argument("--api-key", default=os.environ.get("HOTBUNK_API_KEY"), help="default: $HOTBUNK_API_KEY")
-    serve.add_argument("--name", help="what clients call the model (default: as given)")
-    serve.add_argument("--concurrent", type=int, default=8, help="answers at a time (default: 8)")
-    serve.add_argument("--tool-parser", default="hermes", help="form of tool calls, by vLLM's name (default: hermes)")
-    serve.add_argument("--reasoning-parser", help="form of thoughts, by vLLM's name")
+def _module(command: str) -> ModuleType:
+    check_torch_libraries()
+    return import_module("trainer.loop" if command == "train" else f"trainer.commands.{command}")
 
 
 def _reporting(action: Callable[[], int]) -> int:

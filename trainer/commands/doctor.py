@@ -1,4 +1,4 @@
-"""`hotbunk doctor`: checks whether this machine can train. Facts first, then trials with a tiny model.
+"""`hotbunk doctor`: does this machine do what training needs?
 
 Facts are looked up by `look` and judged by `judge`, so that the judgement can be tested with facts of other machines.
 The trials run in processes of their own (`doctor_trials`), where a crash inside a driver is a finding, too.
@@ -77,6 +77,18 @@ class Machine:
     loopback: str  # an error that a listener on 127.0.0.1 met, or ""
     temporary: str  # an error that a Unix socket in the folder for temporary files met, or ""
     compiler: str  # path of a C++ compiler, or ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command line takes."""
+    parser.description = (
+        "Look at wheels, driver, devices, shared memory and ports, then try engine, sleep, weight sync and zero copy "
+        "with a tiny model; show one table and write it to a file for reports. Exit code 1 if anything failed."
+    )
+    parser.add_argument("recipe", nargs="?", type=Path, help="check that this one fits the machine, too")
+    parser.add_argument("--facts", action="store_true", help="look, and try nothing: seconds instead of minutes")
+    parser.add_argument("--ranks", type=int, help="2 tries tensor parallelism on a CPU, too")
+    parser.add_argument("--output", type=Path, default=Path("parser.json"), help="default: parser.json")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`hotbunk generate`: answer one prompt, or chat on the terminal, with a model or with what a run has trained."""
+"""`hotbunk generate`: answer a prompt, or chat, with a model."""
 
 import argparse
 import os
@@ -22,6 +22,15 @@ from trainer.run import processes
 
 LONGEST = 4096  # tokens of a conversation, where the model allows as many
 _SPARE = 512  # tokens: vLLM rounds up to blocks, and keeps one for itself
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command line takes."""
+    parser.add_argument("model", help="folder of a run or of a model, or a hub name")
+    parser.add_argument("--prompt", help="answer this and stop; without it, chat on the terminal")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--max-tokens", type=int, default=512, help="longest answer in tokens (default: 512)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`hotbunk new`: a folder with a recipe, a reward function and data that train at once, to be changed from there."""
+"""`hotbunk new`: a recipe, a reward and data to begin with."""
 
 import argparse
 import json
@@ -40,6 +40,16 @@ RELEASED = {
     "prompt": 256, "answer": 64, "length": 512, "group": 8, "engine": "kv_cache_gib: 1",
     "policy": "lr: 2.0e-6",
 }  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command line takes."""
+    parser.description = (
+        "Write recipe.yaml, reward.py and data.jsonl to a folder. They train at once, and are meant to be changed. "
+        "Without --model a tiny model is made there, too, which trains on two CPU cores in a minute."
+    )
+    parser.add_argument("folder", type=Path, help="where; it may exist, the files may not")
+    parser.add_argument("--model", help="folder in Hugging Face format, or a hub name, to train instead of a tiny one")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,9 +1,10 @@
-"""`hotbunk plan`: a recipe's ranks, batches and memory, worked out before anything is loaded."""
+"""`hotbunk plan`: what a recipe needs and what stands against it."""
 
 import argparse
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from rich.console import RenderableType
@@ -22,6 +23,22 @@ from trainer.estimates.memory import GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, longest, model_sizes
 from trainer.estimates.time import Lengths, step_costs, step_flops
 from trainer.run.screen import make_console
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command line takes."""
+    parser.description = (
+        "Show ranks, engines, the arithmetic of a step and the memory of a device, worked out from the model's "
+        "config.json: no weights and no data are loaded. What would be refused is said last, and makes exit code 2."
+    )
+    parser.add_argument("recipe", type=Path, help="YAML file; keys are overridden by --section.key value")
+    parser.add_argument("--ranks", type=int, help="how many there would be (default: $WORLD_SIZE, or 1)")
+    parser.add_argument(
+        "--gpu", choices=GPUS, help="plan for this kind, and say how long a step would take, by a model"
+    )
+    parser.add_argument("--prompt-tokens", type=float, help="of a prompt on average (default: half of the most)")
+    parser.add_argument("--answer-tokens", type=float, help="of an answer on average (default: half of the most)")
+    parser.add_argument("--device-gib", type=float, help="memory of a device (default: of the one that is here)")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`hotbunk report`: a run's report as Markdown beside its curves, whether it has finished, is running or broke off."""
+"""`hotbunk report`: what became of a run."""
 
 import argparse
 import re
@@ -40,6 +40,14 @@ class Record:
     answers: Rows  # of completions.jsonl
     recipe: dict[str, Any]  # config.yaml; empty where there is none, as of a warm start
     written: datetime  # when the last row was
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command line takes."""
+    parser.description = (
+        "Write parser.md and curves.png to a run's folder, whether it is finished or not, and show them."
+    )
+    parser.add_argument("run", type=Path, help="folder of a run")
 
 
 def main(arguments: argparse.Namespace) -> int:

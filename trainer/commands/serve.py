@@ -1,6 +1,7 @@
-"""`hotbunk serve`: a model, or what a run has trained, behind OpenAI's API on this machine."""
+"""`hotbunk serve`: answer OpenAI clients with a model."""
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import replace
@@ -16,6 +17,18 @@ from trainer.errors import UserError
 from trainer.run import processes
 
 _LOOK_SECONDS = 0.5  # how often the engine's health is looked at
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command line takes."""
+    parser.add_argument("model", help="folder of a run or of a model, or a hub name")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    parser.add_argument("--api-key", default=os.environ.get("HOTBUNK_API_KEY"), help="default: $HOTBUNK_API_KEY")
+    parser.add_argument("--name", help="what clients call the model (default: as given)")
+    parser.add_argument("--concurrent", type=int, default=8, help="answers at a time (default: 8)")
+    parser.add_argument("--tool-parser", default="hermes", help="form of tool calls, by vLLM's name (default: hermes)")
+    parser.add_argument("--reasoning-parser", help="form of thoughts, by vLLM's name")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`hotbunk upgrade`: recipes, a run's config.yaml and its checkpoints, with today's names and values of keys."""
+"""`hotbunk upgrade`: write keys by the names they have today."""
 
 import argparse
 import os
@@ -16,6 +16,15 @@ from trainer.run.records import write_whole
 
 # A mapping's keys and values by name, with their places in the text.
 Nodes = dict[str, tuple[yaml.ScalarNode, yaml.Node]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command line takes."""
+    parser.description = (
+        "Rewrite keys that had other names, and their values, in a recipe, in all recipes of a folder, or in a run's "
+        "config.yaml and checkpoints. Comments stay; the changes are shown."
+    )
+    parser.add_argument("path", type=Path, help="a recipe, a folder of recipes, or the folder of a run")
 
 
 def main(arguments: argparse.Namespace) -> int:

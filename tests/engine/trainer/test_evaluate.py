@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.conftest import ROOT
 from tests.engine.trainer.test_generate import processes_with
 from trainer.cli import main
-from trainer.commands.evaluate import evaluation_config
+from trainer.commands.eval import evaluation_config
 
 TOKENS, QUESTIONS = 5, [f"what is {n}+{n}?" for n in range(6)]
 REWARD = """

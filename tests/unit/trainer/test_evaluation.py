@@ -22,7 +22,7 @@ from tests.unit.learning_steps import as_answers
 from tests.unit.small_tokenizer import small_tokenizer
 from trainer import engines
 from trainer.commands import evaluate
-from trainer.commands.evaluate import Evaluation, table
+from trainer.commands.eval import Evaluation, table
 from trainer.config.checks import _check_evaluation, _check_lengths
 from trainer.config.schema import EvalConfig, RewardConfig, TrainConfig
 from trainer.data import Prompt, PromptDataset

@@ -1,4 +1,4 @@
-"""`hotbunk eval`: a model, or what a run has trained, on held-out prompts. The engine alone: no policy, no ranks."""
+"""`hotbunk eval`: measure a model on held-out prompts."""
 
 import argparse
 import json
@@ -31,6 +31,19 @@ from trainer.run import processes
 from trainer.run.screen import make_console
 
 Results = dict[str, Any]  # the contents of eval.json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command line takes."""
+    parser.description = (
+        "Sample answers to the recipe's held-out prompts (data.eval_path or eval.datasets; without them data.path), "
+        "score them with its rewards, and write eval.json and completions.jsonl. Keys of the recipe are overridden by "
+        "--section.key value, such as --eval.samples 16 --eval.temperature 0.8 --eval.k '[1, 4, 16]'; "
+        "hotbunk train --help lists them."
+    )
+    parser.add_argument("model", help="folder of a run or of a model, or a hub name")
+    parser.add_argument("recipe", nargs="?", type=Path, help="YAML file; without it, the run's own")
+    parser.add_argument("--output", type=Path, help="folder (default: MODEL/eval for a run, else runs/eval/MODEL)")
 
 
 def main(arguments: argparse.Namespace) -> int:
