@@ -6,9 +6,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from generation.images import Image
 
 
 @dataclass
@@ -37,6 +40,9 @@ class Trajectory:
         metrics: figures of this trajectory. Names that begin with "tools/" or "server/" are summed over a step;
             of those with "client/" it is the mean.
         routes: a mixture's, where the engine tells them; see `Generation`.
+        images: in the order of their tokens in prompt and response.
+        image_spans: (index in `prompt_ids + response_ids`, count) of each image's tokens. Others with the same id are
+            not images' (https://github.com/modelscope/ms-swift/issues/9287): the policy may sample them.
         error: not empty when generation of this sample failed; such a sample is counted and left out of the loss.
     """
 
@@ -58,6 +64,8 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    images: "tuple[Image, ...]" = ()
+    image_spans: tuple[tuple[int, int], ...] = ()
     routes: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

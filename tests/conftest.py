@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import hotbunk_torchvision
+
 ROOT = Path(__file__).resolve().parent.parent
 # Before anything imports torch: several processes share few cores, and nothing asks the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +19,10 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 # Engines are forked from this process while it has no process group (2 s instead of 12), and compile nothing.
 os.environ.setdefault("HOTBUNK_FORK_ENGINE", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+# Tests of images need torchvision, which Transformers looks for once. What tests start finds it where told to.
+hotbunk_torchvision.show()
+del os.environ[hotbunk_torchvision.SHOWN]
 
 TinyModel = Callable[..., Path]
 
@@ -141,6 +147,22 @@ def tiny_llama(tiny_model: TinyModel) -> Path:
 @pytest.fixture(scope="session")
 def tiny_moe(tiny_model: TinyModel) -> Path:
     return tiny_model(architecture="qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """`make_tiny_vlm`, as `tiny_model`."""
+    made: dict[tuple[tuple[str, Any], ...], Path] = {}
+
+    def make(**sizes: Any) -> Path:
+        key = tuple(sorted(sizes.items()))
+        if key not in made:
+            from trainer.commands.tiny_vlm import make_tiny_vlm
+
+            made[key] = make_tiny_vlm(tmp_path_factory.mktemp("tiny"), **sizes)
+        return made[key]
+
+    return make
 
 
 @pytest.fixture(scope="session")

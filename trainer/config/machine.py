@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -25,13 +26,15 @@ def check_torch_libraries(versions: Callable[[str], str] = version) -> None:
 
     Their operators are then missing, and Transformers, which imports them wherever it finds them, cannot import any
     model (https://github.com/pytorch/vision/issues/9085). pip brings them from PyPI, whose builds are for CUDA, as vLLM
-    asks for them. Nothing here uses them.
+    asks for them. A torchvision of PyPI's is made to fit, or hidden, where `hotbunk_torchvision` is at work.
     """
     found = dict[str, str]()
     for name in ("torch", "torchvision", "torchaudio"):
         with suppress(PackageNotFoundError):
             found[name] = versions(name)
     torch = found.pop("torch", "")
+    if "hotbunk_torchvision" in sys.modules and torch.endswith("+cpu"):
+        found.pop("torchvision", None)
     unfit = [name for name in found if torch and found[name].endswith("+cpu") != torch.endswith("+cpu")]
     if unfit:
         named = " and ".join(f"{name} {found[name]}" for name in unfit)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -328,13 +329,14 @@ def test_a_first_node_whose_name_means_loopback_is_refused_before_others_are_tol
     ],
 )
 def test_a_torchvision_built_for_another_torch_is_refused_with_the_command_that_removes_it(
-    installed: dict[str, str], unfit: str
+    installed: dict[str, str], unfit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
         if name not in installed:
             raise PackageNotFoundError(name)
         return installed[name]
 
+    monkeypatch.delitem(sys.modules, "hotbunk_torchvision", raising=False)
     if unfit:
         with pytest.raises(UserError, match=f"pip uninstall -y {unfit}$"):
             check_torch_libraries(version)

@@ -1,0 +1,150 @@
+"""Images as they are read, and the one expansion of their placeholders, beside the model's own processor."""
+
+import base64
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from generation.images import Image, ImageLimits, ImageProcessor
+
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"]
+
+
+def picture(width: int, height: int) -> PIL.Image.Image:
+    pixels = np.random.default_rng(width).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return PIL.Image.fromarray(pixels)
+
+
+def encoded(image: PIL.Image.Image, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format=kind)
+    return buffer.getvalue()
+
+
+IMAGES = [Image.read(picture(*size)) for size in [(98, 70), (56, 56), (30, 200)]]
+
+
+def message(*parts: str) -> dict[str, Any]:
+    return {
+        "role": "user",
+        "content": [{"type": "text", "text": part} if part else {"type": "image"} for part in parts],
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("parts", [["", "first, ", "", " and last", ""], ["\n", "", "", "\n"], ["no image"]])
+def test_a_prompt_is_expanded_as_the_models_own_processor_does_it(
+    tiny_vlm: Callable[..., Path], family: str, parts: list[str]
+) -> None:
+    # Another count than the processor's: https://github.com/huggingface/trl/issues/6401
+    from transformers import AutoProcessor
+
+    folder = tiny_vlm(architecture=family)
+    images = IMAGES[: parts.count("")]
+    ours = ImageProcessor(str(folder))
+    ids, spans = ours.expand([message(*parts)], images)
+    theirs = AutoProcessor.from_pretrained(folder)
+    text = theirs.apply_chat_template([message(*parts)], add_generation_prompt=True)
+    pixels, settings = [image.open() for image in images] or None, {"add_special_tokens": False}
+    whole = theirs(text=[text], images=pixels, return_tensors="pt", **settings)
+    assert ids == whole["input_ids"][0].tolist()
+    marked = [index for start, length in spans for index in range(start, start + length)]
+    pad = theirs.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert marked == [index for index, token in enumerate(ids) if token == pad]
+    if images:
+        features = ours.features(images)
+        assert features.keys() == {name for name in whole if not name.endswith(("_ids", "attention_mask"))}
+        assert all(torch.equal(value, whole[name]) for name, value in features.items())
+
+
+@pytest.mark.parametrize(
+    ("parts", "images", "sentence"),
+    [
+        (["no place"], 1, "has 1 images, but 0 placeholders"),
+        (["", ""], 1, "has 1 images, but 2 placeholders"),
+        (["<|image_pad|>"], 0, "has 0 images, but 1 placeholders"),
+    ],
+)
+def test_a_prompt_without_one_placeholder_for_each_image_is_refused(
+    tiny_vlm: Callable[..., Path], parts: list[str], images: int, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        ImageProcessor(str(tiny_vlm())).expand([message(*parts)], IMAGES[:images])
+
+
+def test_an_image_is_the_same_from_a_path_its_bytes_a_url_and_a_datasets_column(tmp_path: Path) -> None:
+    data = encoded(picture(30, 20))
+    (tmp_path / "a.png").write_bytes(data)
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    sources = [tmp_path / "a.png", str(tmp_path / "a.png"), data, url, {"bytes": data, "path": None}]
+    read = [Image.read(source) for source in sources]
+    assert {image.digest for image in read} == {read[0].digest}
+    assert np.array_equal(np.asarray(read[0].open()), np.asarray(picture(30, 20)))
+    assert Image.read(picture(30, 20)).size == (30, 20)
+
+
+def test_pixels_are_upright_and_on_white_where_an_image_is_transparent() -> None:
+    clear = PIL.Image.new("RGBA", (4, 2), (255, 0, 0, 0))
+    assert np.asarray(Image.read(encoded(clear)).open()).min() == 255
+    lying = picture(4, 2)
+    exif = lying.getexif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    buffer = io.BytesIO()
+    lying.save(buffer, format="PNG", exif=exif)
+    upright = Image.read(buffer.getvalue())
+    assert upright.size == (2, 4) == upright.open().size
+    assert np.array_equal(np.asarray(upright.open()), np.rot90(np.asarray(lying), -1))
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (b"not an image", "is not an image of a known kind"),
+        (encoded(picture(40, 40))[:300], "is broken"),
+        (encoded(picture(40, 40), "JPEG")[:-400], "is broken"),
+        (17, "is int, but must be a path"),
+        ("nowhere.png", "cannot be read: No such file"),
+        ("https://example.com/a.png", "is a remote address"),
+        ("data:text/plain;base64,aGk=", "is a data URL of the kind"),
+        ("data:image/png;base64,?", "whose base64 is broken"),
+        (encoded(picture(300, 200)), "has 300 x 200 pixels, more than data.max_image_pixels"),
+        (encoded(PIL.Image.new("1", (20_000, 20_000))), "pixels"),
+    ],
+)
+def test_what_is_not_a_usable_image_is_told_in_one_sentence(source: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as caught:
+        Image.read(source, ImageLimits(max_pixels=50_000))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_larger_image_is_made_smaller_where_that_is_asked_for_but_a_bomb_is_refused() -> None:
+    image = Image.read(encoded(picture(300, 200)), ImageLimits(6000, "resize"))
+    assert image.size == (94, 63) == image.open().size
+    with pytest.raises(ValueError, match="pixels"):
+        Image.read(encoded(PIL.Image.new("1", (20_000, 20_000))), ImageLimits(6000, "resize"))
+
+
+def python(code: str, **environ: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environ, timeout=120, check=True
+    )
+    return result.stdout.strip()
+
+
+def test_a_process_of_text_finds_no_torchvision_and_one_of_images_does() -> None:
+    tell = "import sys, importlib.util as u; print(u.find_spec('torchvision') is not None)"
+    hide = "import hotbunk_torchvision as t; t.install();"
+    assert python(hide + tell) == "False"
+    assert python(hide + "t.show();" + tell) == "True"
+    assert python(hide + tell, HOTBUNK_IMAGES="1") == "True"
+    loaded = "import sys; print([name for name in sys.modules if name.partition('.')[0] in ('torch', 'transformers')])"
+    assert python(hide + loaded) == "[]"
