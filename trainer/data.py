@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from sharding.ranks import exchange, is_main
 from trainer.config.model_file import out_of_reach
-from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig
+from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig, VerifiersConfig
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -121,7 +122,9 @@ def load_held_out(dataset: HeldOutConfig, config: DataConfig, tokenizer: "PreTra
 
 
 def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
-    """Rows of a jsonl or parquet file, of a folder of them, of a hub dataset, or of reasoning-gym. Raises UserError."""
+    """Rows of a jsonl or parquet file, of a folder of them, of a hub dataset, of reasoning-gym, or of verifiers, whose
+    settings are then the `subset`. Raises UserError. Collective.
+    """
     import datasets
 
     datasets.disable_progress_bars()
@@ -132,6 +135,8 @@ def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
             from generation.rollouts.environments import reasoning_gym
 
             rows = datasets.Dataset.from_list(reasoning_gym.rows(path))
+        elif path.startswith("verifiers:"):
+            rows = datasets.Dataset.from_list(_tasks(json.loads(subset or "{}")))
         elif not source.is_file():
             cache = Path(datasets.config.HF_DATASETS_CACHE) / path.replace("/", "___")
             if not source.is_dir() and not cache.is_dir() and (reason := out_of_reach()):
@@ -155,6 +160,22 @@ def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
     if len(rows) == 0:
         raise UserError(f"{path} (split {split}) holds no rows")
     return rows
+
+
+def _tasks(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tasks of `rollout.verifiers`, which rank 0 asks for. Raises ValueError on all ranks. Collective."""
+    from generation.rollouts.environments import verifiers
+
+    told: dict[str, Any] = {}
+    if is_main():
+        try:
+            told["rows"] = verifiers.rows(VerifiersConfig.model_validate(settings).model_dump())
+        except ValueError as error:
+            told["error"] = str(error)
+    told = exchange(told)[0]
+    if "error" in told:
+        raise ValueError(told["error"])
+    return list(told["rows"])
 
 
 def _prepare(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptDataset:

@@ -6,7 +6,7 @@ import inspect
 import math
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,6 +26,7 @@ from generation.rollouts.agent import (
 )
 from generation.rollouts.client import CapturingServer, ClientRollout, StartServer
 from generation.rollouts.client_process import ClientCommand, ClientProcesses
+from generation.rollouts.environments import verifiers
 from generation.rollouts.episode import RolloutFunction, custom_rollout, one_shot
 from generation.rollouts.mcp_tools import McpServer, McpTools, list_tools
 from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
@@ -34,7 +35,7 @@ from generation.rollouts.sampler_llm import prompt_batch
 from generation.rollouts.tools import Tool, ToolLimits, ToolRunner, call_parser, make_tool, tools_by_name
 from generation.trajectory import Trajectory, by_episode, checked_reward
 from sharding.ranks import agreed, all_reduce_sum, all_to_all_bytes, exchange, is_main, world_size
-from trainer.config.schema import ClientConfig, RolloutConfig, TrainConfig
+from trainer.config.schema import ClientConfig, ProcessesConfig, RolloutConfig, TrainConfig, VerifiersConfig
 from trainer.data import Prompt, prompt_messages
 from trainer.errors import Interrupted, UserError
 from trainer.learning.answers import Answer, gather_answers
@@ -65,23 +66,8 @@ class RolloutLevel:
             self.function = _checked("rollout.custom", lambda: custom_rollout(load(custom), kwargs))
         elif (sampler := named.sampler) is not None:
             self.function, self.sampler = None, _checked("rollout.sampler", lambda: make_sampler(load(sampler), kwargs))
-        elif named.client is not None:
-
-            async def serve(engine: Any, **settings: Any) -> CapturingServer:
-                """A server that reads tool calls as the recipe says."""
-                assert start_server is not None
-                return await start_server(engine, tool_parser=named.tool_parser, **settings)
-
-            if isinstance(own := named.client, ClientConfig):
-                if shutil.which(own.command[0]) is None:
-                    raise UserError(f"rollout.client.command: there is no program {own.command[0]}")
-                log = config.run.folder / "clients.log"
-                pool = ClientProcesses(ClientCommand(own.command, own.workers, own.env, kwargs, log))
-                self.function = ClientRollout(pool.run, serve, own.timeout_s, pool.aclose)
-            else:
-                found = _checked("rollout.client", functools.partial(load, own))
-                client, seconds = functools.partial(found, **kwargs) if kwargs else found, config.run.step_deadline_s
-                self.function = _checked("rollout.client", lambda: ClientRollout(client, serve, seconds))
+        elif named.client is not None or named.verifiers is not None:
+            self.function = _client_function(config, start_server)
         elif named.tools or named.mcp or named.environment is not None:
             self._mcp = _mcp_tools(config)
             self.function, schemas = _agent_function(named, tokenizer, self._mcp.tools)
@@ -103,6 +89,33 @@ class RolloutLevel:
         if not self._templated or self.function is one_shot:
             return None
         return [prompt_messages(prompt.row, self.data) for prompt in prompts]
+
+
+def _client_function(config: TrainConfig, start_server: StartServer | None) -> ClientRollout:
+    """Level 6: a client on a thread of the leader, or in processes of another Python."""
+    named, log = config.rollout, config.run.folder / "clients.log"
+
+    async def serve(engine: Any, **settings: Any) -> CapturingServer:
+        """A server that reads tool calls as the recipe says."""
+        assert start_server is not None
+        return await start_server(engine, tool_parser=named.tool_parser, **settings)
+
+    if not isinstance(own := named.verifiers or named.client, ProcessesConfig):
+        found = _checked("rollout.client", lambda: load(str(own)))
+        client, seconds = (
+            functools.partial(found, **named.kwargs) if named.kwargs else found,
+            config.run.step_deadline_s,
+        )
+        return _checked("rollout.client", lambda: ClientRollout(client, serve, seconds))
+    if isinstance(own, VerifiersConfig):
+        key, command = "rollout.verifiers.python", verifiers.command(own.model_dump(), log)
+    else:
+        assert isinstance(own, ClientConfig)
+        key, command = "rollout.client.command", ClientCommand(own.command, own.workers, own.env, named.kwargs, log)
+    if shutil.which(command.command[0]) is None:
+        raise UserError(f"{key}: there is no program {command.command[0]}")
+    pool = ClientProcesses(command)
+    return ClientRollout(pool.run, serve, own.timeout_s, pool.aclose)
 
 
 def _mcp_tools(config: TrainConfig) -> McpTools:
@@ -133,17 +146,28 @@ def _agent_function(
 
     inline = named.tool_parser == "inline"  # such calls are found otherwise
     parser = "hermes" if inline else named.tool_parser
-    limits = ToolLimits(named.tool_timeout_s, named.max_concurrency, named.max_tool_tokens, named.tool_error)
+    limits = ToolLimits(
+        named.tool_timeout_s, named.max_concurrency, named.max_tool_tokens, named.tool_error, named.tool_rates
+    )
     tools = _checked("rollout.tools", lambda: tools_by_name([*(make_tool(function(s)) for s in named.tools), *others]))
     parse = _checked("rollout.tool_parser", lambda: call_parser(parser, tokenizer))
     agent = Agent(ToolRunner(limits, tokenizer), parse, named.max_turns, tools, named.describe_tools)
     schemas = [tool.schema for tool in tools.values()]
     if named.environment is None:
+        _check_rates(named, tools)
         return inline_rollout(agent) if inline else tool_rollout(agent), schemas
     found = _checked("rollout.environment", functools.partial(load, named.environment))
     cls = _checked("rollout.environment", lambda: environment_class(found, named.kwargs))
-    schemas += [t.schema for t in _checked("rollout.environment", lambda: environment_tools(cls)).values()]
+    methods = _checked("rollout.environment", lambda: environment_tools(cls))
+    _check_rates(named, [*tools, *methods])
+    schemas += [tool.schema for tool in methods.values()]
     return _checked("rollout.environment", lambda: environment_rollout(cls, named.kwargs, agent, found)), schemas
+
+
+def _check_rates(named: RolloutConfig, tools: Iterable[str]) -> None:
+    if unknown := sorted({*named.tool_rates} - {*tools}):
+        there = ", ".join(tools) or "none"
+        raise UserError(f"rollout.tool_rates: there is no tool {unknown[0]!r}; there is {there}")
 
 
 def _checked(key: str, make: Callable[[], T]) -> T:

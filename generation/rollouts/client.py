@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.engine.slices import Turnstile
@@ -161,23 +161,3 @@ class ClientRollout:
                 await asyncio.wrap_future(thread.submit(self._end_client()))
             await asyncio.to_thread(thread.close)
             await server.stop()
-
-
-def verifiers_client(environment: Any) -> Client:
-    """A client that runs environments of the verifiers library, or anything that has their `rollout`.
-
-    That is `await environment.rollout(row, client, model, sampling_args)`, which gives a state. The reward is the
-    state's; where the library leaves it to the rubric, `environment.rubric.score_rollout(state)` is asked for it.
-    """
-
-    async def client(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float | None:
-        """Run one row's episode; returns the state's reward, or None."""
-        from openai import AsyncOpenAI
-
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as openai:
-            state = await environment.rollout(row, openai, model, {})
-            if state.get("reward") is None and getattr(environment, "rubric", None) is not None:
-                await environment.rubric.score_rollout(state)
-        return cast("float | None", state.get("reward"))
-
-    return client

@@ -6,8 +6,8 @@ The command is started with a clean environment and a socket, whose number is in
     {"id": "…", "row": {…}, "base_url": "…", "api_key": "…", "model": "policy", "kwargs": {…}}
     {"id": "…", "reward": 1.0 or {"name": 1.0, …} or null, "metrics": {"name": 1.0, …}}   or {"id": "…", "error": "…"}
 
-`scripts/examples/hotbunk_client.py` does that for a function. A process has one episode at a time. Whatever it does
-instead of answering, it is killed with all that it has started, and the next episode gets a fresh one.
+`generation/rollouts/elsewhere/hotbunk_client.py` does that for a function. A process has one episode at a time.
+Whatever it does instead of answering, it is killed with all that it has started, and the next episode gets a fresh one.
 """
 
 import asyncio
@@ -23,6 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+import psutil
 
 from generation.rollouts.client import Scored
 
@@ -212,10 +214,17 @@ class _Process:
                         file.write(part[: max(0, LONGEST_LOG - file.tell())])
 
     def kill(self) -> None:
-        """End it and all that it has started, whatever they do."""
+        """End it and all that it has started, whatever they do, in sessions of their own, too."""
         if self._process.returncode is None:
+            below: list[psutil.Process] = []
+            with suppress(ProcessLookupError, psutil.Error):
+                os.killpg(self._process.pid, signal.SIGSTOP)  # so that it starts no more
+                below = psutil.Process(self._process.pid).children(recursive=True)
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            for process in below:
+                with suppress(psutil.Error):
+                    process.kill()
             self._process.wait()
         if self._streams is None:
             self._ours.close()

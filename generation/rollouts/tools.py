@@ -221,12 +221,14 @@ class ToolLimits:
         max_concurrency: calls that run at the same time, over all trajectories of an engine.
         max_tokens: tokens of a reply; longer ones are cut.
         error_format: how an error reads; `{error}` stands for its message.
+        rates: calls of a tool that may begin in a second, by its name, evenly apart; waiting for one does not count.
     """
 
     timeout_s: float = 30.0
     max_concurrency: int = 64
     max_tokens: int = 1024
     error_format: str = "Error: {error}"
+    rates: Mapping[str, float] = field(default_factory=dict)
 
 
 class ToolRunner:
@@ -235,11 +237,20 @@ class ToolRunner:
     def __init__(self, limits: ToolLimits, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.limits, self._tokenizer = limits, tokenizer
         self._places = asyncio.Semaphore(limits.max_concurrency)
+        self._next: dict[str, float] = {}  # the loop's time from which on a tool with a rate may be called
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Call user code when there is a place for it. Raises TimeoutError, or what the code raised."""
         async with self._places:
             return await call_user(function, self.limits.timeout_s)
+
+    async def _rated(self, name: str) -> None:
+        """Wait until a tool's rate has room for one more call."""
+        if (rate := self.limits.rates.get(name)) is not None:
+            now = asyncio.get_running_loop().time()
+            at = max(now, self._next.get(name, now))
+            self._next[name] = at + 1 / rate
+            await asyncio.sleep(at - now)
 
     async def run(
         self, tools: Mapping[str, Tool], calls: list[ToolCall], metrics: dict[str, float], *, in_order: bool = False
@@ -267,6 +278,7 @@ class ToolRunner:
             if (tool := tools.get(call.name)) is None:
                 raise ToolError("unknown", f"Unknown function {call.name}")
             function = functools.partial(tool.function, **tool.arguments(call))
+            await self._rated(call.name)
             try:
                 result = await self.call(function)
                 return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

@@ -3,9 +3,6 @@
 Each asks twice, with a tool and in one conversation, and leaves every setting of its framework as it is.
 """
 
-import os
-from importlib.metadata import version
-
 from hotbunk_client import serve
 
 QUESTIONS = ("What is 2+3?", "Are you sure?")
@@ -108,25 +105,22 @@ def smolagents(base_url, api_key, model):
 
 
 FRAMEWORKS = {
-    "openai": (openai_chat, "openai"),
-    "openai Responses": (openai_responses, "openai"),
-    "anthropic": (anthropic_messages, "anthropic"),
-    "openai-agents": (openai_agents, "openai-agents"),
-    "pydantic-ai": (pydantic_ai, "pydantic-ai-slim"),
-    "langgraph": (langgraph, "langgraph"),
-    "litellm": (litellm, "litellm"),
-    "smolagents": (smolagents, "smolagents"),
+    "openai-chat": openai_chat,
+    "openai-Responses": openai_responses,
+    "anthropic": anthropic_messages,
+    "openai-agents": openai_agents,
+    "pydantic-ai": pydantic_ai,
+    "langgraph": langgraph,
+    "litellm": litellm,
+    "smolagents": smolagents,
 }
 
 
 async def agent(base_url, api_key, model, row):
-    """One episode of the framework that the row names; a reward that tells the answers of a group apart."""
-    function, package = FRAMEWORKS[row["framework"]]
-    print(f"{row['framework']} {version(package)}", flush=True)
-    result = function(base_url, api_key, model)
+    """One episode of the framework that the row names."""
+    result = FRAMEWORKS[row["framework"]](base_url, api_key, model)
     if result is not None:
         await result
-    return 1.0 if os.urandom(1)[0] % 2 else 0.0
 
 
 if __name__ == "__main__":

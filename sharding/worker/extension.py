@@ -200,11 +200,15 @@ class VllmInternalWorkerExtension:
         """Leave the group, if this worker is in one."""
         return self._hotbunk_try(self._hotbunk_leave)
 
-    def load_weights_from_storage(self, path: str, timeout_s: float = 300.0, verify: bool = True) -> Outcome:
-        """Load the latest complete update that a `StorageWriter` has written to the folder `path`.
+    def load_weights_from_storage(
+        self, path: str, num_threads: int = 1, timeout_s: float = 300.0, verify: bool = True
+    ) -> Outcome:
+        """Load the latest complete update that a `StorageWriter` has written to the folder `path`, reading so many
+        buckets of it at a time.
         `verify`: read it again and compare, where weights are kept as they are sent; digests are always checked.
         """
-        return self._hotbunk_receive(StorageCarrier(path, self.device, timeout_s, verify))  # type: ignore[attr-defined]
+        device: torch.device = self.device  # type: ignore[attr-defined]
+        return self._hotbunk_receive(StorageCarrier(path, device, timeout_s, verify, num_threads))
 
     def hotbunk_model_metadata(self) -> Outcome:
         """`weights`: checkpoint name -> [shape, dtype] of everything an update must bring.

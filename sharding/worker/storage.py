@@ -15,7 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,38 +65,49 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class StorageBuckets:
-    """Buckets in a file, each read from when it is announced, while the one before is loaded. See `Buckets`."""
+    """Buckets in a file, `threads` of them read at a time, from when they are announced, while one is loaded. See
+    `Buckets`.
+    """
 
     ahead = True
     opened = closed = 0
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, threads: int = 1) -> None:
         self._device: torch.device = worker.device
-        self._disk = ThreadPoolExecutor(1, "weights-from-disk")
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS
+        self._disk = ThreadPoolExecutor(threads, "weights-from-disk")
+        self.held = BUFFERS - 1 + threads  # buckets: those that are read, and the one that is loaded
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * self.held
         self._reading: deque[Future[torch.Tensor]] = deque()
         self._expected = 0
 
     def expect(self, message: dict[str, Any]) -> None:
-        at, self._expected = self._expected % BUFFERS, self._expected + 1
+        at, self._expected = self._expected % self.held, self._expected + 1
         if self._buffers[at].nbytes < message["nbytes"]:
             self._buffers[at] = torch.empty(message["nbytes"], dtype=torch.uint8)
         self._reading.append(self._disk.submit(_read, message, self._buffers[at][: message["nbytes"]]))
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
         try:
-            return self._reading.popleft().result(message["timeout_s"]).to(self._device)
+            read = self._reading[0].result(message["timeout_s"]).to(self._device)
         except TimeoutError:
             raise TimeoutError(f"bucket {message['number']} was not read within {message['timeout_s']:.0f} s") from None
+        self._reading.popleft()
+        return read
 
     def close(self, reason: str | None = None) -> None:
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * self.held
         self._reading.clear()
 
     def end(self, fd: int) -> None:
         """Close a file behind everything that is still being read; nothing can be read any more."""
+        waited_for = [*self._reading]
+
+        def close() -> None:
+            wait(waited_for)
+            os.close(fd)
+
         if fd >= 0:
-            self._disk.submit(os.close, fd)
+            self._disk.submit(close)
         self._disk.shutdown(wait=False)
 
 
@@ -117,10 +128,12 @@ def _read(message: dict[str, Any], memory: torch.Tensor) -> torch.Tensor:
 class StorageCarrier:
     """The current slot of a folder as a sequence of messages that nobody sends. See `Carrier`."""
 
-    def __init__(self, folder: str, device: torch.device, timeout: float, verify: bool) -> None:
-        """`verify` reads everything a second time, for comparison, where weights can be compared."""
+    def __init__(self, folder: str, device: torch.device, timeout: float, verify: bool, threads: int = 1) -> None:
+        """`verify` reads everything a second time, for comparison, where weights can be compared; so many `threads`
+        read at a time.
+        """
         self._folder, self._timeout, self._verify = Path(folder), timeout, verify
-        self._buckets = StorageBuckets(SimpleNamespace(device=device))
+        self._buckets = StorageBuckets(SimpleNamespace(device=device), threads)
         self._fd = -1
         self._manifest: dict[str, Any] = {}
         self._plain = False
@@ -155,11 +168,11 @@ class StorageCarrier:
                     os.close(fd)
 
     def _announced(self, kind: str) -> Generator[dict[str, Any], None, None]:
-        """Each bucket's message; the next bucket is read from then on."""
+        """Each bucket's message; the next buckets are read from then on."""
         common = {"kind": kind, "path": str(self._folder / self._manifest["slot"]), "timeout_s": self._timeout}
         messages = [{**bucket, **common, "number": at} for at, bucket in enumerate(self._manifest["buckets"])]
         for at, message in enumerate(messages):
-            for ahead in messages[at : at + BUFFERS] if at == 0 else messages[at + 1 : at + BUFFERS]:
+            for ahead in messages[0 : self._buckets.held] if at == 0 else messages[at - 1 + self._buckets.held :][:1]:
                 self._buckets.expect(ahead)
             yield message
 

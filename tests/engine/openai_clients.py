@@ -174,30 +174,6 @@ async def no_number(base_url: str, api_key: str, model: str, row: dict[str, Any]
     return "good"
 
 
-class FakeEnvironment:
-    """What an environment of the verifiers library looks like from outside."""
-
-    rubric: Any = None
-
-    async def rollout(
-        self, input: dict[str, Any], client: Any, model: str, sampling_args: Any = None
-    ) -> dict[str, Any]:
-        answer = await client.chat.completions.create(model=model, messages=input["prompt"], **sampling_args)
-        return {"completion": [answer.choices[0].message], "reward": 0.25}
-
-
-class ScoredEnvironment(FakeEnvironment):
-    """One that leaves the reward to its rubric."""
-
-    class rubric:
-        @staticmethod
-        async def score_rollout(state: dict[str, Any]) -> None:
-            state["reward"] = 0.25
-
-    async def rollout(self, *args: Any) -> dict[str, Any]:
-        return (await super().rollout(*args)) | {"reward": None}
-
-
 def send_all(
     server: OpenAIServer, requests: list[Request], headers: dict[str, str]
 ) -> list[tuple[Request, httpx.Response]]:

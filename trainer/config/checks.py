@@ -103,7 +103,8 @@ def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
     named = [("data.path", config.data.path), ("data.eval_path", config.data.eval_path)]
     named += [(f"eval.datasets.{name}.path", dataset.path) for name, dataset in config.eval.datasets.items()]
     for key, path in named:
-        if path is None or os.path.exists(path) or path.startswith("reasoning_gym:"):
+        made = ("reasoning_gym:", *(["verifiers:"] if config.rollout.verifiers else []))
+        if path is None or os.path.exists(path) or path.startswith(made):
             continue
         if Path(path).suffix in (".jsonl", ".json", ".parquet") or not HUB_NAME.fullmatch(path):  # it looks local
             yield f"{key}: there is no file or folder {path}"
@@ -279,6 +280,10 @@ def _check_rollout(config: TrainConfig) -> Iterator[str]:
             yield f"rollout.mcp.{name} needs a command to start, or the url of a server that runs: set one of the two"
     if rollout.kwargs and not named:
         yield "rollout.kwargs is set, but nothing takes them: they are for environment, custom, sampler or client"
+    if rollout.kwargs and rollout.verifiers is not None:
+        yield "rollout.kwargs is set, but an environment of verifiers takes rollout.verifiers.args: write them there"
+    if rollout.verifiers is not None and not config.data.path.startswith("verifiers:"):
+        yield "data.path is set, but the tasks of rollout.verifiers are the prompts: leave data.path out"
     if rollout.tool_parser == "inline" and named:
         yield f"rollout.tool_parser is inline, which goes with rollout.tools only: rollout.{named[0]} takes messages"
     if "{error}" not in rollout.tool_error:

@@ -76,10 +76,21 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
     policy = values.get("policy")
     if isinstance(policy, dict) and isinstance(file := policy.get("accelerate_config"), str | int | float):
         values["policy"] = policy_keys(Path(str(file))) | policy
+    _name_tasks(values)
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
         raise UserError(*sentences(error, values)) from error
+
+
+def _name_tasks(values: Any) -> None:
+    """The tasks of rollout.verifiers are the data, unless the recipe names others, which is refused later."""
+    rollout = values.get("rollout")
+    own = rollout.get("verifiers") if isinstance(rollout, dict) else None
+    if not isinstance(own, dict) or not isinstance(data := values.setdefault("data", {}), dict):
+        return
+    if str(data.get("path", "verifiers:")).startswith("verifiers:"):  # which a run's config.yaml has
+        data |= {"path": f"verifiers:{own.get('environment')}", "subset": json.dumps(own, default=str)}
 
 
 def _values(recipe: Path, overrides: list[str]) -> Any:

@@ -337,13 +337,27 @@ class RewardConfig(Section):
         )
 
 
-class ClientConfig(Section):
+class ProcessesConfig(Section):
+    """Episodes in processes of a Python of their own."""
+
+    workers: Processes = key(8, "processes, and so episodes at the same time, on each rank that leads an engine")
+    env: dict[str, str] = key({}, "environment variables of the processes")
+    timeout_s: CallSeconds = key(600, "longest an episode may take before its process is killed")
+
+
+class ClientConfig(ProcessesConfig):
     """An agent in a Python of its own, which is started with PATH, HOME, LANG and `env`; see docs/rollouts.md."""
 
     command: list[Text] = Field(min_length=1, description="program and arguments, such as [venv/bin/python, agent.py]")
-    workers: Processes = key(8, "processes, and so episodes at the same time, on each rank that leads an engine")
-    env: dict[str, str] = key({}, "environment variables of the command")
-    timeout_s: CallSeconds = key(600, "longest an episode may take before its process is killed")
+
+
+class VerifiersConfig(ProcessesConfig):
+    """An environment of the verifiers library (0.4), in the Python that has both; its tasks are the prompts."""
+
+    environment: Text = key(..., "the taskset's id")
+    args: dict[str, Any] = key({}, "verifiers' own settings of it, as below [env] in its recipes")
+    python: Text = key(..., "the Python that verifiers and the environment are installed in, such as venv/bin/python")
+    tasks: Count = key(10_000, "so many of the tasks are used, from the first on")
 
 
 class McpServerConfig(Section):
@@ -374,13 +388,17 @@ class RolloutConfig(Section):
     client: Text | ClientConfig | None = key(
         None, "async def (base_url, api_key, model, row) with any OpenAI client, or a command; returns a reward"
     )
-    kwargs: dict[str, Any] = key({}, "keyword arguments of whichever of these four is named")
+    verifiers: VerifiersConfig | None = key(
+        None, "an environment of the verifiers library, whose tasks are the prompts"
+    )
+    kwargs: dict[str, Any] = key({}, "keyword arguments of the environment, custom, sampler or client")
     max_turns: Held = key(8, "answers in an episode; sampling.max_tokens is for each of them")
     tool_parser: Text = key(
         "hermes", "how calls are written: hermes, inline (<function> name(1, 2) </function>), or one of vLLM's"
     )
     describe_tools: bool = key(True, "give schemas to the chat template; false: the prompts describe the tools")
     tool_timeout_s: CallSeconds = key(30, "longest a call may take; then its reply is an error")
+    tool_rates: dict[str, Positive] = key({}, "calls a second that a tool, by its name, gets from each engine's leader")
     max_concurrency: Held = key(64, "calls that run at the same time, on each engine's leader")
     max_tool_tokens: Count = key(1024, "tokens of a reply; what is longer is cut")
     tool_error: str = key("Error: {error}", "how a failed call reads to the policy")
@@ -406,7 +424,9 @@ class RolloutConfig(Section):
     @property
     def code(self) -> list[str]:
         """The keys that are set of those that name one's own rollout; such code may give rewards itself."""
-        return [key for key in ("environment", "custom", "sampler", "client") if getattr(self, key) is not None]
+        return [
+            key for key in ("environment", "custom", "sampler", "client", "verifiers") if getattr(self, key) is not None
+        ]
 
 
 class CheckpointConfig(Section):

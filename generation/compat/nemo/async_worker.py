@@ -167,10 +167,12 @@ class VllmAsyncGenerationWorker(Engine):
         return bool(await self.receive("update_weights_from_collective", timeout_s, version=version))
 
     async def load_weights_from_storage_async(
-        self, path: str, timeout_s: float = 300.0, version: int | None = None
+        self, path: str, timeout_s: float = 300.0, version: int | None = None, num_threads: int = 1
     ) -> bool:
-        """Load the latest complete update in a folder (`sharding.storage`); otherwise as the update by IPC."""
-        return bool(await self.receive("load_weights_from_storage", path, timeout_s, version=version))
+        """Load the latest complete update in a folder (`sharding.apart.storage`), of which each worker reads
+        `num_threads` buckets at a time; otherwise as the update by IPC.
+        """
+        return bool(await self.receive("load_weights_from_storage", path, num_threads, timeout_s, version=version))
 
     async def shutdown(self) -> bool:
         """Stop the server, if there is one, and the engine's processes. Returns True: a failure raises."""

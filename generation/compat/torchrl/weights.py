@@ -177,11 +177,14 @@ class WeightUpdates:
             self._sender.close()
         self._sender = self._source = None
 
-    def load_weights_from_storage(self, path: Path | str) -> int:
+    def load_weights_from_storage(self, path: Path | str, num_threads: int = 1) -> int:
         """Let all engines load the latest complete update in a folder of a `sharding.StorageWriter`; gives its version.
-        RuntimeError names the engine and the weight; that engine refuses to generate until an update succeeds.
+        Each worker reads `num_threads` buckets at a time, and has memory for one more. RuntimeError names the engine
+        and the weight; that engine refuses to generate until an update succeeds.
         """
-        calls = self._updates("load_weights_from_storage", str(path))
+        if num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}, but must be at least 1")
+        calls = self._updates("load_weights_from_storage", str(path), num_threads)
         versions = results_of(calls, 2 * UPDATE_SECONDS, "loading weights")
         if len(set(versions)) > 1:  # the trainer wrote meanwhile
             raise RuntimeError(f"engines loaded versions {sorted(set(versions))}, since the folder changed: load again")

@@ -24,8 +24,9 @@ from transformers import AutoTokenizer
 
 from generation.engine.engine import Leader
 from generation.exact_ids import ChatHistory, Generation
-from generation.rollouts.client import LostKey, verifiers_client
+from generation.rollouts.client import LostKey
 from generation.rollouts.client_process import ClientCommand
+from generation.rollouts.environments import verifiers
 from generation.rollouts.user_code import UserCodeError
 from generation.server import OpenAIServer, ServerSettings, TooManyConversations
 from generation.server.dialects import add_event, as_chat, said_in
@@ -42,8 +43,6 @@ from tests.engine.openai_clients import (
     SAMPLING,
     STRICT,
     TOOL,
-    FakeEnvironment,
-    ScoredEnvironment,
     ask_once,
     ask_twice,
     carried,
@@ -304,7 +303,7 @@ serve(agent)
 
 def test_level_6_an_agent_may_have_a_python_of_its_own(leader: Leader, tiny_qwen2: Path, tmp_path: Path) -> None:
     """One that knows the standard library only; what it does not answer costs its episode and leaves no process."""
-    shutil.copy(ROOT / "scripts" / "examples" / "hotbunk_client.py", tmp_path)
+    shutil.copy(ROOT / "generation" / "rollouts" / "elsewhere" / "hotbunk_client.py", tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)
     command = ClientCommand([sys.executable, "-I", "-c", f"import sys; sys.path[:0] = ['{tmp_path}']; import agent"])
     (done,) = episode(leader, tiny_qwen2, command, kind="0.25")
@@ -622,12 +621,23 @@ def test_level_6_a_clients_failure_is_its_own(leader: Leader, tiny_qwen2: Path) 
             episode(leader, tiny_qwen2, run, timeout_s=0.3 if run is sleeps else 60)
 
 
-@pytest.mark.parametrize("environment", [FakeEnvironment(), ScoredEnvironment()])
+SUMS = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+
+
 @pytest.mark.covers("V29")
-def test_an_environment_of_another_library(leader: Leader, tiny_qwen2: Path, environment: Any) -> None:
-    """Rewards come from the state, or from the rubric."""
-    (t,) = episode(leader, tiny_qwen2, verifiers_client(environment))
-    assert (t.turns, t.reward) == (1, 0.25)
+def test_level_6_plays_an_environment_of_verifiers_in_its_own_python(leader: Leader, tiny_qwen2: Path) -> None:
+    """The real package, in the environment that scripts/try_ecosystem.sh makes: its tasks, rewards and metrics."""
+    python = ROOT / "runs" / "ecosystem" / "verifiers" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"verifiers is not installed in {python}: run scripts/try_ecosystem.sh")
+    env = {"PYTHONPATH": str(ROOT / "scripts" / "ecosystem")}
+    args = {"taskset": {"size": 3}, "agent": SUMS}
+    settings = {"environment": "hotbunk_sums", "args": args, "python": str(python), "workers": 1, "env": env}
+    rows = verifiers.rows(settings | {"tasks": 100})
+    assert [(row["prompt"], row["answer"]) for row in rows] == [(f"What is {n}+3?", str(n + 3)) for n in range(3)]
+    (done,) = episode(leader, tiny_qwen2, verifiers.command(settings), 300.0, **rows[1])
+    assert set(done.reward_parts) == {"right", "even"} and done.reward == sum(done.reward_parts.values())
+    assert done.metrics["client/length"] == len(done.text or "") or done.finish_reason != "stop"
 
 
 def statuses(base_url: str, headers: list[dict[str, str]], path: str = "/completions") -> list[int]:

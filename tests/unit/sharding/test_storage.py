@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from sharding.send.ways import BucketPlan
 from sharding.wire.channel import SyncError
 from sharding.wire.group import GroupError, GroupStore, StoreChannel, connect_store, listen
 from sharding.wire.manifest import Piece, SourceParameter, check_manifest, checkpoint_manifest, differences, manifest_of
+from sharding.worker import storage
 from sharding.worker.storage import MANIFEST, StorageCarrier
 
 CPU = torch.device("cpu")
@@ -37,9 +39,11 @@ def writer(folder: Path, tensors: dict[str, torch.Tensor], timeout: float = 30.0
     return StorageWriter(folder, FsdpWeightSource(list(tensors.items()), torch.float32), CPU, 4096, timeout)
 
 
-def read(folder: Path, between: Callable[[int], None] = lambda number: None) -> tuple[int, dict[str, torch.Tensor]]:
+def read(
+    folder: Path, between: Callable[[int], None] = lambda number: None, threads: int = 1
+) -> tuple[int, dict[str, torch.Tensor]]:
     """What a worker would load; `between` is called before each bucket."""
-    carrier = StorageCarrier(str(folder), CPU, 5.0, verify=False)
+    carrier = StorageCarrier(str(folder), CPU, 5.0, verify=False, threads=threads)
     found: dict[str, torch.Tensor] = {}
     version = -1
     try:
@@ -72,6 +76,34 @@ def test_what_is_read_is_what_was_written_every_tensor_of_it(tmp_path: Path) -> 
         assert found_version == version
         assert_equal(found, weights(version))
     assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST, "slot-0", "slot-1"]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.covers("T07")
+def test_as_many_buckets_are_read_at_a_time_as_threads_are_asked_for(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many reads are under way when none of them ends, and in the end every tensor is what was written."""
+    tensors = {f"weight {n}": torch.full((512,), float(n)) for n in range(12)}  # in six buckets
+    writer(tmp_path, tensors).write(3)
+    plain, at_once, most, changed = storage._read, 0, 0, threading.Condition()
+
+    def reading(*arguments: Any) -> Any:
+        nonlocal at_once, most
+        with changed:
+            at_once, most = at_once + 1, max(most, at_once + 1)
+            changed.notify_all()
+            changed.wait_for(lambda: most >= min(threads, 6), 10)
+        try:
+            return plain(*arguments)
+        finally:
+            with changed:
+                at_once -= 1
+
+    monkeypatch.setattr(storage, "_read", reading)
+    version, found = read(tmp_path, threads=threads)
+    assert (version, most) == (3, min(threads, 6))
+    assert_equal(found, tensors)
 
 
 @pytest.mark.covers("D16")

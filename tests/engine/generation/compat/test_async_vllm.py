@@ -337,7 +337,7 @@ def test_weights_are_read_from_a_folder(service: AsyncVLLM, model: Path, tmp_pat
     with pytest.raises(RuntimeError, match="worker 0 on cpu:0"):
         service.load_weights_from_storage(tmp_path / "nothing")
     folder = StorageWriter(tmp_path / "weights", source).write(70)
-    assert service.load_weights_from_storage(folder) == 70 == service.weight_version
+    assert service.load_weights_from_storage(folder, num_threads=2) == 70 == service.weight_version
     output = service.generate([1, 2, 3], SamplingParams(max_tokens=4, logprobs=0))
     assert gap(policy, output) < 1e-4
 

@@ -26,8 +26,9 @@ async def agent(base_url, api_key, model, row, **kwargs):
     kind, connection = row["kind"], os.environ["HOTBUNK_MESSAGES"]
     if kind == "hangs":
         time.sleep(600)
-    if kind in ("starts another", "leaves another"):
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", row["mark"]])
+    if kind in ("starts another", "leaves another", "starts a session"):
+        sleeper = [sys.executable, "-c", "import time; time.sleep(600)", row["mark"]]
+        subprocess.Popen(sleeper, start_new_session=kind == "starts a session")
         if kind == "leaves another":
             os._exit(7)
         time.sleep(600)
@@ -61,7 +62,7 @@ serve(agent)
 
 @pytest.fixture
 def settings(tmp_path: Path) -> ClientCommand:
-    shutil.copy(ROOT / "scripts" / "examples" / "hotbunk_client.py", tmp_path)
+    shutil.copy(ROOT / "generation" / "rollouts" / "elsewhere" / "hotbunk_client.py", tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)
     command = [sys.executable, str(tmp_path / "agent.py")]
     return ClientCommand(command, 1, {"MINE": "1"}, {"looks": 2}, tmp_path / "clients.log")
@@ -140,6 +141,7 @@ def test_as_many_episodes_run_at_once_as_there_are_workers(settings: ClientComma
         ("raises", "the client says: ZeroDivisionError: mine"),
         ("hangs", ""),
         ("starts another", ""),
+        ("starts a session", ""),
     ],
 )
 def test_a_hostile_client_costs_its_episode_only(

@@ -2,8 +2,10 @@
 
 import asyncio
 import functools
+import itertools
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any, Literal
@@ -213,6 +215,28 @@ def test_calls_run_together_within_the_bound_and_none_waits_for_a_slow_one() -> 
     assert texts == [str(i) for i in range(32)] and most[0] == 4
     texts, counted = replies([calls[-1], ToolCall("later", {"x": 5})], endless, later, timeout_s=0.2)
     assert texts[1] == "6" and counted["tools/errors/timeout"] == 1
+
+
+@pytest.mark.covers("V13")
+def test_a_tool_with_a_rate_is_called_so_often_and_no_other_waits_for_it() -> None:
+    """Calls begin at least so far apart, in their order, though there is room for all; waiting is not a call's time."""
+    begun: list[tuple[str, float]] = []
+
+    async def scarce(x: int) -> int:
+        begun.append((f"scarce {x}", time.monotonic()))
+        return x
+
+    async def plenty(x: int) -> int:
+        begun.append((f"plenty {x}", time.monotonic()))
+        return x
+
+    calls = [ToolCall(name, {"x": i}) for i in range(4) for name in ("scarce", "plenty")]
+    texts, counted = replies(calls, scarce, plenty, rates={"scarce": 20.0}, timeout_s=0.1)
+    assert texts == [str(i) for i in range(4) for _ in range(2)] and "tools/errors" not in counted
+    limited = [at for name, at in begun if name.startswith("scarce")]
+    assert [name for name, _ in begun if name.startswith("scarce")] == [f"scarce {i}" for i in range(4)]
+    assert all(later - before > 0.045 for before, later in itertools.pairwise(limited))
+    assert {name for name, _ in begun[:5]} == {"scarce 0", *(f"plenty {i}" for i in range(4))}
 
 
 def test_calls_as_hermes_writes_them() -> None:

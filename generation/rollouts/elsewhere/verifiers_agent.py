@@ -1,0 +1,80 @@
+"""Tasks and episodes of verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifiers), in the Python that has it.
+
+`rollout.verifiers` starts this file. `args` are what verifiers' own recipes have in `[env]`, but for the taskset's id.
+A row is a task as its own environment server would get it: its data as JSON (verifiers/v1/serve/types.py, RunRequest).
+"""
+
+import os
+import sys
+from contextlib import AsyncExitStack
+from itertools import islice
+
+from hotbunk_client import serve
+
+KEY = "HOTBUNK_API_KEY"  # verifiers hands no variable on to tools that has API_KEY in its name
+TOGETHER = 64  # episodes after which its servers are renewed: it keeps an HTTP client for every address
+
+
+class Environment:
+    """A taskset and the agent that plays it. Episodes come one after the other."""
+
+    def __init__(self, name, args):
+        os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # where uv is
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+        taskset = {"id": name} | args.get("taskset", {})
+        self.env = load_environment(resolve_env_config(args | {"taskset": taskset}))
+        self.tasks = iter(self.env.taskset)
+        self.episodes, self.serving = 0, AsyncExitStack()
+
+    def rows(self, count):
+        """The next rows, at most so many; none at the end. Raises ValueError for a task that JSON cannot hold."""
+        rows = []
+        for data in (task.data for task in islice(self.tasks, count)):
+            written = data.model_dump_json()
+            if type(data).model_validate_json(written) != data:
+                raise ValueError(f"task {data.idx} is not the same after it was written as JSON and read again")
+            prompt = data.prompt_text or data.name or f"task {data.idx}"
+            answer = getattr(data, "answer", None)
+            rows.append({"prompt": prompt, "answer": None if answer is None else str(answer), "task": written})
+        return rows
+
+    async def episode(self, task, base_url, model):
+        """One episode. Returns rewards and metrics by name; raises RuntimeError where verifiers counts it as failed."""
+        from verifiers.v1.clients import ModelContext
+        from verifiers.v1.configs.client import EvalClientConfig
+
+        if self.episodes % TOGETHER == 0:
+            await self.serving.aclose()
+            await self.serving.enter_async_context(self.env.serving())
+        self.episodes += 1
+        kind = type(self.env.taskset).task_type()
+        task = kind(kind.data_type().model_validate_json(task), self.env.config.taskset.task)
+        client = EvalClientConfig(base_url=base_url, api_key_var=KEY)
+        (slot,) = self.env.slots(task)
+        episode = await self.env.run_slot(slot, ModelContext(model=model, client=client))
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if not episode.ok:
+            raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode is not ok")
+        if len(episode.traces) != 1:
+            raise RuntimeError(f"the episode has {len(episode.traces)} agents, but only one can be trained")
+        (trace,) = episode.traces
+        rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+        return rewards or None, {name: value for name, value in trace.metrics.items() if value is not None}
+
+
+LOADED = {}
+
+
+async def agent(base_url, api_key, model, row, environment, args):
+    """An episode of the row's task; asked for the next tasks, these."""
+    if not LOADED:
+        LOADED["environment"] = Environment(environment, args)
+    if "next" in row:
+        return LOADED["environment"].rows(row["next"])
+    os.environ[KEY] = api_key
+    return await LOADED["environment"].episode(row["task"], base_url, model)
+
+
+if __name__ == "__main__":
+    serve(agent)

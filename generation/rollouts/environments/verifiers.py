@@ -1,0 +1,50 @@
+"""verifiers (https://github.com/PrimeIntellect-ai/verifiers) in a Python of its own: its tasks are the prompts.
+
+rollout: {verifiers: {environment: gsm8k, python: /home/me/agents/bin/python}}
+"""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from generation.rollouts import elsewhere
+from generation.rollouts.client_process import ClientCommand, ClientError, ClientProcesses
+
+PREFIX = "verifiers:"
+_TOGETHER = 100  # tasks in a line between the processes, which may have 16 MiB
+_LIST_SECONDS = 900.0  # for all of them; some are downloaded first
+
+
+def command(settings: Mapping[str, Any], log: Path | None = None) -> ClientCommand:
+    """How episodes are started; `settings` are the keys of `rollout.verifiers`."""
+    program = Path(elsewhere.__path__[0]) / "verifiers_agent.py"
+    own = {"environment": settings["environment"], "args": settings["args"]}
+    return ClientCommand([settings["python"], str(program)], settings["workers"], settings["env"], own, log)
+
+
+def rows(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The environment's first `tasks` tasks: columns `prompt`, `answer` where tasks have one, and `task`, which an
+    episode needs. Raises ValueError naming the environment.
+    """
+
+    async def ask(pool: ClientProcesses) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        try:
+            async with asyncio.timeout(_LIST_SECONDS):
+                while left := settings["tasks"] - len(found):
+                    more = (await pool.run("", "", "", {"next": min(left, _TOGETHER)})).reward
+                    if not more:
+                        break
+                    found += more
+        finally:
+            await pool.aclose()
+        return found
+
+    try:
+        return asyncio.run(ask(ClientProcesses(command(settings))))
+    except (ClientError, TimeoutError) as error:
+        reason = str(error) or f"it took longer than {_LIST_SECONDS:g} s"
+        raise ValueError(
+            f"the environment {settings['environment']!r} of verifiers gives no tasks: {reason}"
+        ) from error

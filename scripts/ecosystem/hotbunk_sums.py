@@ -1,0 +1,34 @@
+"""A taskset of verifiers 0.4, as its own documentation has them: sums, with a reward, a metric and no tools."""
+
+import verifiers.v1 as vf
+
+
+class SumsData(vf.TaskData):
+    answer: str
+
+
+class SumsTask(vf.Task[SumsData]):
+    @vf.reward(weight=2.0)
+    async def right(self, trace: vf.Trace) -> float:
+        return float(self.data.answer in trace.last_reply)
+
+    @vf.reward
+    async def even(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply) % 2 == 0)
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply))
+
+
+class SumsConfig(vf.TasksetConfig):
+    size: int = 4
+
+
+class SumsTaskset(vf.Taskset[SumsTask, SumsConfig]):
+    def load(self) -> list[SumsTask]:
+        numbers = range(self.config.size)
+        return [SumsTask(SumsData(prompt=f"What is {n}+3?", answer=str(n + 3)), self.config.task) for n in numbers]
+
+
+__all__ = ["SumsTaskset"]

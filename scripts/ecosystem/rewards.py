@@ -1,0 +1,7 @@
+"""A reward that tells the answers of a group apart, whatever they are, so that each step has something to learn."""
+
+import random
+
+
+def anything(completion: str) -> float:
+    return random.random()
