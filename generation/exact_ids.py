@@ -26,7 +26,7 @@ _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _UNSEEN = re.compile(r"[\s�]+")  # whitespace, and the stand-in for bytes that are not text
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")  # JSON's, in the arguments of tool calls
 _ANSWER = "<the answer>"  # stands for an answer where only the template's text after it is wanted
-_BEFORE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+BEFORE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
 
 
 @dataclass
@@ -365,12 +365,17 @@ def encode_following(tokenizer: Any, messages: Sequence[Message], template_kwarg
     They do not depend on the conversation before, so a stand-in of two messages is rendered instead.
     """
     rendered = tokenizer.apply_chat_template(
-        [*_BEFORE, *messages], tokenize=False, **({"add_generation_prompt": True} | dict(template_kwargs))
+        [*BEFORE, *messages], tokenize=False, **({"add_generation_prompt": True} | dict(template_kwargs))
     )
-    _, found, following = str(rendered).partition(_ANSWER)
+    return list(tokenizer(following(str(rendered)), add_special_tokens=False)["input_ids"])
+
+
+def following(rendered: str) -> str:
+    """The text behind the answer in what a chat template makes of `BEFORE` and messages. Raises ValueError."""
+    _, found, text = rendered.partition(_ANSWER)
     if not found:
         raise ValueError("the chat template does not show an assistant's answer as it is: no turn can follow one")
-    return list(tokenizer(following, add_special_tokens=False)["input_ids"])
+    return text
 
 
 def without_second_end(last_id: int, added: list[int], ends: Collection[int | None]) -> list[int]:

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -133,11 +133,106 @@ def _png(image: "PIL.Image.Image") -> bytes:
     return buffer.getvalue()
 
 
+@dataclass(frozen=True)
+class StoredImage:
+    """An image of a dataset, which is read anew wherever it is needed.
+
+    Attributes:
+        source: gives what `Image.read` takes.
+        digest, size: of the image that it makes of it.
+    """
+
+    source: Callable[[], Any] = field(repr=False, compare=False)
+    digest: str
+    size: tuple[int, int]
+    limits: ImageLimits = ImageLimits()
+
+    def read(self) -> Image:
+        """The image. Raises ValueError, a sentence without its subject, where it is not what it was."""
+        image = Image.read(self.source(), self.limits)
+        if image.digest != self.digest:
+            raise ValueError("has changed since the data were read: leave them as they are while a run goes on")
+        return image
+
+
+def split_images(
+    messages: Sequence[Mapping[str, Any]], others: Sequence[Any] = ()
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages in which an image is `{"type": "image"}` and nothing more, and the sources of their images in order.
+
+    A part of a message holds its image (`image`, `url`, `path`, `base64`, or OpenAI's `image_url`), or is the place of
+    the next of `others`. Raises ValueError, a sentence without its subject, where those are fewer or more.
+    """
+    rest, plain, sources = iter(others), [], []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            parts = [dict(part) if isinstance(part, Mapping) else {"type": "text", "text": part} for part in content]
+            for part in parts:
+                if (kind := part.get("type")) in ("image", "image_url"):
+                    if (source := _own_source(part)) is None and (source := next(rest, None)) is None:
+                        raise ValueError("has a place for an image without one")
+                    sources.append(source)
+                elif kind not in ("text", None) or not isinstance(part.get("text"), str):
+                    raise ValueError(f"has a message with a part of the type {kind!r}: it must be text or image")
+            texts = [part["text"] if part.get("type") in ("text", None) else None for part in parts]
+            shown = [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]
+            message = {**message, "content": shown}
+        plain.append(dict(message))
+    left = list(rest)
+    if left and not sources and (first := next((m for m in plain if m.get("role") == "user"), None)) is not None:
+        text = first.get("content") or ""
+        own = [{"type": "text", "text": text}] if isinstance(text, str) else text
+        first["content"] = [*({"type": "image"} for _ in left), *own]
+        return plain, left
+    if left:
+        raise ValueError(f"has {len(left)} images without a place in its messages")
+    return plain, sources
+
+
+def _own_source(part: Mapping[str, Any]) -> Any:
+    for name in ("image", "image_url", "url", "path"):
+        if (found := part.get(name)) is not None:
+            return found.get("url") if name == "image_url" and isinstance(found, Mapping) else found
+    return None if part.get("base64") is None else f"data:image/png;base64,{part['base64']}"
+
+
+@dataclass(frozen=True)
+class ImageRules:
+    """How a run treats images.
+
+    Attributes:
+        most: of a prompt and its answer together.
+        max_bytes: of the images that come up in one episode, as they are encoded.
+        fetch: whether clients may name remote images.
+    """
+
+    processor: "ImageProcessor"
+    limits: ImageLimits = ImageLimits()
+    most: int = 1
+    max_bytes: int = 1 << 25
+    fetch: bool = False
+
+    def read(self, sources: Sequence[Any]) -> tuple[Image, ...]:
+        """Images of these sources. Raises ValueError, a sentence without its subject, naming the first wrong one."""
+        if len(sources) > self.most:
+            raise ValueError(f"has {len(sources)} images, more than data.max_images = {self.most}")
+
+        def each() -> Iterator[Image]:
+            for number, source in enumerate(sources, start=1):
+                try:
+                    yield Image.read(source, self.limits)
+                except ValueError as error:
+                    raise ValueError(f"has an image ({number}) that {error}") from error
+
+        return tuple(each())
+
+
 class ImageProcessor:
     """A model's processor, as Transformers has it: from text and images to ids, and from images to features."""
 
     def __init__(
-        self, folder: str, tokenizer: "PreTrainedTokenizerBase | None" = None, trust_remote_code: bool = False
+        self, folder: str | Path, tokenizer: "PreTrainedTokenizerBase | None" = None, trust_remote_code: bool = False
     ) -> None:
         """The processor saved in `folder`. Raises ValueError where there is none for images."""
         from transformers import AutoProcessor
@@ -152,10 +247,16 @@ class ImageProcessor:
         self._replacement = functools.lru_cache(maxsize=4096)(self._replacement_of)
 
     def expand(
-        self, prompt: str | Sequence[Mapping[str, Any]], images: Sequence[Image], **template: Any
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        images: Sequence[Image],
+        *,
+        special: bool | None = None,
+        **template: Any,
     ) -> tuple[list[int], Spans]:
         """The ids of a prompt, text or messages, in which each image has as many tokens as it has features, and where.
 
+        `special`: whether the tokenizer adds its special tokens; None: to text, since a template writes its own.
         `template` goes to the chat template; a generation prompt is added by default. Raises ValueError, a sentence
         about the prompt without its subject, where it has not one placeholder for each image.
         """
@@ -167,7 +268,9 @@ class ImageProcessor:
         if images:
             replacements = [self._replacement(image.size) for image in images]
             [text], _ = self._processor.get_text_with_replacements([text], replacements)
-        ids = self.tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=isinstance(prompt, str) if special is None else special)[
+            "input_ids"
+        ]
         return ids, self.spans(ids, images)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from generation.images import Image
+from generation.images import Image
 
 
 @dataclass
@@ -64,7 +63,7 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    images: "tuple[Image, ...]" = ()
+    images: tuple[Image, ...] = ()
     image_spans: tuple[tuple[int, int], ...] = ()
     routes: np.ndarray | None = field(default=None, repr=False, compare=False)
 

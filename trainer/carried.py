@@ -214,6 +214,7 @@ class SlicedRollouts(Rollouts):
             prompt.row,
             None if messages is None else messages[0],
             score,
+            self._setup([prompt]).seen(0),
         )
 
     def _trajectories(self, places: list[int]) -> list[Trajectory]:
@@ -227,22 +228,47 @@ class SlicedRollouts(Rollouts):
         return found
 
 
+@dataclass
+class _WithImages:
+    """Groups, and the images of their answers by digest, which are empty in them."""
+
+    groups: list[CarriedGroup]
+    images: dict[str, bytes]
+
+
 def packed_groups(groups: list[CarriedGroup]) -> bytes:
     """As a checkpoint has them."""
+    images = {image.digest: image.data for t in _done(groups) for image in t.images}
 
     def plain(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return value.dtype.name, value.shape, value.tobytes()
         return value.item()  # a number, of NumPy, say
 
-    return msgspec.msgpack.encode(groups, enc_hook=plain)
+    def bare(trajectory: Trajectory) -> Trajectory:
+        return replace(trajectory, images=tuple(replace(image, data=b"") for image in trajectory.images))
+
+    if not images:
+        return msgspec.msgpack.encode(groups, enc_hook=plain)
+    done = [{sample: [*map(bare, own)] for sample, own in group.done.items()} for group in groups]
+    stripped = [replace(group, done=own) for group, own in zip(groups, done, strict=True)]
+    return msgspec.msgpack.encode(_WithImages(stripped, images), enc_hook=plain)
+
+
+def _done(groups: list[CarriedGroup]) -> list[Trajectory]:
+    return [trajectory for group in groups for own in group.done.values() for trajectory in own]
 
 
 def read_groups(checkpoint: Path) -> list[CarriedGroup]:
     """All groups that a checkpoint has, whichever engine had them, the oldest first."""
     groups: list[CarriedGroup] = []
     for file in checkpoint.glob(CARRIED_FILES):
-        groups += msgspec.msgpack.decode(file.read_bytes(), type=list[CarriedGroup], dec_hook=_array)
+        found = msgspec.msgpack.decode(file.read_bytes(), type=list[CarriedGroup] | _WithImages, dec_hook=_array)
+        if isinstance(found, _WithImages):
+            for t in _done(found.groups):
+                t.images = tuple(replace(image, data=found.images[image.digest]) for image in t.images)
+            found = found.groups
+        groups += found
     return sorted(groups, key=lambda group: group.place)
 
 

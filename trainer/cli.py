@@ -17,8 +17,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+import hotbunk_torchvision
 from trainer.config.checks import check_config
 from trainer.config.machine import check_torch_libraries
+from trainer.config.model_file import sees
 from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.config.section import OneOf
@@ -40,6 +42,8 @@ def _dispatch(argv: list[str]) -> int:
     processes.put_current_folder_last()
     arguments = parse(argv)
     command = arguments.command
+    if _sees(arguments):  # before anything imports Transformers, which looks for torchvision once
+        hotbunk_torchvision.show()
     module = _module(command)
     if command not in ("train", "sft"):
         return module.main(arguments) or 0
@@ -83,6 +87,16 @@ def training_config(arguments: argparse.Namespace) -> TrainConfig:
     return load_config(arguments.recipe, [*arguments.overrides, *resume])
 
 
+def _sees(arguments: argparse.Namespace) -> bool:
+    """Whether the command's recipe, or the model that it names, has to do with images."""
+    model = str(getattr(arguments, "model", None) or "")
+    recipe = getattr(arguments, "recipe", None) or Path(model) / "config.yaml"
+    if sees(model) or not recipe.is_file():
+        return sees(model)
+    config = load_config(recipe, getattr(arguments, "overrides", []))
+    return config.data.max_images > 0 or sees(config.model.path)
+
+
 def check_inputs(config: TrainConfig, command: str) -> None:
     """Load what the run would load before its model: reward functions, tokenizer, prompts. Raises UserError."""
     from trainer.data import load_held_out, load_prompts, load_tokenizer
@@ -95,10 +109,11 @@ def check_inputs(config: TrainConfig, command: str) -> None:
         return
     RewardPool(config.reward)
     tokenizer = load_tokenizer(config.model)
-    data = RolloutLevel(config, tokenizer).data
-    load_prompts(data, tokenizer)
+    level = RolloutLevel(config, tokenizer)
+    data, images = level.data, level.image_rules
+    load_prompts(data, tokenizer, images)
     for dataset in config.held_out.values() if config.eval.every else ():
-        load_held_out(dataset, data, tokenizer)
+        load_held_out(dataset, data, tokenizer, images)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -4,15 +4,16 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, Spans, StoredImage, split_images
 from sharding.ranks import exchange, is_main
 from trainer.config.model_file import out_of_reach
-from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig, VerifiersConfig
+from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig, TrainConfig, VerifiersConfig
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ class Prompt:
 
     id: int  # row index in the dataset, whatever was dropped before it
     token_ids: tuple[int, ...]  # chat template applied once, generation prompt included
-    row: dict[str, Any]  # the whole row; `row["answer"]` is the column that data.answer_key names
+    row: dict[str, Any]  # the whole row; `row["answer"]` is the column that data.answer_key names; no images
+    images: tuple[StoredImage, ...] = ()
+    image_spans: Spans = ()
 
 
 class PromptDataset:
@@ -43,7 +46,8 @@ class PromptDataset:
         self.dropped = dropped  # how many prompts were too long
         digest = hashlib.blake2b(digest_size=16)
         for prompt in prompts:
-            line = json.dumps([prompt.id, prompt.token_ids, prompt.row], sort_keys=True, default=repr)
+            parts = [prompt.id, prompt.token_ids, prompt.row, *(image.digest for image in prompt.images)]
+            line = json.dumps(parts, sort_keys=True, default=repr)
             digest.update(line.encode())
         self.fingerprint = digest.hexdigest()  # positions are only valid in data with the same one
 
@@ -95,15 +99,35 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def load_prompts(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptDataset:
+def image_rules(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> ImageRules | None:
+    """How the run treats images; None where it has none. Raises UserError where the model has no processor for them."""
+    data = config.data
+    if not data.max_images:
+        return None
+    try:
+        processor = ImageProcessor(config.model.path, tokenizer, config.model.trust_remote_code)
+    except Exception as error:  # Transformers reads the user's files as they come
+        reason = _one_line(error)
+        raise UserError(f"data.max_images: {config.model.path} has no processor for images: {reason}") from error
+    limits = ImageLimits(data.max_image_pixels, data.larger_images)
+    return ImageRules(
+        processor, limits, data.max_images, config.rollout.max_image_mib << 20, config.rollout.fetch_images
+    )
+
+
+def load_prompts(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", images: ImageRules | None = None
+) -> PromptDataset:
     """The prompts to train on. Those longer than data.max_prompt_tokens are dropped and counted.
 
     Raises UserError if the data cannot be read, lack a column, hold a row without a prompt, or leave no prompts.
     """
-    return _prepare(load_rows(config.path, config.subset, config.split), config.path, config, tokenizer)
+    return _prepare(load_rows(config.path, config.subset, config.split), config.path, config, tokenizer, images)
 
 
-def load_held_out(dataset: HeldOutConfig, config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptDataset:
+def load_held_out(
+    dataset: HeldOutConfig, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", images: ImageRules | None = None
+) -> PromptDataset:
     """The prompts of a dataset to evaluate on, under the columns' names that `config` has for the training data.
 
     Raises UserError as `load_prompts`.
@@ -117,8 +141,8 @@ def load_held_out(dataset: HeldOutConfig, config: DataConfig, tokenizer: "PreTra
             raise UserError(f"prompt_key = {dataset.prompt_key!r} of eval.datasets is not a column: {there}")
         others = [name for name in rows.column_names if name != config.prompt_key]
         rows = rows.select_columns(others).rename_column(dataset.prompt_key, config.prompt_key)
-    config = config.model_copy(update={"answer_key": dataset.answer_key or config.answer_key})
-    return _prepare(rows, dataset.path, config, tokenizer)
+    keys = {"answer_key": dataset.answer_key or config.answer_key, "image_key": dataset.image_key or config.image_key}
+    return _prepare(rows, dataset.path, config.model_copy(update=keys), tokenizer, images)
 
 
 def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
@@ -178,7 +202,13 @@ def _tasks(settings: dict[str, Any]) -> list[dict[str, Any]]:
     return list(told["rows"])
 
 
-def _prepare(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptDataset:
+def _prepare(
+    rows: "Dataset",
+    path: str,
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    images: ImageRules | None = None,
+) -> PromptDataset:
     there = f"{path} has only the columns {', '.join(rows.column_names)}"
     if config.prompt_key not in rows.column_names and config.messages_key not in rows.column_names:
         keys = f"data.prompt_key = {config.prompt_key!r} nor data.messages_key = {config.messages_key!r}"
@@ -186,7 +216,14 @@ def _prepare(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTrai
     if config.answer_key is not None and config.answer_key not in rows.column_names:
         key = f"data.answer_key = {config.answer_key!r}"
         raise UserError(f"{key} is not a column: {there}; set it to null if rewards need no answer")
-    everything, most = _tokenise(rows, path, config, tokenizer), config.max_prompt_tokens
+    if config.image_key is not None and config.image_key not in rows.column_names:
+        raise UserError(f"data.image_key = {config.image_key!r} is not a column: {there}")
+    most = config.max_prompt_tokens
+    everything = (
+        _tokenise(rows, path, config, tokenizer)
+        if images is None
+        else _with_images(encoded_images(rows), path, config, images)
+    )
     prompts = [prompt for prompt in everything if len(prompt.token_ids) <= most]
     if not prompts:
         raise UserError(f"all {len(rows)} prompts of {path} are longer than data.max_prompt_tokens = {most}: raise it")
@@ -218,6 +255,62 @@ def _tokenise(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTra
             yield Prompt(index, tuple(token_ids), row)
 
 
+def encoded_images(rows: "Dataset") -> "Dataset":
+    """Rows whose columns of images hold them as they are encoded."""
+    import datasets
+
+    for name, feature in rows.features.items():
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(name, datasets.Image(decode=False))
+        elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
+            rows = rows.cast_column(name, datasets.List(datasets.Image(decode=False)))
+    return rows
+
+
+def _with_images(rows: "Dataset", path: str, config: DataConfig, rules: ImageRules) -> Iterator[Prompt]:
+    """As `_tokenise`, of rows that may have images. Each is decoded once here, and not kept."""
+    templated = config.apply_chat_template and rules.processor.tokenizer.chat_template is not None
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+
+    def parts(row: dict[str, Any]) -> tuple[Any, list[Any]]:
+        column = row.get(config.image_key) if config.image_key is not None else None
+        others = column if isinstance(column, list) else [] if column is None else [column]
+        if not templated:
+            return prompt_content(row, config, templated), [_located(source, folder) for source in others]
+        messages, sources = split_images(prompt_messages(row, config), others)
+        return messages, [_located(source, folder) for source in sources]
+
+    def read(row: dict[str, Any]) -> tuple[Any, tuple[Image, ...], list[int], Spans]:
+        content, sources = parts(row)
+        images = rules.read(sources)
+        return content, images, *rules.processor.expand(content, images, **config.chat_template_kwargs)
+
+    for chunk in in_chunks(rows, path, read):
+        for index, row, (content, images, ids, spans) in chunk:
+            stored = tuple(
+                StoredImage(partial(_stored, rows, index, parts, number), image.digest, image.size, rules.limits)
+                for number, image in enumerate(images)
+            )
+            plain = {name: value for name, value in row.items() if name != config.image_key}
+            if templated and not isinstance(prompt_content(row, config, templated), str):
+                plain[config.prompt_key if row.get(config.prompt_key) else config.messages_key] = content
+            if config.answer_key is not None:
+                plain["answer"] = row[config.answer_key]
+            yield Prompt(index, tuple(ids), plain, stored, spans)
+
+
+def _stored(rows: "Dataset", index: int, parts: Callable[[dict[str, Any]], tuple[Any, list[Any]]], number: int) -> Any:
+    return parts(dict(rows[index]))[1][number]
+
+
+def _located(source: Any, folder: Path) -> Any:
+    """A path of the data, which is taken from their own folder."""
+    if isinstance(source, dict) and not source.get("bytes"):
+        source = source.get("path")
+    remote = isinstance(source, str) and (source.startswith("data:") or "://" in source)
+    return folder / source if isinstance(source, str) and not remote else source
+
+
 def in_chunks(
     rows: "Dataset", path: str, read: Callable[[dict[str, Any]], T]
 ) -> Iterator[list[tuple[int, dict[str, Any], T]]]:
@@ -245,8 +338,11 @@ def prompt_content(row: dict[str, Any], config: DataConfig, templated: bool) -> 
     return content
 
 
-def prompt_messages(row: dict[str, Any], config: DataConfig) -> list[dict[str, Any]]:
-    """A row's prompt as messages, the system prompt included. Raises ValueError saying what the row lacks."""
+def prompt_messages(row: dict[str, Any], config: DataConfig, images: int = 0) -> list[dict[str, Any]]:
+    """A row's prompt as messages, the system prompt included. Raises ValueError saying what the row lacks.
+
+    A prompt that is text alone begins with as many `images`.
+    """
     content = prompt_content(row, config, templated=True)
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not isinstance(messages, list) or not all(isinstance(part, dict) and part.get("role") for part in messages):
@@ -255,7 +351,7 @@ def prompt_messages(row: dict[str, Any], config: DataConfig) -> list[dict[str, A
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
-    return messages
+    return split_images(messages, [...] * images)[0] if images and isinstance(content, str) else messages
 
 
 def _one_line(error: BaseException) -> str:

@@ -52,6 +52,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         fp32_head=config.policy.fp32_head,
         lora_rank=config.lora.rank if config.lora.engines_apply else 0,
         routes=config.model.routes == "engine",
+        images=config.data.max_images,
         worker_extension=WORKER_EXTENSION,
         keyed_noise=config.rollout.slice_tokens is not None,
         worker_class=SHARING_WORKER if config.sync.way == "zero_copy" and on_cuda else None,

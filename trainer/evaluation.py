@@ -20,11 +20,11 @@ import torch
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.episode import RolloutSettings
 from generation.trajectory import by_episode
-from trainer.config.schema import DataConfig, EvalConfig, TrainConfig
+from trainer.config.schema import EvalConfig, TrainConfig
 from trainer.data import PromptDataset, load_held_out
 from trainer.engines import evaluation_sampling
 from trainer.learning.answers import Answer
-from trainer.rollouts import Rollouts
+from trainer.rollouts import RolloutLevel, Rollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,15 +99,13 @@ class HeldOut:
 
 
 def load_held_outs(
-    config: TrainConfig, data: DataConfig, tokenizer: "PreTrainedTokenizerBase", end_ids: list[int]
+    config: TrainConfig, level: RolloutLevel, tokenizer: "PreTrainedTokenizerBase", end_ids: list[int]
 ) -> list[HeldOut]:
-    """All datasets to evaluate on, in the recipe's order. Raises UserError naming the one that cannot be read.
-
-    `data` is the recipe's section, or what rollouts made of it.
-    """
+    """All datasets to evaluate on, in the recipe's order. Raises UserError naming the one that cannot be read."""
     found = []
     for name, dataset in config.held_out.items():
-        prompts, sampling = load_held_out(dataset, data, tokenizer), evaluation_sampling(config, dataset, end_ids)
+        prompts = load_held_out(dataset, level.data, tokenizer, level.image_rules)
+        sampling = evaluation_sampling(config, dataset, end_ids)
         found.append(HeldOut(name, prompts, sampling, dataset.samples or config.eval.samples))
     return found
 

@@ -100,11 +100,11 @@ class RLTrainer:
         check_model(config)
         check_teacher(config, self.tokenizer)
         level = RolloutLevel(config, self.tokenizer, start_server)
-        self.prompts = load_prompts(level.data, self.tokenizer)
+        self.prompts = load_prompts(level.data, self.tokenizer, level.image_rules)
         found, dropped = len(self.prompts), self.prompts.dropped
         self.screen.note(f"{found} prompts from {config.data.path}, {dropped} too long and left out")
         self.end_ids = ends = end_token_ids(config.model.path, self.tokenizer)
-        self.held_outs = load_held_outs(config, level.data, self.tokenizer, ends) if config.eval.every else []
+        self.held_outs = load_held_outs(config, level, self.tokenizer, ends) if config.eval.every else []
         self.rewards = RewardPool(config.reward)
         return level
 

@@ -36,7 +36,7 @@ from generation.rollouts.tools import Tool, ToolLimits, ToolRunner, call_parser,
 from generation.trajectory import Trajectory, by_episode, checked_reward
 from sharding.ranks import agreed, all_reduce_sum, all_to_all_bytes, exchange, is_main, world_size
 from trainer.config.schema import ClientConfig, ProcessesConfig, RolloutConfig, TrainConfig, VerifiersConfig
-from trainer.data import Prompt, prompt_messages
+from trainer.data import Prompt, image_rules, prompt_messages
 from trainer.errors import Interrupted, UserError
 from trainer.learning.answers import Answer, gather_answers
 from trainer.rewards.pool import RewardPool
@@ -56,6 +56,7 @@ class RolloutLevel:
         self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, start_server: StartServer | None = None
     ) -> None:
         """`start_server` serves the clients of level 6; it may be left out where nothing is going to run."""
+        self.image_rules = image_rules(config, tokenizer)
         self._templated = config.data.apply_chat_template and tokenizer.chat_template is not None
         self.function: RolloutFunction | None = one_shot  # of one episode; None: a sampler takes all prompts at once
         self.sampler: Sampler | None = None  # level 5's object
@@ -88,7 +89,7 @@ class RolloutLevel:
         """The messages that each prompt was rendered from; None where nothing uses them, or without a chat template."""
         if not self._templated or self.function is one_shot:
             return None
-        return [prompt_messages(prompt.row, self.data) for prompt in prompts]
+        return [prompt_messages(prompt.row, self.data, len(prompt.images)) for prompt in prompts]
 
 
 def _client_function(config: TrainConfig, start_server: StartServer | None) -> ClientRollout:
@@ -297,6 +298,8 @@ class Rollouts:
     def _checked(self, answers: list[Answer], prompts: list[Prompt], lengths: dict[int, int] | None) -> list[Answer]:
         """The answers, unless too many have failed; what they say of the prompts' lengths is noted. Collective."""
         check_failures(answers, self._max_error_rate)
+        for answer in answers:
+            answer.stored_images = prompts[answer.prompt_index].images
         self._rewards.check_error_rate(all_reduce_sum(self._rewards.take_counts()))
         if lengths is not None:
             lengths |= longest_answers(answers, prompts)
@@ -317,8 +320,7 @@ class Rollouts:
         order: Sequence[int],
     ) -> list[Trajectory]:
         """The trajectories of this engine's share of the prompts, which are begun in that order, scored."""
-        ids, rows = [prompt.token_ids for prompt in prompts], [prompt.row for prompt in prompts]
-        level, messages, key = self._level, self._level.messages(prompts), f"rollout/{self._rounds}"
+        ids, level, key = [prompt.token_ids for prompt in prompts], self._level, f"rollout/{self._rounds}"
 
         def claim() -> int | None:
             """Prompts are handed out by a counter in the ranks' store: no server, and each goes to one engine."""
@@ -329,12 +331,20 @@ class Rollouts:
             await self._score(trajectory, prompts[trajectory.prompt_index], voting)
 
         if level.function is not None:
-            setup = EpisodeSetup(level.function, self._tokenizer, rows, messages)
+            setup = self._setup(prompts)
             return await rollout(leader.engine, ids, settings, claim, score, setup, self._engines)
         assert level.sampler is not None  # which wants all its prompts at once: engines share them out beforehand
         share = [index for _ in range(-(-len(ids) // self._engines)) if (index := claim()) is not None]
+        messages, rows = level.messages(prompts), [prompt.row for prompt in prompts]
         batch = prompt_batch(ids, share, self._tokenizer, settings.group_size, messages, rows)
         return await sample_batch(leader.engine, self._tokenizer, level.sampler, batch, settings, score, timeout)
+
+    def _setup(self, prompts: Sequence[Prompt]) -> EpisodeSetup:
+        level, rows = self._level, [prompt.row for prompt in prompts]
+        images = [(prompt.images, prompt.image_spans) for prompt in prompts] if level.image_rules else None
+        assert level.function is not None
+        messages = level.messages(prompts)
+        return EpisodeSetup(level.function, self._tokenizer, rows, messages, images, level.image_rules)
 
     async def _score(self, trajectory: Trajectory, prompt: Prompt, voting: bool = False) -> None:
         """Add the reward functions' sum to the episode's own reward. They judge the last answer.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from generation.engine.images import EngineImages
 from generation.engine.lifecycle import EngineLifecycle, EngineStateError
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
 from generation.engine.settings import EngineSettings
@@ -24,6 +25,7 @@ from generation.engine.vllm_compat import (
     worker_memory,
 )
 from generation.exact_ids import Generation, generations_of, sampled_logprobs
+from generation.images import Image, Spans
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -63,6 +65,7 @@ class Engine:
         self.not_finite: float | None = None
         self.preemptions = 0
         self._llm: AsyncLLM | None = None
+        self._images: EngineImages | None = None
         self._worker_memory: set[Path] = set()
         self._request_numbers = itertools.count()
 
@@ -97,10 +100,12 @@ class Engine:
         policy_version: int,
         turnstile: Turnstile | None = None,
         unfinished: Unfinished | None = None,
+        images: Sequence[Image] = (),
+        image_spans: Spans = (),
     ) -> Generation:
         """Sample one response to one prompt, token ids in and token ids out. Raises EngineStateError unless awake with
         the weights of `policy_version`, and ValueError where the prompt leaves no room for a response, or vLLM refuses
-        the request.
+        the request. `images` and their places among the ids are as of `Trajectory`.
 
         With a `turnstile`, the response grows slice by slice, each by weights of the version that the gate was opened
         for, and goes on from `unfinished`, if given, with its seed and its budget.
@@ -113,13 +118,25 @@ class Engine:
             answer = replace(unfinished, opening=0) if unfinished else Unfinished(prompt_ids, seed, budget)
             if answer.prompt_ids != prompt_ids:
                 raise ValueError(f"an unfinished answer goes on after its own prompt, not another of {len(prompt_ids)}")
-            outputs = await self.request_in_slices(answer, params, turnstile)
+            outputs = await self.request_in_slices(answer, params, turnstile, images, image_spans)
             last = outputs[-1].outputs[0]
             whole = answer.finished(last.finish_reason or "abort")
             whole.routes = last.routed_experts  # of the last slice, whose prompt was all before it
             return whole
-        prompt = {"prompt_token_ids": prompt_ids}
+        prompt = await self.prompt(prompt_ids, images, image_spans)
         return generations_of(await self.request(prompt, params, policy_version=policy_version), policy_version)[0]
+
+    async def prompt(self, ids: list[int], images: Sequence[Image] = (), spans: Spans = ()) -> dict[str, Any]:
+        """Ids, and images in their places among them, as vLLM takes a prompt. Raises ValueError where images are too
+        many, and ImageCountError, which is one.
+        """
+        if not images:
+            return {"prompt_token_ids": ids}
+        if len(images) > self.settings.images:
+            raise ValueError(f"{len(images)} images are more than a request may have ({self.settings.images})")
+        if self._images is None:
+            self._images = EngineImages(self.llm.renderer)
+        return await self._images.prompt(ids, images, spans)
 
     async def request(
         self, prompt: dict[str, Any], params: "SamplingParams", *, policy_version: int, **options: Any
@@ -132,7 +149,13 @@ class Engine:
         return await self._final_output(prompt, params, **options)
 
     async def request_in_slices(
-        self, answer: Unfinished, params: "SamplingParams", turnstile: Turnstile, **options: Any
+        self,
+        answer: Unfinished,
+        params: "SamplingParams",
+        turnstile: Turnstile,
+        images: Sequence[Image] = (),
+        image_spans: Spans = (),
+        **options: Any,
     ) -> list["RequestOutput"]:
         """Let an answer grow until it is finished, a request for each slice; gives their outputs, and fills `answer`.
 
@@ -146,7 +169,7 @@ class Engine:
                 own = params.clone()
                 own.seed = None if params.seed is None else answer.seed
                 own.max_tokens = tokens
-                prompt = {"prompt_token_ids": answer.prompt_ids + answer.token_ids}
+                prompt = await self.prompt(answer.prompt_ids + answer.token_ids, images, image_spans)
                 outputs.append(await self.request(prompt, own, policy_version=version, **options))
             answer.add(generations_of(outputs[-1], version)[0])
         return outputs
@@ -247,6 +270,8 @@ class Engine:
         try:
             yield update
             await self.reset_prefix_cache()
+            if self.settings.images:  # whose features are kept by the images' digests
+                await self._unless_dead(self.llm.reset_encoder_cache())
         except BaseException:
             self.state.fail_sync()
             raise

@@ -77,6 +77,7 @@ class EngineSettings:
         keyed_noise: what is sampled at a position depends on the request's seed, the position and the tokens before it
             alone, not on where the request began: an answer may be cut and go on.
         routes: tell the experts that a mixture sent each token to, as vLLM's `CompletionOutput.routed_experts`.
+        images: the most that a request may have; 0: none, and a model that could see is not asked to.
         worker_extension: import path of the class that vLLM adds to its workers, such as `sharding.WORKER_EXTENSION`.
             Weight updates, and sleep on CPU, need one; None: there are neither.
         worker_class: import path of a class in place of vLLM's worker; None: vLLM's own.
@@ -105,6 +106,7 @@ class EngineSettings:
     lora_rank: int = 0
     keyed_noise: bool = False
     routes: bool = False
+    images: int = 0
     worker_extension: str | None = None
     worker_class: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)

@@ -41,6 +41,8 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     env["GLOO_SOCKET_IFNAME"] = "lo"  # an engine is on one machine, whatever the trainer is on
     env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing is unpickled that came over a socket
     env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines of no use here
+    if settings.images:
+        env["HOTBUNK_IMAGES"] = "1"  # hotbunk_torchvision.py: vLLM looks at models in a process of its own
     if not settings.on_cpu:
         visible, indices = os.environ.get("CUDA_VISIBLE_DEVICES"), settings.device_indices  # this process's own
         names = full_uuids([visible.split(",")[i].strip() for i in indices]) if visible else list(map(str, indices))
@@ -140,6 +142,10 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.lora_rank:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
+    if settings.images:
+        # What has been processed is kept here (generation/engine/images.py): vLLM's cache has a copy in the core that
+        # must see the same images in the same order.
+        arguments |= {"limit_mm_per_prompt": {"image": settings.images, "video": 0}, "mm_processor_cache_gb": 0}
     arguments |= settings.extra
     if settings.routes and not settings.on_cpu:  # on CPU the worker extension has them told
         arguments["enable_return_routed_experts"] = True

@@ -47,6 +47,7 @@ class Beginning:
     row: Mapping[str, Any]
     messages: list[dict[str, Any]] | None
     on_sample: OnSample
+    seen: Mapping[str, Any] = field(default_factory=dict)  # what `EpisodeSetup.seen` gives
 
 
 class CarriedEpisodes:
@@ -131,6 +132,7 @@ class CarriedEpisodes:
             self._room,
             turnstile=turnstile,
             unfinished=group.unfinished.pop(sample, None),
+            **beginning.seen,
         )
 
         async def run() -> None:

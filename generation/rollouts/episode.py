@@ -8,10 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from generation.engine.images import ImageCountError
 from generation.engine.sampling import SamplingSettings, response_budget, sample_seed
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.vllm_compat import request_errors
-from generation.exact_ids import Generation, encode_following, without_second_end
+from generation.exact_ids import BEFORE, Generation, encode_following, following, without_second_end
+from generation.images import Image, ImageRules, Spans, split_images
 from generation.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class PolicyLLM:
         prompt_index, sample_index: which episode this is.
         prompt_ids: the row's prompt, chat template applied.
         messages: the messages it was rendered from; None where the prompt is plain text or ids.
+        images, image_spans: of the row's prompt; see `Trajectory`.
+        image_rules: how the run treats images; None: it has none.
         calls: the number of requests so far; the next one's seed depends on it.
         turnstile: the episode's way through the gate where answers grow slice by slice; None: they are not cut.
         sampled: its answers so far; noted with a turnstile, and where the engine tells routes.
@@ -64,11 +68,15 @@ class PolicyLLM:
         room: asyncio.Semaphore | None = None,
         turnstile: Turnstile | None = None,
         unfinished: Unfinished | None = None,
+        images: tuple[Image, ...] = (),
+        image_spans: Spans = (),
+        image_rules: ImageRules | None = None,
     ) -> None:
         """The first answer goes on from `unfinished`, if given."""
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         self.prompt_index, self.sample_index = prompt_index, sample_index
         self.prompt_ids, self.messages = list(prompt_ids), messages
+        self.images, self.image_spans, self.image_rules = images, image_spans, image_rules
         self.calls = 0
         self.fatal: Exception | None = None
         self.turnstile = turnstile
@@ -80,10 +88,18 @@ class PolicyLLM:
         """Tokens that prompt and response may have together."""
         return self.engine.settings.max_model_len
 
-    async def sample(self, prompt_ids: Sequence[int], sampling: SamplingSettings) -> Generation:
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSettings,
+        images: Sequence[Image] | None = None,
+        image_spans: Spans = (),
+    ) -> Generation:
         """One response to these ids; its seed depends on (seed, step, prompt, sample, number of the call) alone. Raises
         ValueError where no room is left for a response or vLLM refuses the request, SamplingError where vLLM ended it
         before it was done.
+
+        `images` and their places are by default the row's, where the ids begin with the row's prompt.
         """
         settings = self.settings
         seed = sample_seed(settings.seed, settings.step, self.prompt_index, self.sample_index, self.calls)
@@ -93,9 +109,16 @@ class PolicyLLM:
             place |= {"turnstile": self.turnstile, "unfinished": self._unfinished}
             self._unfinished = None
         try:
+            if images is None:
+                images, image_spans = self._own_images(prompt_ids)
+            if images:
+                place |= {"images": images, "image_spans": image_spans}
             generation = await self.engine.complete(list(prompt_ids), sampling, **place)
         except asyncio.CancelledError:  # no matter of vLLM's, whose errors need its import
             raise
+        except ImageCountError as error:  # of the model's files: no other episode would fare better
+            self.fatal = ImageCountError(f"prompt {self.prompt_index} of the step: {error}")
+            raise self.fatal from None
         except request_errors():
             raise
         except Exception as error:
@@ -106,6 +129,10 @@ class PolicyLLM:
         if self.turnstile is not None or generation.routes is not None:
             self.sampled.append(generation)
         return generation
+
+    def _own_images(self, prompt_ids: Sequence[int]) -> tuple[tuple[Image, ...], Spans]:
+        own = self.images and list(prompt_ids[: len(self.prompt_ids)]) == self.prompt_ids
+        return (self.images, self.image_spans) if own else ((), ())
 
     def add_routes(self, trajectory: Trajectory) -> None:
         """Give a trajectory the routes of its latest answer, which are those of all tokens before as well."""
@@ -135,6 +162,9 @@ class PolicyLLM:
 
         `fields` are further ones of `Trajectory`: `response_ids`, `loss_mask` and `logprobs`, or none of them.
         """
+        if "images" not in fields:
+            images, spans = self._own_images(self.prompt_ids if prompt_ids is None else prompt_ids)
+            fields |= {"images": images, "image_spans": spans}
         return Trajectory(
             prompt_index=self.prompt_index,
             sample_index=self.sample_index,
@@ -192,7 +222,8 @@ class Conversation(Trajectory):
         if budget == 0:
             self.finish_reason = "length"
             return None
-        generation = await self.llm.sample(self.ids, replace(sampling, max_tokens=budget))
+        settings = replace(sampling, max_tokens=budget)
+        generation = await self.llm.sample(self.ids, settings, self.images, self.image_spans)
         if not continues:
             self.answer_start = len(self.response_ids)
         self.turns += 1
@@ -203,18 +234,44 @@ class Conversation(Trajectory):
     def add(self, messages: list[dict[str, Any]]) -> None:
         """Append messages of others, and the opening of the policy's next answer; they are context, not learned.
 
-        Messages that leave no room for an answer are not appended: the next `sample` gives None.
+        Messages that leave no room for an answer are not appended: the next `sample` gives None. Their content may be a
+        list of parts with images among them (`split_images`), where the run has images; they may raise ValueError.
         """
-        added = encode_following(self.llm.tokenizer, messages, self.llm.settings.chat_template_kwargs)
-        self.add_ids(without_second_end((self.response_ids or self.prompt_ids)[-1], added, self._ends))
+        template, images, spans = self.llm.settings.chat_template_kwargs, (), ()
+        if (rules := self.llm.image_rules) is None:
+            added = encode_following(self.llm.tokenizer, messages, template)
+        else:
+            messages, sources = split_images(messages)
+            images = self._read(rules, sources)
+            text = following(rules.processor.render([*BEFORE, *messages], **template))
+            added, spans = rules.processor.expand(text, images, special=False)
+        kept = without_second_end((self.response_ids or self.prompt_ids)[-1], added, self._ends)
+        begin = len(self.ids) + len(kept) - len(added)
+        if self.add_ids(kept):
+            self.images += images
+            self.image_spans += tuple((begin + start, length) for start, length in spans)
 
-    def add_ids(self, token_ids: Sequence[int]) -> None:
-        """Append ids that the policy did not sample, unless they leave no room for an answer."""
+    def _read(self, rules: ImageRules, sources: Sequence[Any]) -> tuple[Image, ...]:
+        """Images that came up in the episode; ValueError where they are too many, or too large together."""
+        images = rules.read(sources)
+        if (count := len(self.images) + len(images)) > rules.most:
+            raise ValueError(f"the episode has {count} images, more than data.max_images = {rules.most}")
+        own = {image.digest: image for image in (*self.images, *images)}
+        for image in self.llm.images:
+            own.pop(image.digest, None)
+        if (size := sum(len(image.data) for image in own.values())) > rules.max_bytes:
+            most = rules.max_bytes >> 20
+            raise ValueError(f"the episode's images have {size} bytes, more than rollout.max_image_mib = {most}")
+        return images
+
+    def add_ids(self, token_ids: Sequence[int]) -> bool:
+        """Append ids that the policy did not sample, unless they leave no room for an answer; whether it did."""
         length = len(self.prompt_ids) + len(self.response_ids) + len(token_ids)
         if response_budget(length, 1, self.llm.max_model_len) == 0:
             self._full = True
         else:
             self.extend(token_ids)
+        return not self._full
 
     def trajectory(self, **changes: Any) -> Trajectory:
         """The trajectory so far, with other values for some fields of `Trajectory`."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from generation.engine.engine import Engine
 from generation.exact_ids import mark_versions
+from generation.images import ImageRules, Spans, StoredImage
 from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction, RolloutSettings, one_shot
 from generation.rollouts.user_code import contained, described
 from generation.trajectory import Trajectory, check_rewards
@@ -31,13 +32,24 @@ OnSample = Callable[[Trajectory], Awaitable[None]]
 class EpisodeSetup:
     """The function that runs an episode, and its arguments besides the prompt's ids.
 
-    `rows` of the dataset are by prompt, and so are `messages`, those it was rendered from, where there are any.
+    `rows` of the dataset are by prompt, and so are `messages`, those it was rendered from, where there are any, and
+    `images` with their places among the prompt's ids, where the run has `image_rules`.
     """
 
     function: RolloutFunction = one_shot
     tokenizer: "PreTrainedTokenizerBase | None" = None
     rows: Sequence[Mapping[str, Any]] | None = None
     messages: Sequence[list[dict[str, Any]] | None] | None = None
+    images: Sequence[tuple[Sequence[StoredImage], Spans]] | None = None
+    image_rules: ImageRules | None = None
+
+    def seen(self, prompt: int) -> dict[str, Any]:
+        """The arguments of `PolicyLLM` about images, those of a prompt read. Raises ValueError where one is gone."""
+        if not self.images:
+            return {}
+        images, spans = self.images[prompt]
+        read = tuple(image.read() for image in images)
+        return {"images": read, "image_spans": spans, "image_rules": self.image_rules}
 
 
 async def rollout(
@@ -77,8 +89,9 @@ async def rollout(
                 break
             messages = setup.messages[prompt] if setup.messages else None
             tokenizer = cast("PreTrainedTokenizerBase", setup.tokenizer)
+            seen = setup.seen(prompt)
             for sample in range(settings.group_size):
-                llm = PolicyLLM(engine, tokenizer, settings, prompt, sample, prompts[prompt], messages, room)
+                llm = PolicyLLM(engine, tokenizer, settings, prompt, sample, prompts[prompt], messages, room, **seen)
                 begun[prompt, sample] = llm
                 group.create_task(one(llm)).add_done_callback(lambda _: share.release())
                 await room.acquire()

@@ -87,7 +87,7 @@ class Evaluation:
         self.tokenizer = load_tokenizer(config.model)
         self.level = RolloutLevel(config, self.tokenizer, start_server)
         ends = end_token_ids(config.model.path, self.tokenizer)
-        self.held_outs = load_held_outs(config, self.level.data, self.tokenizer, ends)
+        self.held_outs = load_held_outs(config, self.level, self.tokenizer, ends)
         self.rewards = RewardPool(config.reward)
 
     def answers(self, leader: Leader) -> dict[str, list[Answer]]:

@@ -23,6 +23,7 @@ from trainer.config.model_file import (
     REPROCESSED_KEYS,
     model_config,
     position_limit,
+    sees,
 )
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import check_slices
@@ -77,6 +78,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_lengths(config)
         problems += _check_rollout(config)
         problems += _check_extra(config)
+        problems += _check_images(config)
         problems += _check_memory(config)
     if command == "train":
         size = config.engine.tensor_parallel_size
@@ -90,6 +92,20 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_run(config)
         problems += _check_way(config, ranks, environ)
     return [*problems, *_check_model(config, command)]
+
+
+def _check_images(config: TrainConfig) -> Iterator[str]:
+    data = config.data
+    if not data.max_images:
+        if data.image_key is not None or any(dataset.image_key for dataset in config.held_out.values()):
+            yield "data.image_key is set, but data.max_images is 0: set it to the most images that a prompt has"
+        return
+    if os.path.isdir(config.model.path) and not sees(config.model.path):
+        yield f"data.max_images is {data.max_images}, but {config.model.path} has no part for images (vision_config)"
+    if config.rollout.sampler is not None:
+        yield "data.max_images is set, but rollout.sampler takes prompts as text: use rollout.custom"
+    if clash := {"limit_mm_per_prompt", "mm_processor_cache_gb", "mm_processor_kwargs"} & config.engine.extra.keys():
+        yield f"engine.extra has {', '.join(sorted(clash))}, which data.max_images decides: leave it out"
 
 
 def without_expandable_segments(setting: str) -> str | None:

@@ -103,6 +103,14 @@ def model_config(path: str) -> dict[str, Any]:
         raise UserError(*(f"model.path: {file}: {one}" for one in sentences(error, loaded))) from error
 
 
+def sees(path: str) -> bool:
+    """Whether a folder's config.json describes a model with a part for images; False where there is none."""
+    try:
+        return bool(json.loads((Path(path) / "config.json").read_bytes()).get("vision_config"))
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return False
+
+
 def position_limit(model: dict[str, Any]) -> int | None:
     """The longest sequence that a model of this config.json takes, in tokens; None where it does not say."""
     positions: int | None = model.get("max_position_embeddings")

@@ -90,6 +90,13 @@ class DataConfig(Section):
     apply_chat_template: bool = key(True, "false: a prompt string is tokenised as it stands")
     chat_template_kwargs: dict[str, Any] = key({}, "passed to the chat template, as enable_thinking: false")
     max_prompt_tokens: Count = key(1024, "longer prompts, template included, are dropped and counted")
+    max_images: Natural = key(0, "most images of a prompt and its answer together; 0: text alone")
+    image_key: Text | None = key(None, "column with a prompt's image, or a list: paths, bytes or encoded images")
+    max_image_pixels: Count = key(4_194_304, "the largest image, width times height")
+    larger_images: Literal["refuse", "resize"] = key(
+        "refuse", "what becomes of an image with more pixels than that", refuse="the run does not start",
+        resize="it is made smaller, in its proportions",
+    )  # fmt: skip
 
 
 class SamplingConfig(Section):
@@ -112,6 +119,7 @@ class HeldOutConfig(Section):
     size: Count | None = key(None, "use only the first this many prompts; null: all")
     prompt_key: Text | None = key(None, "null: data.prompt_key")
     answer_key: Text | None = key(None, "null: data.answer_key")
+    image_key: Text | None = key(None, "null: data.image_key")
     samples: Held | None = key(None, "null: eval.samples")
     temperature: Temperature | None = key(None, "null: eval.temperature")
     top_p: Portion | None = key(None, "null: eval.top_p")
@@ -407,6 +415,8 @@ class RolloutConfig(Section):
         "data", "prompts that engines begin first, which changes no answer",
         data="those that come first in the data", longest_first="those whose last answers were longest",
     )  # fmt: skip
+    max_image_mib: Count = key(32, "encoded images that tools, environments or clients may add to an episode")
+    fetch_images: bool = key(False, "let clients name images by http addresses, never private ones")
     slice_tokens: Count | None = key(
         None, "tokens by which an answer grows at a time; it may go on in the next step, under new weights; null: all"
     )

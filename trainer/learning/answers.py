@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
+from generation.images import StoredImage
 from generation.trajectory import Trajectory
 from sharding.ranks import agreed, all_to_all_bytes, rank, send_to_all, world_size
 from trainer.types import RouteFormat, Sample
@@ -49,6 +50,7 @@ class Answer:
     turn_rewards: list[float]
     old: int = 0  # of the sampled tokens those that earlier versions of the policy sampled
     trajectory: Trajectory | None = None  # the whole of it, where its tokens are
+    stored_images: Sequence[StoredImage] = ()  # of the prompt's row, which every rank can read
     reward_parts: dict[str, float] = field(default_factory=dict)  # only where they were asked for, as is the vote
     vote: str | None = None
 

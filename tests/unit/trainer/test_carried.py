@@ -105,7 +105,7 @@ class Crew:
         self.config, self.engine, self.thread = config, DrawingEngine(), EngineThread()
         counts = {"calls": 0.0, "errors": 0.0}
         rewards = SimpleNamespace(labels=[], take_counts=lambda: counts, check_error_rate=lambda counts: None)
-        level = SimpleNamespace(function=function, messages=lambda prompts: None, aclose=aclose)
+        level = SimpleNamespace(function=function, messages=lambda prompts: None, image_rules=None, aclose=aclose)
         tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "", eos_token_id=1)
         parts: Any = (Leader(self.engine, self.thread), tokenizer, rewards, Store(), level)  # type: ignore[arg-type]
         if config.rollout.slice_tokens is None:

@@ -59,7 +59,7 @@ def claimed_by_engine(prompts: int, waiting: list[bool], late: bool = False) -> 
     `late`: the last engine begins when nothing is left.
     """
     store = SlowStore(prompts)
-    plan = SimpleNamespace(function=one_shot, messages=lambda prompts: None)
+    plan = SimpleNamespace(function=one_shot, messages=lambda prompts: None, image_rules=None)
     tokenizer, rewards = (
         SimpleNamespace(decode=lambda *_, **__: ""),
         SimpleNamespace(labels=[], take_counts=dict, check_error_rate=lambda counts: None),

@@ -36,7 +36,7 @@ def answered(lengths: dict[int, int] | None, place: int = 0) -> tuple[list[Answe
     store = SimpleNamespace(add=lambda key, count: claims.append(key) or len(claims))
     rewards = SimpleNamespace(labels=[], take_counts=dict, check_error_rate=lambda counts: None)
     tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
-    level = SimpleNamespace(function=one_shot, messages=lambda prompts: None)
+    level = SimpleNamespace(function=one_shot, messages=lambda prompts: None, image_rules=None)
     rollouts = Rollouts(Leader(engine, thread), tokenizer, rewards, store, level)  # type: ignore[arg-type]
     settings = RolloutSettings(GROUP, SamplingSettings(1000), 0, seed=1, step=2)
     try:

@@ -1,0 +1,80 @@
+"""Images as requests to vLLM carry them, in places that the caller names.
+
+vLLM would look for placeholders among a prompt's ids, and take an image token that the policy has sampled for one
+(https://github.com/modelscope/ms-swift/issues/9287). So its own processor is asked for each image alone: for what the
+model computes with, and for the number of tokens, which has to be the caller's
+(https://github.com/huggingface/trl/issues/6401). What is private to vLLM here is that of 0.32.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from generation.images import Image, Spans
+
+if TYPE_CHECKING:
+    from vllm.renderers.base import BaseRenderer
+
+_KEPT = 256  # images that have been processed, the last that were used
+
+
+class ImageCountError(ValueError):
+    """Engine and trainer do not agree on an image's tokens: all that is sampled after it would be another prompt's."""
+
+
+class EngineImages:
+    """Makes vLLM's inputs from ids and images. Its coroutine runs on the engine's loop, the work on a thread."""
+
+    def __init__(self, renderer: "BaseRenderer") -> None:
+        self._renderer, self._lock = renderer, asyncio.Lock()
+        self._processed: OrderedDict[str, tuple[Any, list[int]]] = OrderedDict()
+
+    async def prompt(self, ids: list[int], images: Sequence[Image], spans: Spans) -> dict[str, Any]:
+        """What `AsyncLLM.generate` takes for a prompt with images. Raises ImageCountError naming image and counts."""
+        from vllm.inputs.engine import mm_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+        if len(images) != len(spans):
+            raise ImageCountError(f"there are {len(images)} images, but places for {len(spans)}")
+        items = []
+        for number, (image, (start, length)) in enumerate(zip(images, spans, strict=True), start=1):
+            item, tokens = await self._of(image)
+            if ids[start : start + length] != tokens:
+                size = " x ".join(map(str, image.size))
+                raise ImageCountError(
+                    f"image {number} ({size} pixels) takes {len(tokens)} tokens in the engine, but {length} in the "
+                    "trainer, or others: both must have the same processor (preprocessor_config.json)"
+                )
+            items.append(item)
+        return dict(
+            mm_input(
+                ids,
+                mm_kwargs=MultiModalKwargsItems({"image": items}),
+                mm_hashes={"image": [image.digest for image in images]},
+                mm_placeholders={"image": [PlaceholderRange(start, length) for start, length in spans]},
+            )
+        )
+
+    async def _of(self, image: Image) -> tuple[Any, list[int]]:
+        """What the model computes with, and the ids whose embeddings give way to the image's."""
+        async with self._lock:
+            if image.digest not in self._processed:
+                self._processed[image.digest] = await asyncio.to_thread(self._process, image)
+                if len(self._processed) > _KEPT:
+                    self._processed.popitem(last=False)
+            self._processed.move_to_end(image.digest)
+            return self._processed[image.digest]
+
+    def _process(self, image: Image) -> tuple[Any, list[int]]:
+        from vllm.multimodal.processing import ProcessorInputs, TimingContext
+
+        processor = self._renderer.get_mm_processor()
+        items = processor.info.parse_mm_data({"image": [image.open()]})
+        inputs = ProcessorInputs([], items, hf_processor_mm_kwargs={})
+        result = processor._apply_hf_processor(inputs, TimingContext(enabled=False))
+        content = result.prompt_updates["image"][0][0].content
+        tokens, embedded = content.full, content.is_embed
+        if embedded is not None:
+            tokens = [token for token, own in zip(tokens, embedded(tokens).tolist(), strict=True) if own]
+        return result.kwargs["image"][0], list(tokens)

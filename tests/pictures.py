@@ -1,0 +1,17 @@
+"""Pictures of noise, the same ones each time."""
+
+import numpy as np
+import PIL.Image
+
+from generation.images import Image
+
+
+def picture(width: int, height: int) -> PIL.Image.Image:
+    """RGB noise that depends on the width alone."""
+    pixels = np.random.default_rng(width).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return PIL.Image.fromarray(pixels)
+
+
+def images(*sizes: tuple[int, int]) -> tuple[Image, ...]:
+    """Such pictures, encoded."""
+    return tuple(Image.read(picture(*size)) for size in sizes)

@@ -1,0 +1,132 @@
+"""Rows with images: where images are found, what is kept of them, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import AutoTokenizer
+
+from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, split_images
+from tests.pictures import picture
+from trainer.config.schema import DataConfig
+from trainer.data import PromptDataset, load_prompts
+from trainer.errors import UserError
+
+SIZES = [(98, 70), (56, 56), (30, 200)]
+
+
+@pytest.fixture(scope="module")
+def rules(tiny_vlm: Callable[..., Path]) -> ImageRules:
+    folder = tiny_vlm()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return ImageRules(ImageProcessor(folder, tokenizer), ImageLimits(max_pixels=20_000), most=3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pictures").mkdir()
+    for width, height in SIZES:
+        picture(width, height).save(tmp_path / "pictures" / f"{width}.png")
+    return tmp_path
+
+
+def load(folder: Path, rules: ImageRules, *rows: dict[str, Any], **keys: Any) -> PromptDataset:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(path=str(folder / "rows.jsonl"), answer_key=None, max_images=3, **keys)
+    return load_prompts(config, rules.processor.tokenizer, rules)
+
+
+def test_images_come_from_a_column_or_from_parts_of_messages_in_the_order_of_their_places(
+    folder: Path, rules: ImageRules
+) -> None:
+    paths = [f"pictures/{width}.png" for width, _ in SIZES]
+    part = {"type": "image", "image": paths[1]}
+    url = {"type": "image_url", "image_url": {"url": paths[2]}}
+    text = {"type": "text", "text": "what?"}
+    rows = [
+        {"messages": [{"role": "user", "content": [{"type": "image"}, text, part, url]}], "seen": paths[:1]},
+        {"messages": [{"role": "user", "content": "what?"}], "seen": paths[:2]},
+        {"messages": [{"role": "user", "content": "no image"}], "seen": []},
+    ]
+    data = load(folder, rules, *rows, image_key="seen")
+    found = [[image.size for image in prompt.images] for prompt in data]
+    assert found == [SIZES, SIZES[:2], []]
+    expanded = rules.processor.expand(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, text]}],
+        [Image.read(folder / path) for path in paths[:2]],
+    )
+    assert (list(data[1].token_ids), data[1].image_spans) == expanded
+    assert "seen" not in data[0].row
+    for prompt in data:
+        assert [image.read().digest for image in prompt.images] == [image.digest for image in prompt.images]
+        assert [length for _, length in prompt.image_spans] == [
+            rules.processor.tokens(image.size) for image in prompt.images
+        ]
+
+
+def test_a_parquet_column_of_pillow_images_is_read_again_where_it_is_needed(folder: Path, rules: ImageRules) -> None:
+    rows = datasets.Dataset.from_dict({"prompt": ["a", "b"], "image": [picture(98, 70), picture(56, 56)]})
+    rows.cast_column("image", datasets.Image()).to_parquet(folder / "rows.parquet")
+    config = DataConfig(path=str(folder / "rows.parquet"), answer_key=None, max_images=1, image_key="image")
+    data = load_prompts(config, rules.processor.tokenizer, rules)
+    assert [prompt.images[0].read().open().tobytes() for prompt in data] == [
+        picture(98, 70).tobytes(),
+        picture(56, 56).tobytes(),
+    ]
+
+
+def test_data_with_another_image_has_another_fingerprint_and_a_changed_file_is_told(
+    folder: Path, rules: ImageRules
+) -> None:
+    row = {"prompt": "what?", "image": "pictures/98.png"}
+    before = load(folder, rules, row, image_key="image")
+    picture(99, 70).resize((98, 70)).save(folder / "pictures/98.png")
+    assert load(folder, rules, row, image_key="image").fingerprint != before.fingerprint
+    with pytest.raises(ValueError, match="has changed since the data were read"):
+        before[0].images[0].read()
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"prompt": "a", "image": "gone.png"}, r"row 0 of .* has an image \(1\) that cannot be read: No such file"),
+        ({"prompt": "a", "image": "rows.jsonl"}, "that is not an image of a known kind"),
+        ({"prompt": "a", "image": "pictures/large.png"}, "that has 200 x 200 pixels, more than data.max_image_pixels"),
+        ({"prompt": "a", "image": ["pictures/98.png"] * 4}, "has 4 images, more than data.max_images = 3"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "image": []},
+            "has a place for an image without",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "image": ["pictures/98.png"] * 2},
+            "has 1 images without a place in its messages",
+        ),
+        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}], "image": []}, "a part of the type 'audio'"),
+        ({"prompt": "a <|image_pad|> b", "image": []}, "has 0 images, but 1 placeholders"),
+    ],
+)
+def test_a_row_whose_images_cannot_be_used_is_named_in_one_sentence(
+    folder: Path, rules: ImageRules, row: dict[str, Any], sentence: str
+) -> None:
+    picture(200, 200).save(folder / "pictures" / "large.png")
+    with pytest.raises(UserError, match=sentence) as caught:
+        load(folder, rules, row, image_key="image")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_that_is_too_long_is_dropped_whole_and_never_cut_inside_an_image(
+    folder: Path, rules: ImageRules
+) -> None:
+    # Truncation cut an image: https://github.com/microsoft/agent-lightning/issues/441
+    rows = [{"prompt": "a", "image": "pictures/98.png"}, {"prompt": "a", "image": "pictures/30.png"}]
+    length = len(load(folder, rules, *rows, image_key="image")[0].token_ids)
+    data = load(folder, rules, *rows, image_key="image", max_prompt_tokens=length - 1)
+    assert data.dropped == 1 and [prompt.id for prompt in data] == [1]
+
+
+def test_messages_without_images_pass_through_unchanged() -> None:
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": ""}]}]
+    assert split_images(messages) == (messages, [])
