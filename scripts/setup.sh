@@ -81,7 +81,7 @@ install() {
     # The CPU lock goes with several builds of torch: first that with what it asks for, then the rest as it stands.
     pip install --no-compile --constraint "$lock" $([ "$device" = cuda ] || echo torch) setuptools uv
     install_exactly --requirement "$lock" --editable .
-    cp hotbunk_torchvision.pth "$("$venv"/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    cp scripts/site/hotbunk_torchvision.* "$("$venv"/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     echo "$key" >"$venv"/.hotbunk
 }
 
@@ -90,7 +90,7 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 device=$(find_device)
 lock=scripts/requirements/$device.txt
 [ -e "$lock" ] || die "HOTBUNK_DEVICE is '$device', but must be cpu or cuda."
-key="$device, Python $version, $(cat "$lock" pyproject.toml | sha256sum | cut -c1-16)"
+key="$device, Python $version, $(cat "$lock" pyproject.toml scripts/site/*.p* | sha256sum | cut -c1-16)"
 venv=${HOTBUNK_VENV:-$PWD/.venv}
 is_finished && exit
 

@@ -4,8 +4,8 @@ Its compiled part needs CUDA's libraries. Without that part its operators are un
 registers fakes for them (https://github.com/pytorch/vision/issues/8985); Transformers, which imports torchvision
 wherever it finds it, fails with it. What processes images uses none of these operators, so defining them is enough.
 
-`hotbunk_torchvision.pth` in an environment's site-packages runs `install` at each start of Python, engines' processes
-included. Beside a CUDA build of torch it does nothing.
+`hotbunk_torchvision.pth`, beside it in an environment's site-packages, runs `install` at each start of Python, engines'
+processes included. Beside a CUDA build of torch it does nothing.
 """
 
 import os
