@@ -21,6 +21,7 @@ from generation.engine.engine import Engine, Leader, WorkerError
 from generation.engine.sampling import NotFiniteError
 from generation.engine.settings import LEAST_MODEL_LEN
 from sharding.ranks import RemoteError, agree, agreed, dead_ranks, exchange, rank
+from sharding.send.pull import Pull
 from sharding.send.push import (
     AdapterFormat,
     DigestCheck,
@@ -225,32 +226,48 @@ class ShardingManager:
         """Returns the weights that a worker does not hold as the ranks do."""
         # The session is a number that no adapter had before, so nothing cached by number or name can be an old one's.
         adapter = None if self._adapter is None else {"number": self._session, "config": self._adapter.config}
-        parameters, replay = self._plan.parameters, self._settings.replay
-        answer = announce(link, parameters, version, replay, adapter, check.request)
+        answer = announce(link, self._parameters, version, self._settings.replay, adapter, check.request)
         self._plain, self._records = bool(answer.get("plain")), bool(answer.get("records"))
+        pulls: Pull | None = None
         if self._way.in_place:
             wait_for_writes(self._device)  # the worker reads the memory at once
             link.ask("in_place")
         else:
-            self._begin(version, [] if link.error else answer.get("whole"), link.error is None)
+            pulls = self._begin(version, [] if link.error else answer.get("whole"), link.error is None)
             self._push(link, "bucket", self._plan)
+            if pulls is not None:
+                staged = {parameter.name for parameter in self._plan.parameters}
+                link.post("pull", **pulls.message(self._session, staged))
         link.post("finish")
         check.expect(answer.get("views", {}))  # while the worker finishes
+        if pulls is not None:
+            link.collect()
         different = check.different(link.collect().get("digests", {}))
         agree(link.error, "sending weights")
         return different
 
-    def _begin(self, version: int, whole: list[str] | None, read: bool) -> None:
+    def _begin(self, version: int, whole: list[str] | None, read: bool) -> Pull | None:
         """Two buffers of at most a bucket, except for weights that some worker's loaders need whole. Collective.
         `whole`: those weights, as this rank's worker has it; None: all.
         `read`: this rank's worker will open the buffers.
+
+        Returns the way by which workers get the parameters that are not in `_plan`, if there is one.
         """
-        bound = self._settings.bucket_bytes
-        if self._way.cuts and any(parameter.nbytes > bound for parameter in self._parameters):  # alike on all ranks
+        bound, travelling = self._settings.bucket_bytes, self._parameters
+        pulls = self._way if isinstance(self._way, Pull) else None
+        if pulls is not None:
+            with agreed("exporting the shards"):
+                pulls.allow(self._session)
+        if pulls is not None or (self._way.cuts and any(p.nbytes > bound for p in travelling)):  # alike on all ranks
             asked = exchange(whole)
-            self._plan = BucketPlan(self._parameters, bound, None if None in asked else set().union(*asked))
+            needed = None if None in asked else set().union(*asked)
+            if pulls is not None and needed is not None:
+                travelling = pulls.others(travelling, needed)
+            self._plan = BucketPlan(travelling, bound, needed)
+            pulls = None if needed is None else pulls
         with agreed("allocating the staging memory"):
             self._way.begin(version, self._plan, read)
+        return pulls
 
     def _push(self, link: Link, kind: str, plan: BucketPlan) -> list[dict[str, Any]]:
         self.report.nbytes += plan.nbytes
@@ -274,7 +291,8 @@ class ShardingManager:
 
     def _finish(self, link: Link, call: "Future[Any] | None", version: int) -> None:
         self.report.staging_bytes = 0 if self._way.in_place else BUFFERS * self._plan.capacity
-        less = self._way.shares or (self._records and self._plan.capacity > self._settings.bucket_bytes)
+        fewer = isinstance(self._way, Pull) or self._plan.capacity > self._settings.bucket_bytes
+        less = self._way.shares or (self._records and fewer)
         # On CUDA the KV cache needs it; on CPU fresh pages cost more than kept ones, unless less will do from now on.
         release = self._device.type == "cuda" or less
         answer = link.ask("end", close=release)

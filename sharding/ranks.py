@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 _MESSAGE_LIMIT = 4000  # characters of an error message that travel to the other ranks
 _ENDING_SECONDS = 3.0  # a process that dies closes its connections a little before it counts as ended
-_processes: list[tuple[str, int]] = []  # of each rank: the machine, see `_machine`, and the process's number there
+_processes: list[tuple[str, int]] = []  # of each rank: the machine, see `machine`, and the process's number there
 
 
 class RemoteError(RuntimeError):
@@ -118,7 +118,7 @@ def agree(error: BaseException | None, phase: str, group: dist.ProcessGroup | No
 
 def introduce() -> None:
     """Have every rank know the others' processes, for `dead_ranks` to look after them. Every rank must call it."""
-    _processes[:] = [(machine, pid) for machine, pid in exchange([_machine(), os.getpid()])]
+    _processes[:] = [(machine, pid) for machine, pid in exchange([machine(), os.getpid()])]
 
 
 def dead_ranks() -> str:
@@ -130,11 +130,11 @@ def dead_ranks() -> str:
 
 
 def _ended_ranks() -> list[tuple[int, int]]:
-    here = _machine()
+    here = machine()
     return [(who, pid) for who, (machine, pid) in enumerate(_processes) if machine == here and _has_ended(pid)]
 
 
-def _machine() -> str:
+def machine() -> str:
     """The same for all processes that see each other under the same numbers."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 

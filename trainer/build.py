@@ -16,6 +16,7 @@ from sharding.apart.broadcast import Broadcast
 from sharding.apart.storage import Storage
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import rank, world_size
+from sharding.send.pull import Pull
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
 from sharding.send.ways import Staged, Way, ZeroCopy
 from sharding.wire.group import own_address
@@ -163,7 +164,7 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
 
 
 def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
-    """The way that sync.way names. A way of one's own is made with the device and the deadline of a wait (s)."""
+    """The way that sync.way names, `auto` settled. One's own is made with the device and the deadline of a wait (s)."""
     device, timeout = policy.device, config.sync.timeout_s
     match config.sync.way:
         case "staged":
@@ -171,6 +172,9 @@ def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
         case "zero_copy":
             assert isinstance(policy, InPlacePolicy)
             return ZeroCopy(device, source.parameters(), policy.compute_in, timeout)
+        case "pull":
+            assert isinstance(source, FsdpWeightSource)
+            return Pull(device, source, policy.shard_tensors(), [policy.optimizer])
         case "broadcast":
             alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
             ip = "127.0.0.1" if alone else own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

@@ -5,6 +5,7 @@ what one rank decides is decided by all alike, or exchanged in one of the few co
 """
 
 import gc
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from trainer.build import (
     start_server,
 )
 from trainer.config.schema import TrainConfig
+from trainer.config.ways import local_ranks, settled
 from trainer.data import load_prompts, load_tokenizer
 from trainer.engines import end_token_ids, fetch_model, start_engine, stop_engine, training_sampling
 from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept, sample_held_out
@@ -57,10 +59,13 @@ class RLTrainer:
 
     def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
         """Build everything, cheapest and likeliest to fail first. `resources` closes it again, however the run ends."""
+        config, way = settled(config, world_size(), local_ranks(os.environ, world_size()))
         self.config, self.watchdog = config, watchdog
         # Some rows of the latest evaluation, or of the latest step where there is none; on rank 0.
         self.last_answers: list[dict[str, Any]] = []
         self.screen = Progress(config.run.steps, enabled=rank() == 0)
+        if way:
+            self.screen.note(way)
         level = self.load_inputs()
         identity = run_identity(config, self.prompts.fingerprint, self.tokenizer)
         start, self.state = find_checkpoint(config, identity)  # of the run besides the policy; checkpoints keep both

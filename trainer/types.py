@@ -244,6 +244,7 @@ class Policy(Scorer, Protocol):
 
     device: torch.device
     model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
     routing: Routers | None = None  # a mixture's; also None where its routers cannot be looked into
 
     @property
@@ -252,6 +253,9 @@ class Policy(Scorer, Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters under the names they have in the Transformers model, tied ones once; sharded, as they are."""
+
+    def shard_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that has the memory of this rank's parts of the weights, for it to be exchanged for other."""
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`, the sharding manager's probe."""

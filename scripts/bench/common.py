@@ -26,7 +26,7 @@ from generation.engine.settings import EngineSettings
 from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import ZeroCopy
+from sharding.send.ways import Way
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.policy import hf_format
@@ -168,11 +168,10 @@ def weight_source(policy: FsdpPolicy, dtype: str) -> FsdpWeightSource:
 
 
 def connected_manager(
-    source: FsdpWeightSource, device: torch.device, settings: SyncSettings, leader: Leader, compute_in: Any = None
+    source: FsdpWeightSource, device: torch.device, settings: SyncSettings, leader: Leader, way: Way | None = None
 ) -> ShardingManager:
-    """A sharding manager between the two, as training has it; without copies where there is `compute_in`."""
+    """A sharding manager between the two, as training has it; weights are staged unless they go another `way`."""
     folder = Path(tempfile.mkdtemp(dir=processes.private_folder()))
-    way = None if compute_in is None else ZeroCopy(device, source.parameters(), compute_in, settings.timeout)
     manager = ShardingManager(source, device, settings, folder, leader=leader, way=way)
     manager.connect()
     return manager

@@ -14,6 +14,7 @@ One engine a rank and size is started with random weights (nothing is read from 
     gather       the policy's shards, cast and gathered into staging; no process reads them
     sync         all of it as in training, for each setting of sync.verify; the engine stays awake
     after sleep  the same, but the engine has given its memory back before, as in training
+    pull         sync.way pull: the worker reads the shards of all ranks, for each setting of sync.verify
     zero copy    sync.way zero_copy: the policy computes with the engine's own weights; one rank, unpacked weights
     TRL, ...     others' ways, see peers.py
 
@@ -28,7 +29,7 @@ import tempfile
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -57,6 +58,9 @@ from peers import IPC_ARGUMENTS, IPC_ENVIRONMENT, Verl, VllmIpc, Way, trl
 from sharding.manager import SyncReport, SyncSettings
 from sharding.ranks import is_main, world_size
 from sharding.send import push
+from sharding.send import ways as weight_ways
+from sharding.send.pull import Pull
+from sharding.send.push import Verify
 from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import BucketPlan
 from sharding.wire.channel import Listener, connect
@@ -103,6 +107,8 @@ class Bench:
         self.sync("after sleep, verify off", "off", sleep=True)
         if self.options.peers and not self.options.packed and not self.mixture:
             self.peers()
+        if not self.options.packed:
+            self.pull()
         if world_size() == 1 and not self.options.packed and not self.mixture:
             self.share()
 
@@ -127,22 +133,25 @@ class Bench:
         self.ways["gather"] = Way(seconds(lambda: gather(self.source, self.plan, staging), rounds, self.device), room)
         staging.close()
 
-    def sync(self, name: str, verify: Literal["off", "sample", "full"], sleep: bool = False) -> None:
-        """Time syncs; the first one, which maps the staging memory, does not count."""
-        reports = self.update(verify, self.options.rounds + 1, sleep)[1:]
+    def sync(self, name: str, verify: Verify, sleep: bool = False, way: weight_ways.Way | None = None) -> None:
+        """Time syncs; the first one, which maps memory, does not count."""
+        reports = self.update(verify, self.options.rounds + 1, sleep, way)[1:]
         phases = {p: [r.seconds.get(p, 0.0) for r in reports] for p in ("sleep", "wake", "sync", "verify")}
         times = [sum(parts) for parts in zip(phases["wake"], phases["sync"], phases["verify"], strict=True)]
         self.ways[name] = Way(times, reports[-1].staging_bytes, reports[-1].messages)
         if sleep:
             self.shift = phases
 
-    def update(self, verify: Literal["off", "sample", "full"], count: int, sleep: bool = False) -> list[SyncReport]:
+    def update(
+        self, verify: Verify, count: int, sleep: bool = False, way: weight_ways.Way | None = None
+    ) -> list[SyncReport]:
         """As many syncs as in training, by a manager of their own."""
         engine = self.leader.engine
         engine.settings = dataclasses.replace(engine.settings, sleep=sleep)
         settings = SyncSettings(verify, self.options.bucket_mib << 20)
-        compute_in = self.policy.compute_in if isinstance(self.policy, InPlacePolicy) else None
-        manager = connected_manager(self.source, self.device, settings, self.leader, compute_in)
+        if isinstance(self.policy, InPlacePolicy):
+            way = weight_ways.ZeroCopy(self.device, self.source.parameters(), self.policy.compute_in, TIMEOUT)
+        manager = connected_manager(self.source, self.device, settings, self.leader, way)
         reports = []
         for _ in range(count):
             self.policy.updates.applied += 1
@@ -153,6 +162,12 @@ class Bench:
             reports.append(manager.report)
         manager.close()
         return reports
+
+    def pull(self) -> None:
+        """From here on the policy's shards lie in memory that workers map."""
+        way = Pull(self.device, self.source, self.policy.shard_tensors(), [self.policy.optimizer])
+        for verify in ("off", "sample", "full"):
+            self.sync(f"pull, verify {verify}", verify, way=way)
 
     def share(self) -> None:
         """With an engine and a policy of its own: the first update copies, the others need not."""

@@ -138,6 +138,15 @@ class FsdpWeightSource:
         first = dist.get_rank(group) * _largest_shard(tensor, dist.get_world_size(group))
         return first, self._to_send(name, local, first)
 
+    @torch.no_grad()
+    def shards(self) -> dict[str, torch.Tensor]:
+        """This rank's parts of those parameters that are sent as they lie in its memory, cast: name -> flat."""
+        return {name: local_part(tensor).view(-1) for name, tensor in self._tensors.items() if self._lies(name, tensor)}
+
+    def _lies(self, name: str, tensor: torch.Tensor) -> bool:
+        """True if ranks hold what is sent of a parameter, so that nothing has to be computed or gathered for it."""
+        return shard_group(tensor) is not None or not _is_cut(tensor)
+
     def holders(self, name: str) -> list[int]:
         group = shard_group(self._tensors[name])
         return [rank()] if group is None else dist.get_process_group_ranks(group)
@@ -246,9 +255,15 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         return partition(tensor)[: whole_shape(tensor).numel()]
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    mesh, placements = tensor.device_mesh, tensor.placements
-    cut = any(mesh.size(i) > 1 for i, p in enumerate(placements) if not isinstance(p, Replicate))
-    return tensor.full_tensor() if cut else tensor.to_local()
+    return tensor.full_tensor() if _is_cut(tensor) else tensor.to_local()
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    """True if other ranks hold parts of a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return False
+    sizes = enumerate(tensor.placements)
+    return any(tensor.device_mesh.size(i) > 1 for i, placement in sizes if not isinstance(placement, Replicate))
 
 
 def shard_group(tensor: Any) -> dist.ProcessGroup | None:
@@ -310,6 +325,9 @@ class MergingWeightSource(FsdpWeightSource):
 
     def _to_send(self, name: str, values: torch.Tensor, offset: int) -> torch.Tensor:
         return self._adapters[name].added_to_stretch(values, offset) if name in self._adapters else values
+
+    def _lies(self, name: str, tensor: torch.Tensor) -> bool:
+        return name not in self._adapters and super()._lies(name, tensor)
 
 
 def gathered(tensor: Any) -> torch.Tensor:

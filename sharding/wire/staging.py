@@ -65,6 +65,11 @@ def local_buffers(buffers: list[torch.Tensor], nbytes: int, device: torch.device
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
 
 
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage as uint8 [nbytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
 class MemoryFile:
     """An anonymous memory file, mapped here.
     `tensors`: uint8, one for each size, each with a storage of its own.

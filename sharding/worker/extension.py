@@ -113,7 +113,7 @@ class VllmInternalWorkerExtension:
         address, secret = endpoints[device_id]
         channel = connect(address, secret, device_id, os.getpid())
         buckets = (READERS.get(reader) or load(reader))(self)
-        self.hotbunk_rank = ChannelCarrier(channel, buckets, "the trainer's rank")
+        self.hotbunk_rank = ChannelCarrier(channel, buckets, "the trainer's rank", self.device)  # type: ignore[attr-defined]
 
     def update_weights_via_ipc_zmq(self, session: int, timeout_s: float) -> Outcome:
         """Receive one weight update from this worker's rank; success and failure are reported to the rank, too."""

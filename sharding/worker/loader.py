@@ -143,14 +143,14 @@ class Arrivals:
         """Nothing needs to be sent."""
         self._arrived = set(self._expected)
 
-    def check_off_parts(self, parts: list[Part]) -> None:
-        """As `check_off`, for parts of weights."""
+    def check_off_parts(self, parts: list[Part], cast: bool = False) -> None:
+        """As `check_off`, for parts of weights; with `cast`, in any dtype."""
         for name, first, values in parts:
             if name not in self._expected:
                 raise SyncError(f"a part of a weight arrived that was not announced: {name}")
             shape, dtype = self._expected[name]
             last, elements = first + values.numel(), math.prod(shape)
-            if not 0 <= first < last <= elements or str(values.dtype) != f"torch.{dtype}":
+            if not 0 <= first < last <= elements or not (cast or str(values.dtype) == f"torch.{dtype}"):
                 was = f"{elements} of torch.{dtype} were announced"
                 raise SyncError(f"elements {first} to {last} of {name} arrived as {values.dtype}, and {was}")
             if name in self._arrived or _overlaps(self._parts.setdefault(name, []), first, last):
@@ -244,12 +244,24 @@ class WeightLoader:
         Raises SyncError: as `load` does; or a weight has to come whole.
         """
         self._arrivals.check_off_parts(parts)
+        self._replay_parts(parts)
+
+    def pull(self, parts: list[Part]) -> int:
+        """As `load_parts`, out of memory that holds them in any dtype; returns their bytes in the model's dtype."""
+        self._arrivals.check_off_parts(parts, cast=True)
+        return self._replay_parts(parts)
+
+    def _replay_parts(self, parts: list[Part]) -> int:
         recording = self.recording
-        for name, first, values in parts:
+        for name, _, _ in parts:
             if recording is None or not recording.complete or not recording.replayable(name):
                 raise SyncError(f"{name} arrived in parts, and its loader needs it whole")
-            copies = recording.replay_part(name, first, values)
-            self._watcher.note_replayed(name, [copy.target for copy in copies])
+        assert recording is not None
+        nbytes = 0
+        for (name, _, _), targets in zip(parts, recording.replay_parts(parts), strict=True):
+            self._watcher.note_replayed(name, targets)
+            nbytes += sum(target.nbytes for target in targets)
+        return nbytes
 
     def whole(self) -> list[str] | None:
         """The weights of this update that cannot come in parts, since their loaders need them; None: all."""

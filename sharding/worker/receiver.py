@@ -17,13 +17,16 @@ from sharding.wire.staging import open_memory, stamped_bucket
 from sharding.worker.adapter import AdapterLoader
 from sharding.worker.loader import WeightLoader
 from sharding.worker.recording import Recording
+from sharding.worker.shards import MappedShards
 
 
 class Carrier(Protocol):
     """The carrier of an update to this worker: its messages in order, and the memory of each bucket."""
 
     def next(self) -> dict[str, Any]:
-        """The next message: `begin`, `bucket`s or one `in_place`, `finish`, `compare`s, `end` or `abort`."""
+        """The next message: `begin`, `bucket`s and maybe a `pull`, or one `in_place`; `finish`, `compare`s, `end` or
+        `abort`.
+        """
 
     def answer(self, **fields: Any) -> None:
         """The message was served."""
@@ -102,6 +105,8 @@ class Receiver:
                 answer = self._begin(message)
             case "bucket":
                 self._load(carrier.bucket(message), message)
+            case "pull":
+                self._pull(carrier, message)
             case "in_place":
                 if self._worker.hotbunk_shared is None or not isinstance(self._loader, WeightLoader):
                     raise SyncError("weights were announced as shared, but this worker shares none with the trainer")
@@ -144,6 +149,15 @@ class Receiver:
         self._loader.load(weights)
         if parts:
             self._loader.load_parts(parts)
+
+    def _pull(self, carrier: Carrier, message: dict[str, Any]) -> None:
+        if not isinstance(carrier, ChannelCarrier) or not isinstance(self._loader, WeightLoader):
+            raise SyncError("shards were announced, but this worker cannot read any")
+        shards = carrier.shards
+        self.outcome.nbytes += self._loader.pull(shards.parts(message))
+        if self._worker.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        shards.check(message, "changed while they were read")
 
     def _views(self, buffer: torch.Tensor, message: dict[str, Any]) -> NamedTensors:
         """The weights that are whole in a bucket: views of its memory, dropped before the bucket is acknowledged."""
@@ -219,9 +233,12 @@ class StagedBuckets:
 class ChannelCarrier:
     """A `Carrier` whose messages come over a channel and are answered there, and whose buckets come their own way."""
 
-    def __init__(self, channel: Conversation, buckets: Buckets, waiting_for: str) -> None:
+    def __init__(
+        self, channel: Conversation, buckets: Buckets, waiting_for: str, device: torch.device | None = None
+    ) -> None:
         """`waiting_for` names the sender in the error of a wait that has been too long."""
         self._channel, self._buckets, self._waiting_for = channel, buckets, f"message from {waiting_for}"
+        self.shards = MappedShards(device or torch.device("cpu"))
         self._session: int | None = None
         self._timeout = 0.0
         self._ahead: deque[dict[str, Any]] = deque()
@@ -257,6 +274,8 @@ class ChannelCarrier:
     def leave(self, message: dict[str, Any]) -> None:
         if message.get("close", True):
             self._buckets.close("the trainer broke the update off" if message["kind"] == "abort" else None)
+        if message["kind"] == "abort":
+            self.shards.close()
         self.answer(opened=self._buckets.opened, closed=self._buckets.closed, left=True)
 
     def fail(self, error: Exception) -> None:
@@ -267,5 +286,6 @@ class ChannelCarrier:
             traceback.clear_frames(cause.__traceback__)  # they hold views of the memory, which would stay mapped
             cause = cause.__cause__ or cause.__context__
         self._buckets.close(told)
+        self.shards.close()
         with suppress(SyncError):  # a trainer that has gone needs no answer
             self._channel.send("failed", session=self._session, error=told)

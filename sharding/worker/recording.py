@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharding.wire.manifest import Manifest, NamedTensors, View
+from sharding.wire.manifest import Manifest, NamedTensors, Part, View
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -155,12 +155,19 @@ class Recording:
         """Make the recorded copies of these weights, all of which are replayable, wherever they lie now."""
         _copy_all([(copy.target, copy.source(weight)) for name, weight in weights for copy in self.copies[name]])
 
-    def replay_part(self, name: str, first: int, values: Tensor) -> list[Copy]:
-        """As `replay`, of a weight's elements from number `first` on; which copies that came to is worked out once."""
-        key = (name, first, values.numel())
+    def replay_parts(self, parts: list[Part]) -> list[list[Tensor]]:
+        """As `replay`, of elements of weights, cast where they come in another dtype; what was written for each part.
+        Which copies a part comes to is worked out once.
+        """
+        found = [self._copies_within(name, first, values.numel()) for name, first, values in parts]
+        pairs = zip(found, (values for _, _, values in parts), strict=True)
+        _copy_all([(copy.target, copy.source(values)) for copies, values in pairs for copy in copies])
+        return [[copy.target for copy in copies] for copies in found]
+
+    def _copies_within(self, name: str, first: int, count: int) -> list[Copy]:
+        key = (name, first, count)
         if key not in self.parts:
-            self.parts[key] = [part for copy in self.copies[name] for part in copy.within(first, first + key[2])]
-        _copy_all([(copy.target, copy.source(values)) for copy in self.parts[key]])
+            self.parts[key] = [part for copy in self.copies[name] for part in copy.within(first, first + count)]
         return self.parts[key]
 
     def refill(self) -> None:

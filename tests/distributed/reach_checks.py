@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sharding.ranks import agree, rank, world_size
+from sharding.send.pull import Pull
 from sharding.send.source import ShardedSource
 from tests.distributed import policy_checks as checks
 from tests.distributed.deepspeed_checks import zero_policy
@@ -21,7 +22,9 @@ from trainer.distributed import init_process_group
 
 
 def on_ranks(models: str, results: str, *cases: str) -> None:
-    """Each case, "fsdp 2" or "zero3 1", is a backend of the policy and the engines' tensor-parallel size."""
+    """Each case, "fsdp 2" or "zero3 1", is a backend of the policy and the engines' tensor-parallel size; "hsdp" is
+    FSDP2 on pairs of ranks.
+    """
     init_process_group(120, "cpu")
     from vllm.v1.worker import cpu_model_runner
 
@@ -45,12 +48,15 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
 
 
 def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: Path) -> None:
-    """The first sync records, the second replays; in between the policy gets other weights, which it then saves."""
+    """The first sync records, the second replays; in between the policy gets other weights, which it then saves. At
+    last all that vLLM's model holds is wiped out, and read from the ranks' shards.
+    """
     from vllm.distributed import parallel_state
 
     from tests.in_process import InProcess
 
-    policy = zero_policy(folder, stage=3) if backend == "zero3" else checks.make_policy(folder)
+    rows = {"shard_size": 2} if backend == "hsdp" else {}
+    policy = zero_policy(folder, stage=3) if backend == "zero3" else checks.make_policy(folder, **rows)
     source = weight_source(policy, torch.float32)
     worker = vllm_worker(folder, tensor_parallel_size)
     with tempfile.TemporaryDirectory() as private:
@@ -66,6 +72,18 @@ def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: P
     assert held.keys() == expected.keys()
     different = [name for name in held if not torch.equal(held[name], expected[name])]
     assert not different, different
+    for parameter in worker.get_model().parameters():
+        parameter.data.fill_(float("nan"))
+    with tempfile.TemporaryDirectory() as private:
+        pull = Pull(policy.device, source, policy.shard_tensors(), [policy.optimizer])
+        both = InProcess(source, worker, Path(private), way=pull)
+        for version in (3, 4):
+            both.sync(version)
+        assert set(both.manager.report.unreplayable or ()) == {p.name for p in both.manager._plan.parameters}
+        both.manager.close()
+    pulled = tensors(worker.get_model())
+    different = [name for name in expected if not torch.equal(pulled[name], expected[name])]
+    assert not different, ("pulled", different)
     parallel_state.destroy_model_parallel()
 
 

@@ -24,6 +24,7 @@ from rich.table import Table
 from generation.engine.devices import DRIVERS, driver_version, gpu_visible
 from trainer.config.checks import ALLOCATOR_VARIABLES, find_problems, without_expandable_segments
 from trainer.config.recipe import load_config
+from trainer.config.ways import local_ranks, settled
 from trainer.estimates.memory import GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
 from trainer.run import processes
@@ -242,6 +243,7 @@ def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Ma
         yield Finding("recipe", str(path), "a recipe that fits the machine", "failed", problem)
     if any(problem.startswith("model.path") for problem in problems):
         return
+    config, _ = settled(config, ranks, local_ranks(environ, ranks))
     model = model_sizes(config, config.model.path, config.lora)
     total = min((device.total_gib for device in machine.devices), default=psutil.virtual_memory().total / GIB / ranks)
     parts = [*trainer_parts(config, model, ranks, total), *engine_parts(config, model, ranks, total)]
@@ -261,6 +263,7 @@ def trials(machine: Machine, findings: list[Finding], facts_only: bool) -> Itera
     first = next((f for f in findings if f.verdict == "failed" and f.what.startswith(needed)), None)
     reason = "--facts asks for none" if facts_only else f"first mend: {first.what}" if first else ""
     yield "one engine", 1, reason
+    yield "pull", 1, reason
     yield "zero copy", 1, reason
     if not reason and machine.ranks < 2:
         few = "there are fewer than two devices"

@@ -75,7 +75,7 @@ def recipe(folder: Path, device: str, way: str, ranks: int) -> TrainConfig:
             "data": {"path": "none"},
             "engine": engine | {"tensor_parallel_size": ranks},
             "sync": {"verify": "full", "bucket_mib": 16, "way": way, "timeout_s": 120},
-            "policy": {"dtype": dtype, "lr": 1e-3, "offload": "none" if way == "zero_copy" else "all"},
+            "policy": {"dtype": dtype, "lr": 1e-3, "offload": "all" if way == "staged" else "none"},
         }
     )
 
@@ -152,7 +152,11 @@ def one_engine(trial: Trial, report: Report) -> None:
     """Start, sleep, wake, a sync, an optimizer step, another sync, and shifts in which memory stays flat."""
     report("engine", f"started in {trial.start_seconds:.0f} s", "a start", True, "")
     report_sleep(trial, report)
-    batch = report_syncs(trial, report)
+    report_shifts(trial, report_syncs(trial, report), report)
+
+
+def report_shifts(trial: Trial, batch: MicroBatch, report: Report) -> None:
+    """Memory that stays flat over shifts."""
     used = []
     for _ in range(SHIFTS):
         trial.learn(batch)
@@ -201,6 +205,16 @@ def zero_copy(trial: Trial, report: Report) -> None:
     report("sync", f"{moved} bytes moved", "0 bytes", moved == 0, remedy)
 
 
+def pull(trial: Trial, report: Report) -> None:
+    """An engine that reads the policy's shards: later syncs stage nothing, and map nothing anew."""
+    trial.manager.sleep()
+    report_shifts(trial, report_syncs(trial, report), report)
+    with trial.manager.generation_shift(trial.policy):
+        staged, seconds = trial.manager.report.staging_bytes, trial.manager.report.seconds["sync"]
+    remedy = "leave sync.way at staged on this machine, and report this with doctor.json"
+    report("sync", f"{staged} bytes staged, {seconds * 1e3:.0f} ms", "0 bytes", staged == 0, remedy)
+
+
 def tensor_parallel(trial: Trial, report: Report) -> None:
     """Two ranks, whose collectives use NCCL on CUDA, and one engine of both."""
     report("engine of two ranks", f"started in {trial.start_seconds:.0f} s", "a start", True, "")
@@ -208,7 +222,8 @@ def tensor_parallel(trial: Trial, report: Report) -> None:
     report_syncs(trial, report)
 
 
-TRIALS = {"one engine": one_engine, "zero copy": zero_copy, "tensor parallel": tensor_parallel}
+TRIALS = {"one engine": one_engine, "pull": pull, "zero copy": zero_copy, "tensor parallel": tensor_parallel}
+WAYS = {"pull": "pull", "zero copy": "zero_copy"}
 
 
 def main(name: str, device: str, findings: Path) -> int:
@@ -221,7 +236,7 @@ def main(name: str, device: str, findings: Path) -> int:
         if is_main():
             make_model(folder)
         exchange(None)  # it is complete
-        config = recipe(folder, device, "zero_copy" if name == "zero copy" else "staged", world_size())
+        config = recipe(folder, device, WAYS.get(name, "staged"), world_size())
         prefix = "" if name == "one engine" else f"{name}: "
         file = resources.enter_context(findings.open("a"))
 

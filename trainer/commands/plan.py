@@ -17,6 +17,7 @@ from trainer.config.model_file import EXPERT_KEYS, model_config
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age, prompts_ahead
+from trainer.config.ways import local_ranks, settled
 from trainer.errors import UserError
 from trainer.estimates.gpus import GPUS, Gpu
 from trainer.estimates.memory import GIB, engine_parts, trainer_parts
@@ -54,6 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
         problems = [problem for problem in problems if not problem.startswith("run.device")]
     if any(problem.startswith("model.path") and "*.safetensors" not in problem for problem in problems):
         raise UserError(*problems)  # nothing can be worked out without the model's sizes
+    config, _ = settled(config, ranks, local_ranks(os.environ, ranks))
     total = arguments.device_gib or (gpu.memory_gib if gpu else None)
     if total is None:
         cuda = resolve_device(config) == "cuda" and cuda_problem() is None

@@ -27,6 +27,7 @@ from trainer.config.model_file import (
 )
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import check_slices
+from trainer.config.ways import check_way
 from trainer.errors import UserError, shown
 
 COMPLETE_MARKER = "COMPLETE"
@@ -90,7 +91,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_sampling(config)
         problems += check_slices(config)
         problems += _check_run(config)
-        problems += _check_way(config, ranks, environ)
+        problems += check_way(config, ranks, environ)
     return [*problems, *_check_model(config, command)]
 
 
@@ -360,34 +361,6 @@ def _check_run(config: TrainConfig) -> Iterator[str]:
     first, last = config.run.profile or (1, 1)
     if not first <= last <= config.run.steps:
         yield f"run.profile = [{first}, {last}], but should be first and last of the steps 1 to {config.run.steps}"
-
-
-def _check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> Iterator[str]:
-    """What must hold for NCCL to join trainer and engine, or for them to have one memory for one layout of weights."""
-    sync, engine, policy = config.sync, config.engine, config.policy
-    on_cpu = resolve_device(config) == "cpu"
-    if sync.way == "broadcast" and not on_cpu:
-        # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html
-        yield (
-            f"sync.way is broadcast, but cuda:{environ.get('LOCAL_RANK', '0')} has a rank and its engine, and NCCL "
-            "cannot join two processes on one GPU: set it to staged"
-        )
-    if (home := sync.way.rpartition(":")[0]).endswith(".py") and not os.path.isfile(home):
-        yield f"sync.way: {shown(sync.way)} cannot be loaded: there is no file {home}"
-    if sync.way != "zero_copy":
-        return
-    packed = on_cpu and not engine.plain_cpu_weights
-    reasons = {
-        f"there are {ranks} ranks: start one": ranks > 1,
-        "engine.tensor_parallel_size cuts them: set it to 1": engine.tensor_parallel_size > 1,
-        "policy.backend is deepspeed, which has its own: set it to fsdp": policy.backend != "fsdp",
-        "lora.rank adds adapters to them: set it to 0": config.lora.rank > 0,
-        f"engine.dtype is not policy.dtype: set it to {policy.dtype}": engine.dtype not in (None, policy.dtype),
-        "engine.plain_cpu_weights is false, so that vLLM packs them: set it to true": packed,
-        "sync.replay is false, and only the record tells where they are: set it to true": not sync.replay,
-    }
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        yield f"sync.way: zero_copy shares whole weights between one rank and its engine, but {reason}"
 
 
 def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:

@@ -160,6 +160,8 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     packed = resolve_device(config) == "cpu" and not config.engine.plain_cpu_weights
     whole = [name for name in travels if packed or any(part in name for part in REPROCESSED)]
     way = config.sync.way
+    if cut and way == "pull" and not config.lora.rank:
+        parameters = [parameter for parameter in parameters if parameter.name in whole]
     plan = BucketPlan(
         parameters, config.sync.bucket_mib << 20, whole if cut and config.sync.replay and way != "storage" else None
     )

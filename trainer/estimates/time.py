@@ -155,11 +155,15 @@ def _rollout(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengt
 
 
 def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Iterator[Cost]:
-    """Weights in the engine's dtype: gathered, written to staging, read and written by the worker; and the shift."""
+    """Weights in the engine's dtype: gathered, written to staging, read and written by the worker; and the shift. Where
+    the worker reads the masters themselves, float32, it is one copy.
+    """
     policy, shards = config.policy, shards_of(config.policy, ranks)
     elements = sum(shape.numel() for shape in (model.adapters if config.lora.engines_apply else model.shapes).values())
     size = engine_dtype(config).itemsize * elements
-    if config.sync.way != "zero_copy":
+    if config.sync.way == "pull":
+        yield Cost("sync", (4 * elements + size) / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB")
+    elif config.sync.way != "zero_copy":
         gather = _ring(size, shards, gpu, len(model.units))
         yield Cost("sync", gather + 3 * size / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB")
     moved = {"none": 0, "optimizer": 8, "all": 12}[policy.offload] * sum(s.numel() for s in model.trained.values())

@@ -76,8 +76,8 @@ class DeepSpeedPolicy(Offloadable, Policy):
         groups = decay_groups(list(self.trained().values()), policy.weight_decay)
         # At rate 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state
         # (deepspeed/runtime/zero/stage3.py, initialize_optimizer_states).
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=policy.betas, eps=policy.eps, fused=True)
-        self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=self._settings())
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=policy.betas, eps=policy.eps, fused=True)
+        self.engine, *_ = deepspeed.initialize(model=module, optimizer=self.optimizer, config=self._settings())
         self._make_optimizer_state()
         if self.compute_dtype != torch.float32:
             # DeepSpeed has made its masters from rounded weights.
@@ -87,6 +87,14 @@ class DeepSpeedPolicy(Offloadable, Policy):
     @property
     def work(self) -> Work:
         return cast(Work, self.engine.module.work)
+
+    def shard_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that has the memory of ZeRO-3's partitions: these, and the flat buffers that they are cut from,
+        which are the masters' too where both have one dtype.
+        """
+        zero = self.engine.optimizer
+        yield from (parameter.ds_tensor for parameter in self.engine.module.parameters())
+        yield from [zero.lp_param_buffer, *zero.fp16_partitioned_groups_flat, *zero.fp32_partitioned_groups_flat]
 
     def _update_memory(self) -> Iterator[Tensor]:
         """The tensors that only an update needs: masters, moments and the buffer of gradients."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sharding.ranks import world_size
@@ -60,7 +61,7 @@ class ShardedModel(Offloadable):
         self._shard()
         self._load(start)
         if trainable:
-            self.optimizer = make_adamw(list(self.trained().values()), settings)
+            self.optimizer: torch.optim.Optimizer = make_adamw(list(self.trained().values()), settings)
 
     @property
     def work(self) -> Work:
@@ -69,6 +70,15 @@ class ShardedModel(Offloadable):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Sharded parameters under the names they have in the Transformers model, tied ones once."""
         yield from parameter_names(self.model).items()
+
+    def shard_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that has the memory of this rank's shards: parameters, and what FSDP2 gathers from, with the
+        padding of uneven ones.
+        """
+        groups = (group for unit in self._units() for group in unit._get_fsdp_state()._fsdp_param_groups)
+        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+            yield parameter._sharded_param_data
+            yield cast(DTensor, parameter.sharded_param)._local_tensor
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name: the model's, and those of a head beside it."""

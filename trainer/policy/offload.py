@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sharding.send.source import local_part
+from sharding.wire.staging import bytes_of
 from trainer.policy.optimizer import Updates
 
 TensorSource = Callable[[], Iterable[Tensor]]
@@ -51,7 +52,7 @@ class Offload:
         pairs = list(zip(storages, self._buffers, strict=True))
         if not (fits and self._constant):
             for storage, buffer in pairs:
-                buffer.copy_(_bytes_of(storage), non_blocking=True)
+                buffer.copy_(bytes_of(storage), non_blocking=True)
         _wait(storages)  # before their memory is freed
         for storage in storages:
             storage.resize_(0)
@@ -62,7 +63,7 @@ class Offload:
         """Allocate the memory again and fill it; does nothing if nothing was released."""
         for storage, buffer in self._away:
             storage.resize_(buffer.nbytes)
-            _bytes_of(storage).copy_(buffer, non_blocking=True)
+            bytes_of(storage).copy_(buffer, non_blocking=True)
         _wait(storage for storage, _ in self._away)
         self._away = []
 
@@ -108,11 +109,6 @@ class Offloadable:
         """Bring everything back."""
         self._state.restore()
         self._compute.restore()
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """All of a storage as uint8 [nbytes]."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
 def _wait(storages: Iterable[torch.UntypedStorage]) -> None:

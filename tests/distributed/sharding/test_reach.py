@@ -27,7 +27,7 @@ FAMILIES = [
     ("deepseek_v2", False),
 ]
 NAMES = [f"{kind}_{'tied' if tied else 'untied'}" for kind, tied in FAMILIES]
-CASES = {2: ("fsdp 2", "zero3 2"), 4: ("fsdp 2",)}
+CASES = {2: ("fsdp 1", "fsdp 2", "zero3 1", "zero3 2"), 4: ("fsdp 1", "fsdp 2", "hsdp 1", "hsdp 2")}
 """Ranks -> the policy's backend and the engines' tensor-parallel size."""
 
 
@@ -39,12 +39,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]
     results = {}
     for ranks, cases in CASES.items():
         file = tmp_path_factory.mktemp("results") / "found.json"
-        run_ranks(reach_checks.on_ranks, ranks, timeout=560, arguments=[str(models), str(file), *cases])
+        run_ranks(reach_checks.on_ranks, ranks, timeout=900, arguments=[str(models), str(file), *cases])
         results[ranks] = json.loads(file.read_text())
     return results
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in CASES.items() for case in cases])
 @pytest.mark.covers("P8")

@@ -20,6 +20,7 @@ def one_trial(name: str, findings: str) -> None:
     ("name", "ranks", "expected"),
     [
         ("one engine", 1, ["engine", "sleep", "first sync", "memory over 10 shifts"]),
+        ("pull", 1, ["pull: first sync", "pull: sync after an optimizer step", "pull: sync"]),
         ("zero copy", 1, ["zero copy: first sync", "zero copy: gap at temperature 0.7", "zero copy: sync"]),
         (
             "tensor parallel",

@@ -169,6 +169,33 @@ def test_a_run_in_shared_memory_learns_and_is_continued_by_one_that_copies(
     assert rows[3]["eval/reward"] != rows[0]["eval/reward"]
 
 
+@pytest.mark.covers("P8")
+def test_a_run_whose_engines_read_the_ranks_shards_is_the_run_that_stages_them(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """In bfloat16, so that weights are cast on the way; with an evaluation and a checkpoint."""
+    recipe = write_recipe(
+        tmp_path,
+        tiny_model(),
+        run={"steps": 3},
+        policy={"dtype": "bfloat16"},
+        engine={"plain_cpu_weights": True},
+        checkpoint={"every": 2},
+        eval={"every": 3},
+    )
+    runs = [Run(recipe, "--sync.way", way, name=way) for way in ("pull", "staged")]
+    for run in runs:
+        assert run.wait() == 0, run.output()
+    for run in runs:
+        run.assert_gone()
+    first, second = runs
+    assert first.comparable_rows() == second.comparable_rows() and len(first.rows()) == 4
+    assert [row["sync/verified"] for row in first.rows()] == [row["sync/verified"] for row in second.rows()]
+    assert answers(first) == answers(second)
+    exports = [(run.folder / "model" / "model.safetensors").read_bytes() for run in (first, second)]
+    assert exports[0] == exports[1]
+
+
 def test_the_exported_model_answers_alike_in_plain_transformers_and_plain_vllm(whole: Run) -> None:
     from transformers import AutoModelForCausalLM
 

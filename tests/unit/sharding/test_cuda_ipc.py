@@ -1,4 +1,6 @@
-"""Staging over a fake of torch's CUDA IPC that counts users as torch does: every export is opened, closed and freed."""
+"""Staging, and shards that workers read, over a fake of torch's CUDA IPC that counts users as torch does: every export
+is opened, closed and freed.
+"""
 
 import ctypes
 import gc
@@ -9,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from sharding.send import pull
 from sharding.wire import channel as channels
+from sharding.wire.channel import SyncError
 from sharding.wire.staging import CudaIpcStaging, stamp
 from sharding.worker.receiver import ChannelCarrier, StagedBuckets
+from sharding.worker.shards import MappedShards
 
 CPU = torch.device("cpu")
 NBYTES = 64
@@ -166,4 +171,39 @@ def test_a_bucket_that_fails_in_the_loader_leaves_nothing_mapped(
         assert ipc.closes == 2, "closed before the trainer is told so"
     assert script.answers == ["failed"] and buckets.closed == 1
     staging.close()
+    ipc.assert_all_is_freed()
+
+
+def test_shards_are_opened_once_by_each_worker_and_freed_when_all_have_let_go(
+    ipc: FakeIpc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage of two shards and one of one, read in ten updates by two workers; then another policy's."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(pull, "wait_for_writes", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: ipc.empty(size, dtype).zero_())
+    both, alone = ipc.empty(NBYTES).view(torch.float32), ipc.empty(NBYTES).view(torch.float32)
+    shards = {"a": both[:4], "b": both[4:], "c": alone}
+    export = pull.Export(lambda: shards, [both, alone], device)
+    assert export.places == {"a": [0, 0, 4], "b": [0, 16, 12], "c": [1, 0, 16]}
+    workers, handles = [MappedShards(device), MappedShards(device)], [export.handle(), export.handle()]
+    for number in range(1, 11):
+        both.fill_(number)
+        alone.fill_(-number)
+        export.stamp(number)
+        for worker, handle in zip(workers, handles, strict=True):
+            parts = [[name, "float32", 0, place[2], 0, *place[:2]] for name, place in export.places.items()]
+            message = {"sources": [{"rank": 3, "handle": handle, "stamp": number}], "parts": parts}
+            for name, _, values in worker.parts(message):
+                assert (values == (-number if name == "c" else number)).all() and values.numel() == len(shards[name])
+            worker.check(message, "changed")
+    assert (ipc.exports, ipc.opens, ipc.closes) == (6, 6, 0)
+    export.stamp(0)
+    with pytest.raises(SyncError, match="rank 3's shards is gone .it bears the stamp 0, not 10."):
+        worker.check(message, "is gone")
+    del values, worker, message
+    for mapped in workers:
+        mapped.close()
+    del export, both, alone, mapped
+    shards.clear()
+    workers.clear()
     ipc.assert_all_is_freed()

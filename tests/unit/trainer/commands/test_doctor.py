@@ -133,9 +133,9 @@ def test_a_trial_that_dies_or_hangs_is_a_finding_with_its_last_words(monkeypatch
 def test_trials_wait_until_what_they_need_is_mended() -> None:
     small = replace(NODE, devices=(replace(H100, free_gib=0.5),))
     reasons = [reason for _, _, reason in doctor.trials(small, list(judge(small)), False)]
-    assert reasons == ["first mend: memory of device 0"] * 3
+    assert reasons == ["first mend: memory of device 0"] * 4
     reasons = [reason for _, _, reason in doctor.trials(LAPTOP, list(judge(LAPTOP)), False)]
-    assert reasons[:2] == ["", ""] and "--ranks 2" in reasons[2]
+    assert reasons[:3] == ["", "", ""] and "--ranks 2" in reasons[3]
 
 
 def test_the_report_holds_facts_findings_and_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

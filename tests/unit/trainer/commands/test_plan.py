@@ -149,6 +149,16 @@ def test_ways_without_common_memory_have_buffers_on_both_sides_and_a_folder_hold
     assert staging_bytes(storage, sizes, 2, cut=True) == 4 * 152_064 * 3584 * 2 > 2 * in_parts
 
 
+def test_where_engines_read_shards_only_what_they_re_process_is_staged(tiny_qwen2: Path) -> None:
+    shapes = {name: torch.Size([152_064, 3584]) for name in ("embedding", "head")}
+    experts = {"layers.0.mlp.experts.down_proj": torch.Size([128, 2048, 2000])}
+    pulled = recipe(tiny_qwen2, engine={"plain_cpu_weights": True}, sync={"way": "pull"})
+    for more, later in (({}, 0), (experts, 2 * 4 * 128 * 2048 * 2000)):
+        sizes = ModelSizes(config={}, shapes=shapes | more, layer=0, rest=0)
+        assert staging_bytes(pulled, sizes, 2, cut=True) == later
+        assert staging_bytes(pulled, sizes, 2, cut=False) >= 2 * 4 * 152_064 * 3584
+
+
 @pytest.mark.parametrize(
     ("offload", "masters", "moments"), [("none", True, True), ("optimizer", True, False), ("all", False, False)]
 )

@@ -1,0 +1,208 @@
+"""Weights that workers read straight out of the shards of all ranks of their machine (`sync.way: pull`).
+
+The workers' record says where each element of a weight goes, and the ranks know which elements each of them holds: so a
+worker copies each piece from a rank's shard to where it belongs, and casts it on the way. Nothing is gathered, staged
+or sent, and a tensor-parallel worker reads no more than its slices. The ranks' shards lie in memory that is exported
+once for the life of the run. What vLLM's loaders compute, or vLLM re-processes, is staged in the same update.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharding.ranks import agreed, exchange, machine, rank
+from sharding.send.source import FsdpWeightSource
+from sharding.send.ways import BucketPlan, Call, Staged
+from sharding.wire.channel import SyncError
+from sharding.wire.manifest import SourceParameter, first_names
+from sharding.wire.staging import STAMP_BYTES, MemoryFile, bytes_of, cuda_handle, stamp, wait_for_writes
+
+
+class Export:
+    """This rank's shards, in memory that other processes of its machine can map for as long as the run lasts.
+
+    On CPU the shards are moved into a memory file; on CUDA they stay where they are. Behind them lies a stamp, see
+    `Pull`.
+    """
+
+    def __init__(
+        self, shards: Callable[[], dict[str, Tensor]], aliases: Iterable[Tensor], device: torch.device
+    ) -> None:
+        """`shards`: parameter -> this rank's part of it, as it is now. `aliases`: all tensors that share its memory.
+        Raises SyncError: where the system does not give that much memory, or a shard could not be moved.
+        """
+        self._shards, self._device = shards, device
+        storages: dict[int, list[Tensor]] = {_storage(part): [] for part in shards().values() if part.numel()}
+        for tensor in aliases:
+            if (address := tensor.untyped_storage().data_ptr()) in storages:
+                storages[address].append(tensor)
+        if unmoved := [name for name, part in shards().items() if part.numel() and not storages[_storage(part)]]:
+            raise SyncError(f"the policy does not say what shares the memory of {first_names(unmoved)}")
+        self._stamp = torch.zeros(STAMP_BYTES, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            self._move(list(storages.values()))
+        found = {_storage(part): part.untyped_storage() for part in shards().values() if part.numel()}
+        self._storages = [*found.values(), self._stamp.untyped_storage()]
+        numbers = {address: number for number, address in enumerate(found)}
+        self._addresses = self._where()
+        self.places = {
+            name: [numbers[_storage(part)], part.data_ptr() - _storage(part), part.numel()]
+            for name, part in shards().items()
+            if part.numel()
+        }
+
+    @torch.no_grad()
+    def _move(self, storages: list[list[Tensor]]) -> None:
+        """Have all tensors in a memory file, those of a storage in another one that holds the same."""
+        sizes = [tensors[0].untyped_storage().nbytes() for tensors in storages]
+        try:
+            self._file = MemoryFile("hotbunk-shards", [*sizes, STAMP_BYTES])
+        except OSError as error:
+            raise SyncError(
+                f"no {sum(sizes)} bytes of shared memory for the policy's shards ({error.strerror}): "
+                "set sync.way to staged"
+            ) from error
+        *memory, self._stamp = self._file.tensors
+        for tensors, new in zip(storages, memory, strict=True):
+            new.copy_(bytes_of(tensors[0].untyped_storage()))
+            for tensor in tensors:
+                tensor.data = new.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def handle(self) -> dict[str, Any]:
+        """What `open_memory` needs in one other process: the shards' storages, and the stamp. On CUDA each process
+        needs a handle of its own, since torch counts one user of each.
+        """
+        return self._file.handle if self._device.type == "cpu" else cuda_handle(self._storages)
+
+    def stamp(self, number: int) -> None:
+        """Write the number that readers compare with what they were told."""
+        stamp(self._stamp, number)
+        wait_for_writes(self._device)
+
+    def moved(self) -> list[str]:
+        """The parameters whose shards are no longer where they were exported, as FSDP2 pads some anew and an offloaded
+        one gets other memory.
+        """
+        now = self._where()
+        return [name for name, place in self._addresses.items() if now.get(name) != place]
+
+    def _where(self) -> dict[str, tuple[int, int]]:
+        return {name: (part.data_ptr(), part.numel()) for name, part in self._shards().items() if part.numel()}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Pull(Staged):
+    """Workers read the shards of the ranks that hold a copy of the model, on their own machine. See `Way`.
+
+    The stamp behind a rank's shards is that of the update while workers may read, and 0 while the rank may write: the
+    step of an optimizer sets it to 0 first. Workers look at it before they read and afterwards, so they find out that
+    they have mapped other memory than was meant, and that a rank wrote while they read.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        source: FsdpWeightSource,
+        aliases: Iterable[Tensor],
+        writers: Iterable[torch.optim.Optimizer] = (),
+    ) -> None:
+        """`aliases`: all tensors that share memory with the parameters of `source`, which `writers` change."""
+        super().__init__(device)
+        self._source, self.export = source, Export(source.shards, aliases, device)
+        for writer in writers:
+            writer.register_step_pre_hook(lambda *_: self.export.stamp(0))
+        self._sources: list[dict[str, Any]] = []
+        self._parts: dict[str, list[list[Any]]] = {}
+
+    def connect(self, call: Call | None) -> None:
+        """See `Way`. Raises SyncError: ranks that hold parts of a weight are on several machines."""
+        shards = self._source.shards()
+        holders = {name: self._source.holders(name) for name in shards}
+        here = sorted({rank(), *(who for some in holders.values() for who in some)})
+        own = {
+            "machine": machine(),
+            "handles": {str(reader): self.export.handle() for reader in here},
+            "places": {name: [*place, *self._elements(name)] for name, place in self.export.places.items()},
+        }
+        ranks = exchange(own)
+        with agreed("looking for the shards"):
+            if away := [who for who in here if ranks[who]["machine"] != own["machine"]]:
+                raise SyncError(f"shards of rank {away[0]} are on another machine: set sync.way to staged")
+        self._sources = [{"rank": who, "handle": ranks[who]["handles"][str(rank())]} for who in here]
+        places = {who: ranks[who]["places"] for who in here}
+        self._parts = {
+            parameter.name: [
+                part
+                for who in holders[parameter.name]
+                if parameter.name in places[who]
+                for part in _parts(parameter, here.index(who), *places[who][parameter.name])
+            ]
+            for parameter in self._source.parameters()
+            if parameter.name in shards
+        }
+
+    def _elements(self, name: str) -> tuple[int, str]:
+        """The number of this rank's first element of a parameter, and the dtype it is kept in."""
+        first, values = self._source.own_values(name)
+        return first, str(values.dtype).removeprefix("torch.")
+
+    def others(self, parameters: list[SourceParameter], whole: Collection[str]) -> list[SourceParameter]:
+        """The parameters that cannot be pulled: those with a weight in `whole`, and what is computed for the engine."""
+        return [p for p in parameters if p.name not in self._parts or any(piece.name in whole for piece in p.pieces)]
+
+    def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
+        """See `Way`. There may be nothing to stage."""
+        if plan.buckets:
+            super().begin(version, plan, read)
+        else:
+            super().abort("")
+
+    def allow(self, session: int) -> None:
+        """Let workers read during this update, once all ranks have called this.
+        Raises SyncError: a shard is not in the memory that workers map.
+        """
+        if moved := self.export.moved():
+            raise SyncError(f"{first_names(moved)} left the memory that workers map: set sync.way to staged")
+        self.export.stamp(_mark(session, rank()))
+
+    def message(self, session: int, staged: Collection[str]) -> dict[str, Any]:
+        """What this rank's worker has to know to read all parameters but those `staged`: the ranks' memory with the
+        stamp it bears (`sources`); of each weight the elements that a rank holds, and where (`parts`).
+        """
+        sources = [source | {"stamp": _mark(session, source["rank"])} for source in self._sources]
+        parts = [part for name, some in self._parts.items() if name not in staged for part in some]
+        return {"sources": sources, "parts": parts}
+
+    def finish(self, release: bool) -> None:
+        """See `Way`."""
+        super().finish(release)
+        self.export.stamp(0)
+
+    def abort(self, reason: str) -> None:
+        """See `Way`."""
+        super().abort(reason)
+        self.export.stamp(0)
+
+
+def _mark(session: int, who: int) -> int:
+    """The stamp of a rank in an update: no other rank's, and no other update's."""
+    return session << 20 | who
+
+
+def _parts(
+    parameter: SourceParameter, source: int, storage: int, offset: int, count: int, first: int, dtype: str
+) -> Iterator[list[Any]]:
+    """What one rank holds of the weights in a parameter: name, dtype, first element, how many, number of the source and
+    of its storage, and the byte there. Padding behind the parameter is left out.
+    """
+    for piece in parameter.pieces:
+        start = piece.offset // piece.itemsize
+        begin, end = max(first, start), min(first + count, start + piece.nbytes // piece.itemsize)
+        if begin < end:
+            at = offset + (begin - first) * getattr(torch, dtype).itemsize
+            yield [piece.name, dtype, begin - start, end - begin, source, storage, at]

@@ -1,0 +1,57 @@
+"""The shards of a machine's ranks, mapped by a worker that copies weights straight out of them."""
+
+import gc
+from typing import Any
+
+import torch
+
+from sharding.wire.channel import SyncError
+from sharding.wire.manifest import Part
+from sharding.wire.staging import open_memory, stamped
+
+
+class MappedShards:
+    """Memory of ranks (`sharding.send.pull.Export`), mapped from the first update that reads it until `close`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._handles: list[dict[str, Any]] = []
+        self._memory: list[list[torch.Tensor]] = []
+        self._layout: list[list[Any]] = []
+        self._parts: list[Part] = []
+
+    def parts(self, message: dict[str, Any]) -> list[Part]:
+        """What ranks hold of each weight: views of their memory, in the dtypes that they keep. See `Pull.message`.
+        Raises SyncError: memory does not bear the stamp that was announced.
+        """
+        handles = [source["handle"] for source in message["sources"]]
+        if handles != self._handles:
+            self.close()
+            self._memory, self._handles = [open_memory(handle, self._device) for handle in handles], handles
+        self.check(message, "is not the memory that was announced")
+        if message["parts"] != self._layout:
+            self._layout, self._parts = message["parts"], [self._part(*part) for part in message["parts"]]
+        return self._parts
+
+    def check(self, message: dict[str, Any], complaint: str) -> None:
+        """Raise SyncError, with the `complaint`, where a stamp is not the one that was announced."""
+        for source, memory in zip(message["sources"], self._memory, strict=True):
+            if (found := stamped(memory[-1])) != source["stamp"]:
+                bears = f"(it bears the stamp {found}, not {source['stamp']})"
+                raise SyncError(f"what this worker maps of rank {source['rank']}'s shards {complaint} {bears}")
+
+    def _part(self, name: str, dtype: str, first: int, count: int, source: int, storage: int, at: int) -> Part:
+        kind = getattr(torch, dtype)
+        memory = self._memory[source][storage]
+        if at + count * kind.itemsize > memory.nbytes:
+            raise SyncError(f"elements {first} to {first + count} of {name} lie behind the end of a rank's shard")
+        return name, first, memory[at : at + count * kind.itemsize].view(kind)
+
+    def close(self) -> None:
+        """Let go of the ranks' memory."""
+        if not self._memory:
+            return
+        self._handles, self._memory, self._layout, self._parts = [], [], [], []
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()

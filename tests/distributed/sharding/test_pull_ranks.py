@@ -1,0 +1,198 @@
+"""Shards of two ranks, read by the workers of both: policies that train in memory others map, and what goes wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import policy_checks as checks
+from tests.distributed.launch import run_ranks
+
+NAMES = ("fsdp float32", "fsdp bfloat16", "zero3 float32", "zero3 bfloat16", "uneven", "writer", "moved")
+
+
+def check_trains_alike(folder: Path, backend: str, dtype: str) -> None:
+    """Updates and scores are bit for bit those of a policy whose shards stay where they were made, which follow it."""
+    import torch
+
+    from sharding.send.pull import Pull
+    from tests.distributed.deepspeed_checks import zero_policy
+    from trainer.build import weight_source
+
+    def make() -> object:
+        settings = {"dtype": dtype, "max_grad_norm": 0.3, "weight_decay": 0.1}
+        if backend == "zero3":
+            return zero_policy(folder, 3, **settings)
+        return checks.make_policy(folder, **settings)
+
+    exported, plain = make(), make()
+    source = weight_source(exported, torch.bfloat16)
+    pull = Pull(checks.CPU, source, exported.shard_tensors(), [exported.optimizer])
+    batches = checks.own_batches(checks.make_samples(), 40)
+    for _ in range(3):
+        results = [p.update(batches, checks.make_loss(batches), checks.TEMPERATURE) for p in (exported, plain)]
+        assert results[0] == results[1]
+        assert not pull.export.moved()
+        scores = [[o.logprobs for o in p.score(batches, checks.TEMPERATURE)] for p in (exported, plain)]
+        assert all(torch.equal(first, second) for first, second in zip(*scores, strict=True))
+        own, other = source.shards(), weight_source(plain, torch.bfloat16).shards()
+        assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+        assert not pull.export.moved()
+    pull.export._file.close()
+
+
+def two_ranks(models: str, results: str) -> None:
+    import tempfile
+    from types import SimpleNamespace
+
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from sharding.ranks import RemoteError, rank
+    from sharding.worker import extension, recording
+    from tests.in_process import InProcess, SmallModel, small_weights
+    from trainer.build import sync_way
+    from trainer.distributed import init_process_group
+
+    init_process_group(60, "cpu")
+    extension._PLAIN_ON_CPU = True
+    mesh = init_device_mesh("cpu", (2,))
+
+    def started(ranks: int, dtype: torch.dtype) -> InProcess:
+        """Engines of so many workers; nothing of five or seven rows can be halved."""
+        tensors = {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in small_weights(0).items()}
+        policy = SimpleNamespace(
+            device=checks.CPU,
+            model=torch.nn.Module(),
+            named_parameters=tensors.items,
+            shard_tensors=lambda: [tensor._local_tensor for tensor in tensors.values()],
+            optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
+        )
+        from sharding.send.source import FsdpWeightSource
+
+        source = FsdpWeightSource(list(tensors.items()), dtype)
+        sync = SimpleNamespace(way="pull", timeout_s=20)
+        way = sync_way(SimpleNamespace(sync=sync), policy, source)  # type: ignore[arg-type]
+        model = SmallModel(rank() % ranks, ranks, dtype)
+        both = InProcess(source, model, Path(tempfile.mkdtemp()), way=way)
+        both.tensors, both.optimizer = tensors, policy.optimizer  # type: ignore[attr-defined]
+        both.sync(1)
+        return both
+
+    def train_and_sync(both: InProcess, version: int) -> None:
+        weights, model = small_weights(version), both.worker.model
+        for name, tensor in both.tensors.items():  # type: ignore[attr-defined]
+            tensor.copy_(distribute_tensor(weights[name], mesh, [Shard(0)]))
+        both.sync(version)
+        fresh = SmallModel(model.rank, model.ranks, model.norm.dtype)
+        fresh.load_weights((name, weight.to(model.norm.dtype)) for name, weight in weights.items())
+        for name, parameter in fresh.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), (name, version)
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("hotbunk-shards")
+
+    def uneven() -> None:
+        before = mapped()
+        for ranks, dtype in ((1, torch.float32), (2, torch.bfloat16)):
+            both = started(ranks, dtype)
+            for version in (2, 3):
+                train_and_sync(both, version)
+                assert both.manager.report.staging_bytes == 2 * 512
+            assert mapped() == before + 3, "this rank's shards, and its worker's view of both ranks'"
+            del both.worker.hotbunk_rank.shards._memory[:]  # type: ignore[union-attr]
+            both.manager.close()
+
+    def writer() -> None:
+        """Rank 1's optimizer steps while its shards are read."""
+        both, copy = started(1, torch.float32), recording._copy_all
+
+        def copy_and_step(pairs: list) -> None:
+            copy(pairs)
+            if len(pairs) > 1 and rank() == 1:
+                both.optimizer.step()  # type: ignore[attr-defined]
+
+        recording._copy_all = copy_and_step
+        with pytest.raises(RemoteError, match="of rank 1's shards changed while they were read"):
+            both.sync(2)
+        recording._copy_all = copy
+        train_and_sync(both, 3)
+        both.manager.close()
+
+    def moved() -> None:
+        """Rank 1 has a shard elsewhere; all ranks hear of it, and rank 0's worker is let go."""
+        both = started(1, torch.float32)
+        shard = both.tensors["columns"]._local_tensor  # type: ignore[attr-defined]
+        if rank() == 1:
+            memory, shard.data = shard.data, shard.data.clone()
+        with pytest.raises(RemoteError, match="rank 1: SyncError: columns left the memory that workers map"):
+            both.sync(2)
+        if rank() == 1:
+            shard.data = memory
+        train_and_sync(both, 3)
+        both.manager.close()
+
+    folder = checks.model_folder(Path(models))
+    todo = {
+        f"{backend} {dtype}": lambda backend=backend, dtype=dtype: check_trains_alike(folder, backend, dtype)
+        for backend in ("fsdp", "zero3")
+        for dtype in ("float32", "bfloat16")
+    }
+    checks._on_ranks(todo | {"uneven": uneven, "writer": writer, "moved": moved}, results)
+
+
+@pytest.fixture(scope="module")
+def found(models: Path) -> dict[str, str]:
+    run_ranks(two_ranks, 2, timeout=240, arguments=[str(models), str(models / "pulled.json")])
+    return json.loads((models / "pulled.json").read_text())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.covers("P8")
+def test_shards_that_others_map_are_the_policy_s_and_what_goes_wrong_is_named(found: dict[str, str], name: str) -> None:
+    assert found[name] == ""
+
+
+def dying() -> None:
+    """Rank 1 ends while its shards are read; rank 0 says who is gone, and its worker lets go of the memory."""
+    import os
+    import tempfile
+
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from sharding.ranks import RemoteError, introduce, rank
+    from sharding.send.pull import Pull
+    from sharding.send.source import FsdpWeightSource
+    from sharding.worker import extension, recording
+    from tests.distributed.launch import leave
+    from tests.in_process import InProcess, SmallModel, small_weights
+    from trainer.distributed import init_process_group
+
+    init_process_group(60, "cpu")
+    introduce()
+    extension._PLAIN_ON_CPU = True
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in small_weights(0).items()}
+    source = FsdpWeightSource(list(tensors.items()), torch.float32)
+    way = Pull(checks.CPU, source, [tensor._local_tensor for tensor in tensors.values()])
+    both = InProcess(source, SmallModel(), Path(tempfile.mkdtemp()), way=way)
+    both.sync(1)
+    copy = recording._copy_all
+
+    def copy_and_end(pairs: list) -> None:
+        if len(pairs) > 1 and rank() == 1:
+            os._exit(0)
+        copy(pairs)
+
+    recording._copy_all = copy_and_end
+    with pytest.raises(RemoteError, match="lost contact with rank 1, whose process [0-9]+ has ended"):
+        both.sync(2)
+    assert Path("/proc/self/maps").read_text().count("hotbunk-shards") == 1, "its own shards"
+    leave()
+
+
+def test_a_rank_that_dies_while_it_is_read_is_named_and_nothing_of_it_stays_mapped() -> None:
+    run_ranks(dying, nproc=2, timeout=90, lost=(1,))

@@ -1,0 +1,172 @@
+"""Weights that a worker reads out of the trainer's own memory: what arrives, what is found out, what is left mapped."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from sharding.ranks import RemoteError
+from sharding.send.pull import Pull
+from sharding.send.source import FsdpWeightSource
+from sharding.wire.channel import SyncError
+from sharding.worker import extension, recording
+from tests.in_process import InProcess, SmallModel, small_weights
+
+CPU = torch.device("cpu")
+BUCKETS = 2 * 512  # bytes of both buffers for the one weight whose loader computes with it
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
+
+
+class Pulled(InProcess):
+    """Weights of one rank; the first sync, which records, is done."""
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        rank: int = 0,
+        ranks: int = 1,
+        own: torch.dtype = torch.float32,
+    ) -> None:
+        self.weights = {name: weight.to(own) for name, weight in small_weights(0).items()}
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        source = FsdpWeightSource(list(self.weights.items()), dtype)
+        self.way = Pull(CPU, source, self.weights.values(), [self.optimizer])
+        super().__init__(source, SmallModel(rank, ranks, dtype), folder, way=self.way)
+        self.sync(1)
+        self.shards = self.worker.hotbunk_rank.shards  # type: ignore[union-attr]
+
+    def train_and_sync(self, version: int) -> None:
+        """Other weights, and a model that has loaded them by itself to compare with."""
+        for name, weight in small_weights(version).items():
+            self.weights[name].copy_(weight)
+        self.sync(version)
+        model = self.worker.model
+        fresh = SmallModel(model.rank, model.ranks, model.norm.dtype)
+        fresh.load_weights((name, weight.to(model.norm.dtype)) for name, weight in self.weights.items())
+        for name, parameter in fresh.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), name
+
+
+@pytest.fixture
+def pulled(tmp_path: Path) -> Iterator[Pulled]:
+    both = Pulled(tmp_path)
+    both.train_and_sync(2)
+    yield both
+    both.manager.close()
+
+
+def mapped() -> int:
+    """How many mappings of shards this process has; the trainer's own is one."""
+    return Path("/proc/self/maps").read_text().count("hotbunk-shards")
+
+
+DTYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.parametrize(("own", "dtype"), DTYPES)
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
+@pytest.mark.covers("P8")
+def test_a_worker_reads_what_it_needs_and_only_computed_weights_are_staged(
+    tmp_path: Path, own: torch.dtype, dtype: torch.dtype, rank: int, ranks: int
+) -> None:
+    both = Pulled(tmp_path, dtype, rank, ranks, own)
+    first = both.manager.report
+    assert first.staging_bytes > BUCKETS and first.unreplayable == {"scaled": "its loader computes with it"}
+    for version in (2, 3):
+        both.train_and_sync(version)
+        report = both.manager.report
+        assert (report.verified, report.staging_bytes) == ("full", BUCKETS)
+    assert mapped() == 2
+    both.manager.close()
+
+
+def test_a_shard_that_has_other_memory_is_named_before_anything_is_read(pulled: Pulled) -> None:
+    before, version = pulled.weights["columns"].data, pulled.worker.model.columns.clone()
+    pulled.weights["columns"].data = before.clone()
+    with pytest.raises(RemoteError, match="columns left the memory that workers map: set sync.way to staged"):
+        pulled.sync(3)
+    assert torch.equal(pulled.worker.model.columns, version)
+    pulled.weights["columns"].data = before
+    pulled.train_and_sync(4)
+
+
+@contextmanager
+def while_reading(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> Iterator[None]:
+    """Call it when the worker has copied what it pulls, and has yet to look whether it may."""
+    copy = recording._copy_all
+
+    def copy_and_act(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        copy(pairs)
+        if len(pairs) > 1:
+            action()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recording, "_copy_all", copy_and_act)
+        yield
+
+
+def test_an_optimizer_that_steps_while_shards_are_read_is_found_out(
+    pulled: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complaint = "what this worker maps of rank 0's shards changed while they were read"
+    with while_reading(monkeypatch, pulled.optimizer.step), pytest.raises(RemoteError, match=complaint):
+        pulled.sync(3)
+    assert mapped() == 1, "the worker has let go of the shards"
+    pulled.train_and_sync(4)
+    assert mapped() == 2
+
+
+def test_a_wrong_byte_is_named(pulled: Pulled, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil() -> None:
+        pulled.worker.model.columns.data.view(torch.uint8)[3, 17] ^= 4
+
+    with while_reading(monkeypatch, spoil), pytest.raises(RemoteError, match="not hold what was sent: columns differ"):
+        pulled.sync(3)
+    pulled.train_and_sync(4)
+
+
+def test_a_worker_that_maps_other_memory_reads_nothing(
+    pulled: Pulled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir(mode=0o700)
+    other = Pulled(tmp_path / "other")
+    before = pulled.worker.model.columns.clone()
+    monkeypatch.setattr(pulled.way.export, "_file", other.way.export._file)
+    pulled.way.connect(None)
+    with pytest.raises(RemoteError, match="rank 0's shards is not the memory that was announced"):
+        pulled.sync(3)
+    assert torch.equal(pulled.worker.model.columns, before)
+    monkeypatch.undo()
+    monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
+    pulled.train_and_sync(4)
+    other.manager.close()
+
+
+def test_what_lies_behind_the_end_of_a_shard_is_not_read(pulled: Pulled) -> None:
+    place = pulled.way._parts["columns"][0]
+    place[-1] += 64
+    with pytest.raises(RemoteError, match="elements 0 to 40 of columns lie behind the end of a rank's shard"):
+        pulled.sync(3)
+    place[-1] -= 64
+    pulled.train_and_sync(4)
+
+
+def test_memory_that_the_policy_keeps_to_itself_is_refused_by_name() -> None:
+    weights = small_weights(0)
+    source = FsdpWeightSource(list(weights.items()), torch.float32)
+    with pytest.raises(SyncError, match="does not say what shares the memory of columns"):
+        Pull(CPU, source, [weight for name, weight in weights.items() if name != "columns"])
+
+
+def test_later_syncs_map_nothing_anew(pulled: Pulled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharding.worker.shards.open_memory", None)
+    for version in range(3, 13):
+        pulled.train_and_sync(version)
+        assert mapped() == 2

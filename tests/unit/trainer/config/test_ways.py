@@ -1,0 +1,83 @@
+"""The way of weights that `auto` stands for, and the obstacles to those that are asked for by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.trainer.config.test_config_checks import MODEL, problems
+from trainer.config.schema import TrainConfig
+from trainer.config.ways import settled
+
+PLAIN = {"engine": {"plain_cpu_weights": True}}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "data.jsonl").touch()
+    return {
+        "run": {"device": "cpu"},
+        "model": {"path": str(tmp_path)},
+        "data": {"path": str(tmp_path / "data.jsonl")},
+        "reward": {"functions": [{"name": "exact_match"}]},
+    }
+
+
+def choice(config: dict, changes: dict, ranks: int = 1, neighbours: int | None = None) -> str:
+    recipe = TrainConfig.model_validate({**config, **changes, "sync": {"way": "auto"} | changes.get("sync", {})})
+    chosen, why = settled(recipe, ranks, neighbours or ranks)
+    assert why.startswith(f"sync.way is {chosen.sync.way}, since ")
+    return why.removeprefix("sync.way is ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "neighbours", "way"),
+    [
+        (PLAIN, 1, 1, "zero_copy, since one rank and its engine keep weights alike"),
+        (PLAIN, 2, 2, "pull, since the engine can read all shards here (not zero_copy: there are 2 ranks)"),
+        (PLAIN | {"lora": {"rank": 4, "sync": "merged"}}, 1, 1, "pull, since"),
+        ({}, 2, 2, "staged, since engines cannot read shards here: engine.plain_cpu_weights is false, so that vLLM"),
+        (PLAIN, 4, 2, "staged, since engines cannot read shards here: a copy of the model is cut over 4 ranks, and"),
+        (PLAIN | {"policy": {"shard_size": 2}}, 4, 2, "pull, since"),
+        (PLAIN | {"lora": {"rank": 4}}, 2, 2, "staged, since engines cannot read shards here: lora.sync sends the"),
+        (PLAIN | {"policy": {"offload": "all"}}, 2, 2, "staged, since engines cannot read shards here: policy.offload"),
+        ({"run": {"device": "cuda"}}, 2, 2, "staged, since no other has run on a GPU yet"),
+    ],
+)
+def test_auto_is_the_first_way_that_holds(config: dict, changes: dict, ranks: int, neighbours: int, way: str) -> None:
+    assert choice(config, changes, ranks, neighbours).startswith(way)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "kv_lora_rank"])
+def test_models_that_vllm_keeps_otherwise_are_pulled_as_far_as_can_be(config: dict, tmp_path: Path, key: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {key: 4}))
+    assert choice(config, PLAIN).startswith("pull, since")
+
+
+def test_a_way_that_was_named_is_left_alone(config: dict) -> None:
+    for way in ("staged", "pull", "zero_copy", "broadcast"):
+        recipe = TrainConfig.model_validate(config | {"sync": {"way": way}})
+        assert settled(recipe, 1, 1) == (recipe, "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "sentence"),
+    [
+        ({"engine": {}}, 2, "engine.plain_cpu_weights is false, so that vLLM packs them: set it to true"),
+        ({"sync": {"way": "pull", "replay": False}}, 2, "sync.replay is false, and only the record tells"),
+        ({"policy": {"offload": "all"}}, 2, "policy.offload moves them away in every shift: set it to optimizer"),
+        ({"policy": {"backend": "deepspeed", "zero_stage": 2}}, 2, "policy.zero_stage below 3 cuts no weights"),
+        ({"lora": {"rank": 4}}, 2, "lora.sync sends the adapter by itself: set it to merged"),
+        ({}, 4, "a copy of the model is cut over 4 ranks, and a machine has 2: set policy.shard_size"),
+    ],
+)
+def test_what_keeps_engines_from_reading_shards_is_named(
+    config: dict, changes: dict, ranks: int, sentence: str
+) -> None:
+    right = PLAIN | {"sync": {"way": "pull"}}
+    assert problems(config, right, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == []
+    found = problems(config, right | changes, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="2")
+    assert any(p.startswith("sync.way: pull lets engines read") and sentence in p for p in found), found
