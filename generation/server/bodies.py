@@ -84,15 +84,34 @@ def short(value: Any) -> str:
 
 
 def sentence_of(errors: Sequence[Mapping[str, Any]], body: Any) -> str:
-    """Pydantic's first error in a request's body, as a sentence that begins with the field's name."""
-    where, value, (_, *path) = list[str](), body, errors[0]["loc"]
-    for part in path:  # beside fields and places in lists, it names the types that pydantic has tried
+    """What is wrong with a request's body, by pydantic's errors, as a sentence that begins with the field's name.
+
+    Of a value that may be of many types there are errors for each. That of the type is told that the value comes
+    closest to: whose own `type` it has, which it fits to the greatest depth, and which has least against it.
+    """
+    places: dict[tuple[Any, ...], list[tuple[list[str], Mapping[str, Any]]]] = {}
+    for error in errors:
+        where, tried = _place(error, body)
+        places.setdefault(tried, []).append((where, error))
+
+    def closeness(found: list[tuple[list[str], Mapping[str, Any]]]) -> tuple[bool, int, int]:
+        others = any(error["type"] == "literal_error" and where[-1:] == ["type"] for where, error in found)
+        return not others, max(len(where) - (error["type"] == "missing") for where, error in found), -len(found)
+
+    where, error = max(places.values(), key=closeness)[0]
+    return f"{'.'.join(where) or 'the request'}: {error['msg']}"
+
+
+def _place(error: Mapping[str, Any], body: Any) -> tuple[list[str], tuple[Any, ...]]:
+    """The path into the body of what an error is about, and the types that pydantic has tried on the way."""
+    where, tried, value, (_, *path) = list[str](), list[Any](), body, error["loc"]
+    for part in path:
         there = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
         if part in there:
             where, value = [*where, str(part)], value[part]
-    if errors[0]["type"] == "missing":
-        where.append(str(path[-1]))
-    return f"{'.'.join(where) or 'the request'}: {errors[0]['msg']}"
+        elif error["type"] != "missing" or part != path[-1]:
+            tried.append(part)
+    return where + [str(path[-1])] * (error["type"] == "missing"), tuple(tried)
 
 
 def fill_sampling(request: Any, trained: SamplingSettings) -> None:

@@ -24,11 +24,21 @@ def misbehave(how: str) -> str:
         raise ValueError("the shelf is full")
     if how == "exit":
         os._exit(3)
+    if how == "flood":
+        return "x" * 1_000_000
+    if how == "babble":
+        os.write(1, b"this is not JSON\n" * 1000)
+        return "babbled"
+    if how == "late":
+        time.sleep(1)
+        return "too late"
     time.sleep(3600)
     return ""
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:] == ["--broken"]:
         sys.exit("no shelf here")
+    if len(sys.argv) > 1:
+        server.run("streamable-http", port=int(sys.argv[1]))
     server.run("stdio")

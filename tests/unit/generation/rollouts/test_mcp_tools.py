@@ -1,8 +1,12 @@
 """Tools of a real MCP server, started by its command: sessions, errors, deadlines, and no process left."""
 
+import asyncio
 import os
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +62,8 @@ def converse(
     listed: dict, tmp_path: Path, queues: dict[str, list], timeout_s: float = 60.0, env: Any = SEARCH, **server: Any
 ) -> dict:
     """What each prompt's episode was told, by its own letter; all at once on one loop."""
-    mcp = McpTools([McpServer("shelf", COMMAND, env=SEARCH | env, **server)], listed, tmp_path / "logs" / "mcp.log")
+    how: dict[str, Any] = {"command": COMMAND, "env": SEARCH | env} | server
+    mcp = McpTools([McpServer("shelf", **how)], listed, tmp_path / "logs" / "mcp.log")
     agent = Agent(ToolRunner(ToolLimits(timeout_s=timeout_s), TOKENIZER), parse_hermes, 8, tools_by_name(mcp.tools))
     engine = ScriptedEngine(lambda ids, seed: queues[bytes_of(ids)[:1].decode()].pop(0))
     function = mcp.around(tool_rollout(agent))
@@ -106,6 +111,75 @@ def test_errors_ends_and_hangs_of_a_server_cost_their_call_only(listed: dict, tm
     assert told.metrics["tools/errors"] == 2
     (late,) = converse(listed, tmp_path, {"a": [call("misbehave", how="hang"), say("ok")]}, timeout_s=6.0).values()
     assert late.metrics["tools/errors/timeout"] == 1 and "took longer than 6 s" in TOKENIZER.decode(late.response_ids)
+
+
+def test_floods_and_babble_of_a_server_cost_their_call_only(listed: dict, tmp_path: Path) -> None:
+    """Neither its own next call nor another trajectory notices."""
+    hostile = [call("misbehave", how=how) for how in ("flood", "babble")]
+    queues = {"a": [*hostile, call("put", item="x"), say("ok")], "b": [call("put", item="y"), say("ok")]}
+    told = converse(listed, tmp_path, queues)
+    text = TOKENIZER.decode(told["a"].response_ids)
+    assert "xxxxxxxx [cut after 1024 tokens]" in text and "babbled" in text and "1: x (" in text
+    assert told["a"].metrics["tools/truncated"] == 1 and told["a"].error == told["b"].error == ""
+    assert "1: y (" in TOKENIZER.decode(told["b"].response_ids)
+
+
+def test_a_late_answer_is_not_taken_for_the_next_calls(listed: dict, tmp_path: Path) -> None:
+    async def work() -> list[str]:
+        mcp = McpTools([McpServer("shelf", COMMAND, env=SEARCH, shared=True)], listed, tmp_path / "mcp.log")
+        tools = {tool.name: tool.function for tool in mcp.tools}
+        try:
+            said = [await tools["put"](item="x")]
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await tools["misbehave"](how="late")
+            said.append(await tools["put"](item="y"))
+            await asyncio.sleep(2.0)  # until it has come
+            return [*said, await tools["put"](item="z")]
+        finally:
+            await mcp.aclose()
+
+    assert [said.partition(" (")[0] for said in asyncio.run(work())] == ["1: x", "2: x, y", "3: x, y, z"]
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The address of a server that runs already, and what ends it."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    with subprocess.Popen([*COMMAND, str(port)], env={**os.environ, "SHELF": "web"}) as server:
+        deadline = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert time.monotonic() < deadline and server.poll() is None
+            time.sleep(0.1)
+
+        def end() -> None:
+            server.kill()
+            server.wait()
+
+        yield f"http://127.0.0.1:{port}/mcp", end
+        end()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a session each", "one session for all"])
+def test_a_server_may_run_already_and_have_an_address(
+    shared: bool, url: tuple[str, Callable[[], None]], tmp_path: Path, listed: dict
+) -> None:
+    """Its tools are those that it tells; all trajectories have the one server's shelf; it stays when they end."""
+    address, end = url
+    there = list_tools([McpServer("shelf", url=address)])
+    assert there == listed
+    queues = {name: [call("put", item=name), call("put", item=name * 2), say("ok")] for name in "ab"}
+    told = converse(there, tmp_path, queues, command=(), url=address, shared=shared)
+    text = " ".join(TOKENIZER.decode(trajectory.response_ids) for trajectory in told.values())
+    assert all(f"{count}: " in text for count in range(1, 5)) and text.count("(web, None)") == 4
+    end()
+    queues = {"c": [call("put", item="c"), say("ok")]}
+    (late,) = converse(there, tmp_path, queues, command=(), url=address, shared=shared).values()
+    assert late.error == "" and late.metrics["tools/errors"] == 1
+    with pytest.raises(ValueError, match="server 'shelf' does not tell its tools: "):
+        list_tools([McpServer("shelf", url=address)])
 
 
 def test_a_trajectory_without_calls_starts_no_server(listed: dict, tmp_path: Path) -> None:
