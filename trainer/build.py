@@ -26,6 +26,9 @@ from trainer.config.schema import ModelConfig, TrainConfig
 from trainer.data import load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, say, store
 from trainer.errors import UserError
+from trainer.estimates.budget import over_budget
+from trainer.estimates.memory import GIB
+from trainer.estimates.model_sizes import model_sizes
 from trainer.learning.learner import updates_asked
 from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
 from trainer.policy.attention import require_packing, require_sharing
@@ -103,6 +106,14 @@ def check_model(config: TrainConfig) -> None:
         raise UserError(f"{keys}: {path} cannot be built: {type(error).__name__}: {error}") from error
     if config.policy.sequence_parallel > 1:
         require_sharing(model)
+
+
+def check_budget(config: TrainConfig) -> None:
+    """Raise UserError, with the numbers, unless trainer and engine fit on this rank's GPU together."""
+    if resolve_device(config) == "cuda":
+        sizes, total = model_sizes(config, config.model.path, config.lora), torch.cuda.mem_get_info()[1] / GIB
+        if problems := list(over_budget(config, sizes, world_size(), total)):
+            raise UserError(*problems)
 
 
 def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Scorer | None, Critic | None]:

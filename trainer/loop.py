@@ -19,6 +19,7 @@ from trainer.build import (
     build_models,
     build_rollouts,
     build_sharding,
+    check_budget,
     check_model,
     check_teacher,
     joined,
@@ -103,6 +104,7 @@ class RLTrainer:
         config = self.config
         self.tokenizer = load_tokenizer(config.model)
         check_model(config)
+        check_budget(config)
         check_teacher(config, self.tokenizer)
         level = RolloutLevel(config, self.tokenizer, start_server)
         self.prompts = load_prompts(level.data, self.tokenizer, level.image_rules)

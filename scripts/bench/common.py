@@ -140,6 +140,7 @@ def random_policy(
 def start_engine(folder: Path, device: torch.device, extra: dict[str, Any] | None = None, **settings: Any) -> Leader:
     """An engine with random weights of its own, as this rank's leader holds it; `extra` are arguments of vLLM's."""
     defaults: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_bytes": 256 << 20}
+    defaults["device_indices"] = (device.index,) if device.type == "cuda" else ()
     defaults |= {"cpu_threads": torch.get_num_threads(), "worker_extension": WORKER_EXTENSION}
     if settings.get("shared_weights") and device.type == "cuda":
         defaults["worker_class"] = SHARING_WORKER
@@ -147,7 +148,6 @@ def start_engine(folder: Path, device: torch.device, extra: dict[str, Any] | Non
         EngineSettings(
             model=str(folder),
             load_format="dummy",
-            device_indices=(device.index,) if device.type == "cuda" else (),
             extra={"skip_tokenizer_init": True} | (extra or {}),
             **(defaults | settings),
         )

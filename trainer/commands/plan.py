@@ -19,6 +19,7 @@ from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age, prompts_ahead
 from trainer.config.ways import local_ranks, settled
 from trainer.errors import UserError
+from trainer.estimates.budget import over_budget
 from trainer.estimates.gpus import GPUS, Gpu
 from trainer.estimates.memory import GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, longest, model_sizes
@@ -69,6 +70,8 @@ def main(arguments: argparse.Namespace) -> int:
     console.print(memory_table(config, model, ranks, total))
     if gpu is not None:
         console.print(seconds_table(config, model, ranks, gpu, answer_tokens(config, arguments)))
+    if resolve_device(config) == "cuda":
+        problems += over_budget(config, model, ranks, total)
     if problems:
         raise UserError(*problems)
     return 0

@@ -11,9 +11,12 @@ import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.conftest import ROOT
+from trainer.build import check_budget
 from trainer.cli import main
 from trainer.commands.plan import batch_lines
 from trainer.config.schema import TrainConfig
+from trainer.errors import UserError
+from trainer.estimates.budget import over_budget
 from trainer.estimates.memory import Part, engine_parts, kv_token_bytes, staging_bytes, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, model_sizes, shard
 
@@ -280,6 +283,30 @@ def test_what_would_be_refused_is_said_after_the_plan(
     captured = capsys.readouterr()
     assert captured.err.startswith("hotbunk: ") and captured.err.count("\n") == 1 and sentence in captured.err
     assert ("answers a step" in captured.out) == planned
+
+
+@pytest.mark.covers("C33")
+def test_what_does_not_fit_on_a_device_is_refused_with_its_numbers(
+    tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is started; the numbers are those of the plan's parts, and neither half of a step may be over."""
+    config = recipe(tiny_qwen2, run={"device": "cuda"}, engine={"kv_cache_gib": 60.0})
+    model = model_sizes(config, config.model.path, config.lora)
+    parts = [*trainer_parts(config, model, 2, 80.0), *engine_parts(config, model, 2, 80.0)]
+    needed = sum(part.generating for part in parts) / GIB
+    assert list(over_budget(config, model, 2, needed)) == list(over_budget(config, model, 2, needed / 1.04)) == []
+    (sentence,) = over_budget(config, model, 2, 48.0)
+    start = f"while answers are generated a rank needs {needed:.1f} GiB, and its device has 48.0 (engine: KV cache 60.0"
+    assert sentence.startswith(start) and "lower engine.kv_cache_gib" in sentence
+    kept = recipe(tiny_qwen2, run={"device": "cuda"}, engine={"kv_cache_gib": 60.0, "sleep": False})
+    assert [each.partition(" a rank")[0] for each in over_budget(kept, model, 2, 48.0)] == [
+        "while answers are generated", "while the policy is updated",
+    ]  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 48 * GIB))
+    with pytest.raises(UserError, match="its device has 48.0"):
+        check_budget(config)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * GIB))
+    check_budget(config)
 
 
 def test_the_recipe_of_long_answers_fits_a_node_and_starts_dry(

@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""An engine's toggles: eager against compiled, and with CUDA graphs; with vLLM's own all-reduce and without.
+
+    python scripts/bench/toggles.py [--preset 10M] [--tensor-parallel-size 1] [--json FILE]
+
+eager             engine.enforce_eager: true, the default on CPU
+graphs            false, the default on CUDA: compiled, and on CUDA recorded as graphs
+graphs, NCCL's    the same with engine.extra.disable_custom_all_reduce: true; only with several ranks on CUDA
+
+Each has an engine of its own, which is given the same batch again and again. Starting includes the first batch, in
+which what is compiled late is compiled.
+"""
+
+import argparse
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from common import (
+    PRESETS,
+    add_model,
+    command_line,
+    median,
+    save,
+    show,
+    start,
+    start_engine,
+    this_device,
+    write_config,
+)
+from rollout import bare
+
+from generation.engine.sampling import SamplingSettings
+from generation.rollouts.run import RolloutSettings
+
+
+def ways(ranks: int, on_cuda: bool) -> dict[str, dict[str, Any]]:
+    """The engine's settings by the name of each way that there is here."""
+    found: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "graphs": {"enforce_eager": False}}
+    if on_cuda and ranks > 1:
+        found["graphs, NCCL's"] = found["graphs"] | {"extra": {"disable_custom_all_reduce": True}}
+    return found
+
+
+def measure(options: argparse.Namespace, folder: Path, settings: dict[str, Any]) -> list[float]:
+    """Seconds until the first batch is there, and then tokens a second, round by round."""
+    length = options.prompt_tokens + options.max_tokens
+    choice, vocabulary = random.Random(0), range(PRESETS[options.preset][-1])
+    prompts = [choice.choices(vocabulary, k=options.prompt_tokens) for _ in range(options.prompts)]
+    begun, figures = time.perf_counter(), list[float]()
+    if this_device().type == "cuda":
+        settings = settings | {"device_indices": tuple(range(options.tensor_parallel_size))}
+    leader = start_engine(
+        folder, this_device(), dtype=options.dtype, max_model_len=length, max_num_seqs=options.max_num_seqs,
+        tensor_parallel_size=options.tensor_parallel_size, kv_cache_bytes=512 << 20, sleep=False, **settings,
+    )  # fmt: skip
+    try:
+        leader.engine.state.adopt_checkpoint(0)
+        for step in range(options.rounds + 1):
+            sampling = SamplingSettings(options.max_tokens)
+            batch = RolloutSettings(1, sampling, policy_version=0, seed=0, step=step)
+            leader.thread.run(leader.engine.reset_prefix_cache(), 60, "emptying the cache")
+            now = time.perf_counter()
+            sampled = leader.thread.run(bare(leader.engine, prompts, batch), 3600, "a batch")
+            end = time.perf_counter()
+            figures.append(sum(map(len, sampled.values())) / (end - now) if step else end - begun)
+    finally:
+        leader.engine.close()
+    return figures
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Measure and print."""
+    folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
+    chosen = ways(options.tensor_parallel_size, this_device().type == "cuda")
+    figures = {name: measure(options, folder, settings) for name, settings in chosen.items()}
+    plain = median(figures["eager"][1:])
+    rows = [
+        [name, f"{first:.1f}", f"{median(rest):.0f}", f"{median(rest) / plain:.2f}"]
+        for name, (first, *rest) in figures.items()
+    ]
+    title = f"{options.preset} {options.dtype}: {options.prompts} prompts, up to {options.max_tokens} tokens each"
+    show(title, ["engine", "start s", "tok/s", "against eager"], rows, [f"{options.max_num_seqs} sequences at a time"])
+    save(options.json, {"title": title, "figures": figures})
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__)
+    add_model(parser, "10M")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks of the engine (default: 1)")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts in a batch (default: 64)")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="length of the prompts (default: 64)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="length of the answers (default: 64)")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences at a time (default: 64)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    start(benchmark, parse())
