@@ -444,7 +444,10 @@ class RolloutConfig(Section):
 class CheckpointConfig(Section):
     """Saving a run, and continuing one."""
 
-    every: Natural = key(0, "save after every this many steps, and at the end; 0: at the end only")
+    every: Natural | Literal["auto"] = key(
+        0, "save after every this many steps, and at the end; 0: at the end only",
+        auto="as often as pays, by what a checkpoint costs and how often the run has failed",
+    )  # fmt: skip
     background: bool = key(True, "write from a copy in host memory while training continues; false: training waits")
     keep: Count = key(2, "newest complete checkpoints to keep")
     keep_best: Natural = key(0, "checkpoints with the best best_metric to keep besides")

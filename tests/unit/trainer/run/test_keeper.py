@@ -106,3 +106,16 @@ def test_rollouts_are_given_up_after_half_of_the_grace_period(monkeypatch: pytes
         run.watchdog.called_at = called_at
         found.append(run.keeper.late_to_leave())
     assert found == [False, False, True]
+
+
+def test_with_auto_it_saves_when_the_interval_of_rank_0_is_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = iter([True, False, False, True, False])
+    notes: list[str] = []
+    interval = SimpleNamespace(is_over=lambda: next(told), saved=lambda cost: notes.append("saved"), note=notes.append)
+    monkeypatch.setattr(module, "Intervals", lambda folder, ranks: interval)
+    run = Run(monkeypatch, every="auto")
+    assert [call[0] for call in run.steps(5)] == [1, 4]
+    run.keeper.finish()
+    assert notes == ["saved", "saved", "saved", "end"]
