@@ -455,6 +455,10 @@ class CheckpointConfig(Section):
     grace_s: Annotated[float, Field(ge=0, le=1e6)] = key(
         60, "seconds that SIGTERM leaves to end the step and save; rollouts are given up after half; 0: none"
     )
+    patience_s: Annotated[float, Field(ge=0, le=1e6)] = key(
+        600,
+        "seconds to wait for room on a full disk, or for a lost mount, before the run ends; at most half a deadline",
+    )
     resume: Text = key("auto", "auto: the run's newest complete checkpoint, if any; none; or a path")
     resume_anyway: list[str] = key(
         [], "keys or sections, of those a resumed run is compared by, that may differ from the checkpoint's"

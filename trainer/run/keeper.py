@@ -24,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from trainer.errors import UserError, shortened
 from trainer.policy.hf_format import resolve_folder
 from trainer.run import checkpoint, processes
 from trainer.run.intervals import Intervals
-from trainer.run.records import write_whole
+from trainer.run.records import patiently, write_whole
 from trainer.run.tracking import NullTracker, make_tracker
 from trainer.run.watchdog import Watchdog
 
@@ -190,6 +191,7 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
 def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
     """The run's record, with its resolved recipe beside it; metrics of steps after `state.step` are dropped."""
     own, resumed_from = config.tracking.model_dump(), state.step or None
+    own["patience"] = config.checkpoint.patience_s
     recipe = config.model_dump(mode="json")
     tracker = make_tracker(config.run.folder, recipe, name=config.run.name, resumed_from=resumed_from, **own)
     if is_main():
@@ -253,7 +255,8 @@ class CheckpointWriter:
             print(f"[hotbunk] the last checkpoint was not written: {error}", file=sys.stderr)
 
     def _write(self, snapshot: checkpoint.Snapshot) -> None:
-        checkpoint.write(self._folder, snapshot, self._group)
+        patience = min(self._config.patience_s, self._timeout / 2)
+        patiently(partial(checkpoint.write, self._folder, snapshot, self._group), f"step_{snapshot.step}", patience)
         with agreed("checkpoint (tidy)", self._group):
             checkpoint.drop_later(self._folder, snapshot.step)
             checkpoint.prune(self._folder, self._config.keep, self._config.keep_best, self._config.best_metric)

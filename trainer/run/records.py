@@ -1,12 +1,19 @@
 """A run's files: each write leaves the old file or the new one, and they can be read after any kind of end."""
 
+import errno
 import json
 import os
-from collections.abc import Iterator
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 Rows = list[dict[str, Any]]
+T = TypeVar("T")
+_PAUSE_SECONDS = 10.0
+_MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN}
 
 
 def read_rows(path: Path) -> Rows:
@@ -32,6 +39,31 @@ def series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
     """Steps that have the metric, and its values there; not-a-number is null in the file."""
     pairs = [(row["train/step"], row[key]) for row in rows if row.get(key) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def may_pass(error: BaseException) -> bool:
+    """True for what a full disk or a lost network mount says, in an exception of this rank's or told by another."""
+    found = re.search(r"\[Errno (\d+)\]", str(error))
+    number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+    return number in _MAY_PASS or "PytorchStreamWriter failed writing" in str(error)
+
+
+def patiently(write: Callable[[], T], what: str, seconds: float) -> T:
+    """The result of `write`, tried again for about so many seconds while the disk is full or its mount is lost.
+
+    It says so each time. Raises what `write` does at last, or at once where waiting is of no use. With a collective
+    `write`, whose error is the same on all ranks, all of them try equally often.
+    """
+    for left in range(int(seconds / _PAUSE_SECONDS), -1, -1):
+        try:
+            return write()
+        except (OSError, RuntimeError) as error:
+            if not left or not may_pass(error):
+                raise
+            wait = f"trying again for {left * _PAUSE_SECONDS:.0f} s"
+            print(f"[hotbunk] {what} cannot be written: {error}; {wait}", file=sys.stderr, flush=True)
+        time.sleep(_PAUSE_SECONDS)
+    raise AssertionError("the last attempt has none left")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -18,6 +18,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -25,7 +27,7 @@ from urllib.parse import urlparse
 from sharding.ranks import is_main
 from trainer.errors import UserError
 from trainer.run.other_trackers import OTHER_TRACKERS
-from trainer.run.records import Rows, whole_rows, write_whole
+from trainer.run.records import Rows, patiently, whole_rows, write_whole
 
 WandbMode = Literal["auto", "offline", "online", "disabled"]
 
@@ -54,16 +56,20 @@ class NullTracker:
 class Tracker(NullTracker):
     """Writes a run's folder, on rank 0."""
 
-    def __init__(self, folder: Path, last: int, completions_per_step: int, copies: Sequence["Copy"]) -> None:
-        """`last` is the last step that the files hold; `copies` are those in other trackers."""
+    def __init__(
+        self, folder: Path, last: int, completions_per_step: int, copies: Sequence["Copy"], patience: float = 0.0
+    ) -> None:
+        """`last` is the last step that the files hold; `copies` are those in other trackers; `patience`: seconds to
+        wait for room on a full disk.
+        """
+        self._patience = patience
+        self._unwritten: list[str] = []  # lines of completions.jsonl
         self._folder = folder
         self._last = last
         self._completions_per_step = completions_per_step
         self._copies = copies
         self._summary: dict[str, Any] = {}
-        # Half of a surrogate pair, which answers may hold, has no UTF-8: in JSON its escape means the same.
-        files = [(folder / name).open("a", encoding="utf-8", errors="backslashreplace") for name in _FILES]
-        self._metrics_file, self._completions_file = files
+        self._metrics_file, self._completions_file = ((folder / name).open("ab", buffering=0) for name in _FILES)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one step's figures to disk and to the copies. Raises ValueError for a step that was logged before."""
@@ -72,10 +78,9 @@ class Tracker(NullTracker):
         self._check_folder()
         self._last = step
         row = {"train/step": step} | metrics
-        self._metrics_file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
-        for file in (self._metrics_file, self._completions_file):
-            file.flush()
-            os.fsync(file.fileno())  # before a checkpoint says that the step is done
+        line = json.dumps({key: _finite(value) for key, value in row.items()}) + "\n"
+        self._write_completions()  # both before a checkpoint says that the step is done
+        patiently(partial(_append, self._metrics_file, line), "metrics.jsonl", self._patience)
         for copy in self._copies:
             copy.put("log", row)
 
@@ -86,7 +91,11 @@ class Tracker(NullTracker):
             for key, value in row.items():
                 if isinstance(value, str) and len(value) > _TEXT_LIMIT:
                     line[key] = f"{value[:_TEXT_LIMIT]} … ({len(value)} characters)"
-            self._completions_file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+            self._unwritten.append(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+
+    def _write_completions(self) -> None:
+        lines, self._unwritten = "".join(self._unwritten), []
+        patiently(partial(_append, self._completions_file, lines), "completions.jsonl", self._patience)
 
     def summary(self, values: dict[str, Any]) -> None:
         """Add to summary.json, which is replaced as a whole."""
@@ -110,6 +119,8 @@ class Tracker(NullTracker):
 
     def close(self) -> None:
         """Close the files and the copies."""
+        if not self._completions_file.closed:
+            self._write_completions()
         self._metrics_file.close()
         self._completions_file.close()
         for copy in self._copies:
@@ -215,6 +226,7 @@ def make_tracker(
     completions_per_step: int = 8,
     also: Sequence[str] = (),
     resumed_from: int | None = None,
+    patience: float = 0.0,
 ) -> NullTracker:
     """This rank's tracker; only rank 0's writes.
 
@@ -229,7 +241,7 @@ def make_tracker(
     copies: list[Copy] = [OtherCopy(other, folder, config, earlier, name, project) for other in also]
     mode = _resolve(wandb)
     if mode == "disabled":
-        return Tracker(folder, last, completions_per_step, copies)
+        return Tracker(folder, last, completions_per_step, copies, patience)
     resumed = {} if resumed_from is None else {"resumed_from": resumed_from}
     settings = {"project": project, "name": name, "dir": str(folder), "mode": mode, "config": config | resumed}
     # The run's name in W&B's own records, kept beside its files; a run that starts over gets another.
@@ -237,7 +249,7 @@ def make_tracker(
     if resumed_from is None or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
         write_whole(file, secrets.token_hex(4))
     settings |= {"id": file.read_text(), "resume": "allow"}
-    return Tracker(folder, last, completions_per_step, [*copies, WandbCopy(settings, earlier)])
+    return Tracker(folder, last, completions_per_step, [*copies, WandbCopy(settings, earlier)], patience)
 
 
 def _resolve(wanted: WandbMode) -> str:
@@ -269,6 +281,20 @@ def _start(settings: dict[str, Any]) -> Any:
     run.define_metric("train/step")
     run.define_metric("*", step_metric="train/step")
     return run
+
+
+def _append(file: FileIO, text: str) -> None:
+    """Add all of it to the file, on disk, or nothing where that fails."""
+    # Half of a surrogate pair, which answers may hold, has no UTF-8: in JSON its escape means the same.
+    content, begin = text.encode(errors="backslashreplace"), os.fstat(file.fileno()).st_size
+    try:
+        while content:
+            content = content[file.write(content) :]
+        os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(file.fileno(), begin)
+        raise
 
 
 def _keep_until(path: Path, last: int) -> Rows:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from trainer.config.schema import CheckpointConfig
 from trainer.errors import UserError
-from trainer.run import checkpoint
+from trainer.run import checkpoint, records
 from trainer.run.keeper import CheckpointWriter, check_best_metric
 
 
@@ -59,7 +60,7 @@ def disk(group: None, monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def writer(folder: Path, timeout: float = 20, **settings: Any) -> CheckpointWriter:
-    return CheckpointWriter(folder, CheckpointConfig(**settings), timeout)
+    return CheckpointWriter(folder, CheckpointConfig(**({"patience_s": 0.0} | settings)), timeout)
 
 
 @pytest.mark.covers("P20")
@@ -104,6 +105,32 @@ def test_what_went_wrong_is_told_once_by_whatever_comes_next(tmp_path: Path, dis
     with pytest.raises(OSError, match="No space left"):
         saving.wait() if told_by == "wait" else saving.save(2, {"counter": Counter()}, {}, {})
     saving.wait()
+
+
+def test_a_full_disk_is_waited_for_and_training_goes_on(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the writing thread; the checkpoint is then the one that was asked for, and nothing else is waited for."""
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            disk.error = None
+
+    monkeypatch.setattr(records, "time", SimpleNamespace(sleep=pause))
+    disk.error = RuntimeError("phase checkpoint (write) failed on rank 1: OSError: [Errno 28] No space left on device")
+    counter, saving = Counter(), writer(tmp_path, patience_s=600.0, timeout=60)
+    saving.save(1, {"counter": counter}, {}, {})
+    disk.may_write.set()
+    saving.wait()
+    assert pauses == [10.0, 10.0] and disk.written == [(1, 0.0)]
+    assert "step_1 cannot be written: phase checkpoint (write) failed on rank 1" in capsys.readouterr().err
+    disk.error = OSError(13, "Permission denied")
+    saving.save(2, {"counter": counter}, {}, {})
+    with pytest.raises(OSError, match="Permission"):
+        saving.wait()
+    assert len(pauses) == 2  # waiting does not mend that
 
 
 @pytest.mark.covers("P20")

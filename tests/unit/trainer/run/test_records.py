@@ -1,15 +1,18 @@
 """A run's rows after a kill, a full disk or a power cut: a run goes on with the whole ones, and a report shows them."""
 
+import errno
 import json
 import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from trainer.commands.report import read_record, render
+from trainer.run import records
 from trainer.run.plots import plot_curves
 from trainer.run.tracking import make_tracker
 
@@ -28,9 +31,9 @@ NOT_ROWS = (
 )
 
 
-def record(folder: Path, steps: range, resumed_from: int | None = None) -> None:
+def record(folder: Path, steps: range, resumed_from: int | None = None, patience: float = 0.0) -> None:
     """What a run writes in these steps; two answers each, with characters of one to four bytes."""
-    tracker = make_tracker(folder, {}, name="demo", wandb="disabled", resumed_from=resumed_from)
+    tracker = make_tracker(folder, {}, name="demo", wandb="disabled", resumed_from=resumed_from, patience=patience)
     try:
         for step in steps:
             texts = ("naïve \u2028 answer", f"{step} 😀 = \ud83d ∞")  # the one in the middle is half a pair
@@ -134,6 +137,34 @@ def test_a_run_that_met_a_full_disk_goes_on_once_there_is_room(whole: Path, tmp_
         for name in FILES:
             assert (folder / name).read_bytes() == (whole / name).read_bytes(), (limit, name)
     assert len(ends) >= 5
+
+
+def test_a_run_waits_for_room_on_a_full_disk_and_writes_every_line_once(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No file may grow beyond a limit, which fails a write in the middle of a line, until it is waited for."""
+    unlimited, size = resource.getrlimit(resource.RLIMIT_FSIZE), (whole / "completions.jsonl").stat().st_size
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        assert (tmp_path / "own" / "completions.jsonl").read_bytes()[-1:] in (b"", b"\n")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 3 * (len(waited) + 1), unlimited[1]))
+
+    monkeypatch.setattr(records, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(records, "_MAY_PASS", {errno.EFBIG})
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 3, unlimited[1]))
+        record(tmp_path / "own", range(STEPS), patience=60.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert len(waited) >= 2 and set(waited) == {10.0}
+    for name in FILES:
+        assert (tmp_path / "own" / name).read_bytes() == (whole / name).read_bytes()
+    assert (
+        "completions.jsonl cannot be written: [Errno 27] File too large; trying again for 60 s"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_report_is_written_of_a_run_whose_recipe_is_torn(whole: Path, tmp_path: Path) -> None:
