@@ -48,6 +48,7 @@ _EXCHANGED = TABLE_CLASSES | {
     f"{_DCP}.storage.WriteResult",
     *("traceback.FrameSummary", "traceback.StackSummary"),  # with the exception of a rank that failed
 }
+PREFIX = "hotbunk"  # of the keys that ranks put into the store they met at
 _LISTENS, _LOOPBACK_6 = "0A", "00000000000000000000000001000000"  # as /proc/net/tcp6 writes them
 _store: dist.Store | None = None
 
@@ -152,4 +153,4 @@ def store() -> dist.Store:
     """The key-value store the ranks met at, under a prefix of our own. Use `.clone()` of it on any other thread."""
     if _store is None:
         raise RuntimeError("there is no store before init_process_group()")
-    return dist.PrefixStore("hotbunk", _store)
+    return dist.PrefixStore(PREFIX, _store)

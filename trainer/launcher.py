@@ -40,6 +40,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, _leave)
     os.environ["HOTBUNK_LAUNCHER"] = str(os.getpid())  # the ranks end with it
 
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
@@ -47,11 +48,14 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from sharding.wire.group import listen
+from trainer.distributed import PREFIX
 from trainer.errors import UserError
 from trainer.run import guardian, processes, supervisor
+from trainer.run.watchdog import alarm
 
 _BACKEND = "hotbunk"
 _GONE_SECONDS = 30.0  # for guardians to end what the ranks have left behind
+_LOOK_SECONDS = 1.0
 _MOST_REASONS = 8  # that the summary has a line for
 _INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # that torchrun handles
 _SIGNALS = set(map(int, signal.Signals))
@@ -78,10 +82,27 @@ class BoundRendezvous(StaticTCPRendezvous):
                 ) from error
             self.master_port = store.port
         try:
-            return super().next_rendezvous()
+            met = super().next_rendezvous()
+            while not self._first_of_its_node():
+                time.sleep(_LOOK_SECONDS)
+                met = super().next_rendezvous()
+            return met
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(f"node {self.rank} did not meet the others at {where}: {reason}") from error
+
+    def _first_of_its_node(self) -> bool:
+        """False where the store is of an attempt that has had a launcher of this node, which has died since.
+
+        The others may not know yet, as a machine without power closes no connection; they are told, so that they need
+        not wait until it has been silent for long. The next attempt has another store.
+        """
+        assert self._store is not None
+        if self._store.add(f"hotbunk/launcher/{self.rank}", 1) == 1:
+            return True
+        alarm(PrefixStore(PREFIX, self._store), f"node {self.rank} had died and has been started again")
+        self._store = None
+        return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import psutil
 from safetensors.torch import load_file
@@ -236,7 +237,15 @@ def disturbed(recipe: Path, drawn: list[Disturbance], ranks: int, seed: int, nam
     return run
 
 
-def unequal(one: Run, other: Run) -> list[str]:
+class Finished(Protocol):
+    """A run that has ended, wherever it ran."""
+
+    folder: Path
+
+    def comparable_rows(self) -> list[dict[str, Any]]: ...
+
+
+def unequal(one: Finished, other: Finished) -> list[str]:
     """Where two finished runs differ, bit for bit, in metrics, answers, and exported weights."""
     found = differences(one.comparable_rows(), other.comparable_rows())
     for name in ("completions.jsonl",):

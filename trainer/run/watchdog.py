@@ -36,6 +36,7 @@ _LAST_WORDS_SECONDS = 3.0  # how long the ranks wait for each other's stacks bef
 _STORE_GONE_SECONDS = 5.0  # how long the main thread has to end by itself when the store has gone
 _HELD_LOCK_MARGIN_SECONDS = 30.0
 _ALARM = "watchdog/alarm"
+_WHY = "watchdog/why"
 _CALL = "watchdog/call"
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 120.0  # without a beat: longer than C code keeps the interpreter's lock, or a rank is stopped
@@ -151,6 +152,9 @@ class Watchdog:
                     self._exit(EXIT_CODE)
                 return
             if alarm:
+                with suppress(RuntimeError):  # the store is gone
+                    if self._store.check([_WHY]):
+                        leave_word("Deadline", self._store.get(_WHY).decode())
                 self._last_words()
                 return
 
@@ -216,6 +220,12 @@ class Watchdog:
             buffer.seek(0)
             stacks = buffer.read().decode(errors="replace")
         _say(f"rank {self._rank}: {phase}\n" + "".join(f"rank {self._rank} | {line}\n" for line in stacks.splitlines()))
+
+
+def alarm(store: dist.Store, why: str) -> None:
+    """End all ranks that watch `store`, for a launcher who knows that one of them has gone; `why` is a sentence."""
+    store.set(_WHY, why)
+    store.add(_ALARM, 1)
 
 
 def _path(phases: tuple[_Phase, ...]) -> str:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 
 from tests.conftest import ROOT, TinyModel
 from tests.distributed.killed_run import REWARD, disturbed, draw, unequal
+from tests.distributed.nodes_run import NodesRun
 from tests.distributed.real_run import Run, differences, summary, write_recipe
+from tests.nodes import Nodes, missing
 from trainer.run import checkpoint
 
 
@@ -258,6 +261,27 @@ def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(re
     outputs = [log.read_text() for log in recipe.parent.glob("disturbed-*.log")]
     without_engine = [summary(output) for output in outputs if "EngineDeadError" in output]
     assert without_engine and all("EngineDeadError" in lines[1] for lines in without_engine)
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_run_on_two_machines_one_of_which_loses_power_goes_on_by_itself(
+    recipe: Path, whole: Run, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The run's folder is shared; hostname, /tmp, shared memory, processes and network are each machine's own."""
+    with (
+        tempfile.TemporaryDirectory(dir="/var/tmp") as own,
+        Nodes(2, Path(own), tmp_path_factory.getbasetemp()) as nodes,
+    ):
+        run = NodesRun(nodes, recipe, "nodes", restarts=3)
+        run.wait_for_steps(3)
+        run.lose_power(1)
+        run.come_back(1)
+        assert run.wait() == [0, 0], run.output()
+        assert [line for node in range(2) for line in nodes.processes(node)] == []
+    first = run.log(0).read_text()
+    assert "node 1 had died and has been started again" in first, first
+    assert "failed in step 4" in first or "failed in step 5" in first, first
+    assert unequal(whole, run) == [], run.output()
 
 
 def test_a_step_over_its_deadline_names_ranks_phases_and_stacks(overdue: Run) -> None:

@@ -1,19 +1,24 @@
 """Where launchers meet, and what the last one on the screen says; whole runs are in tests/distributed."""
 
+import gc
 import os
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.distributed.real_run import ROOT, listening
 from trainer import launcher
+from trainer.distributed import PREFIX
 from trainer.errors import UserError
 from trainer.launcher import BoundRendezvous
+from trainer.run.watchdog import Watchdog
 
 
 def free_port(address: str) -> int:
@@ -31,6 +36,29 @@ def test_two_nodes_meet_at_the_interface_that_is_named_and_listen_nowhere_else()
     first.store.set("key", "value")
     assert second.store.get("key") == b"value"
     assert listening({os.getpid()})[os.getpid()] - before == {"127.0.0.2"}
+
+
+def test_a_node_that_comes_again_ends_the_attempt_it_was_in_and_joins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a power failure that the others have not noticed: their store is there, with this node's old entry."""
+    monkeypatch.setattr(launcher, "_LOOK_SECONDS", 0.01)
+    port, codes, ended = free_port("127.0.0.2"), list[int](), threading.Event()
+    first, second = (BoundRendezvous("127.0.0.2", port, node, 2, "run", 30) for node in (0, 1))
+    with ThreadPoolExecutor() as threads:
+        old = next(iter(threads.map(BoundRendezvous.next_rendezvous, (first, second)))).store
+        rank = TCPStore("127.0.0.2", port, is_master=False)
+        leave = lambda code: (codes.append(code), ended.set())  # noqa: E731
+        with Watchdog(PrefixStore(PREFIX, rank), 0, 1, leave):
+            again = threads.submit(BoundRendezvous("127.0.0.2", port, 1, 2, "run", 30).next_rendezvous)
+            assert ended.wait(20)
+        assert codes == [124]
+        assert rank.get(f"{PREFIX}/watchdog/why") == b"node 1 had died and has been started again"
+        assert not again.done()
+        del old, rank
+        first._store = second._store = None  # what the ends of their processes do
+        gc.collect()
+        met = BoundRendezvous("127.0.0.2", port, 0, 2, "run", 30).next_rendezvous()
+        met.store.set("key", "new")
+        assert again.result(30).store.get("key") == b"new"
 
 
 def test_an_address_that_is_not_this_nodes_is_refused_in_a_sentence() -> None:
