@@ -86,7 +86,7 @@ class Nodes:
         init = self._inits.pop(node)
         init.kill()
         init.wait()
-        self._in_switch(f"! ip link show port{node} 2>/dev/null || ip link del port{node}")
+        self._in_switch(f"! ip link show port{node} >/dev/null 2>&1 || ip link del port{node}")
 
     def cut(self, node: int) -> None:
         """From now on the switch drops what comes from the node and what is for it; nobody is told."""
