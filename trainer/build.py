@@ -33,7 +33,7 @@ from trainer.learning.learner import updates_asked
 from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
 from trainer.policy.attention import require_packing, require_sharing
 from trainer.policy.critic import Critic, make_critic
-from trainer.policy.hf_format import build_meta_model, checkpoint_views
+from trainer.policy.hf_format import build_meta_model, checkpoint_views, freeze
 from trainer.policy.lora import BaseOfPolicy, adapter_format, add_adapters, factors, is_adapter, low_rank, peft_name
 from trainer.policy.routing import asked_routers
 from trainer.rewards.pool import RewardPool
@@ -98,6 +98,7 @@ def check_model(config: TrainConfig) -> None:
             model = build_meta_model(Path(path), config.model, dtype, torch.device("cpu"))
             if config.lora.rank:
                 add_adapters(model, config.lora, dtype, "meta")
+            freeze(model, config.policy.freeze)
             asked_routers(model, config.model.routes)
     except UserError:
         raise

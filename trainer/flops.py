@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sharding.send.source import whole_shape
+from trainer.parts import seeing
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,21 @@ class ModelFlops:
     head: int  # elements of the output head, which a target passes
     head_learned: int  # the same, or 0 where it is frozen
     attention: int  # layers * heads * size of a head
+    seeing: int = 0  # elements of the matrices that a patch of an image passes; its attention is not counted
+    seeing_learned: int = 0  # the elements among them that are trained
+    # as many tokens more than its own the activations of an image's token are worth: those of the encoder
+    image_token: float = 0.0
 
-    def forward(self, tokens: float, targets: float, pairs: float) -> float:
-        """Operations of a forward pass over this many tokens, targets and pairs (`attended`)."""
-        return 2.0 * (self.trunk * tokens + self.head * targets) + 4.0 * self.attention * pairs
+    def forward(self, tokens: float, targets: float, pairs: float, patches: float = 0) -> float:
+        """Operations of a forward pass over this many tokens, targets, pairs (`attended`) and patches of images."""
+        seen = 2.0 * self.seeing * patches
+        return 2.0 * (self.trunk * tokens + self.head * targets) + 4.0 * self.attention * pairs + seen
 
-    def backward(self, tokens: float, targets: float, pairs: float) -> float:
+    def backward(self, tokens: float, targets: float, pairs: float, patches: float = 0) -> float:
         """Operations of the backward pass: gradients of all inputs, and of the matrices that are learned."""
-        learned = 2.0 * (self.trunk_learned * tokens + self.head_learned * targets)
-        return learned + 2.0 * (self.trunk * tokens + self.head * targets) + 8.0 * self.attention * pairs
+        learned = 2.0 * (self.trunk_learned * tokens + self.head_learned * targets + self.seeing_learned * patches)
+        seen = 2.0 * self.seeing * patches * bool(self.seeing_learned)  # nothing below it learns otherwise
+        return learned + 2.0 * (self.trunk * tokens + self.head * targets) + 8.0 * self.attention * pairs + seen
 
     def tokens_worth(self, length: int) -> int:
         """Of how many tokens the trunk's products, without attention, are as much work as a sequence of this length.
@@ -52,9 +59,11 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = {id(embedding.weight)} | ({id(head.weight)} if head is not None else set())
+    of_images = [p for part in seeing(model).values() for p in part.parameters() if len(whole_shape(p)) > 1]
+    outside = ends | set(map(id, of_images))
     trunk = learned = 0
     for name, parameter in model.named_parameters():
-        if id(parameter) not in ends and len(shape := whole_shape(parameter)) > 1:
+        if id(parameter) not in outside and len(shape := whole_shape(parameter)) > 1:
             experts = shape[0] if ".experts." in name and len(shape) > 2 else 0  # of which a token meets some
             share = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
             used = int(shape.numel() * share)
@@ -68,6 +77,8 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
         head=size,
         head_learned=size if size and head.weight.requires_grad else 0,
         attention=config.num_hidden_layers * heads * width,
+        seeing=sum(whole_shape(p).numel() for p in of_images),
+        seeing_learned=sum(whole_shape(p).numel() for p in of_images if p.requires_grad),
     )
 
 
@@ -79,9 +90,9 @@ class Work:
     tokens: int = field(default=0, init=False)  # the number it has learned from, those of prompts included
     flops: float = field(default=0.0, init=False)  # its operations, for these tokens and for those it only scored
 
-    def count(self, tokens: int, targets: int, pairs: float) -> None:
+    def count(self, tokens: int, targets: int, pairs: float, patches: int = 0) -> None:
         """Count a forward pass, arguments as `ModelFlops.forward`'s, and a backward pass if gradients are recorded."""
-        amount = (tokens, targets, pairs)
+        amount = (tokens, targets, pairs, patches)
         self.flops += self.of.forward(*amount)
         if torch.is_grad_enabled():
             self.flops += self.of.backward(*amount)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from transformers import PreTrainedModel
 from sharding.ranks import exchange
 from sharding.send.source import local_part
 from trainer.flops import Work
+
+if TYPE_CHECKING:
+    from generation.images import Image
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Sample:
     advantage: float = 0.0  # the same for every token of the sequence, where it is known beforehand
     routes: Tensor | None = None  # by `RouteFormat`, of every token but the last, which predicts nothing
     old: int = 0  # as many of the first tokens were there before the policy's present version; 0 where none was sampled
+    images: "tuple[Image, ...]" = ()  # in the order of the tokens that stand for them
+    image_spans: tuple[tuple[int, int], ...] = ()  # of each the first of those tokens, and their number
 
     @property
     def trainable(self) -> int:
@@ -124,6 +129,16 @@ class Layout:
         return cls(targets[here], states[here] - mine.start, pack)
 
 
+@dataclass(frozen=True)
+class ImagePlace:
+    """The place of an image in a micro-batch: the tokens that stand for it."""
+
+    image: "Image"
+    row: int
+    start: int  # the first of them in its row
+    length: int  # their number
+
+
 @dataclass
 class MicroBatch:
     """B right-padded sequences of T positions; tensors about targets have T - 1 columns, as `input_ids[:, 1:]`.
@@ -150,6 +165,7 @@ class MicroBatch:
     # a mixture's, by `RouteFormat`, of the tokens of the model's input, on the host; None: its routers decide
     routes: Tensor | None = None
     old: Tensor | None = None  # [B, T-1] bool, tokens that earlier versions of the policy sampled; None: there are none
+    images: list[ImagePlace] = field(default_factory=list)  # in the order of their places
 
     @property
     def ways(self) -> int:

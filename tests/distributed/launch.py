@@ -19,11 +19,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import psutil
 from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
+import hotbunk_torchvision
 from trainer.run import processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,10 +41,12 @@ def run_ranks(
     timeout: float = 120.0,
     arguments: list[str] | None = None,
     lost: tuple[int, ...] = (),
+    images: bool = False,
 ) -> str:
     """Run a function on `nproc` ranks; returns what they printed, stdout and stderr together.
 
-    `lost` are ranks that leave in the middle of the function, for a test of what the others make of it.
+    `lost` are ranks that leave in the middle of the function, for a test of what the others make of it. With `images`
+    they are started one by one, and find torchvision.
 
     Raises AssertionError with the output when a rank fails, or when `timeout` seconds have passed; then every process
     is killed first.
@@ -61,7 +65,9 @@ def run_ranks(
         log = Path(done) / "output"
         log.touch()
         given = (environment | {_DONE: done}, log, target, arguments or [])
-        ranks = start_processes(_run_rank, given, nproc, join=False, start_method="forkserver")
+        with patch.dict(os.environ, {hotbunk_torchvision.SHOWN: "1"} if images else {}):
+            method = "spawn" if images else "forkserver"
+            ranks = start_processes(_run_rank, given, nproc, join=False, start_method=method)
         assert ranks is not None
         failure = _wait(ranks, timeout)
         output = log.read_text(errors="replace")

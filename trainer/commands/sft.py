@@ -191,11 +191,12 @@ def update(policy: Policy, samples: list[Sample], config: TrainConfig, pad_id: i
 
 def batches_of(samples: list[Sample], config: TrainConfig, pad_id: int, policy: Policy) -> list[MicroBatch]:
     """This rank's share of the samples, which every rank passes alike, in micro-batches on the device. Collective."""
-    ways, worth = config.policy.sequence_parallel, policy.work.of.tokens_worth
+    ways, sizes = config.policy.sequence_parallel, policy.work.of
+    worth, more = sizes.tokens_worth, sizes.image_token
     shares = deal([len(sample.input_ids) for sample in samples], worth, ways)
     mine = [samples[i] for i in shares[rank()]]
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
-    return micro_batches(mine, budget, pad_id, policy.device, packing=packing, ways=ways, worth=worth)
+    return micro_batches(mine, budget, pad_id, policy.device, None, packing, ways, worth, more)
 
 
 def cross_entropy(tokens: int) -> LossFn:

@@ -204,6 +204,8 @@ def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:
     lora = config.lora
     if not lora.rank:
         return
+    if config.policy.freeze:
+        yield "policy.freeze is set, but adapters freeze everything else: leave it out, or set lora.rank to 0"
     if find_spec("peft") is None:
         yield "lora.rank is set, but PEFT is not installed: pip install 'hotbunk[lora]'"
     if not lora.target_modules:

@@ -253,6 +253,11 @@ class PolicyConfig(Section):
     offload_reference: bool | None = key(
         None, "keep the frozen reference in the host's memory except while it scores; null: on for CUDA"
     )
+    freeze: list[Text] = key(
+        [],
+        "what does not learn: vision (all that only images pass), or names and patterns of modules, such as "
+        "model.language_model.layers.0 or *.embed_tokens",
+    )
     shard_size: Count | None = key(
         None,
         "fsdp only: neighbouring ranks the model is cut over, such as those of a machine, with a copy on every such "

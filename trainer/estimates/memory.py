@@ -289,8 +289,10 @@ def _activation_bytes(
     queries, keys and values twice: as they are sent, and as they are received.
     """
     share = answers_per_update(config, ranks)
-    largest, ways = max(config.batch.tokens_per_micro_batch, longest(config)), policy.sequence_parallel
-    tokens = min(largest, share * longest(config)) / ways
+    # A prompt may be all images, whose tokens count for more.
+    row = longest(config) + math.ceil(model.flops.image_token * config.data.max_prompt_tokens)
+    largest, ways = max(config.batch.tokens_per_micro_batch, row), policy.sequence_parallel
+    tokens = min(largest, share * row) / ways
     w, hidden, layer = compute_width(policy), model.config["hidden_size"], layer_bytes(policy, model)
     again = recomputed_layers(policy, model)
     kept = again * w * hidden + (model.layers - again) * layer

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from trainer.config.schema import LoraConfig, PolicyConfig, TrainConfig
-from trainer.flops import ModelFlops, model_flops
-from trainer.policy.hf_format import build_meta_model, parameter_names
+from trainer.flops import ModelFlops
+from trainer.parts import decoder, encoder_layers
+from trainer.policy.hf_format import build_meta_model, make_vision, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors
+from trainer.policy.module import sizes_of
 
 Shapes = Mapping[str, torch.Size]
 
@@ -57,12 +59,15 @@ class ModelSizes:
 
 
 def model_sizes(
-    config: TrainConfig, path: str, lora: LoraConfig = NO_ADAPTERS, kind: Any = AutoModelForCausalLM, **settings: int
+    config: TrainConfig, path: str, lora: LoraConfig = NO_ADAPTERS, kind: Any = None, **settings: int
 ) -> ModelSizes:
     """Sizes of the model whose config.json is at `path`, built without data; arguments as `build_meta_model`'s."""
     model = build_meta_model(Path(path), config.model, torch.float32, torch.device("cpu"), kind, **settings)
     shapes = {name: parameter.shape for name, parameter in parameter_names(model).items()}
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.base_model.layers]
+    layers, encoder = (
+        [sum(p.numel() for p in layer.parameters()) for layer in part]
+        for part in (decoder(model).layers, encoder_layers(model))
+    )
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     units, normed = _units(model), _normed(model)
     if lora.rank:  # which renames the weights it is beside
@@ -71,12 +76,12 @@ def model_sizes(
         config=model.config.get_text_config().to_dict(),
         shapes=shapes,
         layer=max(layers),
-        rest=sum(shape.numel() for shape in shapes.values()) - sum(layers),
+        rest=sum(shape.numel() for shape in shapes.values()) - sum(layers) - sum(encoder),
         units=units,
         head=0 if head is None else head.weight.numel(),
         tied=head is not None and head.weight is embedding.weight,
         normed=normed,
-        flops=model_flops(model),
+        flops=sizes_of(model, make_vision(model, Path(path))),
         adapters={name: factor.shape for name, factor in factors(model).items()},
     )
 
@@ -84,7 +89,8 @@ def model_sizes(
 def _units(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
     """As `trainer.policy.fsdp` makes them, by name; those of layers have a dot."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    unit_of = {p: f"layers.{i}" for i, layer in enumerate(model.base_model.layers) for p in layer.parameters()}
+    unit_of = {p: f"layers.{i}" for i, layer in enumerate(decoder(model).layers) for p in layer.parameters()}
+    unit_of |= {p: f"encoder.{i}" for i, layer in enumerate(encoder_layers(model)) for p in layer.parameters()}
     if head is None or head.weight is not embedding.weight:
         unit_of[embedding.weight] = "embeddings"
         unit_of |= {} if head is None else {head.weight: "head"}
@@ -100,7 +106,7 @@ def _normed(model: PreTrainedModel) -> int:
     queries = config.num_attention_heads
     heads = {"q_norm": queries, "k_norm": getattr(config, "num_key_value_heads", None) or queries}
     found = 0
-    for name, parameter in model.base_model.layers[0].named_parameters():
+    for name, parameter in decoder(model).layers[0].named_parameters():
         if "norm" in name and parameter.dim() == 1:
             of_heads = parameter.numel() < config.hidden_size
             found += parameter.numel() * (next((heads[key] for key in heads if key in name), 1) if of_heads else 1)

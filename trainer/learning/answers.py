@@ -146,13 +146,18 @@ def hand_over(
     """
     row_bytes = 0 if routes is None else routes.row_bytes
     outgoing = [bytearray() for _ in range(world_size())]
+    sent: list[list[Sample]] = [[] for _ in range(world_size())]
     with agreed("handing over the answers"):
         for step, by_rank in zip(answers, shares, strict=True):
-            for payload, positions in zip(outgoing, by_rank, strict=True):
+            for payload, own, positions in zip(outgoing, sent, by_rank, strict=True):
                 for trajectory in (step[position].trajectory for position in positions):
                     if trajectory is not None:
-                        payload += _packed(sample(trajectory))
+                        own.append(sample(trajectory))
+                        payload += _packed(own[-1])
+        for payload, own in zip(outgoing, sent, strict=True):
+            payload += _packed_images(own)
     streams, ends = all_to_all_bytes([bytes(payload) for payload in outgoing]), [0] * world_size()
+    came: list[list[Sample]] = [[] for _ in range(world_size())]
     mine: list[list[Sample]] = []
     for step, by_rank in zip(answers, shares, strict=True):
         mine.append([])
@@ -160,6 +165,9 @@ def hand_over(
             begin = ends[answer.rank]
             ends[answer.rank] = begin + _TOKEN_BYTES * answer.length + row_bytes * (answer.length - 1)
             mine[-1].append(_unpacked(streams[answer.rank][begin : ends[answer.rank]], answer.length, routes))
+            came[answer.rank].append(mine[-1][-1])
+    for stream, end, samples in zip(streams, ends, came, strict=True):
+        _unpack_images(stream[end:], samples)
     return mine
 
 
@@ -173,6 +181,32 @@ def _packed(sample: Sample) -> bytes:
     flags[: sample.old] |= _OLD
     rows = b"" if sample.routes is None else sample.routes.numpy().tobytes()
     return ids.tobytes() + logprobs.tobytes() + flags.tobytes() + rows
+
+
+def _packed_images(samples: list[Sample]) -> bytes:
+    """The images of the samples that go to a rank, each once, and where they stand; nothing where there are none."""
+    if not any(sample.images for sample in samples):
+        return b""
+    files = {image.digest: (image.data, image.size) for sample in samples for image in sample.images}
+    places = [([image.digest for image in sample.images], sample.image_spans) for sample in samples]
+    return msgspec.msgpack.encode((files, places))
+
+
+def _unpack_images(data: bytes, samples: list[Sample]) -> None:
+    """Give the samples that came from a rank their images."""
+    if not data:
+        return
+    from generation.images import Image
+
+    files, places = msgspec.msgpack.decode(data, type=_Images)
+    images = {digest: Image(file, digest, size) for digest, (file, size) in files.items()}
+    for sample, (digests, spans) in zip(samples, places, strict=True):
+        sample.images, sample.image_spans = tuple(images[digest] for digest in digests), spans
+
+
+_Images = tuple[
+    dict[str, tuple[bytes, tuple[int, int]]], list[tuple[list[str], tuple[tuple[int, int], ...]]]
+]  # files with their sizes by digest; of each sample the digests, and the spans
 
 
 def _unpacked(data: bytes, length: int, routes: RouteFormat | None) -> Sample:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sharding.ranks import all_reduce_max, rank, world_size
-from trainer.types import Layout, MicroBatch, Sample
+from trainer.types import ImagePlace, Layout, MicroBatch, Sample
 
 TABLE = 4
 """Elements of a micro-batch's tables, in token budgets. They are padded, unlike what the model computes."""
@@ -95,6 +95,7 @@ def micro_batches(
     packing: bool = False,
     ways: int = 1,
     worth: Callable[[int], int] = lambda length: length,
+    image_token: float = 0.0,
 ) -> list[MicroBatch]:
     """Cut this rank's samples into micro-batches of at most `token_budget` tokens.
 
@@ -105,8 +106,11 @@ def micro_batches(
         packing: the budget is for real tokens, which are laid end to end; False: for padded ones.
         ways: this many neighbouring ranks, with the same samples, share each micro-batch and its budget; 1 if padded.
         worth: the work of a sequence by its length, in which packed micro-batches are made about equal.
+        image_token: as many tokens of the budget each token of an image counts beside itself (`ModelFlops`).
     """
-    lengths = [len(sample.input_ids) for sample in samples]
+    lengths = [
+        len(sample.input_ids) + round(image_token * sum(count for _, count in sample.image_spans)) for sample in samples
+    ]
     groups = (pack if packing else pack_padded)(lengths, token_budget)
     if count is None:
         count = max(1, int(all_reduce_max({"micro_batches": len(groups)})["micro_batches"]))
@@ -169,7 +173,15 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, packed: bool, ways
         rows=rows,
         routes=joined,
         old=torch.arange(1, width) < first_new if any(sample.old for sample in samples) else None,
+        images=[place for row, sample in enumerate(samples) for place in _image_places(row, sample)],
     )
+
+
+def _image_places(row: int, sample: Sample) -> list[ImagePlace]:
+    """Of the images that a target may depend on: the last token is predicted, and nothing is predicted from it."""
+    last = len(sample.input_ids) - 1
+    pairs = zip(sample.images, sample.image_spans, strict=True)
+    return [ImagePlace(image, row, start, size) for image, (start, size) in pairs if start + size <= last]
 
 
 def _stretched(routes: Tensor, size: int) -> Tensor:

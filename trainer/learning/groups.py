@@ -151,6 +151,7 @@ def prepare(
     routes: RouteFormat | None = None,
     version: int | None = None,
     worth: Callable[[int], int] = lambda length: length,  # the work of a sequence by its length
+    image_token: float = 0.0,  # see `micro_batches`
 ) -> list[MiniBatch]:
     """Deal each portion's trajectories out to ranks and cut this rank's into micro-batches. Collective.
 
@@ -169,7 +170,7 @@ def prepare(
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
     minibatches = []
     for groups, each, by_rank, own in zip(portions, answers, shares, samples, strict=True):
-        batches = micro_batches(own, budget, pad_id, device, packing=packing, ways=ways, worth=worth)
+        batches = micro_batches(own, budget, pad_id, device, None, packing, ways, worth, image_token)
         for batch in batches:
             batch.rows = [by_rank[rank()][row] for row in batch.rows]
         tokens = [t.trainable(filters, masks) for t in each]
@@ -198,6 +199,8 @@ def to_sample(
         engine_logprobs=[0.0] * prompt + trajectory.logprobs,
         routes=None if routes is None else checked_routes(trajectory, routes),
         old=prompt + old if old else 0,
+        images=trajectory.images,
+        image_spans=trajectory.image_spans,
     )
 
 

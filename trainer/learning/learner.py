@@ -65,8 +65,9 @@ class Learner:
         version = None if config.rollout.slice_tokens is None else self._policy.version
         groups = [g for g in groups if any(t.trainable(filters, masks) for episode in g for t in episode)]
         portions = split(groups, config.batch.updates_per_step)
-        routes, worth = engine_routes(config, self._policy), self._policy.work.of.tokens_worth
-        minibatches = prepare(portions, config, self._pad_id, self._policy.device, routes, version, worth)
+        routes, sizes = engine_routes(config, self._policy), self._policy.work.of
+        device, worth = self._policy.device, sizes.tokens_worth
+        minibatches = prepare(portions, config, self._pad_id, device, routes, version, worth, sizes.image_token)
         self._score_before(minibatches)
         assign_credit(minibatches, config, self._reward_weights)
         algorithm = config.algorithm

@@ -95,12 +95,13 @@ def gap_without_update(
     chosen = sampled[:: max(1, math.ceil(len(sampled) / GAP_ANSWERS))]
     if not chosen:
         return {}
-    ways, worth = config.policy.sequence_parallel, policy.work.of.tokens_worth
+    ways, sizes = config.policy.sequence_parallel, policy.work.of
+    worth, more = sizes.tokens_worth, sizes.image_token
     shares = deal([t.length for t in chosen], worth, ways)
     routes = engine_routes(config, policy)
     [own] = hand_over([chosen], [shares], partial(to_sample, routes=routes, version=version), routes)
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
-    batches = micro_batches(own, budget, pad_id, policy.device, packing=packing, ways=ways, worth=worth)
+    batches = micro_batches(own, budget, pad_id, policy.device, None, packing, ways, worth, more)
     outputs = policy.score(batches, config.sampling.temperature)
     gaps = [told_by_age(batch, output.logprobs)[0] for output, batch in zip(outputs, batches, strict=True)]
     return engine_gap(gaps, config.algorithm)

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from trainer.config.model_file import PACKABLE_LAYERS
 from trainer.errors import UserError
+from trainer.parts import sees
 from trainer.policy.sequence import heads_for_tokens, tokens_for_heads
 
 NAME = "hotbunk_sdpa"
@@ -121,6 +122,8 @@ def packing_obstacle(model: type[PreTrainedModel], config: Any) -> str | None:
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - set(PACKABLE_LAYERS))
     if others or model._is_stateful:
         return f"has layers ({', '.join(others) or 'recurrent'}) that would carry over from one sequence to the next"
+    if sees(config) and "token_type_ids" in inspect.signature(model.forward).parameters:
+        return "lets the tokens of an image see those that come after them"
     if not model._supports_attention_backend:
         return "brings its own attention, which takes no ends of sequences"
     return None
@@ -129,6 +132,8 @@ def packing_obstacle(model: type[PreTrainedModel], config: Any) -> str | None:
 def require_sharing(model: PreTrainedModel) -> None:
     """Raise UserError where ranks cannot share a sequence: tokens would meet elsewhere than in `attention`."""
     obstacle = packing_obstacle(type(model), model.config)
+    if obstacle is None and sees(model.config):
+        obstacle = "has images, whose tokens would be on several ranks"
     if obstacle is None and model.config._attn_implementation != NAME:
         obstacle = "computes its attention in its own way"
     if obstacle is not None:

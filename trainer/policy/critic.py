@@ -38,7 +38,7 @@ class Critic(ShardedModel):
         hf_format.checkpoint_activations(built, settings.activation_checkpointing)
         fresh = HEAD not in hf_format.SafetensorsFolder(source).names
         super().__init__(
-            ValueModule(built),
+            ValueModule(built, hf_format.make_vision(built, source)),
             built,
             source,
             settings=settings,

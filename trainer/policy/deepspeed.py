@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from sharding.ranks import world_size
@@ -68,11 +68,14 @@ class DeepSpeedPolicy(Offloadable, Policy):
         self.source = hf_format.resolve_folder(model.path)
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self.model = self._build(model)
+        hf_format.freeze(self.model, policy.freeze)
         hf_format.checkpoint_activations(self.model, policy.activation_checkpointing)
         # DeepSpeed divides gradients by the number of ranks.
         record, ranks = model.routes == "recorded", world_size()
         self.routing = Routing(self.model, self._routers, record, ranks) if self._routers else None
-        module = PolicyModule(self.model, policy.fp32_head, routing=self.routing)
+        module = PolicyModule(
+            self.model, policy.fp32_head, routing=self.routing, vision=hf_format.make_vision(self.model, self.source)
+        )
         groups = decay_groups(list(self.trained().values()), policy.weight_decay)
         # At rate 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state
         # (deepspeed/runtime/zero/stage3.py, initialize_optimizer_states).
@@ -146,7 +149,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
                 config_dict_or_path=self._settings(), mem_efficient_linear=False
             ),  # it would replace torch's linear in the whole process (deepspeed/runtime/zero/partition_parameters.py)
         ):
-            built = AutoModelForCausalLM.from_config(
+            built = hf_format.model_kind(empty.config).from_config(
                 empty.config,
                 dtype=self.compute_dtype,
                 attn_implementation=empty.config._attn_implementation,

@@ -20,6 +20,7 @@ from sharding.ranks import world_size
 from sharding.send.source import local_part
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.flops import Work
+from trainer.parts import decoder, encoder_layers
 from trainer.policy import hf_format
 from trainer.policy.hf_format import parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
@@ -134,8 +135,12 @@ class ShardedModel(Offloadable):
             mp_policy=MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32),
         )
         self._compile()
-        for layer in self.model.base_model.layers:
+        for layer in decoder(self.model).layers:
             shard(layer, reshard_after_forward=self.config.reshard_after_forward)
+        # Encoders of images compute rotary frequencies in float32, which would be rounded on the way into a unit.
+        kept = MixedPrecisionPolicy(self.compute_dtype, torch.float32, cast_forward_inputs=False)
+        for layer in encoder_layers(self.model):
+            shard(layer, mp_policy=kept, reshard_after_forward=self.config.reshard_after_forward)
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         if head is None:  # a critic's, which the root calls
             ends = [embedding]
@@ -159,7 +164,7 @@ class ShardedModel(Offloadable):
         Whole layers would have checkpointing, scoring and padding among their inputs: one would be compiled more often
         than torch.compile does (torch._dynamo.config.recompile_limit) and run uncompiled from then on.
         """
-        layers = self.model.base_model.layers if self.config.compile else ()
+        layers = decoder(self.model).layers if self.config.compile else ()
         for module in (module for layer in layers for module in layer.modules()):
             dense = hasattr(module, "down_proj") and isinstance(module.down_proj, nn.Linear)
             if dense or "Norm" in type(module).__name__:
@@ -244,11 +249,12 @@ class FsdpPolicy(ShardedModel, Policy):
         if lora.rank:
             add_adapters(built, lora, torch.float32, "meta")
         if trainable:
+            hf_format.freeze(built, policy.freeze)
             hf_format.checkpoint_activations(built, policy.activation_checkpointing)
         routers = asked_routers(built, model.routes) if trainable else {}
         self.routing = Routing(built, routers, model.routes == "recorded") if routers else None
         super().__init__(
-            PolicyModule(built, policy.fp32_head, value_head, self.routing),
+            PolicyModule(built, policy.fp32_head, value_head, self.routing, hf_format.make_vision(built, source)),
             built,
             source,
             settings=policy,

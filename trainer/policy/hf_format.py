@@ -14,9 +14,10 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -26,15 +27,25 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from sharding.ranks import agreed, is_main
 from trainer.config.model_file import LOGIT_CHANGES
 from trainer.config.schema import ModelConfig
 from trainer.errors import UserError
+from trainer.parts import decoder, seeing, sees
 from trainer.policy import attention
 from trainer.policy.lora import is_adapter, low_rank
+
+if TYPE_CHECKING:
+    from trainer.policy.vision import Vision
 
 SHARD_BYTES = 5 << 30
 
@@ -68,13 +79,14 @@ def build_meta_model(
     settings: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    kind: Any = AutoModelForCausalLM,
+    kind: Any = None,
     **overrides: Any,
 ) -> PreTrainedModel:
     """The model without its weights: parameters on meta, computed buffers (rotary frequencies) real on `device`.
 
     Of `settings`, attention and remote code are read, not the path. `kind` is the automatic class that finds the
-    model's own, and `overrides` replace keys of config.json. Raises UserError if the trainer cannot run such a model.
+    model's own, by default that of a language model or of one that sees, and `overrides`
+    replace keys of config.json. Raises UserError if the trainer cannot run such a model.
     """
     asked, remote = settings.attn_implementation, settings.trust_remote_code
     config = AutoConfig.from_pretrained(folder, trust_remote_code=remote, **overrides)
@@ -82,27 +94,73 @@ def build_meta_model(
         if getattr(config.get_text_config(), key, None) not in (None, 1.0):
             raise UserError(f"{folder} sets {key}, which the trainer's output head does not apply: use another model")
     with torch.device("meta"):
-        model: PreTrainedModel = kind.from_config(
+        model: PreTrainedModel = (kind or model_kind(config)).from_config(
             config, dtype=dtype, attn_implementation=asked, trust_remote_code=remote
         )
-    if not hasattr(model.base_model, "layers"):
+    if not hasattr(decoder(model), "layers"):
         name = type(model).__name__
         layers = "its decoder layers in one list, as text models do"
         raise UserError(f"{folder}: {name} does not keep {layers}: use another")
-    model.set_attn_implementation(attention.implementation(asked, type(model), model.config))
+    chosen = attention.implementation(asked, type(model), model.config)
+    # Encoders of images are not causal.
+    model.set_attn_implementation(
+        {"": chosen, "text_config": chosen, "vision_config": asked} if sees(config) else chosen
+    )
+    # Of a model in a model, the inner one knows its own buffers.
+    models = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    owners = {module: owner for owner in models for module in owner.modules()}
     with torch.no_grad():
-        for module in model.modules():
+        for module, owner in owners.items():
             if module._non_persistent_buffers_set:
                 for name in module._non_persistent_buffers_set:
                     module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-                model._init_weights(module)  # computes the buffers; parameters are on meta, where this does nothing
+                owner._init_weights(module)  # computes the buffers; parameters are on meta, where this does nothing
     return model
+
+
+def model_kind(config: PretrainedConfig) -> Any:
+    """The automatic class for a model that is trained: what its config.json describes answers in text, and may see."""
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+
+
+def make_vision(model: PreTrainedModel, folder: Path) -> "Vision | None":
+    """The way of images into a model that sees, with its own processor from `folder`; None for other models."""
+    if not sees(model.config):
+        return None
+    from generation.images import ImageProcessor  # which imports torchvision
+    from trainer.policy.vision import Vision
+
+    return Vision(model, ImageProcessor(str(folder)))
 
 
 def checkpoint_activations(model: PreTrainedModel, layers: Literal["none", "every_second", "full"]) -> None:
     """Let these decoder layers keep only their input, and compute the rest again in backward (arXiv:1604.06174)."""
     if layers != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=1 if layers == "full" else 2)
+
+
+def freeze(model: PreTrainedModel, patterns: list[str]) -> None:
+    """Let the parameters that policy.freeze names keep their values: `vision`, or patterns of modules or parameters.
+
+    Raises UserError where a pattern fits nothing, or nothing is left to learn.
+    """
+    of_images = {parameter for module in seeing(model).values() for parameter in module.parameters()}
+    for pattern in patterns:
+        found = [
+            parameter
+            for name, parameter in model.named_parameters()
+            if (
+                parameter in of_images
+                if pattern == "vision"
+                else fnmatch(name, pattern) or fnmatch(name, f"{pattern}.*")
+            )
+        ]
+        if not found:
+            raise UserError(f"policy.freeze: {type(model).__name__} has nothing that {pattern} fits: leave it out")
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"policy.freeze leaves {type(model).__name__} nothing to learn: name less")
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,7 +11,8 @@ differ:
 
 import hashlib
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from sharding.send.source import LowRank, gathered
 from trainer.config.schema import LoraConfig
 from trainer.errors import UserError
 from trainer.flops import Work
+from trainer.parts import seeing
 from trainer.types import MicroBatch, Outputs, Policy
 
 NO_ADAPTERS = LoraConfig()
@@ -47,12 +49,17 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, d
     if lora.target_modules == "all-linear":
         # PEFT's own "all-linear" (peft/tuners/tuners_utils.py) would also take a mixture's experts, which are fused and
         # not layers.
-        linear = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head)
+        outside = {head, *(module for part in seeing(model).values() for module in part.modules())}
+        linear = (
+            name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer not in outside
+        )
         targets = sorted({name.rpartition(".")[2] for name in linear})
     else:
         targets = list(lora.target_modules)
     try:
-        inject_adapter_in_model(peft_config(lora, targets), model, low_cpu_mem_usage=True)  # on meta
+        inject_adapter_in_model(
+            peft_config(lora, targets, exclude=list(seeing(model))), model, low_cpu_mem_usage=True
+        )  # on meta
     except ValueError as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"lora.target_modules does not fit {type(model).__name__}: {reason}") from error
@@ -69,8 +76,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, d
                 factor.to_empty(device=device)
 
 
-def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> Any:
-    """A `peft.LoraConfig` for adapters of the modules `targets`; `base` is their model's path."""
+def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None, exclude: Sequence[str] = ()) -> Any:
+    """A `peft.LoraConfig` for adapters of the modules `targets`, except those in `exclude`, of the model at `base`."""
     import peft
 
     return peft.LoraConfig(
@@ -79,6 +86,7 @@ def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -
         use_rslora=lora.use_rslora,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        exclude_modules="|".join(rf"{re.escape(name)}\..*" for name in exclude) or None,
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
     )
@@ -173,6 +181,6 @@ def save_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, folder: Pa
         if is_main():
             folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-            config = peft_config(lora, _targets(model), base)
+            config = peft_config(lora, _targets(model), base, exclude=list(seeing(model)))
             config.inference_mode = True
             config.save_pretrained(folder)

@@ -1,17 +1,21 @@
 """The modules that are trained: a causal language model that returns log-probabilities, a trunk that returns values."""
 
-from typing import Any, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer.flops import Work, attended, model_flops
+from trainer.flops import ModelFlops, Work, attended, model_flops
 from trainer.policy.attention import require_packing
 from trainer.policy.logprobs import target_logprobs
 from trainer.policy.routing import Routing
 from trainer.policy.sequence import whole
 from trainer.types import MicroBatch, Outputs
+
+if TYPE_CHECKING:
+    from trainer.policy.vision import Vision
 
 
 class PolicyModule(nn.Module):
@@ -28,10 +32,11 @@ class PolicyModule(nn.Module):
         fp32_head: bool = False,
         value_head: bool = False,
         routing: Routing | None = None,  # the model's routers, if it is a mixture
+        vision: "Vision | None" = None,  # of a model that sees
     ) -> None:
         super().__init__()
-        self.model, self.routing = model, routing
-        self.work = Work(model_flops(model))  # the operations it has computed so far
+        self.model, self.routing, self.vision = model, routing, vision
+        self.work = Work(sizes_of(model, vision))  # the operations it has computed so far
         _return_logprobs(model.get_output_embeddings(), fp32_head)
         self.value_head: nn.Linear | None = None  # None: another model has the values, or none is asked for
         if value_head:
@@ -39,17 +44,29 @@ class PolicyModule(nn.Module):
             nn.init.zeros_(self.value_head.weight)
 
     def forward(
-        self, inputs: Tensor, states: Tensor, targets: Tensor, temperature: float, packing: dict[str, Any]
+        self,
+        inputs: Tensor,
+        states: Tensor,
+        targets: Tensor,
+        temperature: float,
+        packing: dict[str, Any],
+        seen: dict[str, Any] | None = None,
     ) -> tuple[Tensor, ...]:
         """Log-probabilities and entropy of K targets, [K] float32, nats; with a value head also the values.
 
         The output head, by far the largest matrix, runs only on positions whose target counts. Targets are [K] int64,
         the other arguments as in `target_states`.
         """
-        hidden = target_states(self.model.base_model, inputs, states, packing)
-        self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing))
+        hidden = target_states(self.model.base_model, inputs, states, packing, seen, self.vision)
+        self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing), seen["patches"] if seen else 0)
         found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden, targets, temperature)
         return found if self.value_head is None else (*found, values_of(hidden, self.value_head))
+
+
+def sizes_of(model: PreTrainedModel, vision: "Vision | None") -> ModelFlops:
+    """The sizes of a model, with the share of its images."""
+    sizes = model_flops(model)
+    return sizes if vision is None else replace(sizes, image_token=vision.image_token(model))
 
 
 def _return_logprobs(head: nn.Linear, fp32_head: bool) -> None:
@@ -68,29 +85,43 @@ def _return_logprobs(head: nn.Linear, fp32_head: bool) -> None:
 class ValueModule(nn.Module):
     """A critic: a trunk and a head for the expected return of the state in which a target is sampled."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, vision: "Vision | None" = None) -> None:
         """`model`: a Transformers model for sequence classification with one label, as reward models are."""
         super().__init__()
-        self.model = model
-        self.work = Work(model_flops(model))
+        self.model, self.vision = model, vision
+        self.work = Work(sizes_of(model, vision))
 
-    def forward(self, inputs: Tensor, states: Tensor, packing: dict[str, Any]) -> Tensor:
+    def forward(
+        self, inputs: Tensor, states: Tensor, packing: dict[str, Any], seen: dict[str, Any] | None = None
+    ) -> Tensor:
         """Values [K] float32; arguments as in `target_states`."""
-        hidden = target_states(self.model.base_model, inputs, states, packing)
-        self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing))
+        hidden = target_states(self.model.base_model, inputs, states, packing, seen, self.vision)
+        self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing), seen["patches"] if seen else 0)
         return values_of(hidden, self.model.score)
 
 
-def target_states(trunk: PreTrainedModel, inputs: Tensor, states: Tensor, packing: dict[str, Any]) -> Tensor:
+def target_states(
+    trunk: PreTrainedModel,
+    inputs: Tensor,
+    states: Tensor,
+    packing: dict[str, Any],
+    seen: dict[str, Any] | None = None,
+    vision: "Vision | None" = None,
+) -> Tensor:
     """The hidden states [K, H] from which targets are predicted, by a Transformers model without a head.
 
     Inputs are [B, T] ids, right-padded, or sequences end to end, [1, N]; `states` [K] int64 positions in them,
-    flattened. `packing` holds arguments that keep the sequences of a row apart; it is empty where each has a row.
+    flattened. `packing` holds arguments that keep the sequences of a row apart; it is empty where each has a row;
+    `seen` are the images of a trunk that sees (`Vision.inputs`).
     Raises UserError where the trunk's layers cannot keep them apart.
     """
     if packing:
         require_packing(trunk)
-    return trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state.flatten(0, 1).index_select(0, states)
+    if seen is None or vision is None:
+        hidden = trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state
+    else:
+        hidden = vision.hidden(inputs, seen, packing)
+    return hidden.flatten(0, 1).index_select(0, states)
 
 
 def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
@@ -125,7 +156,7 @@ def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs
     routing = cast(Routing | None, module.routing)
     if routing is not None:
         routing.begin(batch)
-    found = module(inputs, batch.layout.states, targets, temperature, packing)
+    found = module(inputs, batch.layout.states, targets, temperature, packing, _seen(module, batch))
     result = Outputs(*_for_loss(batch, *found))
     result.routes = None if routing is None else routing.taken()
     return result
@@ -134,7 +165,13 @@ def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs
 def values(module: nn.Module, batch: MicroBatch) -> Tensor:
     """The values of a ValueModule, wrapped or not, for a micro-batch, [B, T-1] float32; 0 where the loss mask is 0."""
     inputs, packing = trunk_inputs(batch)
-    return _for_loss(batch, module(inputs, batch.layout.states, packing))[0]
+    return _for_loss(batch, module(inputs, batch.layout.states, packing, _seen(module, batch)))[0]
+
+
+def _seen(module: nn.Module, batch: MicroBatch) -> dict[str, Any] | None:
+    """The images of a micro-batch for a model that sees; None for others."""
+    vision = cast("Vision | None", module.vision)
+    return None if vision is None else vision.inputs(batch)
 
 
 def _for_loss(batch: MicroBatch, *found: Tensor) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from trainer.errors import UserError
+from trainer.parts import decoder
 from trainer.types import MicroBatch, RouteFormat
 
 _TOPK = (torch.topk, Tensor.topk)
@@ -36,7 +37,7 @@ def find_routers(model: PreTrainedModel) -> dict[int, str]:
     experts, top_k = _sizes(model)
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[int, str] = {}
-    for number, layer in enumerate(model.base_model.layers):
+    for number, layer in enumerate(decoder(model).layers):
         modules = dict(layer.named_modules())
         for path in [path for path, module in modules.items() if _holds_experts(module, experts)]:
             block = modules[path.rpartition(".")[0]]

@@ -32,6 +32,9 @@ class InPlacePolicy(FsdpPolicy):
         self.masters: dict[str, nn.Parameter] = {}
         if self.module.value_head is not None:
             self.module.value_head.to(self.device)
+        for weight in self.module.parameters():
+            if not weight.requires_grad:
+                weight.data = weight.detach().to(self.compute_dtype)
         for name, weight in super().trained().items():
             self.masters[name] = weight
             if self.compute_dtype != torch.float32:
@@ -44,8 +47,11 @@ class InPlacePolicy(FsdpPolicy):
         return self.masters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The masters of the Transformers model, which computes with their values cast to the compute dtype."""
-        return ((name, self.masters[name]) for name in parameter_names(self.model))
+        """The masters of the Transformers model, which computes with their values cast to the compute dtype.
+
+        What is frozen has none.
+        """
+        return ((name, self.masters.get(name, weight)) for name, weight in parameter_names(self.model).items())
 
     @torch.no_grad()
     def compute_in(self, memory: dict[str, Tensor]) -> None:

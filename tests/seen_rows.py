@@ -1,0 +1,92 @@
+"""Rows of text and images to train on, and plain Transformers to compare with."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image as Pillow
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from generation.images import Image, ImageProcessor
+from tests.distributed import policy_checks as checks
+from trainer.types import Sample
+
+
+def noise(seed: int, width: int, height: int) -> Image:
+    """An image of random pixels."""
+    pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.read(Pillow.fromarray(pixels.numpy()))
+
+
+def make_sample(processor: ImageProcessor, parts: list[int | Image], seed: int, sampled: int = 6) -> Sample:
+    """Texts of so many random tokens, and images; then sampled tokens, the placeholder's id among them."""
+    generator = torch.Generator().manual_seed(seed)
+    placeholder = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    ids: list[int] = []
+    images, spans = [], []
+    for part in [*parts, sampled]:
+        if isinstance(part, int):
+            ids += torch.randint(14, 270, (part,), generator=generator).tolist()
+        else:
+            images.append(part)
+            spans.append((len(ids) + 1, processor.tokens(part.size)))
+            start, end = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+            ids += [start, *[placeholder] * spans[-1][1], end]
+    if sampled > 3:
+        ids[-3] = placeholder
+    mask = [0] * (len(ids) - sampled) + [1] * sampled
+    return Sample(ids, mask, [0.0] * len(ids), advantage=0.5 - seed, images=tuple(images), image_spans=tuple(spans))
+
+
+def make_rows(processor: ImageProcessor) -> list[Sample]:
+    """0, 1 and 3 images of different sizes; first, last and alone in the prompt, and last of all."""
+    small, wide, high = noise(1, 28, 28), noise(2, 84, 28), noise(3, 56, 84)
+    rows = [
+        make_sample(processor, [5, wide, 3], 1),
+        make_sample(processor, [9], 2),
+        make_sample(processor, [small, 2, high, wide], 3),
+        make_sample(processor, [high], 4, sampled=9),
+        make_sample(processor, [2], 5, sampled=1),
+    ]
+    cut = make_sample(processor, [4, small, 3, wide], 6, sampled=0)  # an answer, then an image that nothing comes after
+    start, size = cut.image_spans[1]
+    answer = range(start - 4, start - 1)
+    mask = [int(position in answer) for position in range(start + size)]
+    kept = cut.input_ids[: start + size]
+    rows.append(Sample(kept, mask, [0.0] * len(kept), -1.0, images=cut.images, image_spans=cut.image_spans))
+    return rows
+
+
+def plain_outputs(
+    model: PreTrainedModel, processor: ImageProcessor, sample: Sample, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of a row by itself from Transformers' own forward pass, [T-1]; 0 where masked."""
+    ids = torch.tensor([sample.input_ids])
+    seen = torch.zeros_like(ids, dtype=torch.bool)
+    for start, count in sample.image_spans:
+        seen[0, start : start + count] = True
+    arguments: dict[str, Any] = dict(processor.features(sample.images)) if sample.images else {}
+    if sample.images and hasattr(model.base_model, "get_rope_index"):
+        arguments["mm_token_type_ids"] = seen.long()
+    if "Gemma3" in type(model).__name__:
+        arguments["token_type_ids"] = seen.long()
+    # Where the placeholder's id was sampled, the model is told another id, and embeds the true one.
+    told = ids.masked_fill(~seen & (ids == model.config.image_token_id), 5)
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda *_: (ids,))
+    try:
+        logits = model(input_ids=told, **arguments).logits[0, :-1] / temperature
+    finally:
+        hook.remove()
+    log_p, mask = torch.log_softmax(logits, dim=-1), torch.tensor(sample.loss_mask[1:])
+    return log_p.gather(1, ids[0, 1:, None])[:, 0] * mask, -(log_p.exp() * log_p).sum(dim=-1) * mask
+
+
+def plain_gradients(folder: Path, processor: ImageProcessor, samples: list[Sample]) -> dict[str, Tensor]:
+    """Of the loss of `policy_checks.make_loss`, in a loop over the rows."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
+    total = sum(sample.trainable for sample in samples)
+    for sample in samples:
+        logprobs, entropy = plain_outputs(model, processor, sample, checks.TEMPERATURE)
+        ((-sample.advantage * logprobs - 0.1 * entropy).sum() / total).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -1,0 +1,203 @@
+"""Rows with images give what each gives alone in plain Transformers, packed and padded: values and gradients."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from generation.images import ImageProcessor
+from tests.conftest import TinyModel
+from tests.seen_rows import make_rows, plain_outputs
+from trainer.config.schema import LoraConfig, ModelConfig
+from trainer.errors import UserError
+from trainer.learning.batching import micro_batches
+from trainer.parts import seeing
+from trainer.policy.attention import require_packing, require_sharing
+from trainer.policy.hf_format import build_meta_model, freeze, load_sharded, make_vision
+from trainer.policy.lora import add_adapters, factors
+from trainer.policy.module import PolicyModule, outputs
+from trainer.types import Sample
+
+TEMPERATURE = 0.7
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float32's rounding
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "llava"]
+CPU = torch.device("cpu")
+
+
+def make_module(folder: Path) -> PolicyModule:
+    built = build_meta_model(folder, ModelConfig(path=str(folder)), torch.float32, CPU)
+    load_sharded(built, folder, CPU)
+    return PolicyModule(built, vision=make_vision(built, folder))
+
+
+def total_loss(module: PolicyModule, samples: list[Sample], packing: bool, budget: int = 10_000) -> Tensor:
+    """The loss of all micro-batches."""
+    batches = micro_batches(samples, budget, 0, "cpu", packing=packing)
+    found = [(outputs(module, batch, TEMPERATURE), batch) for batch in batches]
+    return torch.stack([(out.logprobs * batch.advantages + 0.1 * out.entropy).sum() for out, batch in found]).sum()
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor | None]:
+    names = dict(model.named_parameters())
+    return dict(zip(names, torch.autograd.grad(loss, list(names.values()), allow_unused=True), strict=True))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_rows_with_images_have_the_log_probabilities_of_plain_transformers(
+    tiny_vlm: TinyModel, kind: str, packing: bool
+) -> None:
+    """Where a placeholder's id was sampled, too (https://github.com/modelscope/ms-swift/issues/9287)."""
+    folder = tiny_vlm(architecture=kind)
+    module, processor = make_module(folder), ImageProcessor(str(folder))
+    plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    samples = make_rows(processor)
+    with torch.no_grad():
+        for batch in micro_batches(samples, 10_000, 0, "cpu", packing=packing):
+            found = outputs(module, batch, TEMPERATURE).logprobs
+            for row, number in enumerate(batch.rows):
+                expected, _ = plain_outputs(plain, processor, samples[number], TEMPERATURE)
+                torch.testing.assert_close(found[row, : len(expected)], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_gradients_do_not_depend_on_how_rows_with_images_are_batched(tiny_vlm: TinyModel, kind: str) -> None:
+    folder = tiny_vlm(architecture=kind)
+    module, samples = make_module(folder), make_rows(ImageProcessor(str(folder)))
+    together = gradients(module.model, total_loss(module, samples, packing=True))
+    for packing, budget in [(True, 1), (False, 10_000), (False, 1)]:
+        found = gradients(module.model, total_loss(module, samples, packing, budget))
+        for name, expected in together.items():
+            got = found[name]
+            assert (expected is None) == (got is None), name
+            if expected is not None and got is not None:
+                scale = float(max(1.0, expected.abs().max()))
+                torch.testing.assert_close(
+                    got, expected, atol=1e-6 * scale, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
+                )
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_rows_without_images_enter_the_encoder_and_are_what_they_are_without_it(
+    tiny_vlm: TinyModel, kind: str, packing: bool
+) -> None:
+    """The encoder's parameters have gradients of zero, on which other ranks' are added
+    (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819); all others' are the same, bit for bit.
+    """
+    folder = tiny_vlm(architecture=kind)
+    module = make_module(folder)
+    rows = [row for row in make_rows(ImageProcessor(str(folder))) if not row.images]
+    entered = gradients(module.model, total_loss(module, rows, packing))
+    module.vision = None
+    without = gradients(module.model, total_loss(module, rows, packing))
+    for name, expected in without.items():
+        found = entered[name]
+        if expected is None:
+            assert found is None or not found.any()
+        else:
+            assert found is not None and torch.equal(found, expected)
+    of_images = {name for name in entered if name.startswith(tuple(seeing(module.model)))}
+    assert {name for name in of_images if entered[name] is not None} == used_parameters(module, folder)
+
+
+def used_parameters(module: PolicyModule, folder: Path) -> set[str]:
+    """The parameters of the encoder that an image has a gradient of."""
+    module.vision = make_vision(module.model, folder)
+    rows = [row for row in make_rows(ImageProcessor(str(folder))) if row.images]
+    found = gradients(module.model, total_loss(module, rows, packing=True))
+    return {name for name in found if name.startswith(tuple(seeing(module.model))) and found[name] is not None}
+
+
+def test_an_image_with_other_features_than_tokens_is_an_error(tiny_vlm: TinyModel) -> None:
+    """As many in sum, but not each (https://github.com/verl-project/verl/issues/3469)."""
+    module = make_module(tiny_vlm())
+    [row] = make_rows(ImageProcessor(str(tiny_vlm())))[2:3]
+    (first, one), (second, many) = row.image_spans[:2]
+    wrong = replace(row, image_spans=((first, one + 1), (second, many - 1), *row.image_spans[2:]))
+    [batch] = micro_batches([wrong], 10_000, 0, "cpu", packing=True)
+    with pytest.raises(ValueError, match=r"images have \[1, 6, 3\] features, and \[2, 5, 3\] tokens stand for them"):
+        outputs(module, batch, TEMPERATURE)
+
+
+def test_gemma_s_images_see_themselves_both_ways_where_rows_are_padded_and_packs_are_refused(
+    tiny_vlm: TinyModel,
+) -> None:
+    folder = tiny_vlm(architecture="gemma3")
+    module, processor = make_module(folder), ImageProcessor(str(folder))
+    plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    samples = make_rows(processor)
+    with torch.no_grad():
+        [batch] = micro_batches(samples, 10_000, 0, "cpu")
+        found = outputs(module, batch, TEMPERATURE).logprobs
+        for row, number in enumerate(batch.rows):
+            expected, _ = plain_outputs(plain, processor, samples[number], TEMPERATURE)
+            torch.testing.assert_close(found[row, : len(expected)], expected, **CLOSE)
+    with pytest.raises(UserError, match="batch.packing is true, but Gemma3ForConditionalGeneration lets the tokens"):
+        require_packing(module.model)
+    with pytest.raises(UserError, match="sequence_parallel is above 1, but Gemma3"):
+        require_sharing(module.model)
+
+
+def test_ranks_cannot_share_a_sequence_with_images(tiny_vlm: TinyModel) -> None:
+    with pytest.raises(UserError, match="sequence_parallel is above 1, but Qwen2_5_VL.* has images"):
+        require_sharing(make_module(tiny_vlm()).model)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_is_frozen_is_named_by_what_it_sees_or_by_patterns(tiny_vlm: TinyModel, kind: str) -> None:
+    model = make_module(tiny_vlm(architecture=kind)).model
+    freeze(model, ["vision", "model.language_model.layers.0", "*.embed_tokens"])
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {
+        name
+        for name, _ in model.named_parameters()
+        if not name.startswith(("model.language_model", "lm_head"))
+        or name.startswith(("model.language_model.layers.0.", "model.language_model.embed_tokens."))
+    }
+    with pytest.raises(UserError, match="has nothing that layers.0 fits"):
+        freeze(model, ["layers.0"])
+    with pytest.raises(UserError, match="leaves .* nothing to learn"):
+        freeze(model, ["*"])
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_adapters_are_beside_the_language_model_s_layers_alone(tiny_vlm: TinyModel, kind: str) -> None:
+    folder = tiny_vlm(architecture=kind)
+    built = build_meta_model(folder, ModelConfig(path=str(folder)), torch.float32, CPU)
+    add_adapters(built, LoraConfig(rank=2), torch.float32, "meta")
+    adapted = {name.partition(".lora_")[0] for name in factors(built)}
+    layers = built.base_model.get_decoder().layers
+    assert len(adapted) == 7 * len(layers) and all(name.startswith("model.language_model.layers") for name in adapted)
+
+
+def test_the_encoder_s_activations_count_in_the_budget_of_a_micro_batch(tiny_vlm: TinyModel) -> None:
+    """Two blocks of 64 for four patches beside two layers of 128: each of an image's tokens is worth two more."""
+    module = make_module(tiny_vlm())
+    assert module.work.of.image_token == 2.0
+    row = make_rows(ImageProcessor(str(tiny_vlm())))[2]  # 10 tokens of images, of 24
+    assert (len(row.input_ids), sum(count for _, count in row.image_spans)) == (24, 10)
+    for budget, expected in [(88, 1), (87, 2)]:
+        found = micro_batches([row, row], budget, 0, "cpu", packing=True, image_token=2.0)
+        assert len(found) == expected
+
+
+def test_an_encoder_s_work_is_counted_by_patches(tiny_vlm: TinyModel) -> None:
+    module = make_module(tiny_vlm())
+    [batch] = micro_batches(make_rows(ImageProcessor(str(tiny_vlm())))[2:3], 1000, 0, "cpu", packing=True)
+    of = module.work.of
+    elements = sum(
+        p.numel() for n, p in module.model.named_parameters() if n.startswith("model.visual") and p.dim() > 1
+    )
+    assert of.seeing == of.seeing_learned == elements
+    with torch.no_grad():
+        outputs(module, batch, TEMPERATURE)
+    seen = module.work.flops
+    module.work.flops, batch.images = 0.0, []
+    with torch.no_grad():
+        outputs(module, batch, TEMPERATURE)
+    blank = 4
+    assert seen - module.work.flops == 2.0 * elements * (40 - blank)
