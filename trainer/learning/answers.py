@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 import torch
 
-from generation.images import StoredImage
+from generation.images import Image, Spans, StoredImage
 from generation.trajectory import Trajectory
 from sharding.ranks import agreed, all_to_all_bytes, rank, send_to_all, world_size
+from trainer.errors import UserError
 from trainer.types import RouteFormat, Sample
 
 _FIELDS = {
@@ -146,18 +147,18 @@ def hand_over(
     """
     row_bytes = 0 if routes is None else routes.row_bytes
     outgoing = [bytearray() for _ in range(world_size())]
-    sent: list[list[Sample]] = [[] for _ in range(world_size())]
+    sent: list[list[tuple[Answer, Sample]]] = [[] for _ in range(world_size())]
     with agreed("handing over the answers"):
         for step, by_rank in zip(answers, shares, strict=True):
             for payload, own, positions in zip(outgoing, sent, by_rank, strict=True):
-                for trajectory in (step[position].trajectory for position in positions):
-                    if trajectory is not None:
-                        own.append(sample(trajectory))
-                        payload += _packed(own[-1])
+                for answer in (step[position] for position in positions):
+                    if answer.trajectory is not None:
+                        own.append((answer, sample(answer.trajectory)))
+                        payload += _packed(own[-1][1])
         for payload, own in zip(outgoing, sent, strict=True):
             payload += _packed_images(own)
     streams, ends = all_to_all_bytes([bytes(payload) for payload in outgoing]), [0] * world_size()
-    came: list[list[Sample]] = [[] for _ in range(world_size())]
+    came: list[list[tuple[Answer, Sample]]] = [[] for _ in range(world_size())]
     mine: list[list[Sample]] = []
     for step, by_rank in zip(answers, shares, strict=True):
         mine.append([])
@@ -165,9 +166,9 @@ def hand_over(
             begin = ends[answer.rank]
             ends[answer.rank] = begin + _TOKEN_BYTES * answer.length + row_bytes * (answer.length - 1)
             mine[-1].append(_unpacked(streams[answer.rank][begin : ends[answer.rank]], answer.length, routes))
-            came[answer.rank].append(mine[-1][-1])
-    for stream, end, samples in zip(streams, ends, came, strict=True):
-        _unpack_images(stream[end:], samples)
+            came[answer.rank].append((answer, mine[-1][-1]))
+    for stream, end, pairs in zip(streams, ends, came, strict=True):
+        _unpack_images(stream[end:], pairs)
     return mine
 
 
@@ -183,30 +184,39 @@ def _packed(sample: Sample) -> bytes:
     return ids.tobytes() + logprobs.tobytes() + flags.tobytes() + rows
 
 
-def _packed_images(samples: list[Sample]) -> bytes:
-    """The images of the samples that go to a rank, each once, and where they stand; nothing where there are none."""
-    if not any(sample.images for sample in samples):
+def _packed_images(pairs: list[tuple[Answer, Sample]]) -> bytes:
+    """Where images stand in the samples that go to a rank, and those that it cannot read itself, each once.
+
+    Nothing where no sample has any.
+    """
+    if not any(sample.images for _, sample in pairs):
         return b""
-    files = {image.digest: (image.data, image.size) for sample in samples for image in sample.images}
-    places = [([image.digest for image in sample.images], sample.image_spans) for sample in samples]
+    files = {}
+    for answer, sample in pairs:
+        known = {image.digest for image in answer.stored_images}
+        files |= {image.digest: (image.data, image.size) for image in sample.images if image.digest not in known}
+    places = [([image.digest for image in sample.images], sample.image_spans) for _, sample in pairs]
     return msgspec.msgpack.encode((files, places))
 
 
-def _unpack_images(data: bytes, samples: list[Sample]) -> None:
-    """Give the samples that came from a rank their images."""
+def _unpack_images(data: bytes, pairs: list[tuple[Answer, Sample]]) -> None:
+    """Give the samples that came from a rank their images. Raises UserError where one of the data is not what it was.
+
+    Files are by digest, with their sizes; of each sample there are the digests, and the places.
+    """
     if not data:
         return
-    from generation.images import Image
-
-    files, places = msgspec.msgpack.decode(data, type=_Images)
+    form = tuple[dict[str, tuple[bytes, tuple[int, int]]], list[tuple[list[str], Spans]]]
+    files, places = msgspec.msgpack.decode(data, type=form)
     images = {digest: Image(file, digest, size) for digest, (file, size) in files.items()}
-    for sample, (digests, spans) in zip(samples, places, strict=True):
+    for (answer, sample), (digests, spans) in zip(pairs, places, strict=True):
+        for stored in answer.stored_images:
+            if stored.digest in digests and stored.digest not in images:
+                try:
+                    images[stored.digest] = stored.read()
+                except ValueError as error:
+                    raise UserError(f"an image of prompt {answer.prompt_index} of the step {error}") from error
         sample.images, sample.image_spans = tuple(images[digest] for digest in digests), spans
-
-
-_Images = tuple[
-    dict[str, tuple[bytes, tuple[int, int]]], list[tuple[list[str], tuple[tuple[int, int], ...]]]
-]  # files with their sizes by digest; of each sample the digests, and the spans
 
 
 def _unpacked(data: bytes, length: int, routes: RouteFormat | None) -> Sample:

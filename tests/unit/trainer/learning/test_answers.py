@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -10,10 +11,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from generation.images import StoredImage
 from generation.trajectory import Trajectory
-from sharding.ranks import RemoteError, rank
+from sharding.ranks import RemoteError, all_to_all_bytes, rank
+from tests.pictures import images
 from tests.unit.learning_steps import as_answers, on_ranks, random_step
 from trainer.config.schema import AlgorithmConfig
+from trainer.errors import UserError
 from trainer.learning import rollout_metrics
 from trainer.learning.answers import gather_answers, hand_over
 from trainer.learning.batching import assign_to_ranks
@@ -217,3 +221,41 @@ def test_beside_its_share_a_rank_receives_32_bytes_for_each_answer_however_many_
 
 def spoken(prompt: int, sample: int, length: int) -> Trajectory:
     return Trajectory(prompt, sample, [3] * 10, [5] * length, [1] * length, [-1.0] * length, reward=sample / 3)
+
+
+def test_images_go_with_their_sequence_once_each_and_those_of_the_data_are_read_where_it_is_trained_on(
+    tmp_path: Path,
+) -> None:
+    """They are in no message to a rank that does not train on them, nor to all."""
+    [common, own, late] = images((20, 10), (8, 8), (9, 5))
+    (tmp_path / "common.png").write_bytes(common.data)
+    stored = StoredImage(lambda: tmp_path / "common.png", common.digest, common.size)
+    step = random_step(4, 2, seed=3)
+    for number, t in enumerate(step):
+        t.images = [(common,), (own, common, own), (), (late,)][number % 4]
+        t.image_spans = tuple((3 * at, at + 1) for at in range(len(t.images)))
+    sizes: list[int] = []
+
+    def counted(payloads: list[bytes]) -> Any:
+        sizes.extend(payload.count(common.data) + 100 * payload.count(own.data) for payload in payloads)
+        return all_to_all_bytes(payloads)
+
+    def mine() -> list[tuple[Sample, Sample]]:
+        answers = as_answers(step)
+        for answer in answers:
+            answer.stored_images = (stored,)
+        shares = assign_to_ranks([t.length for t in answers], 2)
+        [found] = hand_over([answers], [shares], to_sample)
+        by_order = sorted(step, key=lambda t: (t.prompt_index, t.sample_index))
+        return [(sample, to_sample(by_order[at])) for sample, at in zip(found, shares[rank()], strict=True)]
+
+    with patch("trainer.learning.answers.all_to_all_bytes", counted):
+        pairs = [pair for found in on_ranks(2, mine) for pair in found]
+    assert len(pairs) == len(step)
+    for found, expected in pairs:
+        assert (found.images, found.image_spans) == (expected.images, expected.image_spans)
+        assert [image.data for image in found.images] == [image.data for image in expected.images]
+    assert max(size // 100 for size in sizes) == 1 and not any(size % 100 for size in sizes)
+    (tmp_path / "common.png").write_bytes(late.data)
+    with pytest.raises((UserError, RemoteError), match="an image of prompt . of the step has changed"):
+        on_ranks(2, mine)
