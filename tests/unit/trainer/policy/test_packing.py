@@ -295,7 +295,6 @@ def test_the_packing_kernel_begins_with_ampere(
             Gemma3Config(text_config=SHAPE | {"head_dim": 8, "final_logit_softcapping": 30.0}),
             "final_logit_softcapping, which the trainer's output head does not apply",
         ),
-        (Gemma3Config(text_config=SHAPE | {"head_dim": 8}), "does not keep its decoder layers in one list"),
         (GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4), "does not keep its decoder layers"),
     ],
 )
