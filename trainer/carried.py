@@ -84,6 +84,7 @@ class SlicedRollouts(Rollouts):
         Seeds do not depend on when a prompt begins: the one at place n, from 0, is sampled as one of the step
         n // batch.prompts_per_step + 1, in which it would be without slices.
         """
+        self.finished = 0
         if settings.step != self._step:
             self._begin_step(settings.step)
         resumed = self._resume(source)

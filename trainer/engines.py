@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from rich.console import Console
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from generation.engine.engine import Engine, Leader
@@ -16,6 +17,7 @@ from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.policy.hf_format import resolve_folder
 from trainer.run import processes
+from trainer.run.screen import Progress
 
 
 def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
@@ -95,7 +97,8 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
     print(f"starting vLLM with {settings.model}", file=sys.stderr)
     leader = None
     try:
-        leader = _start(settings, timeout)
+        with Progress(0, enabled=True, console=Console(stderr=True)).follow(lambda: "starting"):
+            leader = _start(settings, timeout)
         leader.engine.state.adopt_checkpoint(0)
         return job(leader)
     except (UserError, ValueError) as error:  # also a prompt that is too long, or a port that is taken

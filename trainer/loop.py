@@ -6,6 +6,7 @@ what one rank decides is decided by all alike, or exchanged in one of the few co
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,8 +34,9 @@ from trainer.engines import end_token_ids, fetch_model, start_engine, stop_engin
 from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept, sample_held_out
 from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
 from trainer.learning.answers import Answer
+from trainer.learning.shown import answer_rows, token_rows
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import RolloutLevel, StepAbandoned, answer_rows
+from trainer.rollouts import RolloutLevel, StepAbandoned
 from trainer.run.checkpoint import load
 from trainer.run.finish import export_and_report
 from trainer.run.keeper import Keeper, find_checkpoint, make_run_tracker, run_identity
@@ -67,11 +69,13 @@ class RLTrainer:
         self.screen = Progress(config.run.steps, enabled=rank() == 0)
         if way:
             self.screen.note(way)
+        resources.enter_context(self.screen.follow(self.doing))
         level = self.load_inputs()
         identity = run_identity(config, self.prompts.fingerprint, self.tokenizer)
         start, self.state = find_checkpoint(config, identity)  # of the run besides the policy; checkpoints keep both
         self.start_engine(resources)
         device = rank_device(config)
+        self.screen.note(f"loading {config.model.path} for training")
         self.policy, reference, critic = build_models(config, device)
         self.others = [critic] if critic is not None else []  # whose memory a generation shift can do without, too
         self.sharding = build_sharding(config, self.policy, self.leader)
@@ -98,6 +102,11 @@ class RLTrainer:
         self.profiler = StepProfiler(config.run.profile, config.run.folder / "profile", device, enabled=rank() == 0)
         gc.collect()
         gc.freeze()  # the collections of each shift, 0.4 s each, need not look again at what is there by now
+
+    def doing(self) -> str:
+        """This rank's phase, for the screen."""
+        phase = self.watchdog.current_phase()
+        return f"{phase}, {self.rollouts.finished} answers" if phase.endswith(("rollout", "eval")) else phase
 
     def load_inputs(self) -> RolloutLevel:
         """Tokenizer, prompts and reward functions; the models are tried without their weights. Raises UserError."""
@@ -135,7 +144,7 @@ class RLTrainer:
         """Every step to the last, with evaluations and checkpoints where they are due; then the exports."""
         config, state = self.config, self.state
         deadline = config.run.first_step_deadline_s
-        self.keeper.hold_sigterm()
+        self.keeper.hold_signals(signal.SIGTERM)
         if self.held_outs and config.eval.before and state.step == 0:
             with self.watchdog.phase("first evaluation", deadline):
                 self.log(0, self.evaluate() | self.meter.take())
@@ -168,6 +177,7 @@ class RLTrainer:
         most = max(config.tracking.completions_per_step, ANSWERS_SHOWN)
         rows = answer_rows(sampled.answers[:most], sampled.prompts, self.tokenizer)
         self.tracker.completions(step, rows)
+        self.tracker.tokens(step, token_rows(self.learner.watched, sampled.prompts, self.tokenizer))
         self.last_answers = self.last_answers if self.held_outs else rows
         if error := next((t.error for t in sampled.answers if t.error), ""):
             failed = metrics["rollout/failed"]

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +33,7 @@ from generation.rollouts.sampler import Sampler, make_sampler, sample_batch
 from generation.rollouts.sampler_llm import prompt_batch
 from generation.rollouts.tools import Tool, ToolLimits, ToolRunner, call_parser, make_tool, tools_by_name
 from generation.trajectory import Trajectory, by_episode, checked_reward
-from sharding.ranks import agreed, all_reduce_sum, all_to_all_bytes, exchange, is_main, world_size
+from sharding.ranks import agreed, all_reduce_sum, exchange, is_main
 from trainer.config.schema import ClientConfig, ProcessesConfig, RolloutConfig, TrainConfig, VerifiersConfig
 from trainer.data import Prompt, image_rules, prompt_messages
 from trainer.errors import Interrupted, UserError
@@ -206,6 +205,7 @@ class Rollouts:
         self._leader, self._tokenizer, self._rewards, self._store = leader, tokenizer, rewards, store
         self._level, self._engines, self._max_error_rate = level, engines, max_error_rate
         self._rounds = 0
+        self.finished = 0  # answers of the present round, on this rank's engine
 
     def run(
         self,
@@ -229,7 +229,7 @@ class Rollouts:
             StepAbandoned: on all ranks, when `give_up()` became true on one whose engine was at work.
             NotFiniteError: on all ranks, when a log-probability of one's engine was not finite.
         """
-        self._rounds += 1
+        self._rounds, self.finished = self._rounds + 1, 0
         order = starting_order(prompts, lengths)
 
         def sample(leader: Leader) -> Coroutine[Any, Any, list[Trajectory]]:
@@ -351,6 +351,7 @@ class Rollouts:
 
         An episode whose reward is not a number that can be learned from has failed.
         """
+        self.finished += 1
         if trajectory.error:
             return
         start = time.perf_counter()
@@ -402,28 +403,6 @@ def longest_answers(answers: Sequence[Answer], prompts: Sequence[Prompt]) -> dic
             prompt, length = prompts[episode[0].prompt_index].id, sum(answer.sampled for answer in episode)
             found[prompt] = max(length, found.get(prompt, 0))
     return found
-
-
-def answer_rows(
-    answers: Sequence[Answer], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, Any]]:
-    """The rows of completions.jsonl, on rank 0, where it is written; on other ranks nothing. Collective."""
-    own: dict[int, dict[str, Any]] = {}
-    for n, t in ((n, answer.trajectory) for n, answer in enumerate(answers)):
-        if t is not None:
-            scored = {"text": t.text, "reward": t.reward, "parts": t.reward_parts, "finish_reason": t.finish_reason}
-            scored["prompt"] = tokenizer.decode(t.prompt_ids)  # which is not the dataset's where a client adds to it
-            own[n] = scored | {"tokens": len(t.response_ids), "weight_version": t.weight_version, "error": t.error}
-    payloads = [msgspec.msgpack.encode(own), *[b""] * (world_size() - 1)]
-    found: dict[int, dict[str, Any]] = {}
-    for part in filter(None, all_to_all_bytes(payloads)):
-        found |= msgspec.msgpack.decode(part, type=dict[int, dict[str, Any]])
-    rows = []
-    for answer, row in ((answers[n], row) for n, row in sorted(found.items())):
-        prompt = prompts[answer.prompt_index]
-        asked = {"prompt_id": prompt.id, "sample": answer.sample_index, "prompt": row.pop("prompt")}
-        rows.append(asked | {"text": row.pop("text"), "answer": prompt.row.get("answer")} | row)
-    return rows
 
 
 async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:

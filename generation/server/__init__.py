@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Self
 from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings
 from generation.engine.slices import Turnstile
+from generation.loopback import is_loopback
 from generation.server.bodies import Limits, error_response, sentence_of
 from generation.server.conversations import Conversations, TooManyConversations
-from generation.server.gate import OF_VLLM, PLACES, Gate, ServerSettings, is_loopback
+from generation.server.gate import OF_VLLM, PLACES, Gate, ServerSettings
 from generation.server.served_engine import ServedEngine, build_openai_app
 from generation.trajectory import Trajectory
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.responses import Response
 
-__all__ = ["OpenAIServer", "ServerSettings", "TooManyConversations", "is_loopback"]
+__all__ = ["OpenAIServer", "ServerSettings", "TooManyConversations"]
 
 STOP_SECONDS = 5.0
 """How long requests may take to end when the server stops."""

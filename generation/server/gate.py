@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import ipaddress
 import json
 from collections import Counter
 from contextlib import suppress
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import KnownPrefix
+from generation.loopback import foreign_host
 from generation.server.bodies import (
     Answer,
     Body,
@@ -101,13 +101,6 @@ class ServerSettings:
     body_timeout_s: float = 60.0
 
 
-def is_loopback(host: str) -> bool:
-    """True if a name or address means this machine to every program: `localhost`, 127.0.0.0/8 or ::1."""
-    with suppress(ValueError):
-        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
-    return False
-
-
 class Gate:
     """An ASGI application around vLLM's. `local`: the server listens on loopback."""
 
@@ -153,10 +146,7 @@ class Gate:
 
     def _path(self, request: Request) -> str:
         """The path, without its trajectory's address, once it is known that the request may be made."""
-        host = request.headers.get("host", "").strip()  # which HTTP/1.0 leaves out
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if self._local and name and not is_loopback(name):
-            # A page whose name is made to resolve to 127.0.0.1 would otherwise read answers: DNS rebinding.
+        if self._local and (name := foreign_host(request.headers.get("host", ""))):
             raise Refused(403, f"this server listens on loopback, and is not {name[:80]!r}: ask localhost or 127.0.0.1")
         path, conversation = request.scope["path"], None
         if path.startswith(PLACES):

@@ -9,6 +9,7 @@ and Sen (the median over all pairs of steps), after a warm-up of a fifth of the 
 for some steps does not bend it. At most 50 KiB a step are allowed.
 """
 
+import argparse
 import itertools
 import os
 import statistics
@@ -182,4 +183,7 @@ def main(folder: Path, steps: int = 300) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for models, data and runs")
+    parser.add_argument("steps", type=int, nargs="?", default=300, help="of each run (default: 300)")
+    sys.exit(main(**vars(parser.parse_args())))

@@ -25,8 +25,9 @@ from trainer.engines import end_token_ids, engine_settings, on_checkpoint
 from trainer.errors import UserError
 from trainer.evaluation import accuracies, dataset_figures, load_held_outs, sample_held_out, standard_error
 from trainer.learning.answers import Answer
+from trainer.learning.shown import answer_rows
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import RolloutLevel, Rollouts, answer_rows
+from trainer.rollouts import RolloutLevel, Rollouts
 from trainer.run import processes
 from trainer.run.screen import make_console
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from generation.engine.engine import Leader
 from generation.engine.settings import EngineSettings
-from generation.server import OpenAIServer, ServerSettings, is_loopback
+from generation.loopback import is_loopback
+from generation.server import OpenAIServer, ServerSettings
 from trainer.commands.generate import engine_settings
 from trainer.config.schema import ModelConfig
 from trainer.data import load_tokenizer

@@ -6,6 +6,7 @@ messages) with its completion in `sft.completion_key`. So is a held-out row, who
 
 import hashlib
 import math
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -32,13 +33,14 @@ from trainer.rollouts import RolloutLevel
 from trainer.run.checkpoint import load
 from trainer.run.keeper import Keeper, find_checkpoint, make_run_tracker, run_identity
 from trainer.run.lock import RunLock
-from trainer.run.plots import plot_curves
+from trainer.run.meters import PhaseMeter
 from trainer.run.records import read_rows, series
 from trainer.run.screen import Progress, duration
 from trainer.run.watchdog import Watchdog
 from trainer.types import MicroBatch, Sample
 
 _COMPARED = ("data", "model", "tokenizer", "run.seed")  # of a run's identity, besides lora and sft.batch_size
+_NO_ENGINE = ("memory/engine_gib_awake", "memory/engine_gib_asleep", "memory/offloaded_gib")
 _SILENCE_SECONDS = 10.0  # between lines on the screen
 
 Piece = tuple[str, bool]  # a stretch of a transcript's text, and whether the assistant wrote it
@@ -77,6 +79,7 @@ class SftRun:
         """Load everything, and take up the run where its newest checkpoint left it. Collective."""
         self.config, self.watchdog = config, watchdog
         self.screen = Progress(config.run.steps, enabled=is_main())
+        resources.enter_context(self.screen.follow(watchdog.current_phase))
         self.tokenizer = load_tokenizer(config.model)
         check_model(config)
         self.transcripts = load_transcripts(config, self.tokenizer)
@@ -103,13 +106,15 @@ class SftRun:
         resources.callback(self.keeper.close)
         self.tracker = make_run_tracker(config, self.state)
         resources.callback(self.tracker.close)
+        device, deadline, works = rank_device(config), config.run.first_step_deadline_s, [self.policy.work]
+        self.meter = PhaseMeter(device, None, watchdog, deadline, works, config.policy.dtype)
         self._told = -math.inf
 
     def train(self) -> None:
         """Every step to the last, with evaluations and checkpoints where they are due; then the results."""
         config, state = self.config, self.state
         deadline = config.run.first_step_deadline_s
-        self.keeper.hold_sigterm()
+        self.keeper.hold_signals(signal.SIGTERM, signal.SIGINT)  # a step is short, and nothing but itself is lost
         if self.held_out and config.eval.before and state.step == 0:
             with self.watchdog.phase("first evaluation", deadline):
                 self.log(0, self.evaluate())
@@ -126,10 +131,10 @@ class SftRun:
         config, began = self.config, time.perf_counter()
         size, pad_id = config.sft.batch_size, self.tokenizer.pad_token_id
         samples = take(self.transcripts.samples, self.state.prompts, size, config.run.seed)
-        stats = update(self.policy, samples, config, pad_id, step - 1)
-        seconds = time.perf_counter() - began
+        with self.meter.phase("update"):
+            stats = update(self.policy, samples, config, pad_id, step - 1)
         metrics = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.learning_rate}
-        metrics |= {"time/update": seconds, "time/step": seconds}
+        metrics |= {"time/step": time.perf_counter() - began}
         self.state.prompts += size
         self.state.count_step(metrics)
         if self.held_out and (step % config.eval.every == 0 or step == config.run.steps):
@@ -139,19 +144,21 @@ class SftRun:
 
     def evaluate(self) -> dict[str, float]:
         """The mean negative log-probability of the held-out answers' tokens, for each dataset. Collective."""
-        began, pad_id = time.perf_counter(), self.tokenizer.pad_token_id
+        pad_id = self.tokenizer.pad_token_id
         losses: dict[str, float] = {}
         for name, samples in self.held_out.items():
-            batches = batches_of(samples, self.config, pad_id, self.policy)
-            scores = zip(batches, self.policy.score(batches, temperature=1.0), strict=True)
-            logprobs = sum(float(outputs.logprobs.sum()) for batch, outputs in scores if batch.counts)
+            with self.meter.phase("eval"):
+                batches = batches_of(samples, self.config, pad_id, self.policy)
+                scores = zip(batches, self.policy.score(batches, temperature=1.0), strict=True)
+                logprobs = sum(float(outputs.logprobs.sum()) for batch, outputs in scores if batch.counts)
             loss = -all_reduce_sum({"logprobs": logprobs})["logprobs"] / sum(sample.trainable for sample in samples)
             losses[f"eval/{name}/loss" if name else "eval/loss"] = loss
-        return losses | {"time/eval": time.perf_counter() - began}
+        return losses
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """A row in metrics.jsonl; a line on the screen for the first, the last, evaluations, and every ten seconds."""
-        self.tracker.log(step, metrics)
+        metered = {key: value for key, value in self.meter.take().items() if key not in _NO_ENGINE}
+        self.tracker.log(step, metrics := metrics | metered)
         last = step == self.config.run.steps
         if last or "time/eval" in metrics or time.monotonic() - self._told > _SILENCE_SECONDS:
             self._told = time.monotonic()
@@ -169,6 +176,8 @@ class SftRun:
                 save_adapter(self.policy.model, config.lora, config.model.path, folder / "adapter")
         with agreed("writing the results"):
             if is_main():
+                from trainer.run.plots import plot_curves  # Matplotlib, which no other rank needs
+
                 plot_curves(folder)
                 rows = read_rows(folder / "metrics.jsonl")
                 ends = {f"{key}_after": series(rows, key)[1][-1:] for key in ("loss", "eval/loss")}

@@ -480,12 +480,16 @@ class TrackingConfig(Section):
         disabled="nothing",
     )  # fmt: skip
     project: Text = key("hotbunk", "Weights & Biases project, and MLflow's experiment")
-    also: list[Literal["tensorboard", "mlflow"]] = key(
+    also: list[Literal["tensorboard", "mlflow", "trackio"]] = key(
         [], "further trackers, whose packages have to be installed",
         tensorboard="event files, in a folder of that name in the run's",
         mlflow="a run at MLFLOW_TRACKING_URI, or in mlflow.db in the run's folder",
+        trackio="a run in trackio's store on this machine, or where its own variables say",
     )  # fmt: skip
     completions_per_step: Natural = key(8, "answers written to completions.jsonl in each step")
+    tokens_per_step: Natural = key(
+        2, "answers of each step whose tokens are written to tokens.jsonl, each with its gap, entropy and advantage"
+    )
 
 
 class SftConfig(Section):

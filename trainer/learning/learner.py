@@ -23,6 +23,7 @@ from trainer.learning.metrics import (
 )
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
 from trainer.learning.routes import engine_routes, routing_metrics
+from trainer.learning.token_figures import TokenFigures, Watched
 from trainer.policy.critic import Critic
 from trainer.policy.routing import balance, loads_of
 from trainer.types import MicroBatch, Outputs, Policy, Scorer
@@ -45,6 +46,7 @@ class Learner:
         self._untrained = untrained
         self._config, self._policy, self._reference, self._critic = config, policy, reference, critic
         self._pad_id, self._reward_weights = pad_id, reward_weights or {}
+        self.watched: list[Watched] = []  # of the latest step; on rank 0
 
     def learn(self, answers: list[Answer], groups: list[Group], step: int) -> Metrics:
         """All passes over the batch of step number `step`, from 1; returns its figures, the same on all ranks.
@@ -75,6 +77,7 @@ class Learner:
         signal = bool(minibatches) and (has_signal(minibatches) or pulled)
         metrics = {"no_signal_steps": float(not signal), "skipped_steps": 0.0, "updates": 0.0}
         gap: Metrics = {}
+        self.watched = []
         if not (signal and any(t.sampled > t.old for group in groups for episode in group for t in episode)):
             others = [] if version is None else self._untrained()
             gap = gap_without_update([*answers, *others], self._policy, config, self._pad_id, version)
@@ -124,8 +127,9 @@ class Learner:
         routing = self._policy.routing
         if routing is not None:
             routing.take_counts()  # of passes before the first update
+        figures = TokenFigures(self._config.tracking.tokens_per_step, minibatches)
         for minibatch, place in self._passes(minibatches, step):
-            loss = PolicyLoss(algorithm, minibatch, longest)
+            loss = PolicyLoss(algorithm, minibatch, longest, figures if minibatch is minibatches[0] else None)
             if algorithm.balance_coef and routing is not None:
                 loads = sum_counts(loads_of(minibatch.batches, routing.format))
                 routing.pull = balance(loads, routing.format, algorithm.balance_coef)
@@ -133,6 +137,7 @@ class Learner:
             if len(updates) <= len(minibatches):
                 gaps += loss.gaps
                 old += loss.old
+        self.watched = figures.take()
         if routing is not None:
             routing.pull = None
         stale = {} if self._config.rollout.slice_tokens is None else stale_metrics(old)

@@ -11,6 +11,7 @@ from trainer.algorithms.aggregation import token_mean_weights, weights
 from trainer.algorithms.losses import clipped_value_loss, log_ratio
 from trainer.config.schema import AlgorithmConfig
 from trainer.learning.groups import MiniBatch
+from trainer.learning.token_figures import TokenFigures
 from trainer.types import MicroBatch, Outputs
 
 Sums = dict[str, Tensor]
@@ -24,8 +25,11 @@ class PolicyLoss:
     what the values are off, where a value head shares the trunk. Nothing is read where the loss mask is 0.
     """
 
-    def __init__(self, config: AlgorithmConfig, minibatch: MiniBatch, longest: int) -> None:
-        """`longest`: tokens of the longest possible answer, for the aggregation fixed_length."""
+    def __init__(
+        self, config: AlgorithmConfig, minibatch: MiniBatch, longest: int, figures: TokenFigures | None = None
+    ) -> None:
+        """`longest`: tokens of the longest possible answer, for the aggregation fixed_length. `figures` are noted."""
+        self._figures = figures
         # Trainer's and engine's log-probabilities of the trained tokens seen: of the present version's, and of older.
         self.gaps: list[tuple[Tensor, Tensor]] = []
         self.old: list[tuple[Tensor, Tensor]] = []
@@ -34,6 +38,8 @@ class PolicyLoss:
 
     def __call__(self, batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, Sums]:
         batch, outputs = only_trained(batch, batch.loss_mask), only_trained(outputs, batch.loss_mask)
+        if self._figures is not None:
+            self._figures.note(batch, outputs)
         config, mask, logprobs = self._config, batch.loss_mask, outputs.logprobs
         # With a single update nothing has changed yet, so the forward pass itself tells what the policy was.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs

@@ -10,7 +10,6 @@ from trainer.config.schema import TrainConfig
 from trainer.data import PromptDataset
 from trainer.policy.lora import save_adapter
 from trainer.run.keeper import RunState
-from trainer.run.plots import plot_curves
 from trainer.run.records import read_rows, series
 from trainer.run.screen import Progress, Report
 from trainer.run.tracking import NullTracker
@@ -41,6 +40,8 @@ def export_and_report(
         if is_main():
             if "model" in paths:
                 tokenizer.save_pretrained(paths["model"])
+            from trainer.run.plots import plot_curves  # Matplotlib, which no other rank needs
+
             paths |= {"curves": plot_curves(folder), "metrics": folder / "metrics.jsonl"}
             paths |= {"answers": folder / "completions.jsonl", "checkpoints": folder / "checkpoints"}
             tracker.summary(

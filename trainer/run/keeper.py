@@ -18,6 +18,7 @@ An update or an evaluation is finished; what takes longer than the grace period 
 import hashlib
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -305,10 +306,10 @@ class Keeper:
                 self._intervals = Intervals(config.run.folder, world_size()) if is_main() else None
         self._metrics: dict[str, float] = {}
 
-    def hold_sigterm(self) -> None:
-        """Let SIGTERM leave time to save from now on."""
+    def hold_signals(self, *numbers: signal.Signals) -> None:
+        """Let these signals leave time to save from now on."""
         if self._config.grace_s:
-            processes.hold_sigterm(self._config.grace_s, self._watchdog.call_all)
+            processes.hold_signals(self._config.grace_s, self._watchdog.call_all, numbers)
 
     def step_done(self, metrics: dict[str, float]) -> None:
         """After a step's row is written: save if it is time to, leave if any rank was asked to. Collective.

@@ -1,7 +1,7 @@
 """A run's figures in other trackers than Weights & Biases (`tracking.also`), by those trackers' own libraries.
 
-Both continue with a resumed run, each step once: TensorBoard is told from which step on earlier events are void, MLflow
-is asked for the last step that it has.
+All continue with a resumed run, each step once: TensorBoard is told from which step on earlier events are void, the
+others are asked for the last step that they have.
 """
 
 import os
@@ -101,5 +101,35 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-OTHER_TRACKERS: dict[str, Callable[..., OtherTracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+class Trackio:
+    """A run, by its name, in trackio's store on this machine, or where TRACKIO_SERVER_URL or TRACKIO_SPACE_ID says."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str) -> None:
+        """`earlier` are the rows of the steps that a resumed run has behind it."""
+        import trackio
+
+        own: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._run: Any = trackio.init(project, name=name, config=config, resume="allow" if earlier else "never", **own)
+        self._next = self._run._next_step  # after the last that the store has (trackio/run.py, 0.43)
+        for row in earlier:
+            self.log(row)
+
+    def log(self, row: dict[str, float | None]) -> None:
+        """See `OtherTracker`."""
+        step = int(row["train/step"] or 0)
+        if step >= self._next:
+            values = {key: value for key, value in row.items() if value is not None and key != "train/step"}
+            self._run.log(values, step=step)
+            self._next = step + 1
+
+    def close(self) -> None:
+        """See `OtherTracker`."""
+        self._run.finish()
+
+
+OTHER_TRACKERS: dict[str, Callable[..., OtherTracker]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
 """By the names in tracking.also; called with the run's folder, configuration, earlier rows, name and project."""

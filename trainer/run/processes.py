@@ -6,7 +6,7 @@ Three mechanisms, each for an ending the others cannot see:
   death pipe and would keep running;
 - a death signal from the kernel, for a torchrun launcher that is killed: its ranks would continue without it;
 - signal handlers with a deadline, for a rank that is asked to end while its main thread sits in a collective, where
-  Python runs no handler. SIGTERM may be given a grace period before that (`hold_sigterm`), in which the run can save.
+  Python runs no handler. SIGTERM may be given a grace period before that (`hold_signals`), in which the run can save.
 
 Called before anything heavy is imported, so this module uses the standard library only.
 """
@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +49,12 @@ _said = False
 
 @dataclass
 class _Hold:
-    """The delay before SIGTERM interrupts: `seconds`, if `worthwhile()` says that they will be of use."""
+    """The delay before some signals interrupt: `seconds`, if `worthwhile()` says that they will be of use."""
 
     seconds: float
     worthwhile: Callable[[], bool]
+    numbers: frozenset[int]
+    came: int = signal.SIGTERM  # the one that began it
     over: bool = False
 
 
@@ -185,7 +187,7 @@ def install_signal_handlers(phase: Callable[[], str], grace_seconds: float = GRA
 
     def handler(number: int, _frame: FrameType | None) -> None:
         announce(number)
-        if number == signal.SIGTERM and _hold is not None and not _hold.over:
+        if _hold is not None and number in _hold.numbers and not _hold.over:
             return  # `_enforce` sees to it
         if not raised.is_set():  # a second exception would only cut the clean-up of the first one short
             raised.set()
@@ -199,22 +201,23 @@ def install_signal_handlers(phase: Callable[[], str], grace_seconds: float = GRA
     threading.Thread(target=_enforce, args=arguments, name="signals", daemon=True).start()
 
 
-def hold_sigterm(seconds: float, worthwhile: Callable[[], bool]) -> None:
-    """From now on SIGTERM interrupts only after `seconds`: time to reach the end of a step and save.
+def hold_signals(seconds: float, worthwhile: Callable[[], bool], numbers: Collection[int] = (signal.SIGTERM,)) -> None:
+    """From now on signals of these `numbers` interrupt only after `seconds`: time to reach the end of a step and save.
 
-    It interrupts at once if `worthwhile()`, called on another thread, is false: torchrun sends the same signal to the
-    ranks that are left when one has died, and without it they finish nothing. SIGINT, and a second SIGTERM, interrupt
-    at once, too.
+    They interrupt at once if `worthwhile()`, called on another thread, is false: torchrun sends the same signal to the
+    ranks that are left when one has died, and without it they finish nothing. All others, and a second signal,
+    interrupt at once, too.
     """
     global _hold
-    _hold = _Hold(seconds, worthwhile)
+    _hold = _Hold(seconds, worthwhile, frozenset(numbers))
 
 
 def interrupt_now() -> None:
     """End a hold from the main thread, with `Interrupted`: what it was for is done."""
+    number = int(signal.SIGTERM)
     if _hold is not None:
-        _hold.over = True
-    signal.raise_signal(signal.SIGTERM)
+        _hold.over, number = True, _hold.came
+    signal.raise_signal(number)
 
 
 def _forget_handlers() -> None:
@@ -228,7 +231,8 @@ def _enforce(reader: int, announce: Callable[[int], None], phase: Callable[[], s
     number = _next_signal(reader, None)
     assert number is not None
     announce(number)
-    if number == signal.SIGTERM and _hold is not None:
+    if _hold is not None and number in _hold.numbers:
+        _hold.came = number
         number = _wait_out(reader, _hold)
     first = time.monotonic()
     while (left := first + grace_seconds - time.monotonic()) > 0:
@@ -242,10 +246,10 @@ def _enforce(reader: int, announce: Callable[[int], None], phase: Callable[[], s
 
 def _wait_out(reader: int, hold: _Hold) -> int:
     """Return when the hold is over or a second signal comes; the main thread is interrupted by the signal returned."""
-    number, began = int(signal.SIGTERM), time.monotonic()
+    number, began = hold.came, time.monotonic()
     while hold.worthwhile() and (left := began + hold.seconds - time.monotonic()) > 0:
         again = _next_signal(reader, left)
-        if again is not None and (again != signal.SIGTERM or time.monotonic() - began > _SAME_REQUEST_SECONDS):
+        if again is not None and (again != hold.came or time.monotonic() - began > _SAME_REQUEST_SECONDS):
             number = again
             break
     hold.over = True

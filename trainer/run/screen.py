@@ -2,16 +2,19 @@
 
 import math
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -82,10 +85,29 @@ class Progress:
         self._rows = 0
         self._times: list[float] = []  # when the first and the latest row came
         self.console = console or make_console(enabled)
+        self.doing = Doing(str)
 
     def note(self, text: str) -> None:
         """A line between the rows: what is being loaded, saved, resumed."""
+        self.doing.restart()
         self.console.print(Text.assemble(("· ", "dim"), text))
+
+    @contextmanager
+    def follow(self, phase: Callable[[], str]) -> Iterator[None]:
+        """While the block runs, a terminal's last line says what `phase()` is and how long it has been; logs have none.
+
+        Standard output stays as it is: a child forked by an engine must not inherit Rich's locks with it.
+        """
+        if self.console.quiet or not self.console.is_terminal:
+            yield
+            return
+        self.doing = Doing(phase)
+        with Live(
+            get_renderable=self.doing.line, console=self.console, refresh_per_second=2, transient=True,
+            redirect_stdout=False, redirect_stderr=False,
+        ):  # fmt: skip
+            self.console.show_cursor(True)  # which Live hides, and a run that ends at once would leave hidden
+            yield
 
     def step(self, step: int, metrics: Metrics) -> None:
         """The row of a step; every so often the header again."""
@@ -117,6 +139,30 @@ class Progress:
         self.console.print(row, no_wrap=True, overflow="crop", crop=True, highlight=False)
 
 
+class Doing:
+    """What a run is doing, and since when."""
+
+    def __init__(self, phase: Callable[[], str]) -> None:
+        self._phase = phase
+        self._name = ""
+        self._since = time.monotonic()
+
+    def restart(self) -> None:
+        """Count the seconds from now on."""
+        self._since = time.monotonic()
+
+    def line(self) -> Text:
+        """Nothing in the first second: what is quick needs no line."""
+        name = self._phase()
+        steady = re.sub(r"\d+ answers", "", name)
+        if steady != self._name:
+            self._name = steady
+            self.restart()
+        seconds = time.monotonic() - self._since
+        text = "" if seconds < 1 else f"  {name}, {duration(seconds)}"
+        return Text(text, "dim", no_wrap=True, overflow="ellipsis")
+
+
 @dataclass(frozen=True)
 class Report:
     """The last screen: how the run went and where everything is."""
@@ -136,9 +182,10 @@ class Report:
         parts: list[RenderableType] = [self._figures(), Text()]
         parts += [_answer(row) for row in self.answers[:ANSWERS_SHOWN]]
         parts += [_pairs({name: Text(str(path), "cyan") for name, path in self.paths.items()})]
-        if "model" in self.paths:
-            command = f"{own_command()} generate {self.paths['model']}"
-            parts += [Text(), Text.assemble("Chat with it:  ", (command, "bold cyan"))]
+        commands = {"Look at it": f"report {self.paths['metrics'].parent}"} if "metrics" in self.paths else {}
+        commands |= {"Chat with it": f"generate {self.paths['model']}"} if "model" in self.paths else {}
+        shown = {name: Text(f"{own_command()} {command}", "bold cyan") for name, command in commands.items()}
+        parts += [Text(), _pairs(shown)] if shown else []
         title = f"[bold]{self.steps} steps in {duration(self.seconds)}[/bold]"
         return Panel(Group(*parts), title=title, box=box.ROUNDED, border_style="green", padding=(1, 2), width=WIDTH)
 

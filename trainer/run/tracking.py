@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, completions.jsonl, summary.json, and a copy of the metrics in Weights & Biases.
+"""The record of a run: metrics.jsonl, completions.jsonl, tokens.jsonl, summary.json, and copies in other trackers.
 
 One writer, one line and one W&B call a step. The files are the record: floats are written so that they read back
 bit-equal, and a resumed run first drops the lines behind its checkpoint, so that its file equals an uninterrupted
@@ -25,13 +25,15 @@ from typing import Any, Literal
 from urllib.parse import urlparse
 
 from sharding.ranks import is_main
-from trainer.errors import UserError
+from trainer.errors import UserError, shortened
+from trainer.run.alarms import Alarms
 from trainer.run.other_trackers import OTHER_TRACKERS
 from trainer.run.records import Rows, patiently, whole_rows, write_whole
 
 WandbMode = Literal["auto", "offline", "online", "disabled"]
 
-_FILES = ("metrics.jsonl", "completions.jsonl")
+_FILES = ("metrics.jsonl", "completions.jsonl", "tokens.jsonl")
+_ANSWER_COLUMNS = ("prompt", "text", "answer", "finish_reason")  # of the table in W&B, besides step and reward
 _TEXT_LIMIT = 4000  # characters of one answer in completions.jsonl
 _QUEUE_LIMIT = 1000  # steps that W&B may lag behind
 _FINISH_SECONDS = 60.0  # for W&B to upload the rest
@@ -45,6 +47,9 @@ class NullTracker:
 
     def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Record some of a step's answers."""
+
+    def tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Record the figures of some answers' tokens."""
 
     def summary(self, values: dict[str, Any]) -> None:
         """Add to the figures of the whole run."""
@@ -63,13 +68,13 @@ class Tracker(NullTracker):
         wait for room on a full disk.
         """
         self._patience = patience
-        self._unwritten: list[str] = []  # lines of completions.jsonl
         self._folder = folder
         self._last = last
         self._completions_per_step = completions_per_step
         self._copies = copies
         self._summary: dict[str, Any] = {}
-        self._metrics_file, self._completions_file = ((folder / name).open("ab", buffering=0) for name in _FILES)
+        self._unwritten: dict[str, list[str]] = {name: [] for name in _FILES[1:]}  # until their step's metrics are
+        self._files = {name: (folder / name).open("ab", buffering=0) for name in _FILES}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one step's figures to disk and to the copies. Raises ValueError for a step that was logged before."""
@@ -79,23 +84,31 @@ class Tracker(NullTracker):
         self._last = step
         row = {"train/step": step} | metrics
         line = json.dumps({key: _finite(value) for key, value in row.items()}) + "\n"
-        self._write_completions()  # both before a checkpoint says that the step is done
-        patiently(partial(_append, self._metrics_file, line), "metrics.jsonl", self._patience)
+        self._write_rest()  # all before a checkpoint says that the step is done
+        patiently(partial(_append, self._files["metrics.jsonl"], line), "metrics.jsonl", self._patience)
         for copy in self._copies:
             copy.put("log", row)
 
     def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write a step's first answers, as many as `tracking` asks for, long texts cut."""
-        for row in rows[: self._completions_per_step]:
-            line: dict[str, Any] = {"train/step": step} | row
-            for key, value in row.items():
-                if isinstance(value, str) and len(value) > _TEXT_LIMIT:
-                    line[key] = f"{value[:_TEXT_LIMIT]} … ({len(value)} characters)"
-            self._unwritten.append(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        lines = [{"train/step": step} | _cut(row) for row in rows[: self._completions_per_step]]
+        said = [json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines]
+        self._unwritten["completions.jsonl"] += said
+        for copy in self._copies:
+            copy.put("completions", {"train/step": step, "rows": lines})
 
-    def _write_completions(self) -> None:
-        lines, self._unwritten = "".join(self._unwritten), []
-        patiently(partial(_append, self._completions_file, lines), "completions.jsonl", self._patience)
+    def tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Write the rows of some answers' tokens."""
+        said = [json.dumps({"train/step": step} | row, ensure_ascii=False) + "\n" for row in rows]
+        self._unwritten["tokens.jsonl"] += said
+
+    def _write_rest(self) -> None:
+        for name, lines in self._unwritten.items():
+            if not lines:
+                continue
+            text = "".join(lines)
+            lines.clear()
+            patiently(partial(_append, self._files[name], text), name, self._patience)
 
     def summary(self, values: dict[str, Any]) -> None:
         """Add to summary.json, which is replaced as a whole."""
@@ -109,7 +122,7 @@ class Tracker(NullTracker):
         """Raise UserError when the folder was deleted, moved or replaced meanwhile: what is written would be lost."""
         path = self._folder / "metrics.jsonl"
         with suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(self._metrics_file.fileno())):
+            if os.path.samestat(path.stat(), os.fstat(self._files["metrics.jsonl"].fileno())):
                 return
         raise UserError(
             f"{self._folder} was deleted, moved or replaced while the run was writing to it, with the record of "
@@ -119,10 +132,10 @@ class Tracker(NullTracker):
 
     def close(self) -> None:
         """Close the files and the copies."""
-        if not self._completions_file.closed:
-            self._write_completions()
-        self._metrics_file.close()
-        self._completions_file.close()
+        if not self._files["metrics.jsonl"].closed:
+            self._write_rest()
+        for file in self._files.values():
+            file.close()
         for copy in self._copies:
             copy.close()
 
@@ -144,8 +157,8 @@ class Copy:
         if self._thread.is_alive():
             self._warn(f"not finished after {_FINISH_SECONDS:.0f} s")
 
-    def put(self, what: Literal["log", "summary", "finish"], values: dict[str, Any]) -> None:
-        """Copy a step's metrics, train/step included, or figures of the whole run."""
+    def put(self, what: Literal["log", "completions", "summary", "finish"], values: dict[str, Any]) -> None:
+        """Copy a step's metrics, train/step included, or figures of the whole run; answers before their step's."""
         if self._thread.is_alive():
             with suppress(queue.Full):  # a network that hangs; the files have it all
                 self._queue.put_nowait((what, values))
@@ -181,15 +194,19 @@ class OtherCopy(Copy):
 
 
 class WandbCopy(Copy):
-    """The copy in Weights & Biases."""
+    """The copy in Weights & Biases: figures, some answers of each step, alerts, and the curves at the end."""
 
-    def __init__(self, settings: dict[str, Any], earlier: list[dict[str, float]]) -> None:
+    def __init__(self, settings: dict[str, Any], earlier: Rows, answers: Rows) -> None:
         """Continue or begin a run with these `settings`, keyword arguments of `wandb.init`.
 
-        `earlier` are the steps that a resumed run has behind it, in order; W&B gets those that it lacks.
+        `earlier` are the steps that a resumed run has behind it, in order, with their `answers`; W&B gets those that it
+        lacks.
         """
         self._settings = settings
         self._earlier = earlier
+        self._answers: dict[int, Rows] = {}
+        for row in answers:
+            self._answers.setdefault(row["train/step"], []).append(row)
         super().__init__("Weights & Biases")
 
     def _work(self) -> None:
@@ -198,22 +215,37 @@ class WandbCopy(Copy):
         last = run.summary.get("train/step", -1) if run.resumed else -1
         for row in self._earlier:
             if row["train/step"] > last:
-                run.log(row)
+                run.log(row | self._table(row["train/step"]))
         # An upload of one folder replaces what another of the same run has brought (wandb#5865), and this folder
         # begins with all steps: `wandb sync` is to leave the others out.
         for file in replaced:
             file.with_suffix(".wandb.synced").touch()
+        alarms = Alarms(self._earlier)
         while True:
             what, values = self._queue.get()
-            if what == "log":
+            if what == "completions":
+                self._answers[values["train/step"]] = values["rows"]
+            elif what == "log":
+                table = self._table(values["train/step"])
                 if values["train/step"] > last:
-                    run.log(values)
+                    run.log(values | table)
+                for title, text in alarms.heed(values):
+                    run.alert(title, f"{self._settings['name']}, {text}", level="ERROR")
             elif what == "summary":
                 run.summary.update(values)
             else:
+                if (curves := Path(self._settings["dir"]) / "curves.png").is_file():
+                    run.log({"curves": sys.modules["wandb"].Image(str(curves))})
                 run.finish()
                 sys.modules["wandb"].teardown()  # ends its service process, too
                 return
+
+    def _table(self, step: int) -> dict[str, Any]:
+        """The step's answers, under the name of the table; nothing where there are none."""
+        if not (rows := self._answers.pop(step, [])):
+            return {}
+        data = [[step, *(str(row.get(key, "")) for key in _ANSWER_COLUMNS), row.get("reward")] for row in rows]
+        return {"completions": sys.modules["wandb"].Table(columns=["step", *_ANSWER_COLUMNS, "reward"], data=data)}
 
 
 def make_tracker(
@@ -237,7 +269,7 @@ def make_tracker(
         return NullTracker()
     folder.mkdir(parents=True, exist_ok=True)
     last = -1 if resumed_from is None else resumed_from
-    earlier, _ = (_keep_until(folder / file, last) for file in _FILES)
+    earlier, answers, _ = [_keep_until(folder / file, last) for file in _FILES]
     copies: list[Copy] = [OtherCopy(other, folder, config, earlier, name, project) for other in also]
     mode = _resolve(wandb)
     if mode == "disabled":
@@ -249,7 +281,8 @@ def make_tracker(
     if resumed_from is None or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
         write_whole(file, secrets.token_hex(4))
     settings |= {"id": file.read_text(), "resume": "allow"}
-    return Tracker(folder, last, completions_per_step, [*copies, WandbCopy(settings, earlier)], patience)
+    writing = [*copies, WandbCopy(settings, earlier, answers)]
+    return Tracker(folder, last, completions_per_step, writing, patience)
 
 
 def _resolve(wanted: WandbMode) -> str:
@@ -268,8 +301,8 @@ def _resolve(wanted: WandbMode) -> str:
 
 
 def _start(settings: dict[str, Any]) -> Any:
-    """Import W&B and begin a run of metrics only. The step is a metric like others, since W&B's own counter only rises
-    and drops rows that are behind it (https://docs.wandb.ai/models/track/log).
+    """Import W&B and begin a run of metrics only; offline where its server does not answer. The step is a metric like
+    others, since W&B's own counter only rises and drops rows that are behind it (https://docs.wandb.ai/models/track/log).
     """
     os.environ.setdefault("WANDB_SILENT", "true")  # the setting of this name comes too late for some of its lines
     import wandb
@@ -277,7 +310,18 @@ def _start(settings: dict[str, Any]) -> Any:
     lean = wandb.Settings(
         console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True, x_disable_meta=True
     )
-    run = wandb.init(**settings, settings=lean)
+    try:
+        run = wandb.init(**settings, settings=lean)
+    except (wandb.errors.CommError, wandb.errors.UsageError) as error:  # no network; no login
+        if settings["mode"] == "offline":
+            raise
+        print(
+            f"[hotbunk] Weights & Biases is not to be had online ({shortened(' '.join(str(error).split()), 120)}): the "
+            f"copy goes to {settings['dir']}/wandb, for `wandb sync` later",
+            file=sys.stderr,
+        )
+        wandb.teardown()  # its service still has the run, under the same id
+        run = wandb.init(**(settings | {"mode": "offline"}), settings=lean)
     run.define_metric("train/step")
     run.define_metric("*", step_metric="train/step")
     return run
@@ -303,6 +347,17 @@ def _keep_until(path: Path, last: int) -> Rows:
     if path.exists():
         write_whole(path, b"".join(line + b"\n" for line, _ in kept))
     return [row for _, row in kept]
+
+
+def _cut(value: Any) -> Any:
+    """Texts of more than so many characters without their ends, in lists and mappings too."""
+    if isinstance(value, dict):
+        return {key: _cut(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_cut(each) for each in value]
+    if isinstance(value, str) and len(value) > _TEXT_LIMIT:
+        return f"{value[:_TEXT_LIMIT]} … ({len(value)} characters)"
+    return value
 
 
 def _finite(value: Any) -> Any:

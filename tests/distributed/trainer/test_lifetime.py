@@ -228,7 +228,8 @@ HELD = """
 
     def main():
         processes.install_signal_handlers(lambda: "rollout")
-        processes.hold_sigterm(2.0 if sys.argv[1] == "late" else 60.0, lambda: asked.set() or worth)
+        held = (15, 2) if sys.argv[1] == "in time" else (15,)
+        processes.hold_signals(2.0 if sys.argv[1] == "late" else 60.0, lambda: asked.set() or worth, held)
         print("ready", flush=True)
         asked.wait()
         if sys.argv[1] == "in time":
@@ -245,6 +246,7 @@ HELD = """
     ("case", "signals"),
     [
         ("in time", [signal.SIGTERM]),
+        ("in time", [signal.SIGINT]),  # which is held, too, where that was asked for
         ("late", [signal.SIGTERM]),  # what was to be finished takes too long
         ("pointless", [signal.SIGTERM]),  # a rank is dead
         ("impatient", [signal.SIGTERM, signal.SIGTERM]),

@@ -11,7 +11,7 @@ from scripts.arithmetic import write_arithmetic
 from tests.distributed.launch import run_ranks
 from trainer.commands import sft
 from trainer.commands.generate import model_folder
-from trainer.commands.report import read_record, render
+from trainer.commands.report import figures, read_record, state
 from trainer.commands.tiny_model import make_tiny_model
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
@@ -92,8 +92,13 @@ def test_a_warm_start_is_a_run(trained: Path) -> None:
     """Its folder is what the other commands take; the held-out loss is the one that plain Transformers computes."""
     folder = trained / "runs" / "on_2"
     assert model_folder(str(folder)) == folder / "model"
-    text = render(read_record(folder))
-    assert f"{STEPS} steps in" in text and "| eval/loss |" in text and (folder / "curves.png").is_file()
+    record = read_record(folder)
+    assert state(record).startswith(f"{STEPS} steps in") and (folder / "curves.png").is_file()
+    assert "eval/loss" in [line[0] for line in figures(record.rows)]
+    row = record.rows[-1]
+    tokens = row["throughput/update_tokens_per_s_per_device"] * 2 * row["time/update"]
+    assert tokens == pytest.approx(round(tokens), abs=1e-3) and 30 * 8 < tokens < 30 * 40  # those of a batch of 30
+    assert row["memory/trainer_gib_update"] > 0 and row["time/eval"] > 0 and "memory/engine_gib_awake" not in row
     summary = json.loads((folder / "summary.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()

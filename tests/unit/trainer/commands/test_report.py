@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ import yaml
 from rich.console import Console
 
 from trainer.cli import main
-from trainer.commands.report import read_record, render
+from trainer.commands.report import figures, memory, phases, read_record, remarks, state
+from trainer.commands.report_page import page_data
 from trainer.run.finish import export_and_report
 from trainer.run.keeper import RunState
 from trainer.run.records import read_rows
@@ -47,34 +49,38 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def lines(run: Path, start: str) -> list[str]:
-    return [line for line in render(read_record(run)).splitlines() if line.startswith(start)]
+def cells(lines: Iterator[Sequence[str]]) -> dict[str, list[str]]:
+    """The lines of a table by their first cell."""
+    return {line[0]: list(line[1:]) for line in lines}
 
 
 def test_a_finished_run_is_told_of_in_full(run: Path) -> None:
-    text = render(read_record(run))
-    assert text.startswith("# mine\n\n3 steps in 1 min 10 s, the last of them at ")
-    assert lines(run, "| reward/mean") == ["| reward/mean | 0.5 | 0.75 (step 2) | 0.25 | ▅█▁ |"]
-    assert lines(run, "| eval/accuracy") == ["| eval/accuracy | 0.25 | 0.25 (step 0) | 0.125 | █▁ |"]
-    assert lines(run, "| eval/maths/pass@4")
-    assert lines(run, "| rollout") == ["| rollout | 8 s | 80.0% | 4 s | 5 s (step 2) |"]
-    assert lines(run, "| engine awake") == ["| engine awake | 1.50 |"]
-    assert lines(run, "| offloaded") == ["| offloaded | 0.25 |"]
-    assert lines(run, "| peak allocated") == ["| peak allocated | 3.00 |"] and not lines(run, "| alloc retries")
+    record = read_record(run)
+    assert state(record).startswith("3 steps in 1 min 10 s, the last of them at ")
+    told = cells(figures(record.rows))
+    assert told["reward/mean"] == ["0.5", "0.75 (step 2)", "0.25", "▅█▁"]
+    assert told["eval/accuracy"] == ["0.25", "0.25 (step 0)", "0.125", "█▁"] and "eval/maths/pass@4" in told
+    assert cells(phases(record.rows))["rollout"] == ["8 s", "80.0%", "4 s", "5 s (step 2)"]
+    gib = cells(memory(record.rows))
+    assert gib == {"engine awake": ["1.50"], "offloaded": ["0.25"], "peak allocated": ["3.00"]}
+    text = "\n".join(remarks(record.rows))
     assert "at most 3.0e-05 nats (step 2), 2.0e-06 in the mean" in text
-    assert "- 2 updates skipped" in text and "- 1 episodes that failed" in text
+    assert "2 updates skipped" in text and "1 episodes that failed" in text
     assert "reward functions" not in text  # none failed
-    assert "lr: 2.0e-05" in text and "seed: 0" not in text  # the default is not worth a line
+    recipe = {key: (value, usual, changed) for key, value, usual, changed in page_data([record])["recipe"]}
+    assert recipe["policy.lr"] == ("2.0e-05", "1.0e-06", True) and recipe["run.seed"] == ("0", "0", False)
+    assert recipe["model.path"] == ("m", "", True)
 
 
 def test_a_gap_that_was_not_measured_is_not_0_anywhere(run: Path) -> None:
     """Step 3 of the rows above has one that is not finite; of these, the first and the last have none at all."""
-    assert "gap between trainer and engine: **not finite** in 1 steps, first in step 3" in render(read_record(run))
-    assert "not measured" not in render(read_record(run))
+    text = "\n".join(remarks(ROWS))
+    assert "gap between trainer and engine: not finite in 1 steps, first in step 3" in text
+    assert "not measured" not in text
     without = [{k: v for k, v in row.items() if not k.startswith("gap/")} for row in ROWS]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [without[1], ROWS[2], without[3]]))
-    assert "gap between trainer and engine: at most 3.0e-05 nats (step 2)" in render(read_record(run))
-    assert "gap between trainer and engine: not measured in 2 of 3 steps" in render(read_record(run))
+    text = "\n".join(remarks([without[1], ROWS[2], without[3]]))
+    assert "gap between trainer and engine: at most 3.0e-05 nats (step 2)" in text
+    assert "gap between trainer and engine: not measured in 2 of 3 steps" in text
 
     state = RunState()
     assert asdict(state)["largest_gap"] is None
@@ -95,14 +101,13 @@ def test_the_last_screen_and_the_summary_tell_a_gap_of_0_from_none(gap: float | 
     assert shown in screen.getvalue()
 
 
-def test_answers_in_slices_have_a_line_for_their_age(run: Path) -> None:
-    assert not lines(run, "- tokens of earlier versions")
+def test_answers_in_slices_have_a_line_for_their_age() -> None:
+    assert not [line for line in remarks(ROWS) if line.startswith("tokens of earlier versions")]
     ages = [(0.0, 0.0, 0.0, 1.0), (0.5, 1.25, 2.0, 0.75), (0.25, 1.0, 3.0, 0.875)]
     names = ("stale/share", "stale/age_mean", "stale/age_max", "correction/effective")
     rows = [row | dict(zip(names, age, strict=True)) for row, age in zip(ROWS[1:], ages, strict=True)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert lines(run, "- tokens of earlier versions") == [
-        "- tokens of earlier versions: 25%; answers began 0.75 steps before on average, at most 3; "
+    assert [line for line in remarks(rows) if line.startswith("tokens of earlier versions")] == [
+        "tokens of earlier versions: 25%; answers began 0.75 steps before on average, at most 3; "
         "effective sample size at least 75%"
     ]
 
@@ -116,25 +121,15 @@ def finished(run: Path, state: RunState) -> tuple[dict[str, Any], Report]:
     return tracker.summary.call_args.args[0], screen.report.call_args.args[0]
 
 
-def test_best_and_worst_answers_are_shown_once(run: Path) -> None:
-    assert [line.split(",")[0] for line in lines(run, "Reward ")] == [f"Reward {r}" for r in (0.9, 0.7, 0.3, 0.1)]
-
-
-def test_an_answer_cannot_end_its_block(run: Path) -> None:
-    row = {"train/step": 1, "prompt": "", "text": "```\n# a heading\n````", "reward": 1.0}
-    (run / "completions.jsonl").write_text(json.dumps(row))
-    assert "`````text\n```\n# a heading\n````\n`````" in render(read_record(run))
-
-
 def test_a_killed_run_is_told_of_as_far_as_it_came(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(whole[: whole.rindex("{") + 40])
     (run / "completions.jsonl").unlink()
     assert [row["train/step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1, 2]
     assert main(["report", str(run)]) == 0
-    assert "Not finished: 2 of 3 steps" in capsys.readouterr().out.replace("\n", " ")
-    assert "**Not finished:** 2 of 3 steps in 10 s" in (run / "report.md").read_text()
-    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert "Not finished: 2 of 3 steps in 10 s" in said and "reward/mean" in said and f"{run}/report.html" in said
+    assert "Not finished: 2 of 3 steps in 10 s" in (run / "report.html").read_text()
 
 
 def test_the_last_screen_of_a_run_shows_accuracy_where_it_says_so(run: Path) -> None:

@@ -23,7 +23,7 @@ from trainer.learning.answers import gather_answers, hand_over
 from trainer.learning.batching import assign_to_ranks
 from trainer.learning.groups import to_sample
 from trainer.learning.metrics import engine_gap, named_sums, over_ranks
-from trainer.rollouts import answer_rows
+from trainer.learning.shown import answer_rows, text_by_author
 from trainer.types import Sample
 
 
@@ -136,7 +136,7 @@ def test_figures_of_a_step_are_bit_for_bit_alike_on_any_number_of_ranks() -> Non
 def test_rank_0_has_the_rows_of_answers_in_order_wherever_they_are() -> None:
     step = random_step(4, 2, seed=1)
     prompts: Any = [SimpleNamespace(id=10 + i, token_ids=(i,), row={"answer": str(i)}) for i in range(4)]
-    tokenizer: Any = SimpleNamespace(decode=lambda ids: f"prompt {ids}")
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: f"prompt {ids}")
     for t in step:
         t.text = f"{t.prompt_index} {t.sample_index}"
     rows, *others = on_ranks(3, lambda: answer_rows(as_answers(step)[:6], prompts, tokenizer))
@@ -148,6 +148,7 @@ def test_rank_0_has_the_rows_of_answers_in_order_wherever_they_are() -> None:
             "text": t.text, "answer": str(t.prompt_index), "reward": t.reward, "parts": t.reward_parts,
             "finish_reason": t.finish_reason, "tokens": len(t.response_ids), "weight_version": 0, "error": t.error,
         }
+        | ({} if all(t.loss_mask) else {"pieces": [list(piece) for piece in text_by_author(t, tokenizer)]})
         for t in first
     ]  # fmt: skip
 

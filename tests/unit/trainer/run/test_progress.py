@@ -225,3 +225,30 @@ def test_compare_draws_a_picture_and_refuses_what_is_no_run(tmp_path: Path, monk
     assert done.returncode == 0 and (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG"), done.stderr
     done = subprocess.run([*script, "run", "absent"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "absent holds no metrics.jsonl" in done.stderr
+
+
+def test_a_terminal_says_what_goes_on_and_a_log_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
+    phase = ["start-up"]
+    for terminal in (False, True):
+        now[0], phase[0] = 100.0, "start-up"
+        output = io.StringIO()
+        console = Console(file=output, width=WIDTH, force_terminal=terminal, no_color=True, legacy_windows=False)
+        progress = Progress(5, enabled=True, console=console)
+        with progress.follow(lambda: phase[0]):
+            if not terminal:
+                now[0] = 200.0
+                progress.note("something new")
+                assert output.getvalue() == "· something new\n"
+                continue
+            assert progress.doing.line().plain == ""  # nothing is worth a line yet
+            now[0] = 103.0
+            assert progress.doing.line().plain == "  start-up, 3 s"
+            phase[0] = "step 1 > rollout, 3 answers"
+            progress.doing.line()
+            now[0], phase[0] = 170.0, "step 1 > rollout, 12 answers"  # the same phase
+            assert progress.doing.line().plain == "  step 1 > rollout, 12 answers, 1 min 07 s"
+            progress.note("something new")
+            assert progress.doing.line().plain == ""
+        assert output.getvalue().rindex("\x1b[?25h") > output.getvalue().index("\x1b[?25l")  # the cursor is there

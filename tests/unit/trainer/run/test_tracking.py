@@ -32,6 +32,9 @@ class FakeRun:
     def log(self, *arguments: Any, **options: Any) -> None:
         self.calls.append(("log", *arguments, options))
 
+    def alert(self, title: str, text: str, level: str) -> None:
+        self.calls.append(("alert", title, text, level))
+
     def finish(self) -> None:
         self.calls.append(("finish",))
 
@@ -45,7 +48,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         recorded.append(("init", options))
         return FakeRun(recorded)
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Settings=dict))
+    errors = types.SimpleNamespace(CommError=ConnectionError, UsageError=PermissionError)
+    parts: dict[str, Any] = {"Table": lambda columns, data: [columns, *data], "Image": Path, "teardown": lambda: None}
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Settings=dict, errors=errors, **parts))
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     return recorded
@@ -60,6 +65,7 @@ def run(folder: Path, steps: range, resumed_from: int | None = None, evaluate_ev
     tracker = make_tracker(folder, {"run": {"seed": 1}}, name="demo", wandb="offline", resumed_from=resumed_from)
     for step in steps:
         tracker.completions(step, [{"prompt": "1+1", "text": f"{step}\u2028"}])
+        tracker.tokens(step, [{"tokens": ["\u2028", "é"], "gap": [0.5, None]}])
         tracker.log(step, metrics(step) | ({"eval/accuracy": 0.5} if step % evaluate_every == 0 else {}))
     tracker.summary({"steps": steps.stop - 1})
     tracker.close()
@@ -89,6 +95,82 @@ def test_one_call_a_step_and_the_step_is_a_metric(tmp_path: Path, calls: list[tu
     assert first["id"] == second["id"] and first["resume"] == second["resume"] == "allow"
     run(tmp_path, range(2))  # starts over
     assert calls[-7][1]["id"] != first["id"]
+
+
+def test_each_step_has_its_answers_as_a_table_and_the_end_has_the_curves(
+    tmp_path: Path, calls: list[tuple[Any, ...]]
+) -> None:
+    run(tmp_path, range(3))
+    (tmp_path / "curves.png").write_bytes(b"a picture")
+    calls.clear()
+    run(tmp_path, range(2, 4), resumed_from=1)
+    logs = [call[1] for call in calls if call[0] == "log"]
+    columns = ["step", "prompt", "text", "answer", "finish_reason", "reward"]
+    for step, row in enumerate(logs[:-1]):  # those from before the checkpoint, too
+        assert row["completions"] == [columns, [step, "1+1", f"{step}\u2028", "", "", None]]
+    assert len(logs) == 5 and logs[-1] == {"curves": tmp_path / "curves.png"} and calls[-1] == ("finish",)
+
+
+def test_a_divergence_and_a_gap_that_grows_raise_one_alert_each(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
+    gaps = [2e-5] * 6 + [9e-5] * 6 + [5e-4] * 6 + [math.nan, 1.0]  # four times as large, but still only rounding
+    tracker = make_tracker(tmp_path, {}, name="demo", wandb="offline")
+    for step, gap in enumerate(gaps, start=1):
+        tracker.log(step, {"gap/mean": gap, "loss": 0.1, "skipped_steps": float(step == 20)})
+    tracker.close()
+    told = "1.7e-04 nats apart on average, 2.0e-05 at first"
+    assert [call for call in calls if call[0] == "alert"] == [
+        ("alert", "The gap grows", f"demo, step 13: trainer and engine are {told}", "ERROR"),
+        ("alert", "Divergence", "demo, step 19: gap/mean not finite", "ERROR"),
+    ]  # fmt: skip
+    calls.clear()
+    tracker = make_tracker(tmp_path, {}, name="demo", wandb="offline", resumed_from=18)
+    tracker.log(19, {"gap/mean": 5e-4, "loss": 0.1, "skipped_steps": 1.0})
+    tracker.close()
+    assert [call[1] for call in calls if call[0] == "alert"] == ["Divergence"]  # the other one was told before
+
+
+@pytest.mark.parametrize("error", [ConnectionError("run initialization has timed out"), PermissionError("no login")])
+def test_wandb_online_without_a_network_or_a_login_goes_on_offline(
+    tmp_path: Path,
+    calls: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    begin = sys.modules["wandb"].init
+
+    def init(**options: Any) -> FakeRun:
+        if options["mode"] == "online":
+            raise error
+        return begin(**options)
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", init)
+    tracker = make_tracker(tmp_path, {}, name="demo", wandb="online")
+    tracker.log(1, metrics(1))
+    tracker.close()
+    said = capsys.readouterr().err
+    assert f"not to be had online ({error}): the copy goes to {tmp_path}/wandb" in said and said.count("\n") == 1
+    assert [call[1]["mode"] for call in calls if call[0] == "init"] == ["offline"]
+    assert [call[1]["train/step"] for call in calls if call[0] == "log"] == [1]
+
+
+def test_real_wandb_without_a_network_goes_on_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    tracker = make_tracker(tmp_path, {}, name="demo", wandb="online")
+    tracker.completions(1, [{"prompt": "1+1", "text": "2"}])
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.close()
+    said = capsys.readouterr().err
+    assert "Weights & Biases is not to be had online" in said and "no further copy" not in said
+    (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert [row["reward/mean"] for row in read_wandb(record)] == [0.5]
+    assert list(record.parent.glob("files/media/table/*.table.json"))
 
 
 @pytest.mark.parametrize(("last", "sent"), [(0, [1, 2, 3, 4, 5, 6]), (2, [3, 4, 5, 6]), (4, [5, 6]), (9, [])])
@@ -125,11 +207,11 @@ def test_a_resumed_file_equals_an_uninterrupted_one(
 ) -> None:
     run(tmp_path / "straight", range(8))
     run(tmp_path / "resumed", range(stopped_after + 1))
-    for name in ("metrics.jsonl", "completions.jsonl"):
+    for name in ("metrics.jsonl", "completions.jsonl", "tokens.jsonl"):
         with (tmp_path / "resumed" / name).open("a") as file:
             file.write('{"train/step": 6, "reward/me')  # killed in the middle of a line
     run(tmp_path / "resumed", range(4, 8), resumed_from=3)
-    for name in ("metrics.jsonl", "completions.jsonl"):
+    for name in ("metrics.jsonl", "completions.jsonl", "tokens.jsonl"):
         assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 
 
@@ -346,6 +428,18 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(
     assert sorted((each.step, each.value) for each in history) == [(step, step / 3) for step in range(1, 7)]
     assert found.data.params == {"run.seed": "1"} and not (tmp_path / "mlruns").exists()
     assert found.info.status == "FINISHED" and found.info.run_name == "demo"
+
+
+def test_trackio_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    from trackio import sqlite_storage, utils
+
+    for module in (sqlite_storage, utils):
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "store")
+    interrupted(tmp_path / "run", "trackio")
+    rows = sqlite_storage.SQLiteStorage.get_logs("hotbunk", "demo")
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(step, step / 3) for step in range(1, 7)]
+    assert all("gap/max" not in row for row in rows)
 
 
 def test_a_further_tracker_that_fails_costs_its_copy_only(

@@ -1,0 +1,111 @@
+"""Every block of code in README and docs is run, or says why not; what is not run is checked as far as it goes.
+
+Rows are read, recipes validated, Python is executed, commands are parsed by the command line that they are for.
+"""
+
+import asyncio
+import json
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from tests.unit.test_docs_links import PAGES, pages
+from trainer import cli
+from trainer.config.recipe import known_keys
+from trainer.config.schema import TrainConfig
+
+BLOCK = re.compile(r"(?:^<!-- not run by the tests: (.+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^(\$ |bash |\.venv/bin/|python |hotbunk \w+ )", re.MULTILINE)
+RUN = ("plan",)
+"""Commands that are run."""
+
+
+def blocks(language: str) -> list[Any]:
+    """(page, reason not to run it, code) of all pages."""
+    found = [(page.name, *match.groups()) for page in PAGES for match in BLOCK.finditer(page.read_text())]
+    kept = [(page, reason, code) for page, reason, kind, code in found if kind == language]
+    return [pytest.param(reason, code, id=f"{page}-{place}") for place, (page, reason, code) in enumerate(kept)]
+
+
+@pages
+def test_every_block_has_a_language_that_is_checked_or_is_a_picture(page: Path) -> None:
+    for _, language, code in BLOCK.findall(page.read_text()):
+        assert language in ("bash", "python", "yaml", "json", ""), language
+        assert language or not COMMAND.search(code), f"commands without a language: {code}"
+
+
+@pytest.mark.parametrize(("reason", "code"), blocks("json"))
+def test_rows_can_be_read(reason: str, code: str) -> None:
+    assert all("prompt" in json.loads(line) for line in code.splitlines())
+
+
+@pytest.mark.parametrize(("reason", "code"), blocks("yaml"))
+def test_recipes_are_valid(reason: str, code: str) -> None:
+    """With a model and data, where they have none."""
+    recipe = yaml.safe_load(code)
+    base: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
+    TrainConfig.model_validate(base | recipe | {"data": base["data"] | recipe.get("data", {})})
+
+
+@pytest.mark.parametrize(("reason", "code"), blocks("python"))
+def test_python_runs(reason: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an imported module would: what is only for `__main__` is not run. A client's function is called."""
+    compiled = compile(code, "block", "exec")
+    if reason and "imports" not in reason:
+        return
+    served: list[Any] = []
+    monkeypatch.setitem(sys.modules, "hotbunk_client", types.SimpleNamespace(serve=served.append))
+    space: dict[str, Any] = {"__name__": "block"}
+    exec(compiled, space)
+    if served:
+        assert asyncio.run(served[0]("http://127.0.0.1:1", "key", "policy", {})) == 1.0
+    if "asked_for" in space:
+        assert space["asked_for"]("1x", answer="0123456789") == 0.5
+    if "brief" in space:
+        assert space["brief"]("It is 42", answer="42", limit=4) == 0.9
+
+
+@pytest.mark.parametrize(("reason", "code"), blocks("bash"))
+def test_commands_are_known_and_those_that_are_quick_run(
+    reason: str, code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    variables: dict[str, str] = {}
+    for line in filter(None, code.splitlines()):
+        if assigned := re.fullmatch(r'(\w+)="(.*)"', line):
+            variables[assigned[1]] = assigned[2]
+            continue
+        line = re.sub(r"\$(\w+)", lambda found: variables[found[1]], line.partition("#")[0])
+        for command in line.split("&&"):
+            check(shlex.split(command), reason)
+
+
+def check(words: list[str], reason: str) -> None:
+    """Run `hotbunk plan`; of other commands, that the script is there and the arguments are ones that it takes."""
+    if words[0] == "bash":
+        assert (ROOT / words[1]).is_file()
+        if words[1] != "scripts/train.sh":
+            assert reason
+            return
+        command = words[2:] if words[2] == "sft" else ["train", *words[2:]]
+    elif words[0] == ".venv/bin/python":
+        source = (ROOT / words[1]).read_text()
+        assert reason and all(f'"{word}"' in source for word in words[2:] if word.startswith("--"))
+        return
+    else:
+        assert words[0] == ".venv/bin/hotbunk"
+        command = words[1:]
+    arguments = cli.parse([word.strip("[]") if word == "[RECIPE]" else word for word in command])
+    keys = {key for key, _ in known_keys()}
+    assert {override.partition("=")[0] for override in arguments.overrides} <= keys
+    if command[0] in RUN:
+        assert cli.main(command) == 0
+    else:
+        assert reason, f"neither run nor marked: {command}"

@@ -1,0 +1,93 @@
+"""The figures of single tokens, against a plain computation from the trajectories; the rows that people see of them."""
+
+import math
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from generation.trajectory import Trajectory, by_episode
+from tests.unit.learning_steps import TablePolicy, as_answers, as_step, make_config, on_ranks, random_step
+from trainer.learning import Learner
+from trainer.learning.answers import Answer
+from trainer.learning.shown import answer_rows, token_rows
+from trainer.learning.token_figures import Watched
+
+TEMPERATURE = 0.7
+
+
+def expected(step: list[Trajectory], watched: Watched) -> tuple[list[int], dict[str, list[float | None]]]:
+    """What a bigram table says of the trajectory's tokens from the first sampled one on, one after the other."""
+    logprobs = torch.log_softmax(TablePolicy().table / TEMPERATURE, dim=1)
+    place = watched.answer.prompt_index, watched.answer.sample_index
+    episode = [t for t in step if (t.prompt_index, t.sample_index) == place]
+    (own,) = [t for t in episode if t.response_ids[t.loss_mask.index(1) :] == watched.ids]
+    group = [each for each in by_episode(step) if each[0].prompt_index == place[0] and not any(t.error for t in each)]
+    advantage = episode[-1].reward - fmean(each[-1].reward for each in group)
+    figures: dict[str, list[float | None]] = {"gap": [], "entropy": [], "advantage": []}
+    ids = own.prompt_ids + own.response_ids
+    for number in range(own.loss_mask.index(1), len(own.response_ids)):
+        at = len(own.prompt_ids) + number
+        row, sampled = logprobs[ids[at - 1]], own.loss_mask[number]
+        values = row[ids[at]] - own.logprobs[number], -(row.exp() * row).sum(), advantage
+        for name, value in zip(figures, values, strict=True):
+            figures[name].append(float(value) if sampled else None)
+    return own.response_ids[own.loss_mask.index(1) :], figures
+
+
+@pytest.mark.parametrize(("ranks", "packing", "updates"), [(1, True, 1), (2, True, 2), (2, False, 1)])
+def test_each_token_has_the_figures_of_the_pass_before_the_update(ranks: int, packing: bool, updates: int) -> None:
+    step = random_step(6, 4, seed=4)
+    config = make_config(
+        algorithm={"normalize_std": False, "num_iterations": 2},
+        batch={"packing": packing, "tokens_per_micro_batch": 40, "updates_per_step": updates},
+        sampling={"temperature": TEMPERATURE},
+        tracking={"tokens_per_step": 5},
+    )
+
+    def rank() -> tuple[list[Watched], torch.Tensor]:
+        policy = TablePolicy()
+        learner = Learner(config, policy, None, pad_id=0)  # type: ignore[arg-type]
+        learner.learn(*as_step(step), step=1)
+        return learner.watched, policy.table
+
+    (watched, table), *others = on_ranks(ranks, rank)
+    assert len(watched) == 5 and not any(found for found, _ in others)
+    for each in watched:
+        ids, figures = expected(step, each)
+        assert each.ids == ids
+        for name, values in figures.items():
+            assert each.figures[name] == [None if v is None else pytest.approx(v, abs=1e-5) for v in values], name
+    assert any(None in each.figures["gap"] for each in watched)  # tokens of tools are among them
+    config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"tokens_per_step": 0})})
+    (none, without), *_ = on_ranks(ranks, rank)
+    assert none == [] and torch.equal(without, table)  # to look changes nothing
+
+
+def test_rows_have_texts_and_numbers_that_json_can_say() -> None:
+    (answer,) = as_answers([Trajectory(0, 3, [1], [2, 3], [1, 1], [-1.0, -1.0], reward=0.5)])
+    watched = Watched(answer, [2, 3], {"gap": [0.123456, math.nan], "entropy": [1.0, None]})
+    pieces = {2: "▁a", 3: "b"}
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: pieces[ids[0]].strip("▁"), convert_ids_to_tokens=pieces.get)
+    (row,) = token_rows([watched], [SimpleNamespace(id=12)], tokenizer)  # type: ignore[list-item]
+    assert row == {
+        "prompt_id": 12, "sample": 3, "reward": 0.5, "tokens": [" a", "b"], "gap": [0.1235, None],
+        "entropy": [1.0, None],
+    }  # fmt: skip
+
+
+def test_an_answer_with_tools_is_shown_in_pieces_by_author() -> None:
+    trajectory = Trajectory(0, 0, [1], [5, 6, 7, 8, 5], [1, 1, 0, 0, 1], [-1.0, -1.0, 0.0, 0.0, -1.0])
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "".join(map(str, ids)))
+    prompt: Any = SimpleNamespace(id=0, row={})
+
+    def rows(answers: list[Answer]) -> list[dict[str, Any]]:
+        return answer_rows(answers, [prompt], tokenizer)
+
+    (row,) = rows(as_answers([trajectory]))
+    assert row["pieces"] == [["56", True], ["78", False], ["5", True]]
+    trajectory.loss_mask = [1] * 5
+    (row,) = rows(as_answers([trajectory]))
+    assert "pieces" not in row

@@ -1,0 +1,70 @@
+"""What people get to see of a step's answers: the rows of completions.jsonl and tokens.jsonl."""
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from generation.trajectory import Trajectory
+from sharding.ranks import all_to_all_bytes, world_size
+from trainer.data import Prompt
+from trainer.learning.answers import Answer
+from trainer.learning.token_figures import Watched
+
+
+def answer_rows(
+    answers: Sequence[Answer], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """The rows of completions.jsonl, on rank 0, where it is written; on other ranks nothing. Collective."""
+    own: dict[int, dict[str, Any]] = {}
+    for n, t in ((n, answer.trajectory) for n, answer in enumerate(answers)):
+        if t is not None:
+            scored = {"text": t.text, "reward": t.reward, "parts": t.reward_parts, "finish_reason": t.finish_reason}
+            scored["prompt"] = tokenizer.decode(t.prompt_ids)  # which is not the dataset's where a client adds to it
+            own[n] = scored | {"tokens": len(t.response_ids), "weight_version": t.weight_version, "error": t.error}
+            if not all(t.loss_mask):
+                own[n]["pieces"] = text_by_author(t, tokenizer)
+    payloads = [msgspec.msgpack.encode(own), *[b""] * (world_size() - 1)]
+    found: dict[int, dict[str, Any]] = {}
+    for part in filter(None, all_to_all_bytes(payloads)):
+        found |= msgspec.msgpack.decode(part, type=dict[int, dict[str, Any]])
+    rows = []
+    for answer, row in ((answers[n], row) for n, row in sorted(found.items())):
+        prompt = prompts[answer.prompt_index]
+        asked = {"prompt_id": prompt.id, "sample": answer.sample_index, "prompt": row.pop("prompt")}
+        rows.append(asked | {"text": row.pop("text"), "answer": prompt.row.get("answer")} | row)
+    return rows
+
+
+def text_by_author(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """The response in pieces, in order: each one's text, and whether the policy sampled it."""
+    pairs = zip(trajectory.response_ids, trajectory.loss_mask, strict=True)
+    parts = [(bool(mine), [token for token, _ in part]) for mine, part in groupby(pairs, key=lambda pair: pair[1])]
+    return [(tokenizer.decode(ids, skip_special_tokens=True), mine) for mine, ids in parts]
+
+
+def token_rows(
+    watched: list[Watched], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """The rows of tokens.jsonl, of a step on `prompts`."""
+    return [
+        {"prompt_id": prompts[each.answer.prompt_index].id, "sample": each.answer.sample_index}
+        | {"reward": each.answer.reward, "tokens": [_text(token, tokenizer) for token in each.ids]}
+        | {name: [_rounded(value) for value in values] for name, values in each.figures.items()}
+        for each in watched
+    ]
+
+
+def _rounded(value: float | None) -> float | None:
+    """To four digits; None where it is not finite, which JSON cannot say."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+
+
+def _text(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A token by itself. SentencePiece's decoders leave out the space that a first word begins with."""
+    text = tokenizer.decode([token])
+    piece = tokenizer.convert_ids_to_tokens(token)
+    return f" {text}" if isinstance(piece, str) and piece.startswith("▁") and not text.startswith(" ") else text
