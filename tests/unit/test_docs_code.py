@@ -23,8 +23,6 @@ from trainer.config.schema import TrainConfig
 
 BLOCK = re.compile(r"(?:^<!-- not run by the tests: (.+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(\$ |bash |\.venv/bin/|python |hotbunk \w+ )", re.MULTILINE)
-RUN = ("plan",)
-"""Commands that are run."""
 
 
 def blocks(language: str) -> list[Any]:
@@ -73,10 +71,9 @@ def test_python_runs(reason: str, code: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("reason", "code"), blocks("bash"))
-def test_commands_are_known_and_those_that_are_quick_run(
-    reason: str, code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_commands_are_known_and_say_why_they_are_not_run(reason: str, code: str) -> None:
+    """Those of the first hour are run elsewhere, one by one, as far as no training is needed."""
+    assert reason
     variables: dict[str, str] = {}
     for line in filter(None, code.splitlines()):
         if assigned := re.fullmatch(r'(\w+)="(.*)"', line):
@@ -84,20 +81,19 @@ def test_commands_are_known_and_those_that_are_quick_run(
             continue
         line = re.sub(r"\$(\w+)", lambda found: variables[found[1]], line.partition("#")[0])
         for command in line.split("&&"):
-            check(shlex.split(command), reason)
+            check(shlex.split(command))
 
 
-def check(words: list[str], reason: str) -> None:
-    """Run `hotbunk plan`; of other commands, that the script is there and the arguments are ones that it takes."""
+def check(words: list[str]) -> None:
+    """The script is there, and the arguments are ones that it takes."""
     if words[0] == "bash":
         assert (ROOT / words[1]).is_file()
         if words[1] != "scripts/train.sh":
-            assert reason
             return
         command = words[2:] if words[2] == "sft" else ["train", *words[2:]]
     elif words[0] == ".venv/bin/python":
-        source = (ROOT / words[1]).read_text()
-        assert reason and all(f'"{word}"' in source for word in words[2:] if word.startswith("--"))
+        source = "".join(file.read_text() for file in (ROOT / words[1]).parent.glob("*.py"))
+        assert all(f'"{word}"' in source for word in words[2:] if word.startswith("--"))
         return
     else:
         assert words[0] == ".venv/bin/hotbunk"
@@ -105,7 +101,3 @@ def check(words: list[str], reason: str) -> None:
     arguments = cli.parse([word.strip("[]") if word == "[RECIPE]" else word for word in command])
     keys = {key for key, _ in known_keys()}
     assert {override.partition("=")[0] for override in arguments.overrides} <= keys
-    if command[0] in RUN:
-        assert cli.main(command) == 0
-    else:
-        assert reason, f"neither run nor marked: {command}"

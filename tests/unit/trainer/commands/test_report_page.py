@@ -131,7 +131,7 @@ def test_a_page_of_hostile_texts_shows_them_and_runs_none(browser: Browser, run:
     assert f"own {STEPS} {SHOWN}a tool's {SHOWN}" in answers and answers.count(SHOWN) == 7
     tools = browser.run("return [...document.querySelectorAll('#texts pre .theirs')].map(each => each.textContent)")
     assert tools == [f"a tool's {SHOWN}"]
-    assert SHOWN in browser.run("return document.getElementById('keys').textContent")
+    assert f'run.name"{SHOWN[:80]}' in browser.run("return document.getElementById('keys').textContent")  # as YAML
     assert SHOWN in browser.run("return document.getElementById('figure').textContent")
     browser.run(f"const s = document.getElementById('figure'); s.value = {json.dumps(f'reward/{SHOWN}')}; "
                 "s.dispatchEvent(new Event('change'))")  # fmt: skip
