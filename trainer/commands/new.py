@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from trainer.errors import UserError
-from trainer.run.screen import own_command
+from trainer.run.screen import Progress, own_command
 
 REWARD = '''\
 def asked_for(completion: str, *, answer: str) -> float:
@@ -63,7 +63,8 @@ def main(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"{folder} cannot be made: {error.strerror}") from error
     if arguments.model is None:
-        _make_model(folder / "model")
+        with Progress(0, enabled=True).follow(lambda: "making a tiny model"):
+            _make_model(folder / "model")
     paths = {"data": folder / "data.jsonl", "reward": f"{folder / 'reward.py'}:asked_for"}
     paths |= {"model": arguments.model or folder / "model"}
     paths |= {"name": re.sub(r"[^\w.-]|^\.+", "-", folder.resolve().name, flags=re.ASCII) or "new"}
@@ -74,6 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
     recipe.write_text(RECIPE.format(**texts, **(TINY if arguments.model is None else RELEASED)))
     print(f"{folder} now holds {', '.join(names)}. To train, and to look at the result:\n")
     print(f"  {own_command()} train {shlex.quote(str(recipe))}")
+    print(f"  {own_command()} report runs/{paths['name']}")
     print(f"  {own_command()} generate runs/{paths['name']} --prompt 'digits, please' --max-tokens 8")
     return 0
 
