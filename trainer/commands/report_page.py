@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from trainer.commands.report import Record, figures, memory, phases, remarks, state
+from trainer.commands.report_record import Record, figures, memory, phases, remarks, state
 from trainer.config.schema import TrainConfig
 from trainer.run.records import Rows, series
 

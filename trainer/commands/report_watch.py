@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from generation.loopback import foreign_host
-from trainer.commands.report import Record, read_record
 from trainer.commands.report_page import embedded, page, page_data
+from trainer.commands.report_record import Record, read_record
 from trainer.errors import UserError
 
 _FILES = ("metrics.jsonl", "completions.jsonl", "tokens.jsonl", "config.yaml")

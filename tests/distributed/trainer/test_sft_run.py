@@ -11,7 +11,7 @@ from scripts.arithmetic import write_arithmetic
 from tests.distributed.launch import run_ranks
 from trainer.commands import sft
 from trainer.commands.generate import model_folder
-from trainer.commands.report import figures, read_record, state
+from trainer.commands.report_record import figures, read_record, state
 from trainer.commands.tiny_model import make_tiny_model
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError

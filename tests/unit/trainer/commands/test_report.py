@@ -15,8 +15,8 @@ import yaml
 from rich.console import Console
 
 from trainer.cli import main
-from trainer.commands.report import figures, memory, phases, read_record, remarks, state
 from trainer.commands.report_page import page_data
+from trainer.commands.report_record import figures, memory, phases, read_record, remarks, state
 from trainer.run.finish import export_and_report
 from trainer.run.keeper import RunState
 from trainer.run.records import read_rows

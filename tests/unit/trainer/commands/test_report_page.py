@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from trainer.cli import main
-from trainer.commands.report import read_record
 from trainer.commands.report_page import LIMIT, curves, embedded, page, some_steps, visible
+from trainer.commands.report_record import read_record
 from trainer.commands.report_watch import make_server
 from trainer.errors import UserError
 
