@@ -191,7 +191,7 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
 
 def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
     """The run's record, with its resolved recipe beside it; metrics of steps after `state.step` are dropped."""
-    own, resumed_from = config.tracking.model_dump(), state.step or None
+    own, resumed_from = config.tracking.model_dump(exclude={"tokens_per_step"}), state.step or None
     own["patience"] = config.checkpoint.patience_s
     recipe = config.model_dump(mode="json")
     tracker = make_tracker(config.run.folder, recipe, name=config.run.name, resumed_from=resumed_from, **own)
