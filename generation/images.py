@@ -52,8 +52,11 @@ class Image:
     def read(cls, source: Any, limits: ImageLimits = ImageLimits()) -> Self:
         """An image from a path, its bytes, a data URL, a Pillow image, or the `bytes` and `path` of a dataset's column.
 
-        It is decoded once. Raises ValueError, a sentence about the image without its subject: "is not an image …".
+        One that has been read stays as it is; others are decoded once. Raises ValueError, a sentence about the image
+        without its subject: "is not an image …".
         """
+        if isinstance(source, cls):
+            return source
         data = _encoded(source)
         image = _decoded(data, limits)
         if image.width * image.height > limits.max_pixels:
@@ -67,6 +70,13 @@ class Image:
     def open(self) -> "PIL.Image.Image":
         """The pixels: RGB, the right way up, on white where it is transparent."""
         return _decoded(self.data, ImageLimits(max_pixels=_BOMB))
+
+
+def thumbnail(image: Image, side: int = 64) -> str:
+    """A small copy, as a data URL, for people to look at."""
+    small = image.open()
+    small.thumbnail((side, side))
+    return "data:image/png;base64," + base64.b64encode(_png(small)).decode()
 
 
 def _encoded(source: Any) -> bytes:

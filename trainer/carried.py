@@ -17,7 +17,7 @@ import numpy as np
 from generation.engine.engine import Leader
 from generation.engine.slices import Slices
 from generation.rollouts.carried import Beginning, CarriedEpisodes, CarriedGroup
-from generation.rollouts.episode import RolloutSettings
+from generation.rollouts.episode import RolloutSettings, one_shot
 from generation.trajectory import Trajectory
 from sharding.ranks import exchange, rank, world_size
 from trainer.config.schema import TrainConfig
@@ -147,11 +147,15 @@ class SlicedRollouts(Rollouts):
     def untrained(self) -> list[Answer]:
         """Of each engine some answers that wait or are unfinished and have tokens of the present version."""
         found: list[Trajectory] = []
-        # An unfinished answer has no routes yet, if it is to have an engine's.
-        routed = self._config.model.routes == "engine"
-        for place, sample, so_far in self._pool.parked() if self._pool is not None and not routed else ():
+        # An unfinished answer has no routes yet, if it is to have an engine's; where there may be images, those of the
+        # turns before it are the episode's own.
+        whole = self._level.image_rules is None or self._level.function is one_shot
+        whole &= self._config.model.routes != "engine"
+        for place, sample, so_far in self._pool.parked() if self._pool is not None and whole else ():
             tokens = so_far.token_ids, [1] * len(so_far.token_ids), so_far.logprobs
-            found.append(Trajectory(place, sample, so_far.prompt_ids, *tokens, versions=so_far.versions))
+            prompt = self._flights[place].prompt
+            seen = {"images": tuple(image.read() for image in prompt.images), "image_spans": prompt.image_spans}
+            found.append(Trajectory(place, sample, so_far.prompt_ids, *tokens, versions=so_far.versions, **seen))
         found += [t for group in self._now() for done in group.done.values() for t in done if not t.error]
         present = [t for t in found if t.weight_version == self._version and any(t.loss_mask)]
         return gather_answers(present[:_MEASURED], version=self._version)

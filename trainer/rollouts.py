@@ -70,7 +70,7 @@ class RolloutLevel:
             self.function = _client_function(config, start_server)
         elif named.tools or named.mcp or named.environment is not None:
             self._mcp = _mcp_tools(config)
-            self.function, schemas = _agent_function(named, tokenizer, self._mcp.tools)
+            self.function, schemas = _agent_function(named, tokenizer, self._mcp.tools, self.image_rules is not None)
             if named.mcp:
                 self.function = self._mcp.around(self.function)
             if schemas and named.describe_tools:
@@ -134,9 +134,9 @@ def _mcp_tools(config: TrainConfig) -> McpTools:
 
 
 def _agent_function(
-    named: RolloutConfig, tokenizer: PreTrainedTokenizerBase, others: list[Tool]
+    named: RolloutConfig, tokenizer: PreTrainedTokenizerBase, others: list[Tool], images: bool
 ) -> tuple[RolloutFunction, list[dict[str, Any]]]:
-    """Levels 2 and 3, with `others` among their tools, and the schemas of all."""
+    """Levels 2 and 3, with `others` among their tools, and the schemas of all; replies may be `images`."""
 
     def function(spec: str) -> Callable[..., Any]:
         found: Callable[..., Any] = load(spec)
@@ -147,7 +147,7 @@ def _agent_function(
     inline = named.tool_parser == "inline"  # such calls are found otherwise
     parser = "hermes" if inline else named.tool_parser
     limits = ToolLimits(
-        named.tool_timeout_s, named.max_concurrency, named.max_tool_tokens, named.tool_error, named.tool_rates
+        named.tool_timeout_s, named.max_concurrency, named.max_tool_tokens, named.tool_error, named.tool_rates, images
     )
     tools = _checked("rollout.tools", lambda: tools_by_name([*(make_tool(function(s)) for s in named.tools), *others]))
     parse = _checked("rollout.tool_parser", lambda: call_parser(parser, tokenizer))

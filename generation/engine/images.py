@@ -16,7 +16,8 @@ from generation.images import Image, Spans
 if TYPE_CHECKING:
     from vllm.renderers.base import BaseRenderer
 
-_KEPT = 256  # images that have been processed, the last that were used
+KEPT_BYTES = 1 << 28
+"""Bytes of images that an engine's process keeps as they have been processed, the last that were used."""
 
 
 class ImageCountError(ValueError):
@@ -61,10 +62,11 @@ class EngineImages:
         async with self._lock:
             if image.digest not in self._processed:
                 self._processed[image.digest] = await asyncio.to_thread(self._process, image)
-                if len(self._processed) > _KEPT:
-                    self._processed.popitem(last=False)
             self._processed.move_to_end(image.digest)
-            return self._processed[image.digest]
+            found = self._processed[image.digest]
+            while len(self._processed) > 1 and sum(map(_bytes, self._processed.values())) > KEPT_BYTES:
+                self._processed.popitem(last=False)
+            return found
 
     def _process(self, image: Image) -> tuple[Any, list[int]]:
         from vllm.multimodal.processing import ProcessorInputs, TimingContext
@@ -78,3 +80,7 @@ class EngineImages:
         if embedded is not None:
             tokens = [token for token, own in zip(tokens, embedded(tokens).tolist(), strict=True) if own]
         return result.kwargs["image"][0], list(tokens)
+
+
+def _bytes(processed: tuple[Any, list[int]]) -> int:
+    return sum(value.nbytes for value in processed[0].get_data().values() if hasattr(value, "nbytes"))

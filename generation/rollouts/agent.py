@@ -13,8 +13,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from generation.engine.sampling import SamplingSettings
+from generation.images import Image, split_images
 from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction
-from generation.rollouts.tools import CallParser, Tool, ToolRunner, make_tool, parse_inline, tools_by_name
+from generation.rollouts.tools import (
+    CallParser,
+    Content,
+    Tool,
+    ToolRunner,
+    image_parts,
+    make_tool,
+    parse_inline,
+    tools_by_name,
+)
 from generation.trajectory import Trajectory, checked_reward
 
 _ENVIRONMENT = "it must be a class with a method reset(**row), or a function that makes an object of one"
@@ -77,7 +87,7 @@ async def converse(
         if not calls and (said is None or generation.finish_reason != "stop"):
             return
         if said is not None and not last:
-            chat.add([{"role": "user", "content": said}])
+            chat.add([{"role": "user", "content": image_parts(said) or said}])
         if last:
             chat.finish_reason = "max_turns"
             return
@@ -174,6 +184,9 @@ def environment_rollout(
                             of messages, which is added to the last message of the prompt, or takes the prompt's place
         respond(answer)     optional: gets the text of each answer that calls nothing, and returns the next message, or
                             None at the end
+
+    Where a string is meant, `reset`, `respond` and tools may return a Pillow image, or a list of text and such images.
+
         turn_reward()       optional: a number after each answer, its calls included; they are summed
         get_reward(t)       optional: a number, or several by name, at the end; the argument, which it need not take,
                             is the trajectory, whose `text` is the last answer
@@ -190,7 +203,7 @@ def environment_rollout(
         try:
             async with llm.away():
                 observation = await call(_asked_for(environment.reset, row))
-            chat = llm.conversation(_prompt_after_reset(llm, observation, agent))
+            chat = _after_reset(llm, observation, agent)
             return await _converse_in(environment, chat, sampling, replace(agent, tools={**agent.tools, **own}))
         finally:
             if hasattr(environment, "close"):
@@ -240,17 +253,33 @@ def _asked_for(function: Callable[..., Any], row: dict[str, Any]) -> functools.p
     return functools.partial(function, **{name: row[name] for name in parameters if name in row})
 
 
-def _prompt_after_reset(llm: PolicyLLM, observation: Any, agent: Agent) -> list[int]:
-    """The prompt with the environment's first words, rendered as the dataset's prompts are."""
+def _after_reset(llm: PolicyLLM, observation: Any, agent: Agent) -> Conversation:
+    """A conversation that begins with the environment's first words, rendered as the dataset's prompts are."""
     if observation is None:
-        return llm.prompt_ids
+        return llm.conversation()
     if isinstance(observation, str) and llm.messages is None:
-        return llm.prompt_ids + list(llm.tokenizer(observation, add_special_tokens=False)["input_ids"])
-    if isinstance(observation, str):
+        return llm.conversation(llm.prompt_ids + llm.tokenizer(observation, add_special_tokens=False)["input_ids"])
+    own: tuple[Image, ...] = ()
+    if (added := image_parts(observation) or observation) is not observation or isinstance(added, str):
         *before, last = llm.messages or []
-        observation = [*before, {**last, "content": f"{last['content']}\n{observation}"}]
+        observation, own = [*before, {**last, "content": _joined(last["content"], added)}], llm.images
     settings = {"add_generation_prompt": True} | llm.settings.chat_template_kwargs
     if agent.describe and (schemas := [tool.schema for tool in agent.tools.values()]):
         settings["tools"] = schemas
-    text = llm.tokenizer.apply_chat_template(observation, tokenize=False, **settings)
-    return list(llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+    if llm.image_rules is None:
+        text = llm.tokenizer.apply_chat_template(observation, tokenize=False, **settings)
+        return llm.conversation(list(llm.tokenizer(text, add_special_tokens=False)["input_ids"]))
+    messages, sources = split_images(observation, own)
+    images = llm.conversation([]).read_images(sources)
+    ids, spans = llm.image_rules.processor.expand(messages, images, **settings)
+    chat = llm.conversation(ids)
+    chat.images, chat.image_spans = images, spans
+    return chat
+
+
+def _joined(before: Content, added: Content) -> Content:
+    """A message's content with more behind it, on a line of its own."""
+    if isinstance(before, str) and isinstance(added, str):
+        return f"{before}\n{added}"
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (before, "\n", added)]
+    return [part for own in parts for part in own]

@@ -242,7 +242,7 @@ class Conversation(Trajectory):
             added = encode_following(self.llm.tokenizer, messages, template)
         else:
             messages, sources = split_images(messages)
-            images = self._read(rules, sources)
+            images = self.read_images(sources)
             text = following(rules.processor.render([*BEFORE, *messages], **template))
             added, spans = rules.processor.expand(text, images, special=False)
         kept = without_second_end((self.response_ids or self.prompt_ids)[-1], added, self._ends)
@@ -251,8 +251,10 @@ class Conversation(Trajectory):
             self.images += images
             self.image_spans += tuple((begin + start, length) for start, length in spans)
 
-    def _read(self, rules: ImageRules, sources: Sequence[Any]) -> tuple[Image, ...]:
+    def read_images(self, sources: Sequence[Any]) -> tuple[Image, ...]:
         """Images that came up in the episode; ValueError where they are too many, or too large together."""
+        if (rules := self.llm.image_rules) is None:
+            raise ValueError("the run has no images: set data.max_images")
         images = rules.read(sources)
         if (count := len(self.images) + len(images)) > rules.most:
             raise ValueError(f"the episode has {count} images, more than data.max_images = {rules.most}")

@@ -112,6 +112,10 @@ def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
     return parse
 
 
+Content = str | list[dict[str, Any]]
+"""A message's content: text, or a list of parts with images among them."""
+
+
 class ToolError(Exception):
     """A call that gets an error for an answer, counted under `kind`."""
 
@@ -222,6 +226,7 @@ class ToolLimits:
         max_tokens: tokens of a reply; longer ones are cut.
         error_format: how an error reads; `{error}` stands for its message.
         rates: calls of a tool that may begin in a second, by its name, evenly apart; waiting for one does not count.
+        images: whether a reply may be an image, or have some.
     """
 
     timeout_s: float = 30.0
@@ -229,6 +234,7 @@ class ToolLimits:
     max_tokens: int = 1024
     error_format: str = "Error: {error}"
     rates: Mapping[str, float] = field(default_factory=dict)
+    images: bool = False
 
 
 class ToolRunner:
@@ -254,7 +260,7 @@ class ToolRunner:
 
     async def run(
         self, tools: Mapping[str, Tool], calls: list[ToolCall], metrics: dict[str, float], *, in_order: bool = False
-    ) -> list[str]:
+    ) -> list[Content]:
         """The replies to one turn's calls, in order, none longer than the limit; figures are added to `metrics`.
 
         The calls run all at once, or `in_order` one after the other, as an object's methods need it.
@@ -264,14 +270,14 @@ class ToolRunner:
             replies = [await self._reply(tools, call, metrics) for call in calls]
         else:
             replies = list(await asyncio.gather(*(self._reply(tools, call, metrics) for call in calls)))
-        replies, cut = cut_to_tokens(self._tokenizer, replies, self.limits.max_tokens)
+        replies, cut = cut_contents(self._tokenizer, replies, self.limits.max_tokens)
         _count(metrics, "tools/truncated", cut)
         _count(metrics, "tools/calls", len(calls))
         _count(metrics, "tools/seconds", time.perf_counter() - start)
         return replies
 
-    async def _reply(self, tools: Mapping[str, Tool], call: ToolCall, metrics: dict[str, float]) -> str:
-        """The result of one call as text, or its error, which is counted."""
+    async def _reply(self, tools: Mapping[str, Tool], call: ToolCall, metrics: dict[str, float]) -> Content:
+        """The result of one call as text, with its images if it has any, or its error, which is counted."""
         try:
             if call.malformed:
                 raise ToolError("malformed", call.malformed)
@@ -281,6 +287,8 @@ class ToolRunner:
             await self._rated(call.name)
             try:
                 result = await self.call(function)
+                if self.limits.images and (seen := image_parts(result)) is not None:
+                    return seen
                 return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
             except TimeoutError as error:
                 raise ToolError("timeout", f"{call.name} {error}") from error
@@ -290,6 +298,29 @@ class ToolRunner:
             _count(metrics, "tools/errors")
             _count(metrics, f"tools/errors/{error.kind}")
             return self.limits.error_format.replace("{error}", str(error))
+
+
+def image_parts(result: Any) -> list[dict[str, Any]] | None:
+    """A Pillow image, or a list of such images and text, as parts of a message; None: it is nothing of the kind."""
+    parts = list(result) if isinstance(result, list | tuple) else [result]
+    seen = [hasattr(part, "convert") and hasattr(part, "getexif") for part in parts]
+    if not any(seen):
+        return None
+    return [
+        {"type": "image", "image": part} if image else {"type": "text", "text": str(part)}
+        for part, image in zip(parts, seen, strict=True)
+    ]
+
+
+def cut_contents(
+    tokenizer: "PreTrainedTokenizerBase", contents: list[Content], limit: int
+) -> tuple[list[Content], int]:
+    """As `cut_to_tokens`, also of contents that are parts, whose texts are cut one by one and images never."""
+    parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]
+    short, cut = cut_to_tokens(tokenizer, [part["text"] for own in parts for part in own if "text" in part], limit)
+    rest = iter(short)
+    kept = [[part | {"text": next(rest)} if "text" in part else part for part in own] for own in parts]
+    return [own[0]["text"] if isinstance(was, str) else own for was, own in zip(contents, kept, strict=True)], cut
 
 
 def cut_to_tokens(tokenizer: "PreTrainedTokenizerBase", texts: list[str], limit: int) -> tuple[list[str], int]:

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 
 from generation.engine.devices import cuda_problem
+from generation.engine.images import KEPT_BYTES
 from trainer.config.checks import find_problems
 from trainer.config.machine import host_gib, rank_count, resolve_device
 from trainer.config.model_file import EXPERT_KEYS, model_config
@@ -95,6 +96,12 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     if config.model.routes == "engine":
         rows, copies = answers * longest(config) * route_bytes(config.model.path), 2 / max(engines, 1) + 2 / ranks
         yield "routes", f"at most {rows * copies / GIB:.2f} GiB of a rank's host memory, {rows / GIB:.2f} a step"
+    if most := config.data.max_images:
+        pixels = 3 * 4 * config.data.max_image_pixels / GIB  # of three colours in float32
+        host = min(share * most * pixels, batch.prompts_per_step * most * pixels)
+        kept = KEPT_BYTES / GIB
+        yield "images", f"at most {answers * most:,} a step; {pixels:.3f} GiB each as the model takes it"
+        yield "images in host memory", f"at most {host:.2f} GiB of a rank's share, and {kept:.2f} of an engine's"
     yield "updates", f"{updates} a step, {updates * config.run.steps} in {config.run.steps} steps"
     ways = config.policy.sequence_parallel
     who = "rank" if ways == 1 else f"{ways} ranks that share them"

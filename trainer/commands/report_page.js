@@ -111,6 +111,7 @@ function answerCard(row) {
   if (row.answer !== null && row.answer !== undefined) card.append(make("div", `expected: ${row.answer}`, "note"));
   if (row.error) card.append(make("div", row.error, "error"));
   card.append(make("pre", row.prompt ?? "", "prompt"));
+  (row.images ?? []).forEach((source) => Object.assign(card.appendChild(make("img")), {src: source, alt: "what was shown"}));
   const text = make("pre");
   (row.pieces ?? [[row.text ?? "", true]]).forEach(([piece, own]) => text.append(make("span", piece, own ? "" : "theirs")));
   card.append(text);

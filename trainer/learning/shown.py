@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
+from generation.images import thumbnail
 from generation.trajectory import Trajectory
 from sharding.ranks import all_to_all_bytes, world_size
 from trainer.data import Prompt
@@ -25,6 +26,8 @@ def answer_rows(
             scored = {"text": t.text, "reward": t.reward, "parts": t.reward_parts, "finish_reason": t.finish_reason}
             scored["prompt"] = tokenizer.decode(t.prompt_ids)  # which is not the dataset's where a client adds to it
             own[n] = scored | {"tokens": len(t.response_ids), "weight_version": t.weight_version, "error": t.error}
+            if t.images:
+                own[n]["images"] = [thumbnail(image) for image in t.images]
             if not all(t.loss_mask):
                 own[n]["pieces"] = text_by_author(t, tokenizer)
     payloads = [msgspec.msgpack.encode(own), *[b""] * (world_size() - 1)]

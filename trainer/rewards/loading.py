@@ -13,7 +13,7 @@ from generation.trajectory import Trajectory
 from trainer.errors import Interrupted, UserError, shown
 from trainer.rewards.functions import BUILTINS, EXTRACTORS
 
-OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory")
+OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory", "images")
 """The values that every reward function may ask for by keyword, besides the completion and its own settings."""
 
 _TRL_LOGGERS = ("log_extra", "log_metric")
@@ -37,7 +37,10 @@ class BoundReward:
 
     def __call__(self, completion: str, offered: dict[str, Any]) -> Any:
         """Call the function; `offered` holds a value for each name in OFFERED."""
-        result = self.function(completion, **{key: offered[key] for key in self.keywords}, **self.kwargs)
+        given = {key: offered[key] for key in self.keywords}
+        if "images" in given:
+            given["images"] = [image.open() for image in given["images"]]
+        result = self.function(completion, **given, **self.kwargs)
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
 

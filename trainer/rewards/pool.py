@@ -93,10 +93,11 @@ class RewardPool:
         """Score one answer. Never raises because of a reward function: its failure is in the result and is counted.
 
         `row` is the dataset's row; functions see `row["answer"]` as `answer`. The trajectory, turns and tool replies
-        included, travels to the processes only if a function asks for it.
+        included, travels to the processes only if a function asks for it; so do its images, which it sees as Pillow's.
         """
         offered = {"prompt": prompt, "row": row, "answer": row.get("answer"), "finish_reason": finish_reason}
         offered["trajectory"] = trajectory if "trajectory" in self._asked_for else None
+        offered["images"] = trajectory.images if trajectory is not None and "images" in self._asked_for else ()
         replies = await asyncio.gather(*(self._call(index, completion, offered) for index in range(len(self.labels))))
         outcomes = dict(zip(self.labels, replies, strict=True))
         errors = {label: reply.error for label, reply in outcomes.items() if reply.error}

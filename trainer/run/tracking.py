@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
+from generation.images import Image
 from sharding.ranks import is_main
 from trainer.errors import UserError, shortened
 from trainer.run.alarms import Alarms
@@ -91,7 +92,10 @@ class Tracker(NullTracker):
 
     def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write a step's first answers, as many as `tracking` asks for, long texts cut."""
-        lines = [{"train/step": step} | _cut(row) for row in rows[: self._completions_per_step]]
+        shown = rows[: self._completions_per_step]
+        # A small image is as it is, or it could not be decoded.
+        seen = [{"images": row["images"]} if "images" in row else {} for row in shown]
+        lines = [{"train/step": step} | _cut(row) | own for row, own in zip(shown, seen, strict=True)]
         said = [json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines]
         self._unwritten["completions.jsonl"] += said
         for copy in self._copies:
@@ -245,7 +249,13 @@ class WandbCopy(Copy):
         if not (rows := self._answers.pop(step, [])):
             return {}
         data = [[step, *(str(row.get(key, "")) for key in _ANSWER_COLUMNS), row.get("reward")] for row in rows]
-        return {"completions": sys.modules["wandb"].Table(columns=["step", *_ANSWER_COLUMNS, "reward"], data=data)}
+        columns, wandb = ["step", *_ANSWER_COLUMNS, "reward"], sys.modules["wandb"]
+        if any(row.get("images") for row in rows):
+            columns.append("image")
+            for line, row in zip(data, rows, strict=True):
+                shown = row.get("images")
+                line.append(wandb.Image(Image.read(shown[0]).open()) if shown else None)
+        return {"completions": wandb.Table(columns=columns, data=data)}
 
 
 def make_tracker(

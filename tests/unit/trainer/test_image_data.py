@@ -1,5 +1,6 @@
 """Rows with images: where images are found, what is kept of them, and what is refused."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,19 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
-from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, split_images
-from tests.pictures import picture
+from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, split_images, thumbnail
+from generation.rollouts.carried import CarriedGroup
+from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, parse_hermes, tools_by_name
+from generation.trajectory import Trajectory
+from tests.pictures import images, picture
+from trainer.carried import packed_groups, read_groups
+from trainer.config.checks import find_problems
+from trainer.config.recipe import load_config
 from trainer.config.schema import DataConfig
 from trainer.data import PromptDataset, load_prompts
 from trainer.errors import UserError
+from trainer.rewards.loading import OFFERED, bind_rewards
+from trainer.run.tracking import make_tracker
 
 SIZES = [(98, 70), (56, 56), (30, 200)]
 
@@ -130,3 +139,75 @@ def test_a_prompt_that_is_too_long_is_dropped_whole_and_never_cut_inside_an_imag
 def test_messages_without_images_pass_through_unchanged() -> None:
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": ""}]}]
     assert split_images(messages) == (messages, [])
+
+
+def test_a_reward_gets_the_pictures_by_name_and_completions_have_small_copies(tmp_path: Path) -> None:
+    (tmp_path / "seen.py").write_text("def seen(completion, *, images):\n    return sum(i.width for i in images)\n")
+    [reward] = bind_rewards([(f"{tmp_path / 'seen.py'}:seen", {})])
+    offered = {"images": images((98, 70), (30, 200))}
+    assert reward("", {name: offered.get(name) for name in OFFERED}) == 128
+    shown = Image.read(thumbnail(offered["images"][1]))
+    assert shown.size == (10, 64)
+
+
+def test_a_checkpoint_has_the_images_of_carried_answers_once(tmp_path: Path) -> None:
+    [seen] = images((98, 70))
+    done = {n: [Trajectory(0, n, [3, 1], [5], [1], [-1.0], images=(seen,), image_spans=((0, 1),))] for n in range(4)}
+    packed = packed_groups([CarriedGroup(4, 2, done=done)])
+    assert packed.count(seen.data) == 1
+    (tmp_path / "carried_0.msgpack").write_bytes(packed)
+    [group] = read_groups(tmp_path)
+    assert group == CarriedGroup(4, 2, done=done)
+    assert [t.images[0].data for own in group.done.values() for t in own] == [seen.data] * 4
+
+
+def test_a_tool_may_reply_with_pictures_whose_words_are_cut_as_others(rules: ImageRules) -> None:
+    def look(place: str) -> Any:
+        """Look.
+
+        Args:
+            place: where.
+        """
+        return ["x" * 50, picture(56, 56)]
+
+    tokenizer = rules.processor.tokenizer
+    tools = tools_by_name([make_tool(look)])
+    call = parse_hermes('<tool_call>{"name": "look", "arguments": {"place": "a"}}</tool_call>')
+    replies = asyncio.run(ToolRunner(ToolLimits(max_tokens=8, images=True), tokenizer).run(tools, call, {}))
+    [[text, image]] = replies
+    assert text["text"].startswith("x" * 8 + " [cut") and image["image"].size == (56, 56)
+    [plain] = asyncio.run(ToolRunner(ToolLimits(max_tokens=100), tokenizer).run(tools, call, {}))
+    assert isinstance(plain, str)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"data.image_key": "image"}, "data.image_key is set, but data.max_images is 0"),
+        ({"data.max_images": 1}, "has no part for images"),
+        ({"data.max_images": 1, "rollout.sampler": "a:b"}, "rollout.sampler takes prompts as text"),
+        ({"data.max_images": 1, "rollout.client": "a:b"}, "rollout.client takes messages as text"),
+        ({"data.max_images": 1, "engine.extra": {"mm_processor_kwargs": {}}}, "engine.extra has mm_processor_kwargs"),
+    ],
+)
+def test_keys_about_images_that_do_not_fit_are_told_before_anything_is_loaded(
+    tiny_qwen2: Path, tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    recipe = {"model": {"path": str(tiny_qwen2)}, "data": {"path": str(tmp_path / "rows.jsonl")}}
+    recipe |= {"run": {"output_dir": str(tmp_path)}, "reward": {"functions": ["exact_match"]}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    found = find_problems(load_config(tmp_path / "recipe.yaml", overrides), "train", {})
+    assert any(sentence in problem for problem in found)
+
+
+def test_small_copies_of_what_was_seen_stay_whole_in_completions(tmp_path: Path) -> None:
+    shown = [thumbnail(image) for image in images((98, 70))]
+    assert len(shown[0]) > 4000  # longer than a text may be
+    tracker = make_tracker(tmp_path, {}, name="run", wandb="disabled")
+    tracker.completions(1, [{"text": "x" * 5000, "images": shown}])
+    tracker.log(1, {})
+    tracker.close()
+    [row] = map(json.loads, (tmp_path / "completions.jsonl").read_text().splitlines())
+    assert row["images"] == shown and "characters)" in row["text"]

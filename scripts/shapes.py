@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Shapes in small pictures that a tiny vision-language model learns to name by reinforcement within minutes.
+
+    python scripts/shapes.py runs/shapes_start
+
+makes a folder with pictures, train.jsonl and eval.jsonl (prompt, image, answer), and a model warmed up on other
+pictures, most of which it was told wrong: their shape's neighbour in the list. So it sees shapes, and which of two it
+should say is left to learn. Prompts are text; their picture goes first.
+"""
+
+import argparse
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import hotbunk_torchvision
+
+hotbunk_torchvision.show()  # before Transformers is imported
+
+import torch  # noqa: E402
+from PIL import Image as Pillow  # noqa: E402
+from PIL import ImageDraw  # noqa: E402
+from transformers import AutoModelForImageTextToText  # noqa: E402
+from transformers.utils import logging as transformers_logging  # noqa: E402
+
+from generation.images import Image, ImageProcessor  # noqa: E402
+from trainer.commands.tiny_vlm import make_tiny_vlm  # noqa: E402
+
+SHAPES = ["disc", "box", "bar", "cross"]
+QUESTION = "Name it: "
+SIDE = 56
+
+
+def draw(shape: str, rng: random.Random) -> Pillow.Image:
+    """A shape of random size, place and colour on white."""
+    picture = Pillow.new("RGB", (SIDE, SIDE), "white")
+    size = rng.randint(20, 36)
+    x, y = rng.randint(2, SIDE - size - 2), rng.randint(2, SIDE - size - 2)
+    colour, pen = tuple(rng.randint(0, 140) for _ in range(3)), ImageDraw.Draw(picture)
+    third = size // 3
+    if shape == "disc":
+        pen.ellipse((x, y, x + size, y + size), fill=colour)
+    elif shape == "box":
+        pen.rectangle((x, y, x + size, y + size), outline=colour, width=4)
+    elif shape == "bar":
+        pen.rectangle((x, y + third, x + size, y + 2 * third), fill=colour)
+    else:
+        pen.rectangle((x, y + third, x + size, y + 2 * third), fill=colour)
+        pen.rectangle((x + third, y, x + 2 * third, y + size), fill=colour)
+    return picture
+
+
+def write_rows(folder: Path, name: str, count: int, rng: random.Random) -> None:
+    """Pictures, and the file that names them."""
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    lines = []
+    for index in range(count):
+        shape = SHAPES[index % len(SHAPES)]
+        draw(shape, rng).save(folder / name / f"{index}.png")
+        lines.append(json.dumps({"prompt": QUESTION, "image": f"{name}/{index}.png", "answer": shape}) + "\n")
+    (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+def warm_up(folder: Path, steps: int, wrong: float, rng: random.Random) -> None:
+    """Train the model in `folder` to answer, a share of the time with the next shape of the list."""
+    processor, end = ImageProcessor(folder), "<|im_end|>"
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    for step in range(steps):
+        batch: list[dict[str, Any]] = []
+        for _ in range(32):
+            kind = rng.randrange(len(SHAPES))
+            told = SHAPES[(kind + (rng.random() < wrong)) % len(SHAPES)]
+            batch.append({"image": Image.read(draw(SHAPES[kind], rng)), "said": told + end})
+        loss = batch_loss(model, processor, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 50 == 0 or step == steps - 1:
+            print(f"warm-up {step + 1}/{steps}: loss {loss.item():.3f}", flush=True)
+    model.save_pretrained(folder)
+
+
+def batch_loss(model: Any, processor: ImageProcessor, batch: list[dict[str, Any]]) -> torch.Tensor:
+    """Cross entropy of what was said, a scalar."""
+    content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    asked, [(start, length)] = processor.expand([{"role": "user", "content": content}], [batch[0]["image"]])
+    said = [processor.tokenizer(row["said"], add_special_tokens=False)["input_ids"] for row in batch]
+    longest = max(map(len, said))
+    ids = torch.tensor([asked + own + [0] * (longest - len(own)) for own in said])
+    labels = torch.tensor([[-100] * len(asked) + own + [-100] * (longest - len(own)) for own in said])
+    kinds = torch.zeros_like(ids)
+    kinds[:, start : start + length] = 1
+    features = processor.features([row["image"] for row in batch])
+    return model(input_ids=ids, labels=labels, mm_token_type_ids=kinds, **features).loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=300, help="of the warm-up")
+    parser.add_argument("--wrong", type=float, default=0.65, help="share of pictures that are told wrong in it")
+    parser.add_argument("--train", type=int, default=512)
+    parser.add_argument("--eval", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which gets loaded, would warn of no GPU
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(options.seed)
+    rng = random.Random(options.seed)
+    write_rows(options.folder / "data", "train", options.train, rng)
+    write_rows(options.folder / "data", "eval", options.eval, rng)
+    make_tiny_vlm(options.folder / "model", layers=2, vision_layers=1, largest_image=2, seed=options.seed)
+    warm_up(options.folder / "model", options.steps, options.wrong, rng)
+
+
+if __name__ == "__main__":
+    main()
