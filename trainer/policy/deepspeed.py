@@ -132,7 +132,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
         built = hf_format.build_meta_model(self.source, model, self.compute_dtype, self.device)
         self._routers = asked_routers(built, model.routes)
         if self.zero_3:
-            built = self._build_cut(built, model.trust_remote_code)
+            built = self._build_cut(built, model)
         else:
             hf_format.load_sharded(built, self.source, self.device)
         if self.lora.rank:
@@ -141,7 +141,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
                 factor.data.copy_(whole)
         return built
 
-    def _build_cut(self, empty: PreTrainedModel, trust_remote_code: bool) -> PreTrainedModel:
+    def _build_cut(self, empty: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
         """A model like `empty`, with its weights, each cut as soon as it is made."""
         with (
             no_init_weights(),
@@ -152,9 +152,10 @@ class DeepSpeedPolicy(Offloadable, Policy):
             built = hf_format.model_kind(empty.config).from_config(
                 empty.config,
                 dtype=self.compute_dtype,
-                attn_implementation=empty.config._attn_implementation,
-                trust_remote_code=trust_remote_code,
+                attn_implementation=model.attn_implementation,
+                trust_remote_code=model.trust_remote_code,
             )
+        hf_format.choose_attention(built, model.attn_implementation)
         built.tie_weights()  # left out with the initialisation
         built = built.to(self.device)
         for name, buffer in empty.named_buffers():

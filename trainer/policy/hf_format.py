@@ -101,11 +101,7 @@ def build_meta_model(
         name = type(model).__name__
         layers = "its decoder layers in one list, as text models do"
         raise UserError(f"{folder}: {name} does not keep {layers}: use another")
-    chosen = attention.implementation(asked, type(model), model.config)
-    # Encoders of images are not causal.
-    model.set_attn_implementation(
-        {"": chosen, "text_config": chosen, "vision_config": asked} if sees(config) else chosen
-    )
+    choose_attention(model, asked)
     # Of a model in a model, the inner one knows its own buffers.
     models = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     owners = {module: owner for owner in models for module in owner.modules()}
@@ -121,6 +117,16 @@ def build_meta_model(
 def model_kind(config: PretrainedConfig) -> Any:
     """The automatic class for a model that is trained: what its config.json describes answers in text, and may see."""
     return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+
+
+def choose_attention(model: PreTrainedModel, asked: str) -> None:
+    """Set the trainer's own attention in place of PyTorch's where it does the same; encoders of images, which are not
+    causal, keep the one that was asked for.
+    """
+    chosen = attention.implementation(asked, type(model), model.config)
+    model.set_attn_implementation(
+        {"": chosen, "text_config": chosen, "vision_config": asked} if sees(model.config) else chosen
+    )
 
 
 def make_vision(model: PreTrainedModel, folder: Path) -> "Vision | None":
