@@ -44,7 +44,7 @@ model: {path: $folder/model}
 data: {path: $folder/calls.jsonl, max_prompt_tokens: 256, answer_key: null}
 policy: {dtype: float32, betas: [0.9, 0.95], schedule: linear}
 batch: {tokens_per_micro_batch: 8192}
-sft: {steps: 200, batch_size: 16, lr: 3.0e-3, warmup_steps: 10, max_tokens: 128}
+sft: {steps: 60, batch_size: 8, lr: 3.0e-3, warmup_steps: 5, max_tokens: 128}
 tracking: {wandb: disabled}
 YAML
     NPROC_PER_NODE=1 bash scripts/train.sh sft "$folder/calling.yaml" --resume none

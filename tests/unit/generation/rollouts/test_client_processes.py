@@ -26,6 +26,8 @@ async def agent(base_url, api_key, model, row, **kwargs):
     kind, connection = row["kind"], os.environ["HOTBUNK_MESSAGES"]
     if kind == "hangs":
         time.sleep(600)
+    if kind == "answers late":
+        time.sleep(4)
     if kind in ("starts another", "leaves another", "starts a session"):
         sleeper = [sys.executable, "-c", "import time; time.sleep(600)", row["mark"]]
         subprocess.Popen(sleeper, start_new_session=kind == "starts a session")
@@ -140,6 +142,7 @@ def test_as_many_episodes_run_at_once_as_there_are_workers(settings: ClientComma
         ("nests", "sent a line that is not JSON"),
         ("raises", "the client says: ZeroDivisionError: mine"),
         ("hangs", ""),
+        ("answers late", ""),
         ("starts another", ""),
         ("starts a session", ""),
     ],

@@ -8,14 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from generation.rollouts import mcp_tools
 from generation.rollouts.agent import Agent, tool_rollout
 from generation.rollouts.mcp_tools import McpServer, McpTools, list_tools
-from generation.rollouts.tools import ToolLimits, ToolRunner, parse_hermes, tools_by_name
+from generation.rollouts.tools import ToolCall, ToolError, ToolLimits, ToolRunner, parse_hermes, tools_by_name
 from tests.unit.generation.rollouts.test_environments import TOKENIZER, bytes_of, say
 from tests.unit.scripted import ScriptedEngine, run
 
@@ -43,7 +45,7 @@ def listed() -> dict[str, list[dict[str, Any]]]:
 def test_a_servers_tools_are_listed_in_the_form_of_chat_templates(listed: dict[str, list[dict[str, Any]]]) -> None:
     put = next(tool["function"] for tool in listed["shelf"] if tool["function"]["name"] == "put")
     assert put["description"] == "Put one thing on the shelf."
-    assert put["parameters"]["required"] == ["item"] and put["parameters"]["properties"]["item"]["type"] == "string"
+    assert put["parameters"]["required"] == ["item"] and put["parameters"]["properties"] == {"item": {"type": "string"}}
 
 
 def test_what_cannot_be_asked_is_named_with_its_own_words() -> None:
@@ -51,6 +53,31 @@ def test_what_cannot_be_asked_is_named_with_its_own_words() -> None:
         list_tools([McpServer("shelf", [*COMMAND, "--broken"], env=SEARCH)])
     with pytest.raises(ValueError, match="server 'shelf' does not tell its tools: FileNotFoundError"):
         list_tools([McpServer("shelf", ["/no/such/program"])])
+
+
+def test_all_pages_of_a_long_list_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        async def __aenter__(self) -> "Client":
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def list_tools(self, cursor: str | None) -> SimpleNamespace:
+            page = int(cursor or 0)
+            tool = SimpleNamespace(name=f"tool {page}", description=None, input_schema={})
+            return SimpleNamespace(tools=[tool], next_cursor=str(page + 1) if page < 2 else None)
+
+    monkeypatch.setattr(mcp_tools, "_client", lambda *_: Client())
+    named = [tool["function"]["name"] for tool in list_tools([McpServer("long", ["x"])])["long"]]
+    assert named == ["tool 0", "tool 1", "tool 2"]
+
+
+def test_arguments_may_come_by_position() -> None:
+    schema = {"function": {"name": "put", "parameters": {"properties": {"item": {}, "place": {}}}}}
+    (tool,) = McpTools([McpServer("shelf")], {"shelf": [schema]}, Path("unused")).tools
+    assert tool.arguments(ToolCall("put", {"place": 3}, ("x",))) == {"item": "x", "place": 3}
+    with pytest.raises(ToolError, match="put takes 2 arguments"):
+        tool.arguments(ToolCall("put", {}, (1, 2, 3)))
 
 
 def call(name: str, **arguments: str) -> list[int]:
