@@ -85,7 +85,8 @@ def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> No
 def check_model(config: TrainConfig) -> None:
     """Raise UserError unless Transformers can build the model, and PEFT its adapters; tried without their weights.
 
-    And unless a way of weights that the recipe names can be imported.
+    And unless sequences can be packed and shared in it as the recipe asks for, its routers take the routes of the
+    recipe, and a way of weights that it names can be imported.
     """
     if ":" in config.sync.way:
         try:
@@ -103,8 +104,15 @@ def check_model(config: TrainConfig) -> None:
     except UserError:
         raise
     except Exception as error:  # whatever the model's own code makes of its config.json
+        if "does not support an attention implementation" in str(error):
+            refused = f"{path} knows no {config.model.attn_implementation}"
+            raise UserError(
+                f"model.attn_implementation: {refused}: set it to eager, and batch.packing to false"
+            ) from error
         keys = "model.path" + (" and lora.target_modules" if config.lora.rank else "")
         raise UserError(f"{keys}: {path} cannot be built: {type(error).__name__}: {error}") from error
+    if config.batch.packing:
+        require_packing(model)
     if config.policy.sequence_parallel > 1:
         require_sharing(model)
 
@@ -128,8 +136,6 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
     values = algorithm.advantage_record.takes("values")
     head = values and config.critic.shared
     policy = make_policy(config.model, config.policy, device, updates, config.lora, value_head=head, in_place=in_place)
-    if config.batch.packing:
-        require_packing(policy.model)
     reference: Scorer | None = None
     if config.lora.rank and algorithm.kl_coef and not algorithm.teacher:
         reference = BaseOfPolicy(policy)

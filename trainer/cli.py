@@ -98,7 +98,11 @@ def _sees(arguments: argparse.Namespace) -> bool:
 
 
 def check_inputs(config: TrainConfig, command: str) -> None:
-    """Load what the run would load before its model: reward functions, tokenizer, prompts. Raises UserError."""
+    """Load what the run would load before its model: reward functions, tokenizer, prompts. Raises UserError.
+
+    The model itself is tried without its weights.
+    """
+    from trainer.build import check_model, check_teacher
     from trainer.data import load_held_out, load_prompts, load_tokenizer
     from trainer.rollouts import RolloutLevel
 
@@ -106,6 +110,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
         from trainer.commands.sft import load_transcripts
 
         load_transcripts(config, load_tokenizer(config.model))
+        check_model(config)
         return
     RewardPool(config.reward)
     tokenizer = load_tokenizer(config.model)
@@ -114,6 +119,8 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     load_prompts(data, tokenizer, images)
     for dataset in config.held_out.values() if config.eval.every else ():
         load_held_out(dataset, data, tokenizer, images)
+    check_model(config)
+    check_teacher(config, tokenizer)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from generation.engine.settings import head_widths
 from sharding.send.source import whole_shape
 from trainer.parts import seeing
 
@@ -24,7 +25,7 @@ class ModelFlops:
     trunk_learned: int  # the elements among them that are trained
     head: int  # elements of the output head, which a target passes
     head_learned: int  # the same, or 0 where it is frozen
-    attention: int  # layers * heads * size of a head
+    attention: int  # layers * heads * size of a head, the mean of a key's and a value's
     seeing: int = 0  # elements of the matrices that a patch of an image passes; its attention is not counted
     seeing_learned: int = 0  # the elements among them that are trained
     # as many tokens more than its own the activations of an image's token are worth: those of the encoder
@@ -69,14 +70,12 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
             used = int(shape.numel() * share)
             trunk, learned = trunk + used, learned + used * parameter.requires_grad
     size = 0 if head is None else whole_shape(head.weight).numel()
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelFlops(
         trunk=trunk,
         trunk_learned=learned,
         head=size,
         head_learned=size if size and head.weight.requires_grad else 0,
-        attention=config.num_hidden_layers * heads * width,
+        attention=config.num_hidden_layers * config.num_attention_heads * sum(head_widths(config.to_dict())) // 2,
         seeing=sum(whole_shape(p).numel() for p in of_images),
         seeing_learned=sum(whole_shape(p).numel() for p in of_images if p.requires_grad),
     )

@@ -147,8 +147,21 @@ def cpu_places(workers: Sequence[int], processes: int) -> dict[str, Any]:
     return {"cpu_threads": max(1, len(cores) // processes), "cpu_cores": bound}
 
 
+def head_widths(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Elements of a head's query and key, and of its value, from a model's config.json."""
+    if config.get("kv_lora_rank"):  # multi-head latent attention
+        return config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return width, width
+
+
 def kv_elements(config: Mapping[str, Any]) -> int:
-    """Keys and values that one token adds to the cache, from a model's config.json."""
-    heads = config["num_attention_heads"]
-    width = config.get("head_dim") or config["hidden_size"] // heads
-    return int(2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width)
+    """Elements that one token adds to the cache of an engine of one worker, from a model's config.json.
+
+    Keys and values of all heads; of latent attention one latent vector and one rotary key, which all heads share
+    (vllm/model_executor/layers/attention/mla_attention.py).
+    """
+    layers = int(config["num_hidden_layers"])
+    if latent := config.get("kv_lora_rank"):
+        return layers * int(latent + config["qk_rope_head_dim"])
+    return layers * int(config.get("num_key_value_heads") or config["num_attention_heads"]) * sum(head_widths(config))

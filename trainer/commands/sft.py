@@ -27,7 +27,6 @@ from trainer.engines import fetch_model
 from trainer.errors import UserError
 from trainer.learning.batching import deal, micro_batches
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
-from trainer.policy.attention import require_packing
 from trainer.policy.lora import save_adapter
 from trainer.rollouts import RolloutLevel
 from trainer.run.checkpoint import load
@@ -97,8 +96,6 @@ class SftRun:
         start, self.state = find_checkpoint(config, identity)
         settings = config.policy.model_copy(update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps})
         self.policy = make_policy(config.model, settings, rank_device(config), config.sft.steps, lora=config.lora)
-        if config.batch.packing:
-            require_packing(self.policy.model)
         parts = {"policy": self.policy}
         if start is not None:
             load(start, parts)

@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +19,12 @@ from trainer.config.machine import device_gib, host_gib, rank_count, resolve_dev
 from trainer.config.model_file import (
     EXPERT_KEYS,
     HUB_NAME,
-    LENGTH_DEPENDENT_ROPES,
     PACKABLE_LAYERS,
     REPROCESSED_KEYS,
     model_config,
     position_limit,
     sees,
+    steady_positions,
 )
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import check_slices
@@ -70,6 +71,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
     if command != "eval":
         problems += _check_backend(config, ranks)
         problems += _check_sequence_parallel(config, ranks, command)
+        problems += _check_positions(config, command)
         problems += _check_lora(config, command)
     if command == "sft":
         problems += ["data.max_images is set, but sft trains on text alone: set it to 0"] * bool(config.data.max_images)
@@ -188,21 +190,34 @@ def _check_sequence_parallel(config: TrainConfig, ranks: int, command: Command) 
         yield f"{key} is {ways}, but only sequences without padding can be cut: set batch.packing to true"
     if (attention := config.model.attn_implementation) != "sdpa":
         yield f"{key} is {ways}, but model.attn_implementation is {shown(attention)}: set it to sdpa"
-    paths: dict[str, str | None] = {"model.path": config.model.path}
-    if command == "train":
-        paths |= {"critic.path": config.critic.path, "algorithm.teacher": config.algorithm.teacher}
-    for name, path in paths.items():
-        try:
-            model = model_config(path) if path else {}
-        except UserError:
-            continue  # what is wrong with it is said elsewhere
+    for name, model in _models(config, command):
         if heads := model.get("num_attention_heads"):
             yield from _check_divides(f"num_attention_heads of {name}", heads, key, ways)
         if others := sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS)):
             yield f"{key} is {ways}, but {name} has layers ({', '.join(others)}) that need all tokens: set it to 1"
-        rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-        if (kind := rope.get("rope_type") or rope.get("type")) in LENGTH_DEPENDENT_ROPES:
-            yield f"{key} is {ways}, but the {kind} positions of {name} depend on the longest sequence: set it to 1"
+
+
+def _models(config: TrainConfig, command: Command) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The models that the trainer computes with: the keys that name them, and what their config.json say."""
+    paths: dict[str, str | None] = {"model.path": config.model.path}
+    if command == "train":
+        paths |= {"critic.path": config.critic.path, "algorithm.teacher": config.algorithm.teacher}
+    for name, path in paths.items():
+        with suppress(UserError):  # what is wrong with it is said elsewhere
+            yield from [(name, model_config(path))] if path else []
+
+
+def _check_positions(config: TrainConfig, command: Command) -> Iterator[str]:
+    """What a sequence's log-probabilities are must not depend on those it shares a micro-batch with."""
+    if command == "sft":
+        keys, longest = "data.max_prompt_tokens + sft.max_tokens", config.data.max_prompt_tokens + config.sft.max_tokens
+    else:
+        keys, longest = "engine.max_model_len", config.engine.max_model_len
+    for name, model in _models(config, command):
+        if (steady := steady_positions(model)) is not None and longest > steady[1]:
+            kind, tokens = steady
+            why = f"beyond {tokens} tokens the {kind} positions of {name} depend on the longest sequence of a batch"
+            yield f"{keys} = {longest}, but {why}: lower {'them' if ' ' in keys else 'it'}"
 
 
 def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:

@@ -26,9 +26,6 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm
 PACKABLE_LAYERS = ("full_attention", "sliding_attention")
 """Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.attention`)."""
 
-LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
-"""Rotary positions that Transformers scales by the longest sequence it sees, of which a rank may have only a part."""
-
 REPROCESSED = (".experts.", ".kv_b_proj.")
 """In the names of weights that engines do not keep as they are loaded: experts are shuffled, MLA keeps products."""
 
@@ -118,6 +115,23 @@ def position_limit(model: dict[str, Any]) -> int | None:
     if positions is None or (rope.get("rope_type") or rope.get("type")) not in _STRETCHING_ROPES:
         return positions
     return int((rope.get("original_max_position_embeddings") or positions) * (rope.get("factor") or 1.0))
+
+
+def steady_positions(model: dict[str, Any]) -> tuple[str, int] | None:
+    """The kind of rotary positions that depend on the longest sequence of a batch, and up to how many tokens not.
+
+    Transformers scales them by it (transformers/modeling_rope_utils.py, dynamic_rope_update), vLLM by `max_model_len`
+    or not at all. None where the model's positions are of no such kind.
+    """
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    for part in (rope, *(own for own in rope.values() if isinstance(own, dict))):  # of layers, where these differ
+        kind, positions = part.get("rope_type") or part.get("type"), model.get("max_position_embeddings")
+        if kind == "longrope":
+            original = model.get("original_max_position_embeddings") or part.get("original_max_position_embeddings")
+            return kind, original or positions or 0
+        if kind == "dynamic":
+            return kind, positions or 0
+    return None
 
 
 def _config_from_hub(name: str) -> Path:

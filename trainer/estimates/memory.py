@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from generation.engine.settings import kv_elements
+from generation.engine.settings import head_widths, kv_elements
 from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS
@@ -141,7 +141,8 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
 
 def kv_token_bytes(config: TrainConfig, model: ModelSizes) -> int:
     """Bytes of a token in the KV cache of each rank of an engine. With more ranks than heads, some hold the same."""
-    heads = model.config.get("num_key_value_heads") or model.config["num_attention_heads"]
+    latent = model.config.get("kv_lora_rank")
+    heads = 1 if latent else model.config.get("num_key_value_heads") or model.config["num_attention_heads"]
     held = math.ceil(heads / config.engine.tensor_parallel_size)
     return kv_elements(model.config) // heads * held * engine_dtype(config).itemsize
 
@@ -180,12 +181,11 @@ def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
     return (_FLOAT32 + 2 * w) * model.normed + attention + 4 * w * model.width
 
 
-def attention_elements(policy: PolicyConfig, model: ModelSizes) -> tuple[int, float]:
+def attention_elements(policy: PolicyConfig, model: ModelSizes) -> tuple[int, int]:
     """Of a token's queries, and of its keys and values, in a layer; those of ranks that share are repeated for them."""
-    heads = model.config["num_attention_heads"]
-    queries = heads * (model.config.get("head_dim") or model.config["hidden_size"] // heads)
+    heads, (of_keys, of_values) = model.config["num_attention_heads"], head_widths(model.config)
     own = model.config.get("num_key_value_heads") or heads
-    return queries, kv_elements(model.config) / model.layers * (math.lcm(own, policy.sequence_parallel) // own)
+    return heads * of_keys, math.lcm(own, policy.sequence_parallel) * (of_keys + of_values)
 
 
 def recomputed_layers(policy: PolicyConfig, model: ModelSizes) -> int:

@@ -17,7 +17,14 @@ from trainer.commands.plan import batch_lines
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.estimates.budget import over_budget
-from trainer.estimates.memory import Part, engine_parts, kv_token_bytes, staging_bytes, trainer_parts
+from trainer.estimates.memory import (
+    Part,
+    attention_elements,
+    engine_parts,
+    kv_token_bytes,
+    staging_bytes,
+    trainer_parts,
+)
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, model_sizes, shard
 
 GIB = 2**30
@@ -227,6 +234,25 @@ def test_a_token_takes_as_much_as_vllm_says(tiny_qwen3: Path, ranks: int) -> Non
         dtype=torch.bfloat16,
     )
     assert kv_token_bytes(config, sizes) == model["num_hidden_layers"] * page.page_size_bytes / 16
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_token_of_latent_attention_takes_one_vector_on_each_rank(tiny_model: Any, ranks: int) -> None:
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    model = tiny_model(architecture="deepseek_v2", tied=False)
+    config = recipe(model, engine={"tensor_parallel_size": ranks, "dtype": "bfloat16"})
+    sizes = model_sizes(config, config.model.path)
+    page = MLAAttentionSpec(
+        block_size=16,
+        num_kv_heads=1,
+        head_size=sizes.config["kv_lora_rank"] + sizes.config["qk_rope_head_dim"],
+        dtype=torch.bfloat16,
+    )
+    assert kv_token_bytes(config, sizes) == sizes.config["num_hidden_layers"] * page.page_size_bytes / 16
+    computed = AutoModelForCausalLM.from_pretrained(config.model.path).model.layers[0].self_attn
+    keys = computed.kv_b_proj.out_features + computed.num_heads * sizes.config["qk_rope_head_dim"]  # of all heads
+    assert attention_elements(config.policy, sizes) == (computed.q_b_proj.out_features, keys)
 
 
 def test_an_engine_that_sleeps_leaves_its_memory_to_training(tiny_qwen2: Path) -> None:

@@ -24,6 +24,8 @@ eval: {{every: 1}}
 batch: {{prompts_per_step: 4}}
 reward: {{functions: [{{name: exact_match}}]}}
 """
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 128}
 REWARDS = """
 def good(completion, *, answer): return 1.0
 def greedy(completion, *, teacher): return 1.0
@@ -143,6 +145,26 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "tool missing": (nothing, ["--rollout.tools", "[{0}/rewards.py:god]"], "has no 'god'; did you mean good?"),
     "no rollout": (nothing, ["--rollout.custom", "{0}/rewards.py:good"], "is not a rollout: write `async def rollout"),
     "two ways to roll out": (nothing, ["--rollout.custom=a:b", "--rollout.sampler=c:d"], "are both set"),
+    "adapters beside nothing": (
+        nothing,
+        ["--lora.rank", "4", "--lora.target_modules", "[c_attn]", "--lora.sync", "merged"],
+        "lora.target_modules does not fit Qwen2ForCausalLM",
+    ),
+    "routers that cannot be replaced": (
+        rewrite("model/config.json", json.dumps({"model_type": "phimoe", "num_local_experts": 4} | SMALL)),
+        ["--model.routes", "recorded"],
+        "model.routes: model.layers.0.mlp",
+    ),
+    "attention in its own way": (
+        rewrite("model/config.json", json.dumps({"model_type": "gpt_oss", "num_local_experts": 4} | SMALL)),
+        [],
+        "knows no sdpa: set it to eager, and batch.packing to false",
+    ),
+    "positions that depend on neighbours": (
+        rewrite("model/config.json", json.dumps({"model_type": "qwen2", "rope_scaling": LONG} | SMALL)),
+        [],
+        "beyond 128 tokens the longrope positions of model.path depend on the longest sequence of a batch: lower it",
+    ),
     "resume from nothing": (nothing, ["--resume", "{0}/model"], "is not a complete checkpoint"),
 }
 

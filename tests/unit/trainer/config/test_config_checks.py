@@ -237,23 +237,48 @@ def test_layers_that_cannot_keep_sequences_apart_are_not_packed(
     assert problems(config, {"batch": {"packing": False}}) == []
 
 
-@pytest.mark.parametrize(
-    ("facts", "reason"),
-    [
-        ({"layer_types": ["full_attention", "linear_attention"]}, "has layers (linear_attention) that need all tokens"),
-        ({"rope_scaling": {"type": "longrope"}}, "depend on the longest sequence"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "depend on the longest sequence"),
-    ],
-)
-def test_a_model_whose_tokens_meet_outside_attention_is_not_shared(
-    config: dict, tmp_path: Path, facts: dict, reason: str
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL | facts))
+def test_a_model_whose_tokens_meet_outside_attention_is_not_shared(config: dict, tmp_path: Path) -> None:
+    layers = {"layer_types": ["full_attention", "linear_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | layers))
     for command in ("train", "sft"):
         found = problems(config, {"policy": {"sequence_parallel": 2}}, command, WORLD_SIZE="2")
         [sentence] = [one for one in found if one.startswith("policy.sequence_parallel is 2, but ")]
-        assert reason in sentence and sentence.endswith("set it to 1") and "model.path" in sentence
+        assert "model.path has layers (linear_attention) that need all tokens: set it to 1" in sentence
     assert not any("sequence_parallel" in one for one in problems(config, WORLD_SIZE="2"))
+
+
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind", "tokens"),
+    [
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 512}, "longrope", 512),
+        ({"rope_parameters": LONG}, "longrope", 1024),
+        (
+            {"rope_parameters": {"full_attention": LONG, "sliding_attention": {"rope_type": "default"}}},
+            "longrope",
+            1024,
+        ),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic", 2048),
+    ],
+)
+def test_positions_that_depend_on_the_longest_sequence_are_kept_where_they_do_not(
+    config: dict, tmp_path: Path, facts: dict, kind: str, tokens: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | facts))
+    fits, longer = (
+        {"engine": {"max_model_len": n}, "data": {"max_prompt_tokens": n - 300}} for n in (tokens, tokens + 1)
+    )
+    shorter = {"sampling": {"max_tokens": 300}, "sft": {"max_tokens": 300}}
+    for command, keys, end in (
+        ("train", "engine.max_model_len", "it"),
+        ("sft", "data.max_prompt_tokens + sft.max_tokens", "them"),
+    ):
+        assert problems(config, fits | shorter, command) == []
+        (sentence,) = problems(config, longer | shorter, command)
+        why = f"beyond {tokens} tokens the {kind} positions of model.path depend on the longest sequence of a batch"
+        assert sentence == f"{keys} = {tokens + 1}, but {why}: lower {end}"
 
 
 def test_a_critic_and_a_teacher_are_shared_like_the_policy(config: dict, tmp_path: Path) -> None:

@@ -34,11 +34,15 @@ def counted(model: Any, ids: torch.Tensor) -> tuple[int, int]:
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-@pytest.mark.parametrize("fixture", ["tiny_qwen2", "tiny_qwen2_untied", "tiny_qwen3", "tiny_moe"])
-def test_operations_are_those_that_torch_counts(fixture: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "tied"),
+    [("qwen2", True), ("qwen2", False), ("qwen3", True), ("qwen3_moe", True), ("deepseek_v2", False)],
+)
+def test_operations_are_those_that_torch_counts(architecture: str, tied: bool, tiny_model: Any) -> None:
     # torch does not count the product of a mixture's groups, but each expert's own.
-    eager = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if fixture == "tiny_moe" else {})
-    model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(fixture), **eager)
+    eager = {"attn_implementation": "eager"}
+    eager |= {"experts_implementation": "eager"} if architecture in ("qwen3_moe", "deepseek_v2") else {}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(architecture=architecture, tied=tied), **eager)
     flops = model_flops(model)
     # Eager attention computes all pairs of positions, and the model all logits; rotary frequencies are a product, too.
     forward, backward = counted(model, torch.arange(TOKENS).unsqueeze(0))
