@@ -1,18 +1,21 @@
 """A run that is killed, asked to end, and stopped at random, and goes on each time.
 
     python tests/distributed/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
-                                           [--runs 1] [--slices N]
+                                           [--runs 1] [--slices N] [--then RANKS]
 
 It trains a tiny model once without disturbance, and once with signals to a random process (the launcher, a rank, an
 engine, a guardian, a reward worker) at a random moment, from the start to the export; what has ended is started again
 by the same command. 20 s after each end nothing of it may be left, and both runs must end alike, bit for bit. With
-`--slices N` answers grow by N tokens at a time, and most are unfinished when they are saved.
+`--slices N` answers grow by N tokens at a time, and most are unfinished when they are saved. With `--then RANKS` it is
+started on so many ranks from half of the signals on, and so is, from the same step on, the one it is compared with: the
+last bits of sums depend on the number of ranks.
 """
 
 import argparse
 import contextlib
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -73,12 +76,20 @@ class DisturbedRun:
         self.phases.mkdir(exist_ok=True)
         self.failures: list[str] = []
         self.longest = 0.0  # seconds from an end until nothing was left
+        self.runs: list[tuple[int, Run]] = []  # every start, with its ranks
         self.start()
 
     def start(self) -> None:
         for file in self.phases.iterdir():
             file.unlink()
         self.run = Run(self.recipe, ranks=self.ranks, name=self.name, phases=self.phases)
+        self.runs.append((self.ranks, self.run))
+
+    def done_on(self, ranks: int) -> int:
+        """The steps that there were when it was first started on another number of ranks."""
+        others = "\n".join(run.output() for number, run in self.runs if number != ranks)
+        resumed = re.search(r"resuming from .*, after step (\d+)", others)
+        return int(resumed[1]) if resumed else 0
 
     def phase(self) -> str:
         """What rank 0 is doing."""
@@ -221,10 +232,14 @@ class DisturbedRun:
         return self.run
 
 
-def disturbed(recipe: Path, drawn: list[Disturbance], ranks: int, seed: int, name: str = "broken") -> DisturbedRun:
-    """Go through everything that was drawn; the run is at its end then."""
+def disturbed(
+    recipe: Path, drawn: list[Disturbance], ranks: int, seed: int, name: str = "broken", then: int = 0
+) -> DisturbedRun:
+    """Go through everything that was drawn, on `then` ranks in its second half; the run is at its end then."""
     dice, run = random.Random(seed), DisturbedRun(recipe, ranks, name)
+    half = (len(drawn) + 1) // 2
     for number in range(1, len(drawn) + 1):
+        run.ranks = then if then and number >= half else ranks  # of the next start
         began = time.monotonic()
         # What is for a start waits until there is one again.
         starting = run.moment() in STARTS
@@ -234,6 +249,18 @@ def disturbed(recipe: Path, drawn: list[Disturbance], ranks: int, seed: int, nam
         line = f"{number:>2} {done}; {len(run.run.rows())} rows, {time.monotonic() - began:.0f} s"
         print(line + (f"; {len(run.failures)} FAILURES" if run.failures else ""), flush=True)
     run.finish()
+    return run
+
+
+def undisturbed(recipe: Path, ranks: int, name: str = "straight", until: int = 0, then: int = 0) -> Run:
+    """The run without any signal, on `then` ranks after step `until`."""
+    starts = [(ranks, ["--run.steps", str(until)])] if until else []
+    for number, arguments in [*starts, (then or ranks, [])]:
+        run = Run(recipe, *arguments, ranks=number, name=name)
+        assert run.wait(1200) == 0, run.output()
+        run.assert_gone()
+    change = f", from step {until + 1} on on {then} rank(s)" if then else ""
+    print(f"undisturbed: {len(run.rows())} rows{change}", flush=True)
     return run
 
 
@@ -260,7 +287,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    for name, default in {"kills": 60, "stops": 10, "ranks": 1, "seed": 0, "runs": 1, "slices": 0}.items():
+    for name, default in {"kills": 60, "stops": 10, "ranks": 1, "seed": 0, "runs": 1, "slices": 0, "then": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     folder = options.folder
@@ -281,13 +308,13 @@ def main() -> int:
         sampling={"max_tokens": 24 if options.slices else 6},
         rollout={"slice_tokens": options.slices, "ahead": 1.0} if options.slices else {},
     )
-    straight = Run(recipe, ranks=options.ranks, name="straight")
-    assert straight.wait(1200) == 0, straight.output()
-    straight.assert_gone()
-    print(f"undisturbed: {len(straight.rows())} rows", flush=True)
-    failures = 0
+    ranks, then, failures = options.ranks, options.then, 0
+    straight = None if then else undisturbed(recipe, ranks)
     for seed, drawn in enumerate(all_drawn, options.seed):
-        broken = disturbed(recipe, drawn, options.ranks, seed, f"broken-{seed}")
+        broken = disturbed(recipe, drawn, ranks, seed, f"broken-{seed}", then)
+        if then:
+            straight = undisturbed(recipe, ranks, f"straight-{seed}", broken.done_on(ranks), then)
+        assert straight is not None
         found = broken.failures + unequal(straight, broken.run)
         print("\n".join(found) or f"equal, bit for bit: {len(broken.run.rows())} rows, answers, weights")
         figures = {"seed": seed, "disturbances": len(drawn), "failures": len(found), "until gone, s": broken.longest}
