@@ -137,6 +137,11 @@ class SlicedRollouts(Rollouts):
         """
         return self._figures
 
+    def waits_for(self) -> str:
+        """Episodes of this rank's engine that the end of the slice waits for, though the engine has nothing to do."""
+        count = 0 if self._pool is None else self._pool.elsewhere
+        return f"{count} episode{'s' * (count > 1)} in tools or reward functions" if count else ""
+
     def carried(self) -> bytes:
         """The groups that this rank's engine had when the last step was done; see `CarriedGroup`."""
         if self._pool is None:

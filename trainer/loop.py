@@ -220,7 +220,7 @@ class RLTrainer:
             settings = RolloutSettings(
                 group, sampling, version, seed=sampled.seed(step), step=step, chat_template_kwargs=template
             )
-            with self.meter.phase("rollout"):
+            with self.meter.phase("rollout", self.rollouts.waits_for):
                 prompts, answers, position = self.rollouts.take(
                     source, position, sampled.missing, settings, deadline, late, details=apart, lengths=lengths
                 )

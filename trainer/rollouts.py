@@ -261,6 +261,10 @@ class Rollouts:
         """A step's figures beside those of its answers."""
         return {}
 
+    def waits_for(self) -> str:
+        """What keeps a rollout that takes long, in words, where that is known. For any thread."""
+        return ""
+
     def carried(self) -> bytes:
         """What a checkpoint keeps of this rank's rollouts."""
         return b""

@@ -110,8 +110,8 @@ class Slices:
     async def settled(self) -> None:
         """Wait until every episode is over or parked. One that runs a tool, or its own code, is waited for.
 
-        Of an episode with several requests at once all have to be over or parked; its own code, which may go on beside
-        parked requests, is not seen then.
+        Of an episode with several requests at once all have to be over or parked; what it does beside parked ones is
+        waited for where it says so (`Turnstile.away`), and is not seen otherwise.
         """
         while self._busy:
             await self._idle.wait()
@@ -123,8 +123,10 @@ class Slices:
 
     @property
     def elsewhere(self) -> int:
-        """Episodes that neither wait at the gate nor are being sampled: they are in tools, or in their own code."""
-        return sum(not turnstile.running for turnstile in self._busy)
+        """Episodes that neither wait at the gate nor are being sampled: they are in tools, in their own code, or being
+        scored. For any thread.
+        """
+        return sum(not turnstile.running for turnstile in list(self._busy))
 
     def note(self, turnstile: "Turnstile") -> None:
         """Count an episode anew, which has begun or ended, has parked or gone on."""
@@ -145,15 +147,15 @@ class Turnstile:
     """
 
     def __init__(self, slices: Slices, room: asyncio.Semaphore | None) -> None:
-        self.slices, self.running = slices, 0
+        self.slices, self.running, self._away = slices, 0, 0
         self._room, self._has_room = room, True
         self._waiting: dict[asyncio.Future[None], Unfinished] = {}
         self._parked_before, self._parked_since = 0.0, 0.0  # seconds, and the time where it is parked now
 
     @property
     def parked(self) -> bool:
-        """Whether it waits at the gate, with all of its requests that are not over."""
-        return not self.running and any(not waiter.done() for waiter in self._waiting)
+        """Whether it waits at the gate, with all of its requests that are not over, and for nothing else."""
+        return not self.running and not self._away and any(not waiter.done() for waiter in self._waiting)
 
     @property
     def unfinished(self) -> Unfinished | None:
@@ -171,6 +173,17 @@ class Turnstile:
             if not waiter.done():
                 waiter.set_result(None)
         self._note()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Around a wait for a tool, say: the episode is not parked meanwhile, whatever else of it waits at the gate."""
+        self._away += 1
+        self._note()
+        try:
+            yield
+        finally:
+            self._away -= 1
+            self._note()
 
     @asynccontextmanager
     async def slice(self, answer: Unfinished) -> AsyncIterator[tuple[int, int]]:

@@ -80,6 +80,11 @@ class CarriedEpisodes:
         """Episodes under way."""
         return len(self._turnstiles)
 
+    @property
+    def elsewhere(self) -> int:
+        """Those of them that are in tools, in their own code, or being scored. For any thread."""
+        return self._slices.elsewhere
+
     def complete(self) -> list[int]:
         """The places of groups whose episodes have all ended."""
         return [place for place, group in self.groups.items() if len(group.done) == self._size]

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -143,15 +143,18 @@ class PolicyLLM:
 
     @asynccontextmanager
     async def away(self) -> AsyncIterator[None]:
-        """Around a wait for anything except the engine: another episode may have this one's place meanwhile."""
-        if self._room is None:
-            yield
-            return
-        self._room.release()
-        try:
-            yield
-        finally:
-            await self._room.acquire()
+        """Around a wait for anything except the engine: another episode may have this one's place meanwhile, and where
+        answers grow slice by slice, this one is waited for.
+        """
+        with self.turnstile.away() if self.turnstile is not None else nullcontext():
+            if self._room is None:
+                yield
+                return
+            self._room.release()
+            try:
+                yield
+            finally:
+                await self._room.acquire()
 
     def conversation(self, prompt_ids: Sequence[int] | None = None) -> "Conversation":
         """An empty conversation that begins with the row's prompt, or with other ids."""

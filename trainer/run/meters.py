@@ -6,7 +6,7 @@ And a trace of some steps of rank 0: its calls of torch, its kernels, and the ph
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -50,10 +50,10 @@ class PhaseMeter:
         self._offloaded = 0.0
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """The block is phase `name`; several blocks of one name add up."""
+    def phase(self, name: str, waits_for: Callable[[], str] = str) -> Iterator[None]:
+        """The block is phase `name`; several blocks of one name add up. `waits_for`: see `Watchdog.phase`."""
         began, before = time.perf_counter(), self._work_done()
-        with self._watchdog.phase(name, self._deadline), self._memory.phase(name), record_function(name):
+        with self._watchdog.phase(name, self._deadline, waits_for), self._memory.phase(name), record_function(name):
             yield
         self.add_seconds({name: time.perf_counter() - began})
         if name == "update":

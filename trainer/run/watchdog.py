@@ -49,9 +49,15 @@ class _Phase:
     name: str
     since: float  # time.monotonic()
     deadline: float  # seconds it may take
+    waits_for: Callable[[], str]
+
+    @property
+    def title(self) -> str:
+        """Its name, and what it waits for now."""
+        return ", ".join(filter(None, (self.name, self.waits_for())))
 
     def __str__(self) -> str:
-        return f"phase {self.name} for {time.monotonic() - self.since:.1f} s (deadline {self.deadline:g} s)"
+        return f"phase {self.title} for {time.monotonic() - self.since:.1f} s (deadline {self.deadline:g} s)"
 
 
 class Watchdog:
@@ -69,7 +75,7 @@ class Watchdog:
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # absent from torch's stubs
         self._store.set_timeout(timedelta(seconds=10))
         self._phases: tuple[_Phase, ...] = ()  # outermost first; replaced, never changed: the thread needs no lock
-        self._posted: tuple[_Phase, ...] | None = None
+        self._posted: tuple[str, float] | None = None
         self.called_at: float | None = None  # time.monotonic() when this rank heard that one was asked to end
         self._next = (rank + 1) % world_size
         self._heard, self._missed = b"", 0  # the next rank's latest beat, and how many of our own there were since
@@ -79,10 +85,13 @@ class Watchdog:
         self._thread.start()
 
     @contextmanager
-    def phase(self, name: str, seconds: float) -> Iterator[None]:
-        """The block is phase `name` and may take `seconds`. Phases nest, each with its deadline. Main thread only."""
+    def phase(self, name: str, seconds: float, waits_for: Callable[[], str] = str) -> Iterator[None]:
+        """The block is phase `name` and may take `seconds`. Phases nest, each with its deadline. Main thread only.
+
+        `waits_for` tells, on the watchdog's thread, what the block waits for at the moment; empty: nothing to tell.
+        """
         outer = self._phases
-        self._phases = (*outer, _Phase(name, time.monotonic(), seconds))
+        self._phases = (*outer, _Phase(name, time.monotonic(), seconds, waits_for))
         self._arm()
         try:
             yield
@@ -92,7 +101,7 @@ class Watchdog:
 
     def current_phase(self) -> str:
         """This rank's open phases, outermost first: "step > rollout"; "start-up" before the first phase."""
-        return _path(self._phases)
+        return " > ".join(phase.name for phase in self._phases) or "start-up"
 
     def call_all(self) -> bool:
         """Tell all ranks that this one is asked to end. Returns whether all of them answer. For any thread."""
@@ -161,10 +170,11 @@ class Watchdog:
     def _post(self) -> None:
         """Put this rank's phase and its beginning (wall clock) into the store, if they have changed."""
         phases = self._phases
-        if phases is not self._posted:
+        told = " > ".join(phase.title for phase in phases) or "start-up", phases[-1].since if phases else 0.0
+        if told != self._posted:
             elapsed = time.monotonic() - phases[-1].since if phases else 0.0
-            self._store.set(f"watchdog/phase/{self._rank}", json.dumps([_path(phases), time.time() - elapsed]))
-            self._posted = phases
+            self._store.set(f"watchdog/phase/{self._rank}", json.dumps([told[0], time.time() - elapsed]))
+            self._posted = told
 
     def _is_silent(self) -> bool:
         """Beat, and return True if the next rank has stopped beating for too long.
@@ -226,10 +236,6 @@ def alarm(store: dist.Store, why: str) -> None:
     """End all ranks that watch `store`, for a launcher who knows that one of them has gone; `why` is a sentence."""
     store.set(_WHY, why)
     store.add(_ALARM, 1)
-
-
-def _path(phases: tuple[_Phase, ...]) -> str:
-    return " > ".join(phase.name for phase in phases) or "start-up"
 
 
 def _say(text: str) -> None:

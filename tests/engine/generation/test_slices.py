@@ -293,6 +293,29 @@ class Kit:
         }
 
 
+def test_a_tool_that_hangs_ends_by_its_own_time_out(leaders: dict[str, Leader], tiny_qwen2: Path) -> None:
+    leader, tokenizer = leaders["float32"], AutoTokenizer.from_pretrained(tiny_qwen2)
+    settings = RolloutSettings(2, STOPPING, policy_version=0, seed=1, step=2)
+
+    async def hang() -> str:
+        await asyncio.Event().wait()
+        return "never"
+
+    limits, tools = ToolLimits(timeout_s=0.3), tools_by_name([make_tool(hang)])
+    function = tool_rollout(Agent(ToolRunner(limits, tokenizer), lambda _: [ToolCall("hang")], 3, tools))
+
+    async def episode(turnstile: Turnstile) -> list[Trajectory]:
+        messages = [{"role": "user", "content": "?"}]
+        llm = PolicyLLM(leader.engine, tokenizer, settings, 0, 0, [5, 6], messages, turnstile=turnstile)
+        return await run_episode(function, llm, {})
+
+    with Episodes(leader, 5, [episode, *answers(leader)]) as episodes:
+        [done], *others = episodes.results()
+    assert others == uncut(leader)
+    assert (done.error, done.turns, done.metrics["tools/errors/timeout"]) == ("", 3, 2)
+    assert tokenizer.decode(done.response_ids).count("hang took longer than 0.3 s") == 2
+
+
 @pytest.mark.parametrize("level", [1, 2, 3, 4, 6])
 def test_rollouts_are_the_same_in_slices_and_call_their_tools_as_often(
     leaders: dict[str, Leader], tiny_qwen2: Path, level: int

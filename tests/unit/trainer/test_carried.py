@@ -346,6 +346,8 @@ class Tools:
     def __init__(self, seconds: float = 0.0) -> None:
         self.calls: Counter[tuple[int, ...]] = Counter()
         self.under_way, self.seconds = 0, seconds
+        self.look: Callable[[], str] = str
+        self.said: list[tuple[int, str]] = []  # in tools, how many were, and what `look` told
 
     async def __call__(self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         ids = list(llm.prompt_ids)
@@ -358,6 +360,7 @@ class Tools:
             self.calls[*llm.prompt_ids, llm.sample_index, turn] += 1
             self.under_way += 1
             async with llm.away():
+                self.said.append((self.under_way, self.look()))
                 await asyncio.sleep(self.seconds)
             self.under_way -= 1
             done.extend([7, 7])
@@ -382,10 +385,14 @@ def test_episodes_with_tools_give_the_same_ids_and_call_as_often() -> None:
 def test_an_episode_in_a_tool_is_waited_for_when_all_others_are_parked() -> None:
     tools = Tools(seconds=0.1)
     crew = Crew(config(5), tools)
+    tools.look = lambda: crew.rollouts.waits_for()
     for _ in range(3):
         crew.do()
-        assert tools.under_way == 0
+        assert tools.under_way == 0 and crew.rollouts.waits_for() == ""
     crew.close()
+    assert all(int(words.split()[0]) >= count for count, words in tools.said)
+    assert (3, "3 episodes in tools or reward functions") in tools.said
+    assert (1, "1 episode in tools or reward functions") in tools.said
 
 
 @pytest.mark.parametrize("function", [one_shot, Tools()])

@@ -104,6 +104,36 @@ def test_an_episode_is_parked_when_all_its_requests_are() -> None:
     asyncio.run(run())
 
 
+def test_what_an_episode_does_beside_a_parked_request_is_waited_for_where_it_says_so() -> None:
+    async def run() -> None:
+        slices, tool, seen = Slices(7), asyncio.Event(), list[int]()
+
+        async def calls(turnstile: Turnstile) -> None:
+            await grow(turnstile, 1, seen)
+            with turnstile.away():
+                await tool.wait()
+            await grow(turnstile, 1, seen)
+
+        async def episode() -> None:
+            with slices.episode() as turnstile:
+                await asyncio.gather(grow(turnstile, 2, seen), calls(turnstile))
+
+        slices.open(3)
+        task = asyncio.ensure_future(episode())
+        settled = asyncio.ensure_future(slices.settled())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not settled.done() and (slices.parked, slices.elsewhere, seen) == (0, 1, [3, 3])
+        tool.set()
+        await in_time(settled)
+        assert (slices.parked, slices.elsewhere, seen) == (1, 0, [3, 3, 3])
+        slices.open(4)
+        await in_time(task)
+        assert seen == [3, 3, 3, 4]
+
+    asyncio.run(run())
+
+
 def test_a_parked_episode_leaves_its_place_to_others_and_takes_it_again() -> None:
     async def run() -> None:
         slices, room, seen = Slices(7), asyncio.Semaphore(2), list[int]()

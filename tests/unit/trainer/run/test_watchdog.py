@@ -39,6 +39,27 @@ def test_phases_nest_and_an_expired_outer_one_is_found(codes: list[int], capsys:
     assert "in test_phases_nest_and_an_expired_outer_one_is_found" in text
 
 
+def test_what_a_phase_waits_for_is_named_as_it_is_at_the_end(
+    codes: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended, waits = threading.Event(), [""]
+
+    def exit_process(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    with Watchdog(dist.HashStore(), 0, 1, exit_process) as dog:
+        with dog.phase("step", 60), dog.phase("rollout", 0.3, lambda: waits[0]):
+            for count in (5, 3):
+                waits[0] = f"{count} episodes in tools"
+                assert not ended.wait(0.05)
+            assert dog.current_phase() == "step > rollout"
+            assert ended.wait(20)
+    text = capsys.readouterr().err
+    assert "rank 0 exceeded a deadline, phase rollout, 3 episodes in tools for 0.3 s (deadline 0.3 s)" in text
+    assert "  rank 0: step > rollout, 3 episodes in tools for 0." in text
+
+
 def test_phases_in_time_pass_and_a_phase_that_raised_is_over(codes: list[int]) -> None:
     with Watchdog(dist.HashStore(), 0, 1, codes.append) as dog:
         with pytest.raises(KeyError), dog.phase("update", 0.05):
