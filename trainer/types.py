@@ -47,7 +47,7 @@ class Sample:
     engine_logprobs: list[float]  # nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0
     advantage: float = 0.0  # the same for every token of the sequence, where it is known beforehand
     routes: Tensor | None = None  # by `RouteFormat`, of every token but the last, which predicts nothing
-    old: int = 0  # as many of the first tokens were there before the policy's present version; 0 where none was sampled
+    ages: list[int] = field(default_factory=list)  # updates of the policy since each was sampled; empty: none since any
     images: "tuple[Image, ...]" = ()  # in the order of the tokens that stand for them
     image_spans: tuple[tuple[int, int], ...] = ()  # of each the first of those tokens, and their number
 
@@ -164,7 +164,7 @@ class MicroBatch:
     returns: Tensor | None = None  # [B, T-1] float32, the critic's targets
     # a mixture's, by `RouteFormat`, of the tokens of the model's input, on the host; None: its routers decide
     routes: Tensor | None = None
-    old: Tensor | None = None  # [B, T-1] bool, tokens that earlier versions of the policy sampled; None: there are none
+    ages: Tensor | None = None  # [B, T-1] uint8, updates since the token was sampled; None: none since any
     images: list[ImagePlace] = field(default_factory=list)  # in the order of their places
 
     @property

@@ -95,6 +95,15 @@ def old_tokens(trajectory: Trajectory, version: int | None) -> int:
     return next((start for own, start in trajectory.versions if own == version), len(trajectory.response_ids))
 
 
+def token_ages(trajectory: Trajectory, version: int | None) -> list[int]:
+    """Of each response token the updates between the policy that sampled it and `version`; None: there is none."""
+    if version is None:
+        return [0] * len(trajectory.response_ids)
+    ends = [start for _, start in trajectory.versions[1:]] + [len(trajectory.response_ids)]
+    segments = zip(trajectory.versions, ends, strict=True)
+    return [max(0, version - own) for (own, start), end in segments for _ in range(start, end)]
+
+
 def _row(trajectory: Trajectory) -> tuple[Any, ...]:
     mask = trajectory.loss_mask
     flags = _FAILED * bool(trajectory.error) + _CUT * (trajectory.finish_reason == "length")
@@ -173,13 +182,14 @@ def hand_over(
 
 
 _TOKEN_BYTES = 9  # id, log-probability and flags: the mask is the lowest bit
-_OLD = 2  # of the first tokens, up to the first that the policy's present version has sampled
+_OLDEST = 127  # updates: what fits into the other bits, which are the token's age
 
 
 def _packed(sample: Sample) -> bytes:
     ids, logprobs = np.array(sample.input_ids, dtype="<i4"), np.array(sample.engine_logprobs, dtype="<f4")
     flags = np.array(sample.loss_mask, dtype="u1")
-    flags[: sample.old] |= _OLD
+    if sample.ages:
+        flags |= np.minimum(sample.ages, _OLDEST).astype("u1") << 1
     rows = b"" if sample.routes is None else sample.routes.numpy().tobytes()
     return ids.tobytes() + logprobs.tobytes() + flags.tobytes() + rows
 
@@ -222,8 +232,8 @@ def _unpack_images(data: bytes, pairs: list[tuple[Answer, Sample]]) -> None:
 def _unpacked(data: bytes, length: int, routes: RouteFormat | None) -> Sample:
     ids, logprobs = np.frombuffer(data, "<i4", length), np.frombuffer(data, "<f4", length, 4 * length)
     flags = np.frombuffer(data, "u1", length, 8 * length)
-    old = int(np.count_nonzero(flags & _OLD))
-    sample = Sample(ids.tolist(), (flags & 1).tolist(), logprobs.tolist(), old=old)
+    ages = (flags >> 1).tolist() if flags.max(initial=0) > 1 else []
+    sample = Sample(ids.tolist(), (flags & 1).tolist(), logprobs.tolist(), ages=ages)
     if routes is not None:
         rows = torch.frombuffer(bytearray(data[_TOKEN_BYTES * length :]) or bytearray(1), dtype=torch.uint8)
         shape = length - 1, len(routes.layers), routes.top_k

@@ -158,7 +158,7 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, packed: bool, ways
     advantages = torch.tensor([sample.advantage for sample in samples]).unsqueeze(1)
     routes = [sample.routes for sample in samples if sample.routes is not None]
     sizes = [max(1, length - 1) if packed else width - 1 for length in lengths]
-    first_new = torch.tensor([sample.old for sample in samples]).unsqueeze(1)
+    ages = table([sample.ages for sample in samples], 0, torch.uint8)[:, 1:] if any(s.ages for s in samples) else None
     layout = Layout.of(mask, lengths, packed, ways, rank() % ways)
     joined = torch.cat(list(map(_stretched, routes, sizes))) if routes else None
     if joined is not None and layout.pack is not None:
@@ -172,7 +172,7 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, packed: bool, ways
         layout=layout,
         rows=rows,
         routes=joined,
-        old=torch.arange(1, width) < first_new if any(sample.old for sample in samples) else None,
+        ages=ages,
         images=[place for row, sample in enumerate(samples) for place in _image_places(row, sample)],
     )
 

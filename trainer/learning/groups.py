@@ -15,7 +15,7 @@ from trainer.algorithms.shaping import length_normalized, soft_overlong_penalty
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import longest_answer
 from trainer.errors import UserError
-from trainer.learning.answers import Answer, hand_over, old_tokens
+from trainer.learning.answers import Answer, hand_over, old_tokens, token_ages
 from trainer.learning.batching import deal, micro_batches
 from trainer.learning.routes import checked_routes
 from trainer.types import MicroBatch, RouteFormat, Sample
@@ -190,15 +190,15 @@ def to_sample(
     With `overlong_filter` an answer that was cut off has a mask of 0 throughout, and with `mask_old` tokens that were
     sampled before the policy had `version` have one; with `routes` a sample has the engine's (`checked_routes`).
     """
-    prompt, old = len(trajectory.prompt_ids), old_tokens(trajectory, version)
-    cut = overlong_filter and trajectory.finish_reason == "length"
-    masked = len(trajectory.loss_mask) if cut else old if mask_old else 0
+    prompt, cut = len(trajectory.prompt_ids), overlong_filter and trajectory.finish_reason == "length"
+    masked = len(trajectory.loss_mask) if cut else old_tokens(trajectory, version) if mask_old else 0
+    ages = token_ages(trajectory, version)
     return Sample(
         input_ids=trajectory.prompt_ids + trajectory.response_ids,
         loss_mask=[0] * (prompt + masked) + trajectory.loss_mask[masked:],
         engine_logprobs=[0.0] * prompt + trajectory.logprobs,
         routes=None if routes is None else checked_routes(trajectory, routes),
-        old=prompt + old if old else 0,
+        ages=[0] * prompt + ages if any(ages) else [],
         images=trajectory.images,
         image_spans=trajectory.image_spans,
     )

@@ -123,7 +123,7 @@ class Learner:
         temperature = self._config.sampling.temperature
         updates = []
         gaps: list[tuple[Tensor, Tensor]] = []
-        old: list[tuple[Tensor, Tensor]] = []
+        old: list[tuple[Tensor, Tensor, Tensor]] = []
         routing = self._policy.routing
         if routing is not None:
             routing.take_counts()  # of passes before the first update

@@ -2,6 +2,7 @@
 
 import math
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial
@@ -107,14 +108,22 @@ def gap_without_update(
     return engine_gap(gaps, config.algorithm)
 
 
-def stale_metrics(old: list[tuple[Tensor, Tensor]]) -> Metrics:
+def stale_metrics(old: list[tuple[Tensor, Tensor, Tensor]]) -> Metrics:
     """stale/log_ratio, the mean distance (nats) of the policy from the versions that sampled the trained tokens, of
-    those that are not the present one; `old` is `PolicyLoss.old`. Nothing where there are none. Collective.
+    those that are not the present one, and stale/log_ratio_N of those that are N updates old; `old` is
+    `PolicyLoss.old`. Nothing where there are none. Collective.
     """
-    distances = [(trainer.double() - engine.double()).abs() for trainer, engine in old]
-    sums = {"distance": sum(each.sum().item() for each in distances), "tokens": sum(map(len, distances))}
-    sums = all_reduce_sum({name: float(value) for name, value in sums.items()})
-    return {"stale/log_ratio": sums["distance"] / sums["tokens"]} if sums["tokens"] else {}
+    told: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for trainer, engine, ages in old:
+        distances = (trainer.double() - engine.double()).abs()
+        for age in ages.unique().tolist():
+            own = distances[ages == age]
+            told[age] = [told[age][0] + own.sum().item(), told[age][1] + len(own)]
+    sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for age, distance, tokens in (one for rank in exchange([[age, *own] for age, own in told.items()]) for one in rank):
+        for number in (0, age):  # 0: of any age
+            sums[number] = [sums[number][0] + distance, sums[number][1] + tokens]
+    return {f"stale/log_ratio{f'_{age}' * (age > 0)}": sums[age][0] / sums[age][1] for age in sorted(sums)}
 
 
 def update_metrics(updates: list[UpdateStats]) -> Metrics:

@@ -30,9 +30,9 @@ class PolicyLoss:
     ) -> None:
         """`longest`: tokens of the longest possible answer, for the aggregation fixed_length. `figures` are noted."""
         self._figures = figures
-        # Trainer's and engine's log-probabilities of the trained tokens seen: of the present version's, and of older.
+        # Of the trained tokens seen, what `told_by_age` tells of those of the present version, and of older ones.
         self.gaps: list[tuple[Tensor, Tensor]] = []
-        self.old: list[tuple[Tensor, Tensor]] = []
+        self.old: list[tuple[Tensor, Tensor, Tensor]] = []
         self._config, self._longest, self._critic = config, longest, CriticLoss(config, minibatch)
         self._counts, self._loss, self._keys = (minibatch.tokens, minibatch.sequences), config.loss_record, dict(config)
 
@@ -74,15 +74,14 @@ class PolicyLoss:
         return total, sums
 
 
-def told_by_age(batch: MicroBatch, logprobs: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Trainer's and engine's log-probabilities [K] of the targets: of those that the policy's present version sampled,
-    and of those that earlier versions did. `logprobs` [B, T-1] are the trainer's.
+def told_by_age(batch: MicroBatch, logprobs: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Trainer's and engine's log-probabilities [K] of the targets that the policy's present version sampled, and of
+    those that earlier versions did, these with their ages. `logprobs` [B, T-1] are the trainer's.
     """
-    pair = batch.trained(logprobs), batch.trained(batch.engine_logprobs)
-    if batch.old is None:
-        return pair, (pair[0][:0], pair[1][:0])
-    old = batch.trained(batch.old)
-    return (pair[0][~old], pair[1][~old]), (pair[0][old], pair[1][old])
+    own, engine = batch.trained(logprobs), batch.trained(batch.engine_logprobs)
+    ages = torch.zeros_like(own, dtype=torch.uint8) if batch.ages is None else batch.trained(batch.ages)
+    old = ages > 0
+    return (own[~old], engine[~old]), (own[old], engine[old], ages[old])
 
 
 def only_trained(tensors: PerToken, mask: Tensor) -> PerToken:

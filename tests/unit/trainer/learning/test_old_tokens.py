@@ -72,7 +72,7 @@ def test_the_loss_is_that_of_a_loop_over_tokens(old_tokens: str, ranks: int) -> 
     table, cap = torch.log_softmax(Aged().table, dim=1), 1.3
     total, count, old_count = 0.0, 0, 0
     gaps: list[float] = []
-    ratios: list[float] = []
+    ratios: dict[int, list[float]] = {}
     for t in step():
         new_from = next((start for version, start in t.versions if version == NOW), len(t.response_ids))
         for place, (before, token) in enumerate(zip([4, *t.response_ids[:-1]], t.response_ids, strict=True)):
@@ -82,7 +82,8 @@ def test_the_loss_is_that_of_a_loop_over_tokens(old_tokens: str, ranks: int) -> 
             distance = float(table[before, token]) - t.logprobs[place]
             total -= min(math.exp(distance), cap) * ADVANTAGES[t.sample_index]
             count, old_count = count + 1, old_count + old
-            (ratios if old else gaps).append(abs(distance))
+            age = NOW - max(version for version, start in t.versions if start <= place)
+            (ratios.setdefault(age, []) if old else gaps).append(abs(distance))
     figures = learned(
         step(), ranks, rollout={"old_tokens": old_tokens}, algorithm={"tis_cap": cap, "normalize_std": True}
     )
@@ -92,9 +93,13 @@ def test_the_loss_is_that_of_a_loop_over_tokens(old_tokens: str, ranks: int) -> 
     assert figures["gap/mean"] == pytest.approx(sum(gaps) / len(gaps), rel=0.05)
     if old_tokens == "correct":
         assert old_count > 10
-        assert figures["stale/log_ratio"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
+        all_ages = [each for own in ratios.values() for each in own]
+        expected = {"stale/log_ratio": sum(all_ages) / len(all_ages)}
+        expected |= {f"stale/log_ratio_{age}": sum(own) / len(own) for age, own in ratios.items()}
+        assert {key: figures[key] for key in figures if key.startswith("stale/")} == pytest.approx(expected, rel=1e-5)
+        assert sorted(ratios) == [1, 2, 3, 4]
     else:
-        assert old_count == 0 and "stale/log_ratio" not in figures
+        assert old_count == 0 and not any(key.startswith("stale/") for key in figures)
 
 
 def test_a_fault_of_the_sync_is_in_the_gap_whatever_the_age_of_the_other_tokens() -> None:
@@ -138,7 +143,11 @@ def test_every_rank_knows_how_many_tokens_are_old_and_the_one_that_trains_on_the
             shares = [assign_to_ranks([answer.length for answer in answers], 2)]
             [mine] = hand_over([answers], shares, lambda t: to_sample(t, version=version, mask_old=mask_old))
             for sample, position in zip(mine, shares[0][rank()], strict=True):
-                assert sample.old == samples[position].old and sample.loss_mask == samples[position].loss_mask
-            return any(sample.old for sample in samples)
+                assert sample.ages == samples[position].ages and sample.loss_mask == samples[position].loss_mask
+            for sample, t in zip(samples, order, strict=True):
+                newest = [max(v for v, start in t.versions if start <= i) for i in range(len(t.response_ids))]
+                ages = [0] * len(t.prompt_ids) + [max(0, version - newest) for newest in newest]
+                assert sample.ages == (ages if any(ages) else [])
+            return any(sample.ages for sample in samples)
 
         assert all(on_ranks(2, one))
