@@ -6,7 +6,7 @@ groups are complete: the oldest of these are trained, and all others go on in th
 rank knows which groups are in flight, where, and which are complete; their tokens are on the leader that samples them.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,11 @@ from trainer.config.slices import prompts_ahead
 from trainer.data import Prompt
 from trainer.distributed import say
 from trainer.learning.answers import Answer, gather_answers
-from trainer.rollouts import Rollouts, StepAbandoned, starting_order
+from trainer.rollouts import Rollouts, Source, StepAbandoned, Terms, starting_order
 from trainer.run.checkpoint import CARRIED_FILES
 
 _STOP_SECONDS = 15.0
 _MEASURED = 4  # answers of an engine that the gap is measured on in a step that trains none of the present version
-
-Source = Callable[[int, int], list[Prompt]]
 
 
 @dataclass
@@ -74,10 +72,7 @@ class SlicedRollouts(Rollouts):
         position: int,
         count: int,
         settings: RolloutSettings,
-        timeout: float,
-        give_up: Callable[[], bool] = lambda: False,
-        details: bool = False,
-        lengths: dict[int, int] | None = None,
+        terms: Terms,
     ) -> tuple[list[Prompt], list[Answer], int]:
         """The prompts of the `count` oldest groups that are complete after as few slices as it takes; see `Rollouts`.
 
@@ -89,7 +84,7 @@ class SlicedRollouts(Rollouts):
             self._begin_step(settings.step)
         resumed = self._resume(source)
         fresh = max(0, count + prompts_ahead(self._config) - len(self._flights))
-        groups = resumed + self._deal(source(position, fresh), position, lengths)
+        groups = resumed + self._deal(source(position, fresh), position, terms.lengths)
         beginnings = [self._beginning(group, settings) for group in groups]
 
         def slice(leader: Leader) -> Coroutine[Any, Any, list[int]]:
@@ -99,7 +94,7 @@ class SlicedRollouts(Rollouts):
         slices, unfinished, preemptions = 0, 0, 0
         while not slices or sum(flight.complete for flight in self._flights.values()) < count:
             try:
-                complete = self._on_leaders(slice, timeout, give_up, settings.step)
+                complete = self._on_leaders(slice, terms, settings.step)
             except StepAbandoned:
                 self._given_up = True
                 raise
@@ -113,7 +108,7 @@ class SlicedRollouts(Rollouts):
         places = sorted(place for place, flight in self._flights.items() if flight.complete)[:count]
         flights = [self._flights.pop(place) for place in places]
         self._version = settings.policy_version
-        answers = gather_answers(self._trajectories(places), details, self._version)
+        answers = gather_answers(self._trajectories(places), terms.details, self._version)
         self._ages += [settings.step - flight.born for flight in flights]
         self._tokens += [(answer.old, answer.sampled) for answer in answers]
         old, sampled = (sum(numbers) for numbers in zip(*self._tokens, strict=True))
@@ -128,7 +123,7 @@ class SlicedRollouts(Rollouts):
         }
         self._preemptions = preemptions
         prompts = [flight.prompt for flight in flights]
-        return prompts, self._checked(answers, prompts, lengths), position + fresh
+        return prompts, self._checked(answers, prompts, terms.lengths), position + fresh
 
     def figures(self) -> dict[str, float]:
         """Of the step's answers stale/share, of the tokens those that earlier versions sampled; stale/age_mean and

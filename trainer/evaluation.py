@@ -24,7 +24,7 @@ from trainer.config.schema import EvalConfig, TrainConfig
 from trainer.data import PromptDataset, load_held_out
 from trainer.engines import evaluation_sampling
 from trainer.learning.answers import Answer
-from trainer.rollouts import RolloutLevel, Rollouts
+from trainer.rollouts import RolloutLevel, Rollouts, Terms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,7 +123,7 @@ def sample_held_out(
         held_out.samples, held_out.sampling, policy_version=version, seed=seed, step=step, chat_template_kwargs=extra
     )
     deadline, voting = config.run.first_step_deadline_s, bool(config.eval.k)
-    return rollouts.run(list(held_out.prompts), settings, deadline, voting=voting, details=True)
+    return rollouts.run(list(held_out.prompts), settings, Terms(deadline, details=True), voting)
 
 
 @contextmanager

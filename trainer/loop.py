@@ -36,7 +36,7 @@ from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
 from trainer.learning.answers import Answer
 from trainer.learning.shown import answer_rows, token_rows
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import RolloutLevel, StepAbandoned
+from trainer.rollouts import RolloutLevel, StepAbandoned, Terms
 from trainer.run.checkpoint import load
 from trainer.run.finish import export_and_report
 from trainer.run.keeper import Keeper, find_checkpoint, make_run_tracker, run_identity
@@ -212,18 +212,16 @@ class RLTrainer:
         config, sampled = self.config, StepSampling(self.config)
         position, sampling = self.state.prompts, training_sampling(config, self.end_ids)
         group, version, template = config.algorithm.group_size, self.policy.version, config.data.chat_template_kwargs
-        late, apart = self.keeper.late_to_leave, config.algorithm.rewards_apart
         lengths = self.state.lengths if config.rollout.order == "longest_first" else None
-        deadline = config.run.first_step_deadline_s
+        late, apart = self.keeper.late_to_leave, config.algorithm.rewards_apart
+        terms = Terms(config.run.first_step_deadline_s, late, apart, lengths)
         source = partial(self.prompts.take, seed=config.run.seed)
         while sampled.missing:
             settings = RolloutSettings(
                 group, sampling, version, seed=sampled.seed(step), step=step, chat_template_kwargs=template
             )
             with self.meter.phase("rollout", self.rollouts.waits_for):
-                prompts, answers, position = self.rollouts.take(
-                    source, position, sampled.missing, settings, deadline, late, details=apart, lengths=lengths
-                )
+                prompts, answers, position = self.rollouts.take(source, position, sampled.missing, settings, terms)
             sampled.add(prompts, answers)
         self.state.prompts = position  # not before: a step that is given up has taken none
         return sampled

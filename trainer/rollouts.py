@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -43,6 +44,9 @@ from trainer.rewards.pool import RewardPool
 T = TypeVar("T")
 _CLOSE_SECONDS = 15.0
 _LOOK_SECONDS = 0.2  # between looks at whether to go on
+
+Source = Callable[[int, int], list[Prompt]]
+"""Gives as many prompts to train on as asked for, from a position on."""
 
 
 class RolloutLevel:
@@ -188,6 +192,24 @@ class StepAbandoned(RuntimeError):
     """The step's rollouts were given up, on all ranks; policy and state are those of the step before."""
 
 
+@dataclass(frozen=True)
+class Terms:
+    """How long rollouts may take, and what is to be known of their answers.
+
+    Attributes:
+        timeout: seconds; more are an error.
+        give_up: whether to end them before they are done.
+        details: see `gather_answers`.
+        lengths: the prompts that these say were answered at the greatest length begin first; they learn how long they
+            are now. None: in their order.
+    """
+
+    timeout: float
+    give_up: Callable[[], bool] = lambda: False
+    details: bool = False
+    lengths: dict[int, int] | None = None
+
+
 class Rollouts:
     """Runs rollouts on this rank's engine, if it leads one, and tells every rank of all answers."""
 
@@ -207,55 +229,41 @@ class Rollouts:
         self._rounds = 0
         self.finished = 0  # answers of the present round, on this rank's engine
 
-    def run(
-        self,
-        prompts: list[Prompt],
-        settings: RolloutSettings,
-        timeout: float,
-        voting: bool = False,
-        give_up: Callable[[], bool] = lambda: False,
-        details: bool = False,
-        lengths: dict[int, int] | None = None,
-    ) -> list[Answer]:
+    def run(self, prompts: list[Prompt], settings: RolloutSettings, terms: Terms, voting: bool = False) -> list[Answer]:
         """Sample and score groups for all prompts; the same list on all ranks, ordered by prompt and sample.
 
-        `voting`: fill in each answer's vote, for a majority vote; `details`: see `gather_answers`. With `lengths`, the
-        prompts that they say were answered at the greatest length begin first, and they learn what this step's were.
+        `voting`: fill in each answer's vote, for a majority vote.
 
         Raises:
             RemoteError: on all ranks, when an engine failed on one.
             RolloutError: too many episodes failed.
             RewardError: a reward function failed in too many calls.
-            StepAbandoned: on all ranks, when `give_up()` became true on one whose engine was at work.
+            StepAbandoned: on all ranks, when `terms.give_up()` became true on one whose engine was at work.
             NotFiniteError: on all ranks, when a log-probability of one's engine was not finite.
         """
         self._rounds, self.finished = self._rounds + 1, 0
-        order = starting_order(prompts, lengths)
+        order = starting_order(prompts, terms.lengths)
 
         def sample(leader: Leader) -> Coroutine[Any, Any, list[Trajectory]]:
-            return self._sample(leader, prompts, settings, timeout, voting, order)
+            return self._sample(leader, prompts, settings, terms.timeout, voting, order)
 
-        own = self._on_leaders(sample, timeout, give_up, settings.step)
-        return self._checked(gather_answers(own or [], details), prompts, lengths)
+        own = self._on_leaders(sample, terms, settings.step)
+        return self._checked(gather_answers(own or [], terms.details), prompts, terms.lengths)
 
     def take(
         self,
-        source: Callable[[int, int], list[Prompt]],
+        source: Source,
         position: int,
         count: int,
         settings: RolloutSettings,
-        timeout: float,
-        give_up: Callable[[], bool] = lambda: False,
-        details: bool = False,
-        lengths: dict[int, int] | None = None,
+        terms: Terms,
     ) -> tuple[list[Prompt], list[Answer], int]:
         """`count` prompts, the answers to them, and the position after the prompts that have begun; as `run`.
 
-        `source` gives the prompts to train on, as many as asked for, from a position on; the next is at `position`.
+        The next of `source` is at `position`.
         """
         prompts = source(position, count)
-        answers = self.run(prompts, settings, timeout, give_up=give_up, details=details, lengths=lengths)
-        return prompts, answers, position + count
+        return prompts, self.run(prompts, settings, terms), position + count
 
     def figures(self) -> dict[str, float]:
         """A step's figures beside those of its answers."""
@@ -273,13 +281,7 @@ class Rollouts:
         """Answers that are not trained in the step in which they were sampled, or some of them. Collective."""
         return []
 
-    def _on_leaders(
-        self,
-        work: Callable[[Leader], Coroutine[Any, Any, T]],
-        timeout: float,
-        give_up: Callable[[], bool],
-        step: int,
-    ) -> T | None:
+    def _on_leaders(self, work: Callable[[Leader], Coroutine[Any, Any, T]], terms: Terms, step: int) -> T | None:
         """The result of `work` on this engine's loop; None on a rank that leads none. Collective; raises as `run`."""
         own: T | None = None
         not_finite: float | None = None
@@ -287,7 +289,8 @@ class Rollouts:
             if self._leader is not None:
                 self._leader.engine.not_finite = None
                 try:
-                    own = self._leader.thread.run(unless(give_up, work(self._leader)), timeout, "the rollout")
+                    running = unless(terms.give_up, work(self._leader))
+                    own = self._leader.thread.run(running, terms.timeout, "the rollout")
                 except ExceptionGroup as group:
                     raise first_error(group) from None  # the others are the same error, once a request
                 not_finite = self._leader.engine.not_finite

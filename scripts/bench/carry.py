@@ -13,26 +13,27 @@ longest first   steps of twice as many answers as the engine runs at once, begun
 """
 
 import argparse
+import asyncio
 import os
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from common import PRESETS, add_model, command_line, save, show, start, start_engine, this_device, write_config
+import msgspec
+from common import PRESETS, add_engine, add_model, command_line, engine_for, save, show, start
 
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
+from generation.rollouts.carried import CarriedGroup
 from generation.rollouts.episode import RolloutSettings, one_shot
 from trainer.carried import SlicedRollouts
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age
 from trainer.data import Prompt, PromptDataset
-from trainer.rollouts import Rollouts
+from trainer.rollouts import Rollouts, Terms
 
 Row = dict[str, float]
 
@@ -92,28 +93,40 @@ class Steps:
         settings = RolloutSettings(self.options.group, sampling, 0, seed=0, step=self.number)
         at, count = self.position, self.config.batch.prompts_per_step
         self.leader.thread.run(self.leader.engine.reset_prefix_cache(), 60, "resetting the prefix cache")
+        prefill = self.prefill()
         began = time.perf_counter()
         _, answers, position = self.rollouts.take(
-            lambda at, count: self.prompts.take(at, count, 0), at, count, settings, 3600, lengths=lengths
+            lambda at, count: self.prompts.take(at, count, 0), at, count, settings, Terms(3600, lengths=lengths)
         )
         seconds = time.perf_counter() - began
         self.position = at if again or lengths is not None else position
         sampled = [answer.sampled for answer in answers]
         figures = {"seconds": seconds, "tokens": float(sum(sampled)), "longest": float(max(sampled))}
+        figures["prefill"] = prefill
         return figures | {"rate": sum(sampled) / seconds} | self.rollouts.figures()
+
+    def prefill(self) -> float:
+        """Seconds that the engine needs to compute the caches of all answers that go on, without going on."""
+        if not (carried := self.rollouts.carried()):
+            return 0.0
+        groups = msgspec.msgpack.decode(carried, type=list[CarriedGroup])
+        unfinished = [answer for group in groups for answer in group.unfinished.values() if answer.token_ids]
+        engine, sampling = self.leader.engine, SamplingSettings(1)
+
+        async def compute() -> float:
+            began = time.perf_counter()
+            prompts = (answer.prompt_ids + answer.token_ids for answer in unfinished)
+            await asyncio.gather(*(engine.complete(ids, sampling, seed=0, policy_version=0) for ids in prompts))
+            seconds = time.perf_counter() - began
+            await engine.reset_prefix_cache()
+            return seconds
+
+        return self.leader.thread.run(compute(), 600, "computing caches again")
 
 
 def benchmark(options: argparse.Namespace) -> None:
     """Measure and print."""
-    device = this_device()
-    folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
-    length = options.prompt_tokens + options.max_tokens
-    leader = start_engine(
-        folder, device, dtype=options.dtype, max_model_len=length, max_num_seqs=options.max_num_seqs,
-        kv_cache_bytes=options.kv_cache_mib << 20, sleep=False, keyed_noise=True,
-    )  # fmt: skip
-    try:
-        leader.engine.state.adopt_checkpoint(0)
+    with engine_for(options, keyed_noise=True) as leader:
         whole, sliced = (Steps(leader, options, cut, options.prompts) for cut in (False, True))
         whole.step()  # does not count
         rows = {"whole": [whole.step() for _ in range(options.rounds)]}
@@ -128,9 +141,6 @@ def benchmark(options: argparse.Namespace) -> None:
         rows["order of the data"] = [many.step(lengths={})]
         many.number -= 1
         rows["longest first"] = [many.step(lengths=dict(lengths))]
-    finally:
-        leader.engine.close()
-        leader.thread.close()
     present(options, sliced.config, rows)
 
 
@@ -152,13 +162,15 @@ def present(options: argparse.Namespace, config: TrainConfig, rows: dict[str, li
     answers = options.prompts * options.group
     title = f"{options.preset} {options.dtype}: {answers} answers a step of {options.mean} tokens on average"
     again = total("slices", "carry/slices") - options.rounds
+    share = total("slices", "prefill") / total("slices", "seconds")
     notes = [
         f"slices of {options.slice} tokens, {options.ahead:g} step(s) ahead: at most {oldest_age(config)} steps old",
         f"{again / options.rounds:.1f} slices a step beyond its first; {options.max_num_seqs} sequences at a time",
+        f"{share:.1%} of the time for the caches of answers that go on",
         f"{total('slices', 'carry/preemptions'):.0f} preemptions",
     ]
     show(title, ["", "tok/s", "ratio", "longest", "age mean, max"], cells, notes)
-    save(options.json, {"title": title, "rows": rows, "ratios": ratios})
+    save(options.json, {"title": title, "rows": rows, "ratios": ratios, "prefill share": share})
 
 
 def parse() -> argparse.Namespace:
@@ -167,15 +179,10 @@ def parse() -> argparse.Namespace:
     add_model(parser, "1M")
     parser.add_argument("--prompts", type=int, default=16, help="prompts in a step (default: 16)")
     parser.add_argument("--group", type=int, default=8, help="samples of each (default: 8)")
-    parser.add_argument("--prompt-tokens", type=int, default=16, help="length of the prompts (default: 16)")
     parser.add_argument("--mean", type=int, default=96, help="tokens of an answer on average (default: 96)")
-    parser.add_argument("--max-tokens", type=int, default=768, help="longest answer (default: 768)")
     parser.add_argument("--slice", type=int, default=160, help="rollout.slice_tokens (default: 160)")
     parser.add_argument("--ahead", type=float, default=1.0, help="rollout.ahead (default: 1)")
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=256, help="sequences the engine runs at once (default: 256)"
-    )
-    parser.add_argument("--kv-cache-mib", type=int, default=512, help="size of the KV cache (default: 512)")
+    add_engine(parser, prompt_tokens=16, max_tokens=768, max_num_seqs=256)
     return parser.parse_args()
 
 

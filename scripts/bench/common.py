@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,38 @@ def start_engine(folder: Path, device: torch.device, extra: dict[str, Any] | Non
         )
     )
     return Leader.start(engine, TIMEOUT)
+
+
+def add_engine(parser: argparse.ArgumentParser, prompt_tokens: int, max_tokens: int, max_num_seqs: int) -> None:
+    """The options of a benchmark of one engine's rollouts."""
+    told = {
+        "prompt-tokens": (prompt_tokens, "length of the prompts"),
+        "max-tokens": (max_tokens, "longest answer"),
+        "max-num-seqs": (max_num_seqs, "sequences the engine runs at once"),
+        "kv-cache-mib": (512, "size of the KV cache"),
+    }
+    for name, (default, meaning) in told.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
+
+
+@contextmanager
+def engine_for(options: argparse.Namespace, **settings: Any) -> Iterator[Leader]:
+    """An engine by the options of `add_model` and `add_engine`, of version 0; closed at the end."""
+    leader = start_engine(
+        write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype),
+        this_device(),
+        dtype=options.dtype,
+        max_model_len=options.prompt_tokens + options.max_tokens,
+        max_num_seqs=options.max_num_seqs,
+        kv_cache_bytes=options.kv_cache_mib << 20,
+        sleep=False,
+        **settings,
+    )
+    try:
+        leader.engine.state.adopt_checkpoint(0)
+        yield leader
+    finally:
+        leader.close()
 
 
 def ask_worker(leader: Leader, method: str, *args: Any) -> Any:

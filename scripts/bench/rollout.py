@@ -15,25 +15,22 @@ import argparse
 import asyncio
 import os
 import random
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from common import (
     PRESETS,
+    add_engine,
     add_model,
     command_line,
+    engine_for,
     median,
     save,
     show,
     start,
-    start_engine,
-    this_device,
-    write_config,
 )
 
 from generation.engine.engine import Engine
@@ -108,22 +105,12 @@ async def compare(engine: Engine, prompts: list[list[int]], options: argparse.Na
 
 def benchmark(options: argparse.Namespace) -> None:
     """Measure and print."""
-    device = this_device()
-    folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
-    length = options.prompt_tokens + options.max_tokens
-    leader = start_engine(
-        folder, device, dtype=options.dtype, max_model_len=length, max_num_seqs=options.max_num_seqs,
-        kv_cache_bytes=options.kv_cache_mib << 20, plain_cpu_weights=options.plain, sleep=False,
-    )  # fmt: skip
-    try:
-        leader.engine.state.adopt_checkpoint(0)
+    with engine_for(options, plain_cpu_weights=options.plain) as leader:
         choice = random.Random(0)
         prompts = [
             choice.choices(range(PRESETS[options.preset][-1]), k=options.prompt_tokens) for _ in range(options.prompts)
         ]
         rounds = leader.thread.run(compare(leader.engine, prompts, options), 3600, "the benchmark")
-    finally:
-        leader.engine.close()
     present(options, rounds)
 
 
@@ -151,10 +138,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--prompts", type=int, default=32, help="prompts in a batch (default: 32)")
     parser.add_argument("--group", type=int, default=8, help="samples of each (default: 8)")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="length of the prompts (default: 64)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="longest answer (default: 64)")
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences the engine runs at once (default: 64)")
-    parser.add_argument("--kv-cache-mib", type=int, default=512, help="size of the KV cache (default: 512)")
+    add_engine(parser, prompt_tokens=64, max_tokens=64, max_num_seqs=64)
     return parser.parse_args()
 
 

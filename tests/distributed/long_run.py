@@ -1,9 +1,10 @@
 """What every process of a long run holds on to, step by step: by hand, in some twenty minutes.
 
-    python tests/distributed/long_run.py FOLDER [STEPS]
+    python tests/distributed/long_run.py FOLDER [STEPS] [RUN...]
 
-Two runs of a tiny model (300 steps each by default) with a checkpoint every fifth step. In one, episodes are an OpenAI
-client's that is offered a tool, calls it and sends the result back; in the other, Hotbunk calls the tool. After each
+Runs of a tiny model (300 steps each by default) with a checkpoint every fifth step. In `client`, episodes are an OpenAI
+client's that is offered a tool, calls it and sends the result back; in `tools`, Hotbunk calls the tool; in `carried`,
+answers grow by a few tokens at a time, and most go on in the next step. By default all three. After each
 step the resident memory, descriptors and threads of every process are noted. The slope of its memory is that of Theil
 and Sen (the median over all pairs of steps), after a warm-up of a fifth of the run: what a copy for a checkpoint adds
 for some steps does not bend it. At most 50 KiB a step are allowed.
@@ -16,6 +17,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,8 +149,8 @@ def told(name: str, held: Held, warm: int) -> tuple[str, bool]:
     return f"{name:24} {grows:+8.1f} KiB/step   {memory}{counts}{'' if good else '   TOO MUCH'}", good
 
 
-def main(folder: Path, steps: int = 300) -> int:
-    """Both runs, and a table for each."""
+def main(folder: Path, steps: int = 300, names: Sequence[str] = ()) -> int:
+    """The runs, and a table for each."""
     from trainer.commands.tiny_model import make_tiny_model
 
     model = make_tiny_model(folder / "model", layers=2, intermediate_size=128)
@@ -162,23 +164,29 @@ def main(folder: Path, steps: int = 300) -> int:
         "batch": {"prompts_per_step": 2, "tokens_per_micro_batch": 1024},
     }
     tools = {"tools": [f"{__file__}:two"], "describe_tools": False, "max_turns": 2}
-    rollouts = {"client": {"client": f"{__file__}:client"}, "tools": tools}
+    rollouts = {"client": {"client": f"{__file__}:client"}, "tools": tools, "carried": {"slice_tokens": 8, "ahead": 1}}
     good, warm = True, steps // 5
-    for name, rollout in rollouts.items():
+    for name in names or rollouts:
         began = time.monotonic()
-        run = Run(write_recipe(folder, model, rollout=rollout, **sections), ranks=1, name=name)
+        run = Run(write_recipe(folder, model, rollout=rollouts[name], **sections), ranks=1, name=name)
         found = watch(run)
         rows = run.rows()
         calls = sum(row.get("tools/calls", 0) for row in rows)
         turns = statistics.mean(row["turns/mean"] for row in rows)
-        print(f"{name}: {len(rows)} steps in {time.monotonic() - began:.0f} s, {turns:.2f} turns, {calls:.0f} calls")
+        figures = f"{turns:.2f} turns, {calls:.0f} calls"
+        if name == "carried":
+            carried = statistics.mean(row["carry/answers"] for row in rows)
+            figures = f"{carried:.1f} answers carried, ages up to {max(row['stale/age_max'] for row in rows):.0f}"
+            assert carried > 1, "the run did not do what it was made for"
+        print(f"{name}: {len(rows)} steps in {time.monotonic() - began:.0f} s, {figures}")
         print(f"{'':24} {'slope':>17}   memory at first, {warm}, last      descriptors   threads")
         for process, held in found.items():
             if held.steps[0] <= warm and held.steps[-1] >= steps - warm:
                 line, fine = told(process, held, warm)
                 good &= fine
                 print(line)
-        assert calls > steps if name == "tools" else turns == 2.0, "the run did not do what it was made for"
+        done = {"client": turns == 2.0, "tools": calls > steps, "carried": True}
+        assert done[name], "the run did not do what it was made for"
     return int(not good)
 
 
@@ -186,4 +194,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for models, data and runs")
     parser.add_argument("steps", type=int, nargs="?", default=300, help="of each run (default: 300)")
+    parser.add_argument("names", nargs="*", metavar="RUN", help="client, tools, carried (default: all)")
     sys.exit(main(**vars(parser.parse_args())))

@@ -59,9 +59,17 @@ class Run:
     """One run of `scripts/train.sh` in the background; every process of it carries a mark in its environment."""
 
     def __init__(
-        self, recipe: Path, *arguments: str, ranks: int = 2, name: str = "run", phases: Path | None = None
+        self,
+        recipe: Path,
+        *arguments: str,
+        ranks: int = 2,
+        name: str = "run",
+        phases: Path | None = None,
+        stale: int | None = None,
     ) -> None:
-        """`phases` is a folder in which each rank keeps the name of the phase it is in."""
+        """`phases` is a folder in which each rank keeps the name of the phase it is in; the weights of version `stale`
+        reach the engines with one row of the version before, which their verification does not see.
+        """
         self.folder = recipe.parent / "runs" / name
         self.mark = uuid.uuid4().hex
         self.log = recipe.parent / f"{name}-{self.mark[:6]}.log"
@@ -75,9 +83,10 @@ class Run:
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
         }
-        if phases is not None:
-            paths = [str(ROOT / "tests/distributed/announcing"), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment |= {"HOTBUNK_TEST_PHASES": str(phases), "PYTHONPATH": ":".join(paths)}
+        for variable, value in {"HOTBUNK_TEST_PHASES": phases, "HOTBUNK_TEST_STALE": stale}.items():
+            if value is not None:
+                paths = [str(ROOT / "tests/distributed/changing"), *filter(None, [os.environ.get("PYTHONPATH")])]
+                environment |= {variable: str(value), "PYTHONPATH": ":".join(paths)}
         command = ["bash", str(ROOT / "scripts/train.sh"), str(recipe), "--run.name", name, *arguments]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

@@ -31,7 +31,7 @@ from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age
 from trainer.data import Prompt, PromptDataset
 from trainer.learning.dynamic import StepSampling
-from trainer.rollouts import Rollouts, StepAbandoned
+from trainer.rollouts import Rollouts, StepAbandoned, Terms
 
 PROMPTS = PromptDataset([Prompt(index, (3, index), {}) for index in range(300)])
 GROUP, LONGEST, MEAN = 2, 64, 14
@@ -128,8 +128,7 @@ class Crew:
                 position,
                 sampled.missing,
                 self.settings(sampled.seed(self.step + 1)),
-                60,
-                lambda: self.give_up(),
+                Terms(60, lambda: self.give_up()),
             )
             for answer in answers if reward else ():
                 answer.reward = reward(prompts[answer.prompt_index], answer.sample_index)
@@ -333,7 +332,7 @@ def test_evaluation_between_steps_is_not_cut_and_changes_nothing() -> None:
         own, evaluated = cut.do().own, []
         for crew in (plain, cut):
             settings = RolloutSettings(GROUP, SamplingSettings(LONGEST), cut.step, seed=3, step=-1)
-            evaluated.append([answer.trajectory for answer in crew.rollouts.run(held_out, settings, 60)])
+            evaluated.append([answer.trajectory for answer in crew.rollouts.run(held_out, settings, Terms(60))])
         assert evaluated[0] == evaluated[1]
         assert own == alone.do().own
     for crew in (plain, cut, alone):

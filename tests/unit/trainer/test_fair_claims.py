@@ -17,7 +17,7 @@ from generation.exact_ids import Generation
 from generation.rollouts.episode import one_shot
 from generation.rollouts.run import RolloutSettings
 from trainer.data import Prompt
-from trainer.rollouts import Rollouts
+from trainer.rollouts import Rollouts, Terms
 
 ENGINES, GROUP = 8, 8
 SKEW, LATENCY = 0.005, 0.0002
@@ -73,7 +73,7 @@ def claimed_by_engine(prompts: int, waiting: list[bool], late: bool = False) -> 
         if late and number == ENGINES - 1:
             assert store.claimed.wait(60)
         time.sleep(number * SKEW)
-        done = rollouts.run(asked, RolloutSettings(GROUP, SamplingSettings(1), 0, 0, 1), 60)
+        done = rollouts.run(asked, RolloutSettings(GROUP, SamplingSettings(1), 0, 0, 1), Terms(60))
         thread.close()
         samples = Counter(trajectory.prompt_index for trajectory in done)
         assert set(samples.values()) == {GROUP} or not samples

@@ -8,7 +8,7 @@ import pytest
 from generation.engine.engine import Leader
 from generation.engine.thread import EngineThread
 from generation.rollouts.run import RolloutSettings
-from trainer.rollouts import Rollouts, StepAbandoned, unless
+from trainer.rollouts import Rollouts, StepAbandoned, Terms, unless
 
 
 async def endless(ended: list[str]) -> None:
@@ -44,6 +44,6 @@ def test_a_step_is_abandoned_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> N
     settings = RolloutSettings(1, None, 0, 0, step=7)  # type: ignore[arg-type]
     looks = iter([False, True])
     with pytest.raises(StepAbandoned, match="the rollouts of step 7 were given up"):
-        rollouts.run([], settings, 20, give_up=lambda: next(looks))
+        rollouts.run([], settings, Terms(20, lambda: next(looks)))
     assert ended == ["cancelled"]
     thread.close()
