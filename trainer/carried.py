@@ -88,6 +88,7 @@ class SlicedRollouts(Rollouts):
         beginnings = [self._beginning(group, settings) for group in groups]
 
         def slice(leader: Leader) -> Coroutine[Any, Any, list[int]]:
+            """One more slice for all that are under way, and the first for those that begin."""
             assert self._pool is not None
             return self._pool.slice(settings.policy_version, beginnings)
 
@@ -209,6 +210,7 @@ class SlicedRollouts(Rollouts):
         messages = self._level.messages([prompt])
 
         async def score(trajectory: Trajectory) -> None:
+            """By the reward functions."""
             await self._score(trajectory, prompt)
 
         return Beginning(
@@ -246,6 +248,7 @@ def packed_groups(groups: list[CarriedGroup]) -> bytes:
     images = {image.digest: image.data for t in _done(groups) for image in t.images}
 
     def plain(value: Any) -> Any:
+        """What msgpack has no type for, in types that it has."""
         if isinstance(value, np.ndarray):
             return value.dtype.name, value.shape, value.tobytes()
         return value.item()  # a number, of NumPy, say

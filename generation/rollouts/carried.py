@@ -141,10 +141,12 @@ class CarriedEpisodes:
         )
 
         async def run() -> None:
+            """The whole episode, over as many steps as it takes."""
             row, on_sample = dict(beginning.row), beginning.on_sample
             group.done[sample] = await scored_episode(self._function, llm, row, on_sample, self._room)
 
         def ended(task: asyncio.Task[None]) -> None:
+            """Its end is seen: one that was cancelled by its own code is lost, an error is everybody's."""
             self._tasks.discard(task)
             del self._turnstiles[group.place, sample]
             if self._stopped:

@@ -114,6 +114,7 @@ class Steps:
         engine, sampling = self.leader.engine, SamplingSettings(1)
 
         async def compute() -> float:
+            """All of them at once, as a step begins."""
             began = time.perf_counter()
             prompts = (answer.prompt_ids + answer.token_ids for answer in unfinished)
             await asyncio.gather(*(engine.complete(ids, sampling, seed=0, policy_version=0) for ids in prompts))
@@ -148,6 +149,7 @@ def present(options: argparse.Namespace, config: TrainConfig, rows: dict[str, li
     """Print the table, write the JSON."""
 
     def total(name: str, key: str) -> float:
+        """Over all rounds of one kind."""
         return sum(row.get(key, 0.0) for row in rows[name])
 
     rates = {name: total(name, "tokens") / total(name, "seconds") for name in rows}
