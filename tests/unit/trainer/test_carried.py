@@ -394,6 +394,25 @@ def test_an_episode_in_a_tool_is_waited_for_when_all_others_are_parked() -> None
     assert (1, "1 episode in tools or reward functions") in tools.said
 
 
+def test_what_an_episode_does_beside_its_answer_is_waited_for() -> None:
+    under_way = 0
+
+    async def beside(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+        async def tool() -> None:
+            nonlocal under_way
+            under_way += 1
+            async with llm.away():
+                await asyncio.sleep(0.1)
+            under_way -= 1
+
+        return (await asyncio.gather(one_shot(llm, row, sampling), tool()))[0]
+
+    crew = Crew(config(5), beside)
+    for _ in range(2):
+        assert crew.do().figures["carry/answers"] and under_way == 0
+    crew.close()
+
+
 @pytest.mark.parametrize("function", [one_shot, Tools()])
 def test_answers_that_wait_or_are_unfinished_can_be_measured_at_every_level(function: RolloutFunction) -> None:
     crew = Crew(config(3, 2), function)
