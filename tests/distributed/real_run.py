@@ -65,10 +65,10 @@ class Run:
         ranks: int = 2,
         name: str = "run",
         phases: Path | None = None,
-        stale: int | None = None,
+        stale: str | None = None,
     ) -> None:
-        """`phases` is a folder in which each rank keeps the name of the phase it is in; the weights of version `stale`
-        reach the engines with one row of the version before, which their verification does not see.
+        """`phases` is a folder in which each rank keeps the name of the phase it is in. `stale` is VERSION:TOKEN: with
+        weights of that version, engines have the token's embedding of the one before, which no verification sees.
         """
         self.folder = recipe.parent / "runs" / name
         self.mark = uuid.uuid4().hex

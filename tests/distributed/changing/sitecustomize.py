@@ -1,7 +1,7 @@
 """On PYTHONPATH, it changes modules of a run once they are loaded, as variables of the environment ask:
 
-HOTBUNK_TEST_PHASES=FOLDER   each rank writes the phase it is in to FOLDER/RANK, where a test sees it
-HOTBUNK_TEST_STALE=VERSION   of the weights of that version, each engine keeps a row of one as the version before had it
+HOTBUNK_TEST_PHASES=FOLDER        each rank writes the phase it is in to FOLDER/RANK, where a test sees it
+HOTBUNK_TEST_STALE=VERSION:TOKEN  with weights of that version, engines keep the token's embedding of the one before
 """
 
 import os
@@ -24,15 +24,15 @@ def announce_phases(module: ModuleType) -> None:
 
 
 def keep_a_row(module: ModuleType) -> None:
-    """After everything has been verified: the row of the embedding that has changed most."""
+    """After everything has been verified."""
     receive, before = module.VllmInternalWorkerExtension._hotbunk_receive, []
+    version, row = map(int, os.environ["HOTBUNK_TEST_STALE"].split(":"))
 
     def receive_all_but_a_row(worker, carrier):
         outcome, weight = receive(worker, carrier), worker.get_model().model.embed_tokens.weight.data
-        if before and str(outcome["version"]) == os.environ["HOTBUNK_TEST_STALE"]:
-            row = (weight - before[0]).abs().sum(1).argmax()
-            weight[row] = before[0][row]
-        before[:] = [weight.clone()]
+        if outcome["version"] == version:
+            weight[row] = before[0]
+        before[:] = [weight[row].clone()]
         return outcome
 
     module.VllmInternalWorkerExtension._hotbunk_receive = receive_all_but_a_row
