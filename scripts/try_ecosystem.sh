@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$(realpath -m "${1:-runs/ecosystem}")
 shift || true
 mkdir -p "$folder"
-rm -rf "$folder/runs" "$folder/rows.jsonl"
+rm -rf "$folder/trials" "$folder/rows.jsonl"
 
 # environment NAME PACKAGE...: a Python of that name with these packages
 environment() {

@@ -2,7 +2,7 @@
 
     python scripts/ecosystem/trial.py FOLDER NAME
 
-FOLDER has models and the environments of Python by name, and gets `runs/NAME` and lines of `rows.jsonl`. The exit
+FOLDER has models and the environments of Python by name, and gets `trials/NAME` and lines of `rows.jsonl`. The exit
 status is 1 where anything is not as it should be: a failed episode, a request whose ids do not begin with all ids of
 the one before, a gap, another number of trajectories than expected, a process that is left.
 """
@@ -145,9 +145,9 @@ def recipe(folder: Path, name: str, trial: Trial) -> dict[str, Any]:
     """The recipe; with stop strings for the random model, whose answers would else all be cut."""
     stop = [] if trial.calls else list(string.ascii_lowercase + string.digits)
     own: dict[str, dict[str, Any]] = {
-        "run": {"output_dir": str(folder / "runs"), "name": name, "steps": 2},
+        "run": {"output_dir": str(folder / "trials"), "name": name, "steps": 2},
         "model": {"path": str(folder / ("calling/model" if trial.calls else "model"))},
-        "data": {"path": str(folder / "data.jsonl"), "max_prompt_tokens": 2048, "answer_key": None},
+        "data": {"path": str(folder / f"trials/{name}.jsonl"), "max_prompt_tokens": 2048, "answer_key": None},
         "sampling": {"max_tokens": 96, "stop": stop},
         "engine": {"max_model_len": 16384, "max_num_seqs": 16, "kv_cache_gib": 0.25},
         "sync": {"verify": "off"},  # which asks the engine for answers of its own
@@ -193,12 +193,15 @@ def serving(folder: Path, trial: Trial) -> Iterator[None]:
 
 def train(folder: Path, name: str, trial: Trial) -> None:
     """Two steps. Raises CalledProcessError where the run fails."""
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trial.rows))
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder, name, trial)))
+    own = folder / "trials" / name
+    own.parent.mkdir(exist_ok=True)
+    own.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in trial.rows))
+    own.with_suffix(".yaml").write_text(yaml.safe_dump(recipe(folder, name, trial)))
     libraries = next((folder / "libraries/lib").glob("python*/site-packages"))
-    own = {"PYTHONPATH": str(libraries), "NPROC_PER_NODE": "1", "ECOSYSTEM_REQUESTS": str(folder / "requests.json")}
-    command = ["bash", str(ROOT / "scripts/train.sh"), str(folder / "recipe.yaml"), "--resume", "none"]
-    subprocess.run(command, check=True, env={**os.environ, **own})
+    variables = {"PYTHONPATH": str(libraries), "NPROC_PER_NODE": "1"}
+    variables["ECOSYSTEM_REQUESTS"] = str(own.with_suffix(".requests.json"))
+    command = ["bash", str(ROOT / "scripts/train.sh"), str(own.with_suffix(".yaml")), "--resume", "none"]
+    subprocess.run(command, check=True, env={**os.environ, **variables})
 
 
 def beginnings(requests: list[tuple[list[int], list[int]]]) -> int:
@@ -225,8 +228,9 @@ def version(folder: Path, trial: Trial, package: str) -> str:
 
 def judge(folder: Path, name: str, trial: Trial) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of the table, and what is wrong."""
-    answers, steps = (lines_of(folder / "runs" / name / f"{each}.jsonl") for each in ("completions", "metrics"))
-    requests = json.loads((folder / "requests.json").read_text())
+    run = folder / "trials" / name
+    answers, steps = lines_of(run / "completions.jsonl"), lines_of(run / "metrics.jsonl")
+    requests = json.loads(run.with_suffix(".requests.json").read_text())
     gaps = [step["gap/max"] for step in steps if "gap/max" in step]
     calls = sum(step.get("tools/calls", 0.0) for step in steps)
     wrong = [f"failed: {answer['error']}" for answer in answers if answer["error"]][:1]

@@ -1,0 +1,34 @@
+"""What scripts/try_ecosystem.sh makes of the requests that it has recorded."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ecosystem import trial
+
+from trainer.config.checks import find_problems
+from trainer.config.recipe import load_config
+
+FIRST = ([1, 2], [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("requests", "begun"),
+    [
+        ([FIRST, ([1, 2, 3, 4, 5], [6]), ([1, 2, 3, 4, 5, 6, 7], [8])], 1),
+        ([FIRST, ([1, 2], [3, 5]), ([1, 2, 3, 5, 9], [6]), ([1, 2, 3, 4, 9], [6])], 2),  # two samples of a prompt
+        ([FIRST, ([1, 2, 3, 9, 5], [6])], 2),  # the last id of the answer has changed
+        ([FIRST, ([1, 2, 3], [6])], 2),  # the answer was cut
+        ([FIRST, ([7, 1, 2, 3, 4], [6])], 2),
+    ],
+)
+def test_a_request_goes_on_only_with_all_ids_of_one_before(requests: list, begun: int) -> None:
+    assert trial.beginnings(requests) == begun
+
+
+@pytest.mark.parametrize("name", trial.TRIALS)
+def test_the_recipe_of_each_trial_is_valid(name: str, tmp_path: Path) -> None:
+    """But for what is made only when it runs: models, environments and data."""
+    (tmp_path / "r.yaml").write_text(json.dumps(trial.recipe(tmp_path, name, trial.TRIALS[name])))
+    problems = find_problems(load_config(tmp_path / "r.yaml", []), "train", {})
+    assert [each for each in problems if not each.startswith(("model.path", "data.path", "rollout.mcp is set"))] == []
