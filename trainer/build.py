@@ -182,10 +182,10 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
 
 
 def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
-    """The way that sync.way names, `auto` settled. One's own is made with the device and the deadline of a wait (s)."""
+    """The way that sync.way names; unsettled, staged. One's own is made with the device and a wait's deadline (s)."""
     device, timeout = policy.device, config.sync.timeout_s
     match config.sync.way:
-        case "staged":
+        case "staged" | "auto":
             return Staged(device)
         case "zero_copy":
             assert isinstance(policy, InPlacePolicy)

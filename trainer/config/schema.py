@@ -189,7 +189,7 @@ class SyncConfig(Section):
     timeout_s: Seconds = key(300, "longest wait for any answer of a worker")
     replay: bool = key(True, "record what vLLM's loaders do with the first weights, and from then on repeat it")
     way: str = key(
-        "staged", "how weights get to the engine; your own way is pkg.mod:Name or file.py:Name (docs/weight-path.md)",
+        "auto", "how weights get to the engine; your own way is pkg.mod:Name or file.py:Name (docs/weight-path.md)",
         auto="the first that holds here of zero_copy, pull and staged; on CUDA staged",
         staged="through two buffers that trainer and engine have mapped",
         pull="engines read the shards of all ranks of their machine, and nothing is gathered or staged",

@@ -160,10 +160,11 @@ def test_a_run_in_shared_memory_learns_and_is_continued_by_one_that_copies(
         checkpoint={"every": 3},
         eval={"every": 3},
     )
-    shared = Run(recipe, "--sync.way", "zero_copy", ranks=1, name="run")
+    shared = Run(recipe, ranks=1, name="run")
     assert shared.wait() == 0, shared.output()
     shared.assert_gone()
-    copying = Run(recipe, "--run.steps", "5", ranks=1, name="run")
+    assert "sync.way is zero_copy, since one rank and its engine keep weights alike" in shared.output()
+    copying = Run(recipe, "--sync.way", "staged", "--run.steps", "5", ranks=1, name="run")
     assert copying.wait() == 0, copying.output()
     rows = copying.rows()
     assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4, 5]
@@ -186,9 +187,10 @@ def test_a_run_whose_engines_read_the_ranks_shards_is_the_run_that_stages_them(
         checkpoint={"every": 2},
         eval={"every": 3},
     )
-    runs = [Run(recipe, "--sync.way", way, name=way) for way in ("pull", "staged")]
+    runs = [Run(recipe, "--sync.way", way, name=way) for way in ("auto", "staged")]
     for run in runs:
         assert run.wait() == 0, run.output()
+    assert "sync.way is pull, since the engine can read all shards here" in runs[0].output()
     for run in runs:
         run.assert_gone()
     first, second = runs
