@@ -8,6 +8,7 @@ tests/distributed/trainer/test_waits.py runs on the CPU, with the hooks of FSDP2
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import BucketPlan
 from sharding.wire import manifest as manifests
 from sharding.wire.staging import STAMP_BYTES
+from sharding.worker import loader
 from sharding.worker.loader import WeightLoader
 from tests.distributed import policy_checks as checks
 from tests.in_process import SmallModel, small_weights
@@ -208,7 +210,7 @@ def test_a_worker_records_replays_and_digests_without_waiting_but_for_what_it_re
     weights = {name: device.fake(weight) for name, weight in real.items()}
     manifest = {name: [list(weight.shape), "bfloat16"] for name, weight in real.items()}
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
-    monkeypatch.setattr(WeightLoader, "_vllm", lambda _: torch.no_grad())
+    monkeypatch.setattr(loader, "set_current_vllm_config", lambda _: nullcontext())
 
     first = WeightLoader(model, config)
     first.begin(manifest)
@@ -223,6 +225,16 @@ def test_a_worker_records_replays_and_digests_without_waiting_but_for_what_it_re
         second.load_parts([("a", 0, weights["a"].view(-1)[:50]), ("a", 50, weights["a"].view(-1)[50:])])
         second.load([("b", weights["b"])])
         second.finish()
+    assert not waits.found
+
+    shards = {name: device.fake(weight.float().view(-1)) for name, weight in real.items()}
+    third = WeightLoader(model, config, recording=first.recording)
+    with Waits() as waits:
+        third.begin(manifest)
+        pulled = [(name, 0, shards[name]) for name in ("b", "columns", "norm")]
+        third.pull([("a", 0, shards["a"][:50]), ("a", 50, shards["a"][50:]), *pulled])
+        third.load([("scaled", weights["scaled"])])
+        third.finish()
     assert not waits.found
 
     monkeypatch.setattr(
