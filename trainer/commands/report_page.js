@@ -11,9 +11,10 @@ const PANELS = [
   ["entropy, nats per token", [["entropy", "entropy", BLUE]]],
   ["KL to the reference", [["kl", "KL", ORANGE]]],
   ["gradient norm", [["grad_norm", "gradient norm", BLUE]]],
-  ["learning rate", [["lr", "learning rate", ORANGE]]],
+  ["learning rate", [["lr", "learning rate", ORANGE]], "from 0"],
   ["tokens per second", [["throughput/rollout_tokens_per_s", "rollout", BLUE], ["throughput/train_tokens_per_s", "update", ORANGE]]],
 ];
+const FROM_0 = {yaxis: {rangemode: "tozero", exponentformat: "e"}};
 const byId = (id) => document.getElementById(id);
 const label = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 let data = JSON.parse(byId("data").textContent), steps = [];
@@ -38,10 +39,11 @@ function table(id, titles, lines) {
 
 function plot(element, title, traces, extra) {
   const layout = {
-    title: {text: label(title), x: 0.01, font: {size: 14}}, margin: {l: 55, r: 15, t: 60, b: 35}, hovermode: "x unified",
-    legend: {orientation: "h", y: 1.16, x: 0}, xaxis: {title: {text: "step"}}, uirevision: "kept", ...extra,
+    title: {text: label(title), x: 0.01, font: {size: 14}}, margin: {l: 55, r: 15, t: 65, b: 35}, hovermode: "x unified",
+    legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0}, xaxis: {title: {text: "step"}}, uirevision: "kept", ...extra,
   };
-  Plotly.react(element, traces, layout, {displaylogo: false, responsive: true});
+  // A page of a run sends nothing anywhere, though Plotly's bar has a button for it.
+  Plotly.react(element, traces, layout, {displaylogo: false, responsive: true, modeBarButtonsToRemove: ["sendChartToCloud"]});
 }
 
 function line(curve, name, color, more) {
@@ -58,12 +60,13 @@ function drawCurves() {
   present.forEach(([title, keys, scale], place) => {
     const traces = keys.map(([key, name, color]) => line(own[key], name, color));
     const positive = keys.some(([key]) => own[key][1].some((value) => value > 0));
-    plot(box.children[place], title, traces, scale === "log" && positive ? {yaxis: {type: "log", exponentformat: "power"}} : {});
+    const logarithmic = scale === "log" && positive ? {yaxis: {type: "log", exponentformat: "power", dtick: 1}} : {};
+    plot(box.children[place], title, traces, scale === "from 0" ? FROM_0 : logarithmic);
   });
   const parts = Object.keys(own).filter((key) => key.startsWith("time/") && key !== "time/step" && own[key][0].length);
   plot(byId("seconds"), "seconds of a step, by phase", parts.map((key) => line(own[key], key.slice(5), undefined, {stackgroup: "one", line: {width: 0.5}, mode: "lines"})));
   const sizes = Object.keys(own).filter((key) => key.startsWith("memory/") && key.includes("_gib") && own[key][0].length);
-  plot(byId("gib"), "memory, GiB", sizes.map((key) => line(own[key], key.slice(7).replace("_gib", "").replaceAll("_", " "))));
+  plot(byId("gib"), "memory, GiB", sizes.map((key) => line(own[key], key.slice(7).replace("_gib", "").replaceAll("_", " "))), FROM_0);
 }
 
 function drawComparison() {

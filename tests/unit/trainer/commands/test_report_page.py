@@ -125,6 +125,8 @@ def test_a_page_of_hostile_texts_shows_them_and_runs_none(browser: Browser, run:
     assert browser.run("return window.owned ?? null") is None
     assert browser.run("return document.querySelectorAll('img, main script, main a[href^=javascript]').length") == 0
     assert browser.complaints() == []  # neither an error nor anything that the policy had to stop
+    buttons = browser.run("return [...document.querySelectorAll('.modebar-btn')].map(each => each.dataset.title)")
+    assert "Zoom" in buttons and not [title for title in buttons if "hare" in title]  # nothing is sent anywhere
     assert browser.run("return document.title") == "<b>mine & co · Hotbunk"
     assert browser.run("return document.getElementById('name').textContent") == "<b>mine & co"
     answers = browser.run("return document.getElementById('texts').textContent")
