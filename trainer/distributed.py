@@ -98,7 +98,8 @@ def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
 def say(line: str) -> None:
     """Print a line about the run to standard error, on rank 0."""
     if is_main():
-        print(f"[hotbunk] {line}", file=sys.stderr, flush=True)
+        begin = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the line that says what is going on
+        print(f"{begin}[hotbunk] {line}", file=sys.stderr, flush=True)
 
 
 def _on_one_machine() -> bool:

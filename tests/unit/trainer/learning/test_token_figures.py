@@ -37,14 +37,20 @@ def expected(step: list[Trajectory], watched: Watched) -> tuple[list[int], dict[
     return own.response_ids[own.loss_mask.index(1) :], figures
 
 
-@pytest.mark.parametrize(("ranks", "packing", "updates"), [(1, True, 1), (2, True, 2), (2, False, 1)])
-def test_each_token_has_the_figures_of_the_pass_before_the_update(ranks: int, packing: bool, updates: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "packing", "updates", "ways"),
+    [(1, True, 1, 1), (2, True, 2, 1), (2, False, 1, 1), (2, True, 1, 2)],  # the last share all micro-batches
+)
+def test_each_token_has_the_figures_of_the_pass_before_the_update(
+    ranks: int, packing: bool, updates: int, ways: int
+) -> None:
     step = random_step(6, 4, seed=4)
     config = make_config(
         algorithm={"normalize_std": False, "num_iterations": 2},
         batch={"packing": packing, "tokens_per_micro_batch": 40, "updates_per_step": updates},
         sampling={"temperature": TEMPERATURE},
         tracking={"tokens_per_step": 5},
+        policy={"sequence_parallel": ways},
     )
 
     def rank() -> tuple[list[Watched], torch.Tensor]:
