@@ -11,7 +11,7 @@ from starlette.types import Message, Send
 
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import KnownPrefix, replace_prefix_tokens
-from generation.server.conversations import STUMBLES, Call, Refused, Responses
+from generation.server.conversations import STUMBLES, Call, Refused, Responses, as_key
 from generation.server.dialects import MESSAGES, RESPONSES, add_event, said_in
 
 Body = dict[str, Any]
@@ -273,8 +273,11 @@ class Answer:
         generation, conversation = self._call.generations.get(index), self._call.conversation
         if generation is None:
             return
-        if said is not None and self._call.messages is not None and conversation is not None:
+        if self._call.messages is not None and conversation is not None:
+            said = said or {"role": "assistant", "content": ""}
             conversation.history.record(self._call.messages, said, generation)
+            if self._call.turns is not None and not said.get("content") and not said.get("tool_calls"):
+                conversation.silent.add(as_key(self._call.turns))
         # JSON has no minus infinity; the number in its place is vLLM's own choice.
         logprobs = [max(logprob, -9999.0) for logprob in generation.logprobs]
         place.update(zip(CARRIED, (generation.prompt_ids, generation.token_ids, logprobs), strict=True))

@@ -27,6 +27,11 @@ FIGURES = {
 """What is counted, of a conversation and of a server as a whole."""
 
 
+def as_key(turns: list[Any]) -> str:
+    """The messages of a chat, or the items of a response, in a form that can be looked up."""
+    return json.dumps(turns, sort_keys=True)
+
+
 class Refused(ValueError):
     """A request is answered with `status` and one sentence. A ValueError: vLLM blames the client for those."""
 
@@ -88,6 +93,7 @@ class Conversation:
         turnstile: its requests are answered slice by slice, by the version of each; None: in one.
         counts: of its own; see `FIGURES`.
         responses: those that further ones may continue.
+        silent: turns, as JSON, that were answered by nothing: neither text nor calls.
     """
 
     key: str
@@ -100,11 +106,23 @@ class Conversation:
     requests: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     responses: Responses = field(default_factory=Responses)
+    silent: set[str] = field(default_factory=set)
 
     @property
     def place(self) -> str:
         """Names it in addresses, without giving away its key."""
         return hashlib.blake2b(self.key.encode(), digest_size=16).hexdigest()
+
+    def with_silence(self, turns: list[Any]) -> list[Any]:
+        """The turns with the empty answers that the client has left out of them, as openai-agents does: what was
+        sampled for these, if only its end, is in the ids all the same.
+        """
+        whole: list[Any] = []
+        for turn in turns:
+            if self.silent and isinstance(turn, dict) and turn.get("role") == "user" and as_key(whole) in self.silent:
+                whole.append({"role": "assistant", "content": ""})
+            whole.append(turn)
+        return whole
 
     def next_seed(self) -> int | None:
         """The next request's seed, a function of the conversation's and of how many requests came before."""
@@ -171,6 +189,7 @@ class Call:
         totals: what is counted of all calls; see `FIGURES`.
         messages: those of a chat, in whichever dialect it came.
         items: the same of a response, in its own; None where it is not to be kept.
+        turns: the messages or items as they came, with empty answers that the client has left out.
         find_exact: the ids that a chat's prompt has to begin with, if any.
         unread: vLLM could not read the tool calls in its answer.
         generations: the answers, by the choice's index in the response.
@@ -187,6 +206,7 @@ class Call:
     totals: Counter[str] = field(default_factory=Counter)
     messages: list[Any] | None = None
     items: list[dict[str, Any]] | None = None
+    turns: list[Any] | None = None
     find_exact: Callable[[dict[str, Any]], Awaitable[KnownPrefix | None]] | None = None
     unread: bool = False
     generations: dict[int, Generation] = field(default_factory=dict)

@@ -197,8 +197,12 @@ class Gate:
         call.open_ended = all(body.get(name) is None for name in lengths)
         kept = (call.conversation or self._conversations).responses
         previous = body.get("previous_response_id") if path == RESPONSES else None
+        items = kept.whole_input(body) if path == RESPONSES else readable_messages(body)
+        if call.conversation is not None and path in (CHAT, RESPONSES):
+            call.turns = call.conversation.with_silence(items)
+            if len(call.turns) > len(items):
+                body["input" if path == RESPONSES else "messages"] = items = call.turns
         if path == RESPONSES:
-            items = kept.whole_input(body)
             call.items = None if body.get("store") is False else items
             if isinstance(body.get("store", True), bool):
                 body["store"] = False  # by vLLM, that is

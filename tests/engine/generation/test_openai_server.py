@@ -11,6 +11,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,30 @@ def test_a_conversation_is_captured_alike_by_whichever_interface(
         assert [(t.turns, t.metrics["server/retemplated"]) for t in conversation] == [(3, 0.0)]
         assert conversation[0].response_ids == found[0][0].response_ids
         assert conversation[0].loss_mask == found[0][0].loss_mask
+
+
+@pytest.mark.parametrize("way", ["chat", "responses", "responses by id"])
+@pytest.mark.covers("N13")
+def test_an_empty_answer_that_the_client_leaves_out_is_in_the_ids_all_the_same(
+    server: OpenAIServer, leader: Leader, tiny_qwen2: Path, way: str
+) -> None:
+    """Every token ends an answer here, and its text is left out, so that all answers say nothing: openai-agents then
+    sends the questions alone.
+    """
+    vocabulary = range(json.loads((tiny_qwen2 / "config.json").read_text())["vocab_size"])
+    silent = replace(SAMPLING, stop_token_ids=list(vocabulary))
+    key = opened(server, leader, sampling=silent, seed=1, policy_version=0)
+    api, previous, asked = client(server, key), openai.omit, list[Any]()
+    for question in QUESTIONS:
+        asked = [*([] if "id" in way else asked), {"role": "user", "content": question}]
+        if way == "chat":
+            assert not api.chat.completions.create(model="policy", messages=asked).choices[0].message.content
+        else:
+            answer = api.responses.create(model="policy", input=asked, previous_response_id=previous)
+            assert answer.output_text == ""
+            previous = answer.id if "id" in way else previous
+    (one,) = taken(server, leader, key)
+    assert (one.turns, sum(one.loss_mask), one.metrics["server/retemplated"]) == (3, 3, 0.0)
 
 
 CALL = {"name": "add", "arguments": {"a": 4}}
@@ -631,6 +656,7 @@ def test_level_6_plays_an_environment_of_verifiers_in_its_own_python(leader: Lea
     if not python.exists():
         pytest.skip(f"verifiers is not installed in {python}: run scripts/try_ecosystem.sh")
     env = {"PYTHONPATH": str(ROOT / "scripts" / "ecosystem")}
+    env |= {name: os.environ[name] for name in ("SSL_CERT_FILE",) if name in os.environ}  # uv asks a package index
     args = {"taskset": {"size": 3}, "agent": SUMS}
     settings = {"environment": "hotbunk_sums", "args": args, "python": str(python), "workers": 1, "env": env}
     rows = verifiers.rows(settings | {"tasks": 100})
