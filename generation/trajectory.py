@@ -160,3 +160,16 @@ def by_episode(trajectories: Iterable[P]) -> list[list[P]]:
     for trajectory in trajectories:
         found.setdefault((trajectory.prompt_index, trajectory.sample_index), []).append(trajectory)
     return list(found.values())
+
+
+def plain(value: Any) -> Any:
+    """What `msgspec` writes in place of something in a trajectory that is not of a plain type."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.name, value.shape, value.tobytes()
+    return value.item()  # a number, of NumPy, say
+
+
+def array(_: type, packed: tuple[str, list[int], bytes]) -> np.ndarray:
+    """An array as `plain` has it, for `msgspec` to read."""
+    dtype, shape, data = packed
+    return np.frombuffer(data, dtype).reshape(shape)

@@ -29,6 +29,7 @@ from trainer.errors import UserError
 from trainer.estimates.budget import over_budget
 from trainer.estimates.memory import GIB
 from trainer.estimates.model_sizes import model_sizes
+from trainer.kept import KeptRollouts
 from trainer.learning.learner import updates_asked
 from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
 from trainer.policy.attention import require_packing, require_sharing
@@ -40,6 +41,7 @@ from trainer.rewards.pool import RewardPool
 from trainer.rollouts import RolloutLevel, Rollouts
 from trainer.run import processes
 from trainer.run.checkpoint import CARRIED_FILES
+from trainer.run.keeper import Identity
 from trainer.run.lock import RunLock
 from trainer.run.watchdog import Watchdog
 
@@ -153,13 +155,16 @@ def build_rollouts(
     rewards: RewardPool,
     level: RolloutLevel,
     start: Path | None,
+    identity: Identity,
 ) -> Rollouts:
-    """The rollouts of this rank; `start` is the checkpoint that the run resumes from, if it does."""
+    """The rollouts of this rank; `start` is the checkpoint that the run, of that identity, resumes from, if it does."""
     options: dict[str, Any] = {"engines": world_size() // config.engine.tensor_parallel_size}
     options["max_error_rate"] = config.rollout.max_error_rate
     if config.rollout.slice_tokens is None:
         if start is not None and any(start.glob(CARRIED_FILES)):
             say(f"{start} has unfinished answers, which are left out, since rollout.slice_tokens is null now")
+        if config.checkpoint.rollouts:
+            return KeptRollouts(config, identity, leader, tokenizer, rewards, store(), level, **options)
         return Rollouts(leader, tokenizer, rewards, store(), level, **options)
     return SlicedRollouts(config, leader, tokenizer, rewards, store(), level, start=start, **options)
 

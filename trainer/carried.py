@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from generation.engine.engine import Leader
 from generation.engine.slices import Slices
 from generation.rollouts.carried import Beginning, CarriedEpisodes, CarriedGroup
 from generation.rollouts.episode import RolloutSettings, one_shot
-from generation.trajectory import Trajectory
+from generation.trajectory import Trajectory, array, plain
 from sharding.ranks import exchange, rank, world_size
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import prompts_ahead
@@ -247,12 +246,6 @@ def packed_groups(groups: list[CarriedGroup]) -> bytes:
     """As a checkpoint has them."""
     images = {image.digest: image.data for t in _done(groups) for image in t.images}
 
-    def plain(value: Any) -> Any:
-        """What msgpack has no type for, in types that it has."""
-        if isinstance(value, np.ndarray):
-            return value.dtype.name, value.shape, value.tobytes()
-        return value.item()  # a number, of NumPy, say
-
     def bare(trajectory: Trajectory) -> Trajectory:
         return replace(trajectory, images=tuple(replace(image, data=b"") for image in trajectory.images))
 
@@ -271,16 +264,10 @@ def read_groups(checkpoint: Path) -> list[CarriedGroup]:
     """All groups that a checkpoint has, whichever engine had them, the oldest first."""
     groups: list[CarriedGroup] = []
     for file in checkpoint.glob(CARRIED_FILES):
-        found = msgspec.msgpack.decode(file.read_bytes(), type=list[CarriedGroup] | _WithImages, dec_hook=_array)
+        found = msgspec.msgpack.decode(file.read_bytes(), type=list[CarriedGroup] | _WithImages, dec_hook=array)
         if isinstance(found, _WithImages):
             for t in _done(found.groups):
                 t.images = tuple(replace(image, data=found.images[image.digest]) for image in t.images)
             found = found.groups
         groups += found
     return sorted(groups, key=lambda group: group.place)
-
-
-def _array(_: type, packed: tuple[str, list[int], bytes]) -> np.ndarray:
-    """An array as `packed_groups` has it."""
-    dtype, shape, data = packed
-    return np.frombuffer(data, dtype).reshape(shape)

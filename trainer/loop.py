@@ -83,7 +83,7 @@ class RLTrainer:
         self.sharding.connect()
         self.sharding.sleep()
         again = start if self.state.prompts else None  # a checkpoint of other data says nothing of these prompts
-        self.rollouts = build_rollouts(config, self.leader, self.tokenizer, self.rewards, level, again)
+        self.rollouts = build_rollouts(config, self.leader, self.tokenizer, self.rewards, level, again, identity)
         resources.callback(self.rollouts.close)
         pad_id, weights = self.tokenizer.pad_token_id, self.rewards.weights
         known: dict[str, Any] = {"pad_id": pad_id, "reward_weights": weights, "untrained": self.rollouts.untrained}

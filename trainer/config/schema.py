@@ -460,6 +460,11 @@ class CheckpointConfig(Section):
     grace_s: Annotated[float, Field(ge=0, le=1e6)] = key(
         60, "seconds that SIGTERM leaves to end the step and save; rollouts are given up after half; 0: none"
     )
+    rollouts: bool = key(
+        False,
+        "keep answers on disk until a checkpoint has what was learned from them, so that a run that is started again "
+        "does not sample them again",
+    )
     patience_s: Annotated[float, Field(ge=0, le=1e6)] = key(
         600,
         "seconds to wait for room on a full disk, or for a lost mount, before the run ends; at most half a deadline",

@@ -66,3 +66,5 @@ def check_slices(config: TrainConfig) -> Iterator[str]:
         )
     if rollout.sampler is not None:
         yield "rollout.sampler wants its whole batch at once, so nothing can be cut: leave rollout.slice_tokens out"
+    if config.checkpoint.rollouts:
+        yield "checkpoint.rollouts keeps answers of whole steps, and rollout.slice_tokens cuts them: leave one out"

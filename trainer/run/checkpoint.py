@@ -71,7 +71,7 @@ class Snapshot:
         """The run as it is now; its tensors are the live ones until `on_host`. Collective."""
         tensors = dict(_flat({name: part.state_dict() for name, part in parts.items()}))
         extra = extra | {"step": step, "world_size": world_size(), "digests": "SHA-256"}
-        return cls(step, tensors, _random_states(), extra, carried)
+        return cls(step, tensors, random_states(), extra, carried)
 
     def on_host(self) -> Self:
         """The same with copies of the tensors in host memory, so that training can continue."""
@@ -140,7 +140,7 @@ def verify(path: Path) -> dict[str, Any]:
             elif re.fullmatch(SHARDS, name):
                 check_shard(path / name, read_metadata(path))
             elif name.startswith("rank_"):
-                _restore_random_states(path / name, on_trial=True)
+                restore_random_states(_read_json(path / name), name, on_trial=True)
         read_metadata(path)
     if "digests" not in extra:
         say(f"{path} is of an older version, without digests: only its form was checked")
@@ -167,7 +167,8 @@ def load(path: Path, parts: Parts) -> dict[str, Any]:
         part.load_state_dict(state[name])
     with _told_alike(UserError, f"checkpoint {path} cannot be loaded"):
         if extra["world_size"] == world_size():
-            _restore_random_states(path / f"rank_{rank()}.json")
+            name = f"rank_{rank()}.json"
+            restore_random_states(_read_json(path / name), name)
     return extra
 
 
@@ -373,7 +374,7 @@ def _phrase(error: Exception) -> str:
     return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
     """Of Python, NumPy, torch and this rank's CUDA device, as JSON."""
     _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     states = {
@@ -386,13 +387,12 @@ def _random_states() -> dict[str, Any]:
     return states
 
 
-def _restore_random_states(file: Path, on_trial: bool = False) -> None:
-    """Set the states that `_random_states` gave; `on_trial`, only on other generators. Raises ValueError."""
+def restore_random_states(states: dict[str, Any], name: str, on_trial: bool = False) -> None:
+    """Set the states that `random_states` gave; `on_trial`, only on other generators. Raises ValueError with `name`."""
 
     def as_tensor(digits: str) -> Tensor:
         return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)
 
-    states = _read_json(file)
     try:
         version, internal, gauss = states["python"]
         (random.Random() if on_trial else random).setstate((version, tuple(internal), gauss))
@@ -401,4 +401,4 @@ def _restore_random_states(file: Path, on_trial: bool = False) -> None:
         if "cuda" in states and torch.cuda.is_available() and not on_trial:
             torch.cuda.set_rng_state(as_tensor(states["cuda"]))
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
-        raise ValueError(f"{file.name} holds no random states ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{name} holds no random states ({type(error).__name__}: {error})") from error

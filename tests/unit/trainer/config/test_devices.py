@@ -281,7 +281,7 @@ def test_threads_that_may_touch_tensors_are_on_the_device_of_the_rank_that_start
         await call_user(lambda: look("user code"))
 
     monkeypatch.setattr(checkpoint, "write", write)
-    monkeypatch.setattr(checkpoint, "_random_states", dict)  # of a device that is not here
+    monkeypatch.setattr(checkpoint, "random_states", dict)  # of a device that is not here
     unbound = threading.Thread(target=look, args=["a thread that nobody told"])
     unbound.start()
     unbound.join()

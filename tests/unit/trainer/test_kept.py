@@ -1,0 +1,151 @@
+"""Answers that stay on disk until a checkpoint has what was learned from them: which are sampled again."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from generation.trajectory import Trajectory
+from sharding.ranks import world_size
+from tests.unit.learning_steps import on_ranks
+from tests.unit.trainer.test_carried import Crew, config
+from trainer.config.schema import TrainConfig
+from trainer.config.slices import check_slices
+from trainer.kept import KeptRollouts
+
+Steps = list[dict[tuple[int, int], Trajectory]]
+
+
+def recipe(folder: Path, **sections: Any) -> TrainConfig:
+    sections["checkpoint"] = {"rollouts": True} | sections.get("checkpoint", {})
+    found = config(None, **sections)
+    return found.model_copy(update={"run": found.run.model_copy(update={"output_dir": folder, "name": "run"})})
+
+
+class Session(Crew):
+    """One start of a run, from step 0, whose rollouts also draw from the global generator."""
+
+    def __init__(self, own: TrainConfig, store: HashStore | None = None) -> None:
+        super().__init__(own)
+        leader, tokenizer, rewards, level = (
+            getattr(self.rollouts, f"_{name}") for name in ("leader", "tokenizer", "rewards", "level")
+        )
+        parts = leader, tokenizer, rewards, store or HashStore(), level
+        self.rollouts = KeptRollouts(own, {"data": "rows"}, *parts, engines=world_size())
+
+    def steps(self, count: int) -> Steps:
+        found = []
+        for _ in range(count):
+            found.append(self.do().own)
+        return found
+
+
+def run(own: TrainConfig, steps: int, ranks: int = 1) -> tuple[Steps, int]:
+    """The steps of a session, of all ranks together, and how many answers were sampled for them."""
+    store = HashStore()
+
+    def one() -> tuple[Steps, int]:
+        session, sampled = Session(own, store), [0]
+        complete = session.engine.complete
+
+        async def counted(*given: Any, **named: Any) -> Any:
+            sampled[0] += 1
+            return await complete(*given, **named)
+
+        session.engine.complete = counted  # type: ignore[method-assign]
+        try:
+            return session.steps(steps), sampled[0]
+        finally:
+            session.close()
+
+    told = on_ranks(ranks, one) if ranks > 1 else [one()]
+    return [together([found for found, _ in told], index) for index in range(steps)], sum(n for _, n in told)
+
+
+def together(told: list[Steps], index: int) -> dict[tuple[int, int], Trajectory]:
+    """All ranks' trajectories of a step."""
+    return {place: trajectory for steps in told for place, trajectory in steps[index].items()}
+
+
+def files(own: TrainConfig) -> set[int]:
+    """The steps of which something is kept."""
+    return {int(file.name.partition("-")[0]) for file in (own.run.folder / "answers").iterdir()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_sampled_before_a_death_is_learned_from_again_and_then_sampling_goes_on(
+    tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight, each = run(recipe(tmp_path / "straight"), 5, ranks)
+    own = recipe(tmp_path / "broken")
+    first, sampled = run(own, 3, ranks)
+    assert sampled == each * 3 // 5 and files(own) == {1, 2, 3}
+    again, sampled = run(own, 5, ranks)
+    assert sampled == each * 2 // 5 and again == straight and first == straight[:3]
+    assert f"{each * 3 // 5} answers were kept; sampling goes on in step 4" in capsys.readouterr().err
+
+
+def other_key(own: TrainConfig) -> TrainConfig:
+    return own.model_copy(update={"policy": own.policy.model_copy(update={"lr": 1.0})})
+
+
+def torn(own: TrainConfig) -> TrainConfig:
+    [file] = (own.run.folder / "answers").glob("2-1.rank_0")
+    file.write_bytes(file.read_bytes()[:-5])
+    return own
+
+
+def of_another_rank(own: TrainConfig) -> TrainConfig:
+    [file] = (own.run.folder / "answers").glob("2-1.rank_1")
+    file.unlink()
+    return own
+
+
+def not_resumed(own: TrainConfig) -> TrainConfig:
+    return own.model_copy(update={"checkpoint": own.checkpoint.model_copy(update={"resume": "none"})})
+
+
+@pytest.mark.parametrize(("change", "reused"), [(other_key, 0), (torn, 1), (of_another_rank, 1), (not_resumed, 0)])
+def test_from_the_first_that_is_not_there_everything_is_sampled(
+    tmp_path: Path, change: Callable[[TrainConfig], TrainConfig], reused: int
+) -> None:
+    straight, each = run(recipe(tmp_path / "straight"), 4, ranks=2)
+    own = recipe(tmp_path / "broken")
+    run(own, 3, ranks=2)
+    again, sampled = run(change(own), 4, ranks=2)
+    assert again == straight and sampled == each * (4 - reused) // 4
+
+
+def test_what_a_checkpoint_has_is_dropped(tmp_path: Path) -> None:
+    own = recipe(tmp_path)
+    session = Session(own)
+    session.steps(3)
+    saved = own.run.folder / "checkpoints" / "step_2"
+    saved.mkdir(parents=True)
+    (saved / "COMPLETE").touch()
+    session.steps(1)
+    session.close()
+    assert files(own) == {3, 4}
+
+
+def test_generators_are_as_they_were_behind_the_answers(tmp_path: Path) -> None:
+    """Tools and rewards in the rank's process may have drawn from them."""
+    own = recipe(tmp_path)
+    session = Session(own)
+    score = session.rollouts._score
+    session.rollouts._score = lambda *given: (random.random(), score(*given))[1]  # type: ignore[method-assign]
+    session.steps(2)
+    expected = random.random()
+    session.close()
+    again = Session(own)
+    again.steps(2)
+    again.close()
+    assert random.random() == expected
+
+
+def test_answers_that_are_cut_cannot_be_kept() -> None:
+    [problem] = check_slices(config(8, checkpoint={"rollouts": True}))
+    assert "checkpoint.rollouts keeps answers of whole steps" in problem
