@@ -154,6 +154,10 @@ def test_shards_that_others_map_are_the_policy_s_and_what_goes_wrong_is_named(fo
     assert found[name] == ""
 
 
+def test_one_rank_trains_alike_in_memory_that_others_map(one_rank: None, models: Path) -> None:
+    check_trains_alike(checks.model_folder(models), "fsdp", "bfloat16")
+
+
 def dying() -> None:
     """Rank 1 ends while its shards are read; rank 0 says who is gone, and its worker lets go of the memory."""
     import os
