@@ -112,6 +112,7 @@ def main() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which gets loaded, would warn of no GPU
     transformers_logging.disable_progress_bar()
     torch.manual_seed(options.seed)
+    torch.set_num_threads(1)  # more would wait for one another: the matrices are small
     rng = random.Random(options.seed)
     write_rows(options.folder / "data", "train", options.train, rng)
     write_rows(options.folder / "data", "eval", options.eval, rng)

@@ -9,6 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -40,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     processes.put_current_folder_last()
+    if _sees(argv):  # before anything imports Transformers, which looks for torchvision once
+        hotbunk_torchvision.show()
     arguments = parse(argv)
     command = arguments.command
-    if _sees(arguments):  # before anything imports Transformers, which looks for torchvision once
-        hotbunk_torchvision.show()
     module = _module(command)
     if command not in ("train", "sft"):
         return module.main(arguments) or 0
@@ -87,14 +88,19 @@ def training_config(arguments: argparse.Namespace) -> TrainConfig:
     return load_config(arguments.recipe, [*arguments.overrides, *resume])
 
 
-def _sees(arguments: argparse.Namespace) -> bool:
-    """Whether the command's recipe, or the model that it names, has to do with images."""
-    model = str(getattr(arguments, "model", None) or "")
-    recipe = getattr(arguments, "recipe", None) or Path(model) / "config.yaml"
-    if sees(model) or not recipe.is_file():
-        return sees(model)
-    config = load_config(recipe, getattr(arguments, "overrides", []))
-    return config.data.max_images > 0 or sees(config.model.path)
+def _sees(argv: Sequence[str]) -> bool:
+    """Whether a recipe, a run or a model among the arguments has to do with images."""
+    words, overrides = split_overrides(list(argv))
+    for path in map(Path, words[1:]):
+        recipe = path / "config.yaml" if path.is_dir() else path
+        if sees(str(path)):
+            return True
+        if recipe.suffix in (".yaml", ".yml") and recipe.is_file():
+            with suppress(UserError):  # which is told when the command reads it
+                config = load_config(recipe, overrides)
+                if config.data.max_images or sees(config.model.path):
+                    return True
+    return False
 
 
 def check_inputs(config: TrainConfig, command: str) -> None:

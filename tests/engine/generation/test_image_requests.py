@@ -128,7 +128,8 @@ def episodes(seeing: Seeing, environment: bool, **rules: Any) -> list[Trajectory
         images=[([stored], spans)],
         image_rules=ImageRules(seeing.processor, **({"most": 3} | rules)),
     )
-    settings = RolloutSettings(2, SamplingSettings(max_tokens=6), 0, 0, 1)
+    stopping = SamplingSettings(max_tokens=40, stop_token_ids=list(range(0, 284, 2)))  # or it would never end a turn
+    settings = RolloutSettings(2, stopping, 0, 0, 1)
     claims = iter([0])
 
     async def scored(_: Trajectory) -> None:

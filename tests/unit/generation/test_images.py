@@ -1,5 +1,6 @@
 """Images as they are read, and the one expansion of their placeholders, beside the model's own processor."""
 
+import asyncio
 import base64
 import io
 import os
@@ -14,7 +15,10 @@ import PIL.Image
 import pytest
 import torch
 
+from generation.engine.engine import Engine
+from generation.engine.settings import EngineSettings
 from generation.images import Image, ImageLimits, ImageProcessor
+from tests.in_process import IdleLLM
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"]
 
@@ -148,3 +152,22 @@ def test_a_process_of_text_finds_no_torchvision_and_one_of_images_does() -> None
     assert python(hide + tell, HOTBUNK_IMAGES="1") == "True"
     loaded = "import sys; print([name for name in sys.modules if name.partition('.')[0] in ('torch', 'transformers')])"
     assert python(hide + loaded) == "[]"
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_features_that_an_engine_has_kept_of_images_go_with_the_weights(count: int) -> None:
+    forgotten = []
+
+    class Seeing(IdleLLM):
+        async def reset_encoder_cache(self) -> None:
+            forgotten.append("features")
+
+    engine = Engine(EngineSettings("none", 64, images=count))
+    engine._llm = Seeing()  # type: ignore[assignment]
+
+    async def update() -> None:
+        async with engine.update():
+            assert not forgotten
+
+    asyncio.run(update())
+    assert forgotten == ["features"] * count
