@@ -12,13 +12,8 @@ from generation.engine.images import ImageCountError
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
 from generation.exact_ids import Generation
-from generation.images import Image, ImageProcessor, ImageRules, Spans, StoredImage
-from generation.rollouts.agent import Agent, environment_rollout
-from generation.rollouts.episode import RolloutSettings, one_shot
-from generation.rollouts.run import EpisodeSetup, rollout
-from generation.rollouts.tools import ToolLimits, ToolRunner, call_parser
-from generation.trajectory import Trajectory
-from tests.pictures import images, picture
+from generation.images import Image, ImageProcessor, Spans
+from tests.pictures import images
 
 PICTURES = images((98, 70), (56, 56), (30, 200))
 GREEDY = SamplingSettings(temperature=0.0, max_tokens=6)
@@ -101,61 +96,3 @@ def test_an_image_token_that_was_sampled_is_not_taken_for_an_image(seeing: Seein
         answer = seeing.complete(whole, PICTURES[:1], moved)
         assert answer.prompt_ids == whole
         assert answer.logprobs != seeing.complete(whole, (), ()).logprobs  # the image is seen
-
-
-class Gallery:
-    """Shows a picture first and another in answer to the first turn."""
-
-    def reset(self, **row: Any) -> Any:
-        return ["look: ", picture(56, 56)]
-
-    def respond(self, answer: str) -> Any:
-        return [picture(30, 200), "and this?"]
-
-
-def episodes(seeing: Seeing, environment: bool, **rules: Any) -> list[Trajectory]:
-    """Two samples of a row whose prompt has an image."""
-    tokenizer = seeing.processor.tokenizer
-    agent = Agent(ToolRunner(ToolLimits(), tokenizer), call_parser("hermes", tokenizer), 2, {}, False)
-    messages = [user("", "what?")]
-    ids, spans = seeing.processor.expand(messages, PICTURES[:1])
-    stored = StoredImage(lambda: picture(98, 70), PICTURES[0].digest, PICTURES[0].size)
-    setup = EpisodeSetup(
-        environment_rollout(Gallery, {}, agent) if environment else one_shot,
-        tokenizer,
-        [{}],
-        [messages],
-        images=[([stored], spans)],
-        image_rules=ImageRules(seeing.processor, **({"most": 3} | rules)),
-    )
-    stopping = SamplingSettings(max_tokens=40, stop_token_ids=list(range(0, 284, 2)))  # or it would never end a turn
-    settings = RolloutSettings(2, stopping, 0, 0, 1)
-    claims = iter([0])
-
-    async def scored(_: Trajectory) -> None:
-        pass
-
-    work = rollout(seeing.leader.engine, [ids], settings, lambda: next(claims, None), scored, setup)
-    return seeing.leader.thread.run(work, 120, "rollouts")
-
-
-def test_turns_with_an_image_each_are_sampled_as_plain_transformers_sees_them(seeing: Seeing) -> None:
-    [pad] = seeing.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
-    for trajectory in episodes(seeing, environment=True):
-        assert not trajectory.error and trajectory.turns == 2
-        assert [image.size for image in trajectory.images] == [(98, 70), (56, 56), (30, 200)]
-        ids = trajectory.prompt_ids + trajectory.response_ids
-        assert all(ids[start : start + count] == [pad] * count for start, count in trajectory.image_spans)
-        plain = seeing.plain_logprobs(ids, trajectory.images, trajectory.image_spans)[len(trajectory.prompt_ids) - 1 :]
-        mask = torch.tensor(trajectory.loss_mask).bool()
-        torch.testing.assert_close(torch.tensor(trajectory.logprobs)[mask], plain[mask], atol=2e-5, rtol=0)
-
-
-def test_one_answer_keeps_the_rows_images_and_images_that_come_up_are_bounded(seeing: Seeing) -> None:
-    for trajectory in episodes(seeing, environment=False):
-        assert [image.digest for image in trajectory.images] == [PICTURES[0].digest]
-        assert [length for _, length in trajectory.image_spans] == [seeing.processor.tokens((98, 70))]
-    [failed, _] = episodes(seeing, environment=True, max_bytes=1000)
-    assert "more than rollout.max_image_mib" in failed.error
-    [failed, _] = episodes(seeing, environment=True, most=2)
-    assert "3 images, more than data.max_images = 2" in failed.error
