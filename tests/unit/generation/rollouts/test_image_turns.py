@@ -1,0 +1,101 @@
+"""Turns with images: their places in the ids, beside one expansion of the whole conversation."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from generation.exact_ids import Generation
+from generation.images import Image, ImageProcessor, ImageRules, Spans, StoredImage
+from generation.rollouts.agent import Agent, environment_rollout
+from generation.rollouts.episode import one_shot
+from generation.rollouts.tools import ToolLimits, ToolRunner, call_parser
+from generation.trajectory import Trajectory
+from tests.pictures import images, picture
+from tests.unit.scripted import Answers, ScriptedEngine, run
+
+SIZES = [(98, 70), (56, 56), (30, 200)]
+PICTURES = images(*SIZES)
+
+
+class Looking(ScriptedEngine):
+    """Notes the images of each request, and their places."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(answers)
+        self.seen: list[tuple[tuple[Image, ...], Spans]] = []
+
+    async def complete(
+        self, prompt_ids: list[int], sampling: Any, *, images: Any = (), image_spans: Spans = (), **place: Any
+    ) -> Generation:
+        self.seen.append((tuple(images), image_spans))
+        return await super().complete(prompt_ids, sampling, **place)
+
+
+class Gallery:
+    """Shows a picture first and another in answer to the first turn."""
+
+    def reset(self, **row: Any) -> Any:
+        return ["look: ", picture(*SIZES[1])]
+
+    def respond(self, answer: str) -> Any:
+        return [picture(*SIZES[2]), "and this?"]
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "gemma3"])
+def processor(tiny_vlm: Callable[..., Path], request: pytest.FixtureRequest) -> ImageProcessor:
+    return ImageProcessor(tiny_vlm(architecture=request.param))
+
+
+def user(*parts: str) -> dict[str, Any]:
+    content = [{"type": "text", "text": part} if part else {"type": "image"} for part in parts]
+    return {"role": "user", "content": content}
+
+
+def episode(
+    processor: ImageProcessor, said: list[int], environment: bool = True, **rules: Any
+) -> tuple[Trajectory, Looking]:
+    """A row with an image, and answers of two turns that are all the same ids."""
+    tokenizer, messages = processor.tokenizer, [user("", "what?")]
+    agent = Agent(ToolRunner(ToolLimits(images=True), tokenizer), call_parser("hermes", tokenizer), 2, {}, False)
+    ids, spans = processor.expand(messages, PICTURES[:1])
+    stored = StoredImage(lambda: picture(*SIZES[0]), PICTURES[0].digest, PICTURES[0].size)
+    engine = Looking(lambda prompt, seed: said)
+    function = environment_rollout(Gallery, {}, agent) if environment else one_shot
+    found = ImageRules(processor, **({"most": 3} | rules))
+    told = {"rows": [{}], "messages": [messages], "images": [([stored], spans)], "image_rules": found}
+    [trajectory] = run(engine, function, [ids], tokenizer, **told)
+    return trajectory, engine
+
+
+def test_images_of_all_turns_stand_where_one_expansion_of_the_conversation_has_them(processor: ImageProcessor) -> None:
+    said = processor.tokenizer("a star<|im_end|>", add_special_tokens=False)["input_ids"]
+    trajectory, engine = episode(processor, said)
+    assert not trajectory.error and trajectory.images == PICTURES
+    told = [user("", "what?", "\n", "look: ", ""), {"role": "assistant", "content": "a star"}, user("", "and this?")]
+    ids, spans = processor.expand(told, PICTURES)
+    whole = trajectory.prompt_ids + trajectory.response_ids
+    assert whole == ids + said and trajectory.image_spans == spans
+    assert engine.seen == [(PICTURES[:2], spans[:2]), (PICTURES, spans)]
+
+
+def test_image_tokens_that_the_policy_samples_have_no_image(processor: ImageProcessor) -> None:
+    # https://github.com/modelscope/ms-swift/issues/9287
+    end = processor.tokenizer.eos_token_id
+    pads = processor.tokenizer("<|image_pad|>" * 4, add_special_tokens=False)["input_ids"]
+    plain, _ = episode(processor, [*processor.tokenizer("abcd", add_special_tokens=False)["input_ids"], end])
+    trajectory, _ = episode(processor, [*pads, end])
+    assert trajectory.images == PICTURES and trajectory.image_spans == plain.image_spans
+    begin = len(trajectory.prompt_ids)
+    assert trajectory.response_ids[:4] == pads and all(start != begin for start, _ in trajectory.image_spans)
+
+
+def test_one_answer_keeps_the_rows_images_and_those_that_come_up_are_bounded(processor: ImageProcessor) -> None:
+    said = [processor.tokenizer.eos_token_id]
+    trajectory, engine = episode(processor, said, environment=False)
+    assert trajectory.images == PICTURES[:1] and engine.seen == [(PICTURES[:1], trajectory.image_spans)]
+    failed, _ = episode(processor, said, max_bytes=1000)
+    assert "bytes, more than rollout.max_image_mib" in failed.error
+    failed, _ = episode(processor, said, most=2)
+    assert "the episode has 3 images, more than data.max_images = 2" in failed.error
