@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from generation.engine.engine import Engine, Leader, WorkerError
+from generation.engine.lifecycle import Memory
 from generation.engine.sampling import NotFiniteError
 from generation.engine.settings import LEAST_MODEL_LEN
 from sharding.ranks import RemoteError, agree, agreed, dead_ranks, exchange, rank
@@ -95,7 +96,8 @@ class ShardingManager:
         self._parameters = source.parameters()
         self._plan = BucketPlan(self._parameters, settings.bucket_bytes)
         self._device_id = device_id(device, rank() % tensor_parallel_size)
-        self._channel = Listener(folder, f"weights-{rank()}")
+        self._folder, self._connections = folder, itertools.count()
+        self._channel = self._listen()
         self._way = way or Staged(device)
         self._session = 0
         self._stamps = itertools.count(1)
@@ -103,6 +105,10 @@ class ShardingManager:
         self._tenants: list[Tenant] = []
         self.report = SyncReport(version=-1)
         self.staging_opened = self.staging_closed = 0
+
+    def _listen(self) -> Listener:
+        """At an address of its own each time: what an earlier worker has sent, or sends yet, is not for this one."""
+        return Listener(self._folder, f"weights-{rank()}-{next(self._connections)}")
 
     def connect(self) -> None:
         """Pair every rank with the worker on its device. Collective; engines must be running."""
@@ -160,12 +166,39 @@ class ShardingManager:
         """Engines asleep, their memory given back, and what the trainer had put away in its place.
         A base that no sync brings is kept in the host's memory, and shared weights where they are.
         """
-        level = 2 if self._adapter is None and not self._way.shares else 1
         with self._timed("sleep"):
-            self._lead("putting the engine to sleep", lambda engine: engine.sleep(level))
+            self._sleep_engines()
         with self._timed("onload"):
             for tenant in self._tenants:
                 tenant.restore()
+
+    def _sleep_engines(self) -> None:
+        """Those that are awake, or half awake."""
+        level = 2 if self._adapter is None and not self._way.shares else 1
+
+        async def sleep(engine: Engine) -> None:
+            if engine.state.memory in (Memory.AWAKE, Memory.WEIGHTS):
+                await engine.sleep(level)
+
+        self._lead("putting the engine to sleep", sleep)
+
+    def restart(self, start: Callable[[], None], *tenants: Tenant) -> None:
+        """After a failure that has ended engines, which are closed: `start` starts those of this rank; then all sleep.
+
+        Collective. The trainer's memory is put away meanwhile, as in a shift: a new engine measures what is free, and
+        asserts that none is freed while it starts (https://github.com/vllm-project/vllm/issues/56830). All ranks and
+        workers are paired anew, and staging memory is exported anew; a new worker records its loaders anew.
+        """
+        self._way.abort("an engine has ended")
+        self._tenants = [*tenants]
+        self._sleep_engines()
+        self._make_room(*tenants, weights=True)
+        with agreed("starting the engine again"):
+            start()
+        self.sleep()
+        self._channel.close()
+        self._channel = self._listen()
+        self.connect()
 
     def _make_room(self, *tenants: Tenant, weights: bool) -> None:
         """Have the trainer's memory given back, and with it the blocks that torch keeps for later."""

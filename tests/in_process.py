@@ -85,7 +85,7 @@ class OneWorker(Engine):
     """An engine with one worker, in this process."""
 
     def __init__(self, worker: Worker) -> None:
-        super().__init__(EngineSettings("none", 64))
+        super().__init__(EngineSettings("none", 64, sleep=False))
         self._llm = IdleLLM()  # type: ignore[assignment]
         self.worker = worker
 
@@ -133,3 +133,10 @@ class InProcess:
 
     def sync(self, version: int) -> None:
         self.manager._sync(version)
+
+    def die(self, model: SmallModel) -> None:
+        """Have another worker, as an engine that was started again has; `manager.restart` follows."""
+        self.worker = Worker.of(model)
+        leader = self.manager._leader
+        assert leader is not None and isinstance(leader.engine, OneWorker)
+        leader.engine.worker = self.worker

@@ -18,13 +18,13 @@ from generation.engine.slices import Slices
 from generation.rollouts.carried import Beginning, CarriedEpisodes, CarriedGroup
 from generation.rollouts.episode import RolloutSettings, one_shot
 from generation.trajectory import Trajectory, array, plain
-from sharding.ranks import exchange, rank, world_size
+from sharding.ranks import agreed, exchange, rank, world_size
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import prompts_ahead
 from trainer.data import Prompt
 from trainer.distributed import say
 from trainer.learning.answers import Answer, gather_answers
-from trainer.rollouts import Rollouts, Source, StepAbandoned, Terms, starting_order
+from trainer.rollouts import Rollouts, Source, Terms, starting_order
 from trainer.run.checkpoint import CARRIED_FILES
 
 _STOP_SECONDS = 15.0
@@ -53,17 +53,30 @@ class SlicedRollouts(Rollouts):
         self._step, self._version, self._preemptions = 0, 0, 0
         self._figures: dict[str, float] = {}
         self._number = rank() * self._engines // world_size()  # of this rank's engine
-        # The groups of a checkpoint until they go on, and those of the last step's end when a step is given up.
+        # The groups of a checkpoint until they go on, and those of the last step's end, for `take_back`.
         self._resumed: list[CarriedGroup] = []
         self._before: list[CarriedGroup] = []
-        self._given_up = False
         if self._leader is not None:
-            assert config.rollout.slice_tokens is not None and self._level.function is not None
-            slices = Slices(config.rollout.slice_tokens)
-            self._pool = CarriedEpisodes(
-                self._leader.engine, slices, self._level.function, self._tokenizer, config.algorithm.group_size
-            )
+            self._pool = self._new_pool(self._leader)
             self._resumed = [] if start is None else read_groups(start)[self._number :: self._engines]
+
+    def _new_pool(self, leader: Leader) -> CarriedEpisodes:
+        config, function = self._config, self._level.function
+        assert config.rollout.slice_tokens is not None and function is not None
+        slices, size = Slices(config.rollout.slice_tokens), config.algorithm.group_size
+        return CarriedEpisodes(leader.engine, slices, function, self._tokenizer, size)
+
+    def take_back(self, step: int) -> None:
+        """See `Rollouts`. The groups are again those that the last step has left, and go on as from a checkpoint."""
+        super().take_back(step)
+        if step != self._step:
+            return
+        with agreed("ending the carried episodes"):
+            if self._leader is not None and self._pool is not None:
+                self._leader.thread.run(self._pool.stop(), _STOP_SECONDS, "ending the carried episodes")
+                self._pool, self._resumed = self._new_pool(self._leader), self._before
+        self._step, self._flights = step - 1, {}
+        self._preemptions = sum(exchange(0 if self._leader is None else self._leader.engine.preemptions))
 
     def take(
         self,
@@ -93,11 +106,7 @@ class SlicedRollouts(Rollouts):
 
         slices, unfinished, preemptions = 0, 0, 0
         while not slices or sum(flight.complete for flight in self._flights.values()) < count:
-            try:
-                complete = self._on_leaders(slice, terms, settings.step)
-            except StepAbandoned:
-                self._given_up = True
-                raise
+            complete = self._on_leaders(slice, terms, settings.step)
             under_way = 0 if self._pool is None else self._pool.unfinished
             preempted = 0 if self._leader is None else self._leader.engine.preemptions
             told = exchange([complete or [], under_way, preempted])
@@ -141,8 +150,7 @@ class SlicedRollouts(Rollouts):
         """The groups that this rank's engine had when the last step was done; see `CarriedGroup`."""
         if self._pool is None:
             return b""
-        groups = self._before if self._given_up else self._now()
-        return packed_groups(groups)
+        return packed_groups(self._now())
 
     def untrained(self) -> list[Answer]:
         """Of each engine some answers that wait or are unfinished and have tokens of the present version."""
@@ -174,7 +182,11 @@ class SlicedRollouts(Rollouts):
         self._step, self._figures = step, {}
         self._ages: list[int] = []
         self._tokens: list[tuple[int, int]] = []
-        self._before = self._now()
+        # Copies, since groups that go on change.
+        self._before = [
+            replace(group, done=dict(group.done), unfinished={n: replace(u) for n, u in group.unfinished.items()})
+            for group in self._now()
+        ]
 
     def _resume(self, source: Source) -> list[CarriedGroup]:
         """The groups of this engine's share of a checkpoint, which are to go on. Collective, the first time."""
@@ -187,7 +199,7 @@ class SlicedRollouts(Rollouts):
             for place, born in places:
                 self._flights[place] = _Flight(source(place, 1)[0], engine, born)
         if anew := sum(each for _, each, _ in told):
-            say(f"{anew} episodes that the checkpoint has not finished begin anew")
+            say(f"{anew} episodes that had not finished begin anew")
         return groups
 
     def _deal(self, prompts: list[Prompt], position: int, lengths: dict[int, int] | None) -> list[CarriedGroup]:

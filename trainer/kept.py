@@ -57,6 +57,11 @@ class KeptRollouts(Rollouts):
         if config.checkpoint.resume != "auto":
             self._drop(lambda step, number: True)
 
+    def take_back(self, step: int) -> None:
+        """See `Rollouts`. Rounds that are complete are kept, as after a restart of the run."""
+        super().take_back(step)
+        self._step, self._round = step, 0
+
     def take(
         self,
         source: Source,

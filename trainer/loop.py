@@ -8,14 +8,14 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from generation.engine.sampling import NotFiniteError
 from generation.rollouts.episode import RolloutSettings
-from sharding.ranks import agreed, rank, world_size
+from sharding.ranks import RemoteError, agreed, rank, world_size
 from trainer.build import (
     build_models,
     build_rollouts,
@@ -30,11 +30,12 @@ from trainer.build import (
 from trainer.config.schema import TrainConfig
 from trainer.config.ways import local_ranks, settled
 from trainer.data import load_prompts, load_tokenizer
-from trainer.engines import end_token_ids, fetch_model, start_engine, stop_engine, training_sampling
+from trainer.engines import end_token_ids, fetch_model, stop_engine, training_sampling
 from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept, sample_held_out
 from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
 from trainer.learning.answers import Answer
 from trainer.learning.shown import answer_rows, token_rows
+from trainer.restarts import EngineRestarts
 from trainer.rewards.pool import RewardPool
 from trainer.rollouts import RolloutLevel, StepAbandoned, Terms
 from trainer.run.checkpoint import load
@@ -45,6 +46,8 @@ from trainer.run.meters import PhaseMeter, StepProfiler
 from trainer.run.screen import ANSWERS_SHOWN, Progress
 from trainer.run.watchdog import Watchdog
 from trainer.types import culprits
+
+T = TypeVar("T")
 
 
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
@@ -80,8 +83,12 @@ class RLTrainer:
         self.others = [critic] if critic is not None else []  # whose memory a generation shift can do without, too
         self.sharding = build_sharding(config, self.policy, self.leader)
         resources.callback(self.sharding.close)
-        self.sharding.connect()
-        self.sharding.sleep()
+        self.restarts.sharding = self.sharding
+        try:
+            self.sharding.connect()
+            self.sharding.sleep()
+        except RemoteError as failure:
+            self.restarts.after(failure, self.policy, *self.others)
         again = start if self.state.prompts else None  # a checkpoint of other data says nothing of these prompts
         self.rollouts = build_rollouts(config, self.leader, self.tokenizer, self.rewards, level, again, identity)
         resources.callback(self.rollouts.close)
@@ -134,8 +141,8 @@ class RLTrainer:
         self.screen.note(f"starting {count} engine(s) for {config.model.path}")
         with agreed("fetching the model"):
             fetch_model(config)
-        with agreed("starting the engine"):
-            self.leader = start_engine(config, rank_device(config).type == "cuda")
+        self.restarts = EngineRestarts(config, rank_device(config), self.watchdog)
+        self.leader = self.restarts.first_start()
         resources.callback(stop_engine, self.leader)
         if self.leader is not None:
             resources.enter_context(self.rewards)
@@ -155,6 +162,7 @@ class RLTrainer:
                         self.train_step(state.step + 1)
                 except StepAbandoned:
                     self.sharding.sleep()  # all ranks are still in step, and the memory is the trainer's again
+                    self.rollouts.take_back(state.step + 1)
                     self.keeper.leave()
             deadline = config.run.step_deadline_s
         with self.watchdog.phase("finish", config.run.first_step_deadline_s):
@@ -165,8 +173,9 @@ class RLTrainer:
     def train_step(self, step: int) -> None:
         """Sample, score, credit, update, log."""
         config, began = self.config, time.perf_counter()
-        with self.generation_shift():
-            sampled = self.sample(step)  # by the engine; reward functions score each answer as soon as it is there
+        # By the engine; reward functions score each answer as soon as it is there.
+        # Only then are its prompts taken: a step that is given up, or sampled anew, has taken none.
+        sampled, self.state.prompts = self.in_shift(partial(self.sample, step), may_leave=True)
         with self.meter.phase("update"):
             metrics = rollout_metrics(sampled.answers) | sampled.metrics() | self.rollouts.figures()
             metrics |= self.learner.learn(*sampled.kept(), step)  # scores by the models, credit, updates
@@ -187,6 +196,18 @@ class RLTrainer:
         with self.meter.phase("checkpoint"):
             self.keeper.step_done(metrics)
 
+    def in_shift(self, work: Callable[[], T], may_leave: bool = False) -> T:
+        """The result of `work` in a generation shift; all of it is done anew when an engine has died.
+
+        With `may_leave`, StepAbandoned is raised instead where the run is asked to end.
+        """
+        while True:
+            try:
+                with self.generation_shift():
+                    return work()
+            except RemoteError as failure:
+                self.restarts.after(failure, self.policy, *self.others, may_leave=may_leave)
+
     @contextmanager
     def generation_shift(self) -> Iterator[None]:
         """The engines awake at the policy's version; afterwards asleep, with the shift's own cost on the meter."""
@@ -204,12 +225,13 @@ class RLTrainer:
         self.meter.note_offloaded(self.sharding.report.offloaded)
         self.state.syncs_verified += bool(self.sharding.report.verified)
 
-    def sample(self, step: int) -> StepSampling:
+    def sample(self, step: int) -> tuple[StepSampling, int]:
         """The step's prompts, from where the last step stopped, and all engines' answers to them with their rewards.
 
-        In rounds, where that is asked.
+        In rounds, where that is asked. Also the position in the data of the prompt that comes next.
         """
         config, sampled = self.config, StepSampling(self.config)
+        self.rollouts.take_back(step)
         position, sampling = self.state.prompts, training_sampling(config, self.end_ids)
         group, version, template = config.algorithm.group_size, self.policy.version, config.data.chat_template_kwargs
         lengths = self.state.lengths if config.rollout.order == "longest_first" else None
@@ -223,23 +245,27 @@ class RLTrainer:
             with self.meter.phase("rollout", self.rollouts.waits_for):
                 prompts, answers, position = self.rollouts.take(source, position, sampled.missing, settings, terms)
             sampled.add(prompts, answers)
-        self.state.prompts = position  # not before: a step that is given up has taken none
-        return sampled
+        return sampled, position
 
     def evaluate(self) -> Metrics:
         """Answers to the held-out prompts with evaluation's own sampling settings, in a shift of their own.
 
         Nothing that is drawn here changes what training and other datasets get.
         """
-        answers: dict[str, list[Answer]] = {}
-        self.last_answers = []
         version, step = self.policy.version, -1 - self.state.step
-        with random_states_kept(), self.generation_shift():
+
+        def sample() -> dict[str, list[Answer]]:
+            answers: dict[str, list[Answer]] = {}
+            self.last_answers = []
             for held_out in self.held_outs:
                 with self.meter.phase("eval"):
                     found = sample_held_out(self.config, self.rollouts, held_out, version=version, step=step)
                 answers[held_out.name] = found
                 self.last_answers += answer_rows(found[:ANSWERS_SHOWN], list(held_out.prompts), self.tokenizer)
+            return answers
+
+        with random_states_kept():
+            answers = self.in_shift(sample)
         # The recipe's first reward function is the one that tells right from wrong.
         metrics = evaluation_metrics(answers, next(iter(self.rewards.labels), None), self.config.eval)
         self.state.count_evaluation(metrics["eval/reward"])

@@ -226,7 +226,7 @@ class Rollouts:
         """`engines` is how many leaders share the prompts; above `max_error_rate` failed episodes end the run."""
         self._leader, self._tokenizer, self._rewards, self._store = leader, tokenizer, rewards, store
         self._level, self._engines, self._max_error_rate = level, engines, max_error_rate
-        self._rounds = 0
+        self._rounds = self._calls = 0
         self.finished = 0  # answers of the present round, on this rank's engine
 
     def run(self, prompts: list[Prompt], settings: RolloutSettings, terms: Terms, voting: bool = False) -> list[Answer]:
@@ -265,6 +265,10 @@ class Rollouts:
         prompts = source(position, count)
         return prompts, self.run(prompts, settings, terms), position + count
 
+    def take_back(self, step: int) -> None:
+        """Undo an attempt at this step, if there was one that an engine's death or SIGTERM has ended. Collective."""
+        self._rewards.take_counts()
+
     def figures(self) -> dict[str, float]:
         """A step's figures beside those of its answers."""
         return {}
@@ -282,17 +286,29 @@ class Rollouts:
         return []
 
     def _on_leaders(self, work: Callable[[Leader], Coroutine[Any, Any, T]], terms: Terms, step: int) -> T | None:
-        """The result of `work` on this engine's loop; None on a rank that leads none. Collective; raises as `run`."""
+        """The result of `work` on this engine's loop; None on a rank that leads none. Collective; raises as `run`.
+
+        Where it fails on one leader, the others stop soon after.
+        """
         own: T | None = None
         not_finite: float | None = None
+        self._calls += 1
+        failed = f"rollout failed/{self._calls}"
+
+        def stopped() -> bool:
+            return terms.give_up() or self._store.check([failed])
+
         with agreed("rollout"):
             if self._leader is not None:
                 self._leader.engine.not_finite = None
                 try:
-                    running = unless(terms.give_up, work(self._leader))
+                    running = unless(stopped, work(self._leader))
                     own = self._leader.thread.run(running, terms.timeout, "the rollout")
-                except ExceptionGroup as group:
-                    raise first_error(group) from None  # the others are the same error, once a request
+                except Exception as error:
+                    self._store.set(failed, "")
+                    if isinstance(error, ExceptionGroup):
+                        raise first_error(error) from None  # the others are the same error, once a request
+                    raise
                 not_finite = self._leader.engine.not_finite
         outcomes = exchange([self._leader is not None and own is None, not_finite])
         for rank, (_, number) in enumerate(outcomes):

@@ -5,10 +5,12 @@ import gc
 import itertools
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import psutil
 
 from generation.engine.images import EngineImages
 from generation.engine.lifecycle import EngineLifecycle, EngineStateError
@@ -18,6 +20,7 @@ from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import (
     adapter_request,
+    engine_processes,
     preemption_logger,
     start_async_llm,
     stop_async_llm,
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
+_ANSWER_SECONDS = 5.0  # in which workers that live answer, and the processes of a dead engine end
 
 
 class WorkerError(RuntimeError):
@@ -67,13 +71,19 @@ class Engine:
         self._llm: AsyncLLM | None = None
         self._images: EngineImages | None = None
         self._worker_memory: set[Path] = set()
+        self._processes: list[psutil.Process] = []
         self._request_numbers = itertools.count()
 
     async def start(self, stat_loggers: list[Any] | None = None) -> None:
-        """Start its processes, on the loop that will serve it; blocks until ready. `stat_loggers` are vLLM's own."""
+        """Start its processes, on the loop that will serve it; blocks until ready. `stat_loggers` are vLLM's own.
+
+        Also after `close`: whoever holds this object then has an engine that has just started.
+        """
+        self.state, self.adapter, self._images = EngineLifecycle(), None, None
         if self.settings.keyed_noise:
             stat_loggers = [*(stat_loggers or ()), preemption_logger(self._note_preemptions)]
         self._llm = start_async_llm(self.settings, stat_loggers)
+        self._processes = engine_processes(self._llm)
         if self.settings.on_cpu and self.settings.tensor_parallel_size > 1:
             self._worker_memory = worker_memory()
         if self.settings.keyed_noise:
@@ -246,6 +256,17 @@ class Engine:
                 raise self.llm.dead_error
         return task.result()
 
+    async def death(self) -> str:
+        """The process of the engine that has ended, in words; "" while all workers answer, or none of them has."""
+        with suppress(Exception):  # whatever vLLM makes of it
+            await asyncio.wait_for(self.call_workers("report_device_id"), _ANSWER_SECONDS)
+            return ""
+        if self._llm is None:
+            return "it was not started"
+        if ended := next((process for process in self._processes if not _is_alive(process)), None):
+            return f"its process {ended.pid} has ended"
+        return "vLLM has given it up" if self._llm.errored else ""
+
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, which vLLM does not do by itself after an update
         (https://github.com/vllm-project/vllm/pull/46125). It answers False where it could not; that is an error here.
@@ -317,6 +338,11 @@ class Engine:
             {"weights": self.state.wake_weights, "kv_cache": self.state.wake_kv_cache}[tag]()
             await self._unless_dead(self.llm.wake_up([tag]))
 
+    @property
+    def is_closed(self) -> bool:
+        """True if it has no processes: after `close`, or before its start."""
+        return self._llm is None
+
     async def memory_bytes(self) -> int:
         """Memory the workers hold now, summed: resident bytes on CPU, bytes in use on the device on CUDA."""
         return sum(await self.call_workers("hotbunk_memory_bytes"))
@@ -329,8 +355,15 @@ class Engine:
             stop_async_llm(llm)
             del llm
             gc.collect()  # vLLM's __del__ would otherwise complain at interpreter exit
+        left = psutil.wait_procs(self._processes, _ANSWER_SECONDS)[1]
+        for process in left:  # workers whose core was killed
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, _ANSWER_SECONDS)
+        self._processes = []
         for memory in self._worker_memory:
             memory.unlink(missing_ok=True)  # its workers may have been killed
+        self._worker_memory = set()
 
 
 @dataclass
@@ -353,10 +386,25 @@ class Leader:
             raise
         return leader
 
+    def start_again(self, timeout: float) -> None:
+        """Start the engine anew, in its place, after `engine.close()`; raises as `start`."""
+        try:
+            self.thread.run(self.engine.start(), timeout, f"starting the engine for {self.engine.settings.model} again")
+        except BaseException:
+            self.engine.close()
+            raise
+
     def close(self) -> None:
         """Stop the engine's processes and its thread; safe to call twice."""
         self.engine.close()
         self.thread.close()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def first_not_finite(output: "RequestOutput") -> float | None:

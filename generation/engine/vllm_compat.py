@@ -108,9 +108,11 @@ def started_with(settings: EngineSettings) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)  # vllm/platforms/cuda.py switches it off
+        # Only what has changed: an engine that starts again has other threads beside it, which read the environment.
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
-        os.environ.update(before)
+        for name in (name for name, value in before.items() if os.environ.get(name) != value):
+            os.environ[name] = before[name]
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
@@ -218,6 +220,25 @@ def stop_async_llm(engine: "AsyncLLM") -> None:
     if (handler := engine.output_handler) is not None:
         handler.get_loop().call_soon_threadsafe(handler.cancel)
     engine.shutdown()
+
+
+def engine_processes(engine: "AsyncLLM") -> list[psutil.Process]:
+    """The engine core and its workers, without what Python and torch start for their own use."""
+    found: list[psutil.Process] = []
+    for started in getattr(engine.engine_core.resources.engine_manager, "processes", ()):
+        with suppress(psutil.NoSuchProcess):  # it has ended at once
+            found.append(core := psutil.Process(started.pid))
+            for child in core.children(recursive=True):
+                line = " ".join(child.cmdline())
+                found += [child] if "resource_tracker" not in line and "compile_worker" not in line else []
+    return found
+
+
+def killed_at_start(error: BaseException | None) -> bool:
+    """True if an engine did not start because its core was ended by a signal, rather than by an error of its own
+    (vllm/v1/engine/utils.py, wait_for_engine_startup).
+    """
+    return bool(re.search(r"Failed core proc\(s\): \{[^}]*: -\d+", str(error)))
 
 
 def worker_memory() -> set[Path]:

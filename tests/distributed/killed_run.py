@@ -1,19 +1,25 @@
 """A run that is killed, asked to end, and stopped at random, and goes on each time.
 
     python tests/distributed/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
-                                           [--runs 1] [--slices N] [--then RANKS]
+                                           [--runs 1] [--slices N] [--lora R] [--then RANKS | --alone]
 
 It trains a tiny model once without disturbance, and once with signals to a random process (the launcher, a rank, an
 engine, a guardian, a reward worker) at a random moment, from the start to the export; what has ended is started again
 by the same command. 20 s after each end nothing of it may be left, and both runs must end alike, bit for bit. With
 `--slices N` answers grow by N tokens at a time, and most are unfinished when they are saved. With `--then RANKS` it is
 started on so many ranks from half of the signals on, and so is, from the same step on, the one it is compared with: the
-last bits of sums depend on the number of ranks.
+last bits of sums depend on the number of ranks. `--lora R` trains adapters of
+rank R, which engines apply.
+
+With `--alone` nobody starts anything again: all signals are SIGKILL, at most two a step, and the run has to come to its
+end by itself, with engines that start again in place, and a supervisor (RESTARTS) for all else. It prints the seconds
+that each kill has cost.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import random
 import re
 import signal
@@ -65,6 +71,87 @@ def draw(kills: int, stops: int, seed: int) -> list[Disturbance]:
         delay = dice.uniform(0, LONGEST_DELAY.get(moment, DELAY))
         drawn.append(Disturbance(moment, dice.choice(VICTIMS), number, dice.choice([0, 1]), delay))
     return sorted(drawn, key=lambda disturbance: disturbance.moment == "export")
+
+
+class Survivor:
+    """A run under a supervisor, which goes on by itself whatever is killed below that."""
+
+    def __init__(self, recipe: Path, ranks: int, name: str, restarts: int) -> None:
+        self.phases = recipe.parent / f"{name}-phases"
+        self.phases.mkdir(exist_ok=True)
+        os.environ["RESTARTS"] = str(restarts)
+        try:
+            self.run = Run(recipe, "--engine.restarts", str(restarts), ranks=ranks, name=name, phases=self.phases)
+        finally:
+            del os.environ["RESTARTS"]
+        self.lost: list[float] = []  # seconds, of each kill
+
+    def victims(self, kind: str) -> list[psutil.Process]:
+        """The living processes of a kind, engines' workers being in their cores."""
+        run = self.run
+        found = {"rank": run.ranks, "engine": run.engines, "guardian": run.guardians}
+        if kind == "launcher":
+            above = psutil.Process(run.process.pid)
+            return [child for child in above.children() if "trainer.launcher" in " ".join(child.cmdline())]
+        return found.get(kind, run.reward_workers)()
+
+    def kill(self, kind: str, moment: str, delay: float) -> str:
+        """Kill one of a kind in a moment of a step, at the latest some seconds after now; returns what was done."""
+        deadline = time.monotonic() + 10
+        while not self.phase().endswith(moment) and time.monotonic() < deadline and self.run.process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(delay)
+        deadline = time.monotonic() + 120
+        while self.run.process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if found := self.victims(kind):
+                    self.run.note_private_folders()
+                    phase, victim = self.phase(), random.Random(delay).choice(found)
+                    victim.kill()
+                    return f"{kind} in {phase or 'start'}"
+            time.sleep(0.01)
+        return "nothing"
+
+    def phase(self) -> str:
+        """What rank 0 is doing, or was when it ended."""
+        file = self.phases / "0"
+        return file.read_text() if file.exists() else ""
+
+    def go_through(self, kills: list[tuple[int, str, str, float]], usual: float) -> None:
+        """Kill in order: (step, victim, moment, delay in s). `usual` is the time of a step that nothing happens in."""
+        for number, (step, kind, moment, delay) in enumerate(kills, 1):
+            while len(self.run.rows()) < step - 1 and self.run.process.poll() is None:
+                time.sleep(0.002)
+            rows, began = len(self.run.rows()), time.monotonic()
+            done = self.kill(kind, moment, delay)
+            if number == len(kills) or kills[number][0] > step:  # the second of a step comes while the first is mended
+                while len(self.run.rows()) <= rows and self.run.process.poll() is None:
+                    time.sleep(0.01)
+            self.lost.append(max(0.0, time.monotonic() - began - usual))
+            print(f"{number:>2} step {step}: {done}; {self.lost[-1]:.1f} s lost", flush=True)
+
+
+def draw_kills(count: int, steps: int, seed: int) -> list[tuple[int, str, str, float]]:
+    """What `Survivor.go_through` takes: at most two kills a step, the second up to a start's length after the first."""
+    dice, drawn = random.Random(seed), []
+    for step in sorted(dice.sample([step for step in range(1, steps) for _ in range(2)], count)):
+        second = bool(drawn) and drawn[-1][0] == step
+        moment = "" if second else dice.choice(["generation shift", "rollout", "update", "checkpoint"])
+        victim = dice.choice(["engine", "engine", "rank", "launcher", "guardian", "reward worker"])
+        drawn.append((step, victim, moment, dice.uniform(0, 8.0 if second else DELAY)))
+    return drawn
+
+
+def survived(recipe: Path, kills: list[tuple[int, str, str, float]], straight: Run, ranks: int, name: str) -> list[str]:
+    """Everything that is wrong with a run that had to get through these kills by itself."""
+    usual = [row["time/step"] for row in straight.rows() if "time/step" in row]
+    survivor = Survivor(recipe, ranks, name, restarts=60)
+    survivor.go_through(kills, sum(usual) / len(usual))
+    failures = [] if survivor.run.wait(1200) == 0 else [survivor.run.output()]
+    survivor.run.assert_gone()
+    lost = survivor.lost
+    print(json.dumps({"kills": len(lost), "lost, s": round(sum(lost), 1), "each": [round(s, 1) for s in lost]}))
+    return failures + unequal(straight, survivor.run)
 
 
 class DisturbedRun:
@@ -176,7 +263,7 @@ class DisturbedRun:
                 victim.send_signal(signal.SIGCONT)
             self.goes_on(done)
             return done
-        if kind == "reward worker":
+        if kind in ("reward worker", "engine"):  # both are started again by the run itself
             self.goes_on(done)
             return done
         hurt = self.run
@@ -287,22 +374,34 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    for name, default in {"kills": 60, "stops": 10, "ranks": 1, "seed": 0, "runs": 1, "slices": 0, "then": 0}.items():
+    for name, default in {
+        "kills": 60,
+        "stops": 10,
+        "ranks": 1,
+        "seed": 0,
+        "runs": 1,
+        "slices": 0,
+        "then": 0,
+        "lora": 0,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--steps", type=int, help="of the run; by default as many as the signals take")
+    parser.add_argument("--alone", action="store_true", help="nobody starts anything again")
     options = parser.parse_args()
     folder = options.folder
     all_drawn = [draw(options.kills, options.stops, options.seed + run) for run in range(options.runs)]
     folder.mkdir(parents=True)  # a run that is there already would be gone on with
     model = make_tiny_model(folder / "model", layers=2, intermediate_size=128)
     # Each disturbance within the steps may take a row before and one after it.
-    steps = 5 + 2 * max(sum(one.moment != "export" for one in drawn) for drawn in all_drawn)
+    steps = options.steps or 5 + 2 * max(sum(one.moment != "export" for one in drawn) for drawn in all_drawn)
     recipe = write_recipe(
         folder,
         model,
         run={"steps": steps, "step_deadline_s": 600, "first_step_deadline_s": 600},
         checkpoint={"every": 1, "keep": 2},
         eval={"every": 0},
-        engine={"load_format": "dummy"},
+        engine={"restarts": 1000} | ({} if options.lora else {"load_format": "dummy"}),
+        lora={"rank": options.lora},
         policy={"lr": 1e-4},  # so slowly that there is something to learn in all steps
         reward={"functions": [{"name": REWARD}]},
         sampling={"max_tokens": 24 if options.slices else 6},
@@ -310,7 +409,12 @@ def main() -> int:
     )
     ranks, then, failures = options.ranks, options.then, 0
     straight = None if then else undisturbed(recipe, ranks)
-    for seed, drawn in enumerate(all_drawn, options.seed):
+    for seed in range(options.seed, options.seed + options.runs) if options.alone else ():
+        assert straight is not None, "--then is for runs that are started again by this script"
+        found = survived(recipe, draw_kills(options.kills, steps, seed), straight, ranks, f"alone-{seed}")
+        print("\n".join(found) or "equal, bit for bit: rows, answers, weights", flush=True)
+        failures += len(found)
+    for seed, drawn in enumerate([] if options.alone else all_drawn, options.seed):
         broken = disturbed(recipe, drawn, ranks, seed, f"broken-{seed}", then)
         if then:
             straight = undisturbed(recipe, ranks, f"straight-{seed}", broken.done_on(ranks), then)

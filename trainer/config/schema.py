@@ -163,6 +163,7 @@ class EngineConfig(Section):
     plain_cpu_weights: bool = key(False, "CPU only: keep weights unpacked; faster for small models")
     sleep: bool = key(True, "give the engine's memory back while the policy trains")
     start_timeout_s: Seconds = key(600, "longest an engine may take to start")
+    restarts: Natural = key(3, "engines that may die within an hour and are started again; one more ends the run")
     logits_processors: list[str | dict[str, str]] = key(
         [],
         "pkg.mod:Name or file.py:Name: classes or factories that change logits before sampling, in the engine only "

@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from generation.engine.engine import Leader
-from sharding.ranks import all_reduce_max, all_reduce_sum, world_size
+from sharding.ranks import agreed, all_reduce_max, all_reduce_sum, world_size
 from trainer.estimates.gpus import peak_flops
 from trainer.flops import Work
 from trainer.run.watchdog import Watchdog
@@ -65,10 +65,11 @@ class PhaseMeter:
             self._seconds[name] = self._seconds.get(name, 0.0) + value
 
     def note_engine_memory(self, state: str) -> None:
-        """Measure the workers' memory now, under the name of the engine's state ("awake" or "asleep")."""
-        if self._leader is not None:
-            used = self._leader.thread.run(self._leader.engine.memory_bytes(), 60, "measuring the engine's memory")
-            self._engine[state] = used / _GIB
+        """Measure the workers' memory now, under the name of the engine's state ("awake" or "asleep"). Collective."""
+        with agreed("measuring the engine's memory"):
+            if self._leader is not None:
+                used = self._leader.thread.run(self._leader.engine.memory_bytes(), 60, "measuring the engine's memory")
+                self._engine[state] = used / _GIB
 
     def note_offloaded(self, nbytes: int) -> None:
         """Count the bytes moved to the host for a generation shift; of several shifts the largest counts."""

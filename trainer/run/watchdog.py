@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Self
 
@@ -97,6 +97,19 @@ class Watchdog:
             yield
         finally:
             self._phases = outer
+            self._arm()
+
+    @contextmanager
+    def aside(self, name: str, seconds: float) -> Iterator[None]:
+        """As `phase`, for what the phases around it were not given time for: their deadlines wait meanwhile."""
+        outer, began = self._phases, time.monotonic()
+        self._phases = ()
+        try:
+            with self.phase(name, seconds):
+                yield
+        finally:
+            took = time.monotonic() - began
+            self._phases = tuple(replace(phase, since=phase.since + took) for phase in outer)
             self._arm()
 
     def current_phase(self) -> str:

@@ -89,17 +89,23 @@ def check_ways(shared: str) -> None:
             both.sync(6)
         both.manager._way.send = send  # type: ignore[method-assign]
         sync(both, 7)
+        if rank() == 1:
+            both.die(SmallModel())  # which knows nothing: weights come whole, and its loaders are recorded anew
+        both.manager.restart(lambda: None)
+        for version in (8, 9):
+            sync(both, version)
+            assert both.manager.report.verified == "full"
         both.manager.close()
 
     from sharding.worker.storage import StorageCarrier
 
     carrier = StorageCarrier(f"{shared}/run/weights", torch.device("cpu"), 5.0, verify=False)
-    assert carrier.next()["version"] == 7, "any engine that sees the folder can load the run's weights"
+    assert carrier.next()["version"] == 9, "any engine that sees the folder can load the run's weights"
     carrier.leave({})
     destroy_process_group()
 
 
-def test_weights_in_two_engines_are_the_policy_s_by_every_way_and_a_broken_carrier_ends_the_update_on_all(
+def test_weights_in_two_engines_are_the_policy_s_by_every_way_also_when_one_is_started_again(
     tmp_path: Path,
 ) -> None:
     run_ranks(check_ways, nproc=2, timeout=180, arguments=[str(tmp_path)])

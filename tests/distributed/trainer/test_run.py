@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, TinyModel
-from tests.distributed.killed_run import REWARD, disturbed, draw, unequal
+from tests.distributed.killed_run import REWARD, disturbed, draw, survived, unequal
 from tests.distributed.nodes_run import NodesRun
-from tests.distributed.real_run import Run, differences, summary, write_recipe
+from tests.distributed.real_run import Run, differences, write_recipe
 from tests.nodes import Nodes, missing
 from trainer.run import checkpoint
 
@@ -261,8 +261,14 @@ def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(re
     assert broken.failures == []
     assert unequal(whole, broken.run) == []
     outputs = [log.read_text() for log in recipe.parent.glob("disturbed-*.log")]
-    without_engine = [summary(output) for output in outputs if "EngineDeadError" in output]
-    assert without_engine and all("EngineDeadError" in lines[1] for lines in without_engine)
+    assert sum("has ended: starting again, 2 of engine.restarts left in this hour" in output for output in outputs) == 1
+
+
+@pytest.mark.covers("P24")
+def test_a_run_comes_to_its_end_by_itself_when_an_engine_and_the_launcher_are_killed(recipe: Path, whole: Run) -> None:
+    """Under a supervisor. tests/distributed/killed_run.py --alone kills forty times."""
+    kills = [(2, "engine", "rollout", 0.05), (4, "launcher", "update", 0.0)]
+    assert survived(recipe, kills, whole, ranks=2, name="alone") == []
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())

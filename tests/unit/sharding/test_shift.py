@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from generation.engine.engine import Leader
+from generation.engine.lifecycle import Memory
 from generation.engine.sampling import NotFiniteError
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import rank
@@ -28,11 +29,14 @@ class FakeEngine:
 
     def __init__(self, events: Events) -> None:
         self.events = events
+        self.state = SimpleNamespace(memory=Memory.AWAKE)
 
     async def wake(self, tags: list[str]) -> None:
+        self.state.memory = Memory.AWAKE
         self.events.append(f"engine maps {tags[0]}")
 
     async def sleep(self, level: int) -> None:
+        self.state.memory = Memory.ASLEEP
         self.events.append("engine sleeps" if level == 2 else "KV cache sleeps")
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -76,6 +80,9 @@ class RecordingManager(ShardingManager):
         way = ZeroCopy(device, source.parameters(), lambda memory: None, 1) if shared else None
         super().__init__(source, device, SyncSettings(), folder, leader=leader, way=way)
         self.events, self._plain = events, plain
+
+    def connect(self) -> None:
+        self.events.append(f"listens at {Path(self._channel.endpoint).name}")
 
     def _sync(self, version: int) -> None:
         self.events.append(f"sync to {version}")
@@ -164,6 +171,35 @@ def test_weights_that_are_shared_are_so_before_the_policy_s_own_go_and_never_sle
         "policy restores",
     ]
     assert events == ["KV cache sleeps", *shift, *shift]
+
+
+@pytest.mark.parametrize("dies", [Memory.ASLEEP, Memory.AWAKE, Memory.CLOSED])
+def test_an_engine_starts_again_in_a_trainer_that_has_put_away_what_a_shift_does(tmp_path: Path, dies: Memory) -> None:
+    """Whoever of several engines it was: one that is awake, after another's death, sleeps first."""
+    events: Events = []
+    manager = RecordingManager(events, tmp_path, plain=True)
+    policy, critic = FakeTenant("policy", events), FakeTenant("critic", events)
+    assert manager._leader is not None
+    engine = manager._leader.engine
+    engine.state.memory = dies
+
+    def start() -> None:
+        if dies is Memory.CLOSED:
+            events.append("engine starts")
+            engine.state.memory = Memory.AWAKE
+
+    manager.restart(start, policy, critic)
+    assert events == [
+        *(["engine sleeps"] if dies is Memory.AWAKE else []),
+        "policy releases all",
+        "critic releases all",
+        *(["engine starts"] if dies is Memory.CLOSED else []),
+        *(["engine sleeps"] if dies is Memory.CLOSED else []),
+        "policy restores",
+        "critic restores",
+        "listens at weights-0-1",  # the first time it was weights-0-0
+    ]
+    manager.close()
 
 
 def test_a_policy_that_has_become_nonsense_is_told_from_an_engine_that_holds_other_weights(tmp_path: Path) -> None:

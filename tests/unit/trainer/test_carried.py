@@ -65,6 +65,7 @@ class DrawingEngine:
         self.not_finite, self.preemptions, self.requests = None, 0, 0
         self.prompts: list[int] = []  # in the order in which they begin
         self.most: int | None = None  # requests; one more never ends
+        self.dies: int | None = None  # at this request
 
     async def complete(
         self,
@@ -88,6 +89,8 @@ class DrawingEngine:
             async with turnstile.slice(answer) as (version, tokens):
                 if self.requests == self.most:
                     await asyncio.Event().wait()
+                if self.requests == self.dies:
+                    raise ConnectionError("the engine has died")
                 self.requests += 1
                 await asyncio.sleep(0)
                 begin = len(answer.token_ids)
@@ -155,10 +158,16 @@ class Step:
 
 
 class Store:
-    """Claims of a single rank."""
+    """Claims of a single rank, and whether its rollout has failed."""
 
     def __init__(self) -> None:
         self.claims: Counter[str] = Counter()
+
+    def set(self, key: str, value: str) -> None:
+        self.claims[key] += 1
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.claims for key in keys)
 
     def add(self, key: str, amount: int) -> int:
         self.claims[key] += amount
@@ -294,6 +303,7 @@ def test_a_step_that_is_given_up_leaves_what_the_one_before_it_did(tmp_path: Pat
     crew.give_up = lambda: crew.engine.requests == crew.engine.most
     with pytest.raises(StepAbandoned, match="step 4"):
         crew.do()
+    crew.rollouts.take_back(4)
     assert crew.rollouts.carried() == kept and crew.position == at
     crew.close()
     (tmp_path / "carried_0.msgpack").write_bytes(kept)
@@ -301,6 +311,42 @@ def test_a_step_that_is_given_up_leaves_what_the_one_before_it_did(tmp_path: Pat
     again.position = at
     assert [again.do().own for _ in range(3)] == [step.own for step in straight[3:]]
     again.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("requests", [[5], [30, 34, 60], [75, 90, 91]])
+def test_steps_in_which_engines_die_are_sampled_anew_and_train_the_same(ranks: int, requests: list[int]) -> None:
+    """In the first step, twice in one, and after a step's answers are there, as an engine may die while it falls
+    asleep: what is in flight is each time what the step before has left. Nothing is trained twice, nothing lost.
+    """
+    straight = run(config(), 8, ranks)
+
+    def one() -> list[Step]:
+        crew, deaths = Crew(config()), [*requests, "asleep"]
+        steps: list[Step] = []
+        while len(steps) < 8:
+            crew.rollouts.take_back(crew.step + 1)
+            crew.engine.dies = deaths[0] if deaths and rank() == 0 else None  # type: ignore[assignment]
+            at = crew.position, crew.step
+            try:
+                step = crew.do()
+            except RemoteError:
+                deaths.pop(0)
+                continue
+            if len(steps) == 5 and deaths:
+                deaths.clear()
+                crew.position, crew.step = at
+                continue
+            steps.append(step)
+        assert not deaths
+        crew.close()
+        return steps
+
+    told = on_ranks(ranks, one) if ranks > 1 else [one()]
+    for index in range(8):
+        assert together(told, index) == together(straight, index)
+        assert [steps[index].figures for steps in told] == [steps[index].figures for steps in straight]
+        assert told[0][index].answers == straight[0][index].answers
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -450,7 +496,7 @@ def test_episodes_of_several_answers_begin_anew_after_a_kill(
     again.position = crew.position
     steps += [again.do() for _ in range(5)]
     again.close()
-    assert f"{unfinished} episodes that the checkpoint has not finished begin anew" in capsys.readouterr().err
+    assert f"{unfinished} episodes that had not finished begin anew" in capsys.readouterr().err
     ids = {place: t.response_ids for step in steps for place, t in step.own.items()}
     known = {place: t.response_ids for step in straight for place, t in step.own.items()}
     assert unfinished and all(ids[place] == known[place] for place in ids.keys() & known.keys())

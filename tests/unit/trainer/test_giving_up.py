@@ -2,8 +2,10 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from generation.engine.engine import Leader
 from generation.engine.thread import EngineThread
@@ -38,7 +40,8 @@ def test_work_that_is_done_gives_its_result_or_its_error() -> None:
 
 def test_a_step_is_abandoned_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = EngineThread()
-    rollouts = Rollouts(Leader(SimpleNamespace(not_finite=None), thread), None, None, None, SimpleNamespace())  # type: ignore[arg-type]
+    leader: Any = Leader(SimpleNamespace(not_finite=None), thread)  # type: ignore[arg-type]
+    rollouts = Rollouts(leader, None, None, HashStore(), SimpleNamespace())  # type: ignore[arg-type]
     ended: list[str] = []
     monkeypatch.setattr(rollouts, "_sample", lambda *_: endless(ended))
     settings = RolloutSettings(1, None, 0, 0, step=7)  # type: ignore[arg-type]

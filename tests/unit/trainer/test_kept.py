@@ -39,6 +39,7 @@ class Session(Crew):
     def steps(self, count: int) -> Steps:
         found = []
         for _ in range(count):
+            self.rollouts.take_back(self.step + 1)
             found.append(self.do().own)
         return found
 

@@ -33,7 +33,7 @@ def answered(lengths: dict[int, int] | None, place: int = 0) -> tuple[list[Answe
     engine, thread = ScriptedEngine(drawn, max_num_seqs=1), EngineThread()
     engine.not_finite = None  # type: ignore[attr-defined]
     claims: list[str] = []
-    store = SimpleNamespace(add=lambda key, count: claims.append(key) or len(claims))
+    store = SimpleNamespace(add=lambda key, count: claims.append(key) or len(claims), check=lambda keys: False)
     rewards = SimpleNamespace(labels=[], take_counts=dict, check_error_rate=lambda counts: None)
     tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
     level = SimpleNamespace(function=one_shot, messages=lambda prompts: None, image_rules=None)

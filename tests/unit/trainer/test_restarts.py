@@ -1,0 +1,179 @@
+"""Which failures start engines again, on which ranks, and when there have been too many. Without an engine."""
+
+import asyncio
+import gc
+from collections.abc import Coroutine, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sharding.ranks import RemoteError, agreed, rank
+from tests.unit.learning_steps import make_config, on_ranks
+from trainer import restarts as module
+from trainer.errors import UserError
+from trainer.restarts import EngineRestarts
+from trainer.rollouts import StepAbandoned
+from trainer.run.watchdog import Watchdog
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+class Engine:
+    """A leader and its engine in one; `deaths` are what it says when it is asked, in order."""
+
+    def __init__(self, deaths: list[str], starts: list[Exception | None] | None = None) -> None:
+        self.deaths, self.starts, self.calls = deaths, starts or [], list[str]()
+        self.is_closed, self.engine, self.thread = False, self, self
+
+    async def death(self) -> str:
+        return self.deaths.pop(0) if self.deaths else ""
+
+    def run(self, coroutine: Coroutine[Any, Any, str], timeout: float, what: str) -> str:
+        return asyncio.run(coroutine)
+
+    def close(self) -> None:
+        self.calls.append("close")
+        self.is_closed = True
+
+    def start_again(self, timeout: float) -> None:
+        self.calls.append("start")
+        if self.starts and (error := self.starts.pop(0)):
+            raise error
+        self.is_closed = False
+
+
+class Shifts:
+    """What restarts see of a sharding manager."""
+
+    def __init__(self, engine: Engine | None) -> None:
+        self.engine, self.tenants = engine, list[Any]()
+
+    def restart(self, start: Any, *tenants: Any) -> None:
+        self.tenants += tenants
+        with agreed("starting the engine again"):
+            start()
+
+    def sleep(self) -> None:
+        self.tenants.append("asleep")
+
+
+class Phases:
+    """A watchdog's."""
+
+    aside = Watchdog.aside
+    phase = Watchdog.phase
+    called_at: float | None = None
+
+    def __init__(self) -> None:
+        self._phases: tuple[Any, ...] = ()
+
+    def _arm(self) -> None:
+        """No timer."""
+
+
+def restarts(engine: Engine | None, device: str = "cpu", **sections: Any) -> EngineRestarts:
+    found = EngineRestarts(make_config(**sections), torch.device(device), Phases())  # type: ignore[arg-type]
+    found._leader = engine  # type: ignore[assignment]
+    found.sharding = Shifts(engine)  # type: ignore[assignment]
+    return found
+
+
+def test_the_fourth_death_within_an_hour_ends_the_run_with_the_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine([f"its process {number} has ended" for number in range(6)])
+    again, failure = restarts(engine), RemoteError("phase rollout failed on rank 0")
+    clock = iter([0.0, 100.0, 3500.0, 3650.0, 3699.0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    for _ in range(4):  # the first is over an hour ago when the fourth comes
+        again.after(failure, "policy")  # type: ignore[arg-type]
+    assert engine.calls == ["close", "start"] * 4 and again.sharding.tenants == ["policy"] * 4  # type: ignore[attr-defined]
+    with pytest.raises(
+        RemoteError, match="4 engines have died within an hour, more than engine.restarts=3 allows"
+    ) as told:
+        again.after(failure, "policy")  # type: ignore[arg-type]
+    for number in (1, 2, 3, 4):
+        assert f"the engine of rank 0: its process {number} has ended" in str(told.value)
+    assert str(failure) in str(told.value) and "process 0" not in str(told.value)
+
+
+def test_a_failure_of_which_no_engine_has_died_ends_the_run_as_it_is() -> None:
+    engine = Engine([])
+    failure = RemoteError("phase rollout failed on rank 0: RewardError")
+    failure.__cause__ = UserError("the reward")
+    with pytest.raises(RemoteError) as told:
+        restarts(engine).after(failure)
+    assert told.value is failure and isinstance(failure.__cause__, UserError) and engine.calls == []
+
+
+def test_only_the_dead_engine_starts_again_and_all_ranks_go_along() -> None:
+    """Twice, since the first start fails; of four ranks the first and the third lead."""
+
+    def one() -> tuple[list[str], list[Any]]:
+        deaths = {0: [], 2: ["gone", "it was not started"]}
+        engine = Engine(deaths[rank()], [RuntimeError("killed"), None]) if rank() in deaths else None
+        again = restarts(engine)
+        again.after(RemoteError("a failure"), "policy")  # type: ignore[arg-type]
+        assert len(again._deaths) == 2
+        return engine.calls if engine else [], again.sharding.tenants  # type: ignore[attr-defined]
+
+    told = on_ranks(4, one)
+    assert [calls for calls, _ in told] == [[], [], ["close", "start", "close", "start"], []]
+    assert [tenants for _, tenants in told] == [["policy", "policy"]] * 4
+
+
+def test_a_run_that_is_asked_to_end_starts_none_and_keeps_its_policy() -> None:
+    engine = Engine(["gone"])
+    again = restarts(engine)
+    again._watchdog.called_at = 1.0
+    with pytest.raises(StepAbandoned):
+        again.after(RemoteError("a failure"), "policy", may_leave=True)  # type: ignore[arg-type]
+    assert engine.calls == ["close"] and again.sharding.tenants == ["asleep"]  # type: ignore[attr-defined]
+
+
+def test_weights_that_were_the_dead_engine_s_end_the_run() -> None:
+    engine = Engine(["gone"])
+    with pytest.raises(RemoteError, match="with sync.way zero_copy the policy's weights have gone with the engine"):
+        restarts(engine, "cuda", sync={"way": "zero_copy"}).after(RemoteError("a failure"))
+    assert "start" not in engine.calls
+
+
+@pytest.mark.parametrize("codes", [{"EngineCore": -9}, {"EngineCore": 1}])
+def test_a_first_start_is_repeated_where_a_signal_has_ended_it(
+    monkeypatch: pytest.MonkeyPatch, codes: dict[str, int]
+) -> None:
+    """The text is vLLM's (vllm/v1/engine/utils.py)."""
+    error = RuntimeError(f"Engine core initialization failed. See root cause above. Failed core proc(s): {codes}")
+    outcomes: list[Any] = [error, "a leader"]
+
+    def start(config: Any, on_cuda: bool) -> Any:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(module, "start_engine", start)
+    if codes["EngineCore"] < 0:
+        assert restarts(None).first_start() == "a leader"
+    else:
+        with pytest.raises(RemoteError, match="Failed core proc"):
+            restarts(None).first_start()
+
+
+def test_a_restart_does_not_count_for_the_step_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.run import watchdog
+
+    now = [0.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    phases = Phases()
+    with phases.phase("step 3", 60):  # type: ignore[misc]
+        now[0] = 20.0
+        with phases.aside("starting the engine again", 600):  # type: ignore[misc]
+            assert [phase.name for phase in phases._phases] == ["starting the engine again"]
+            now[0] = 500.0
+        [step] = phases._phases
+        assert now[0] - step.since == 20.0
