@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 
@@ -82,8 +83,15 @@ def make_tiny_vlm(
         model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(**{name: text[name] for name in text if name.endswith("_token_id")})
     model.save_pretrained(folder)
+    _with_hub_names(folder / "model.safetensors")
     processor.save_pretrained(folder)
     return folder
+
+
+def _with_hub_names(file: Path) -> None:
+    """Name the weights of encoders as checkpoints on the hub do: vLLM 0.32 does not know Transformers 5's names."""
+    weights = {name.replace("vision_tower.", "vision_tower.vision_model.", 1): w for name, w in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 Made = tuple[PretrainedConfig, Any]

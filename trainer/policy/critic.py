@@ -34,7 +34,8 @@ class Critic(ShardedModel):
             kind = AutoModelForSequenceClassification
             built = hf_format.build_meta_model(source, model, torch.float32, device, kind, num_labels=1)
         except ValueError as error:
-            raise UserError(f"{model.path} cannot be a critic: Transformers has no classifier of its type") from error
+            lacks = "Transformers has no classifier of its type"
+            raise UserError(f"{model.path} cannot be a critic: {lacks}; set critic.shared to true") from error
         hf_format.checkpoint_activations(built, settings.activation_checkpointing)
         fresh = HEAD not in hf_format.SafetensorsFolder(source).names
         super().__init__(

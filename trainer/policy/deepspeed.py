@@ -173,6 +173,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
         With `wider_than`, only those that the checkpoint has in another dtype than this.
         """
         files = hf_format.SafetensorsFolder(self.source)
+        hf_format.adopt_names(model, files.names)
         for name, parameter in parameters.items():
             shape = whole_shape(parameter)
             whole = start_value(name, shape, self.lora.seed)

@@ -49,6 +49,14 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 5 << 30
 
+COPIED = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files of a checkpoint that training does not change; without a processor for images, vLLM builds another encoder."""
+
 StartValue = Callable[[str, torch.Size], Tensor | None]
 """(name, shape) -> the whole value that a parameter begins with, the same on all ranks; None: the checkpoint's."""
 
@@ -196,6 +204,7 @@ def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) ->
     for checkpoint_name, piece in revert_weight_conversion(model, {name: probe}).items():
         if piece.untyped_storage()._cdata != storage or not piece.is_contiguous():
             raise ValueError(f"{checkpoint_name} in the checkpoint is not a contiguous part of {name} in memory")
+        checkpoint_name = getattr(model, OWN_NAMES, {}).get(checkpoint_name, checkpoint_name)
         views.append(CheckpointView(checkpoint_name, int(piece.storage_offset()), tuple(piece.shape)))
     views.sort(key=lambda view: view.offset)
     expected = 0
@@ -207,6 +216,20 @@ def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) ->
     if expected != math.prod(shape):
         raise ValueError(f"the checkpoint's tensors cover {expected} elements of {name}, which has {math.prod(shape)}")
     return views
+
+
+OWN_NAMES = "hotbunk_own_names"
+"""The attribute of a model under which `adopt_names` keeps names: Transformers' -> the checkpoint's."""
+
+
+def adopt_names(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Let encoders of images keep the names that the model's own checkpoint has for them, for vLLM as well.
+
+    Checkpoints on the hub have a level `vision_model` in them, which vLLM 0.32 asks for, and Transformers 5 only
+    takes out (`PrefixChange` in transformers/conversion_mapping.py): what it saves, vLLM cannot load.
+    """
+    named = {name.replace(".vision_model.", ".", 1): name for name in names} if sees(model.config) else {}
+    setattr(model, OWN_NAMES, {plain: name for plain, name in named.items() if plain != name})
 
 
 class _ViewProbe(Tensor):
@@ -227,6 +250,7 @@ def load_sharded(
     Each rank reads its own rows. Raises UserError naming what the checkpoint lacks or has in another shape.
     """
     files = SafetensorsFolder(folder)
+    adopt_names(model, files.names)
 
     def rows(name: str, tensor: Tensor, begin: int, end: int) -> Tensor:
         """Elements [begin, end) of a parameter or buffer, in its dtype, on the device."""
@@ -333,7 +357,7 @@ def save_pretrained(
 
     Tied copies are left out, as from_pretrained and vLLM expect. A rank 0 that cannot write keeps taking part in the
     gathering and then fails on all ranks. Memory on rank 0: the tensors of one file; elsewhere one parameter. The
-    model came from `source`, whose generation_config.json is copied. A file holds at most `shard_bytes`, unless one
+    model came from `source`, of which `COPIED` is copied. A file holds at most `shard_bytes`, unless one
     parameter is larger.
     """
     writer = _Writer(folder, shard_bytes)
@@ -350,9 +374,9 @@ def save_pretrained(
         config.architectures = [type(model).__name__]
         config.dtype = dtype
         config.save_pretrained(folder)
-        generation = source / "generation_config.json"
-        if generation.exists() and source.resolve() != folder.resolve():
-            shutil.copyfile(generation, folder / generation.name)
+        for name in COPIED if source.resolve() != folder.resolve() else ():
+            if (source / name).exists():
+                shutil.copyfile(source / name, folder / name)
 
 
 def _whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -5,18 +5,29 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from generation.images import ImageProcessor
 from tests.conftest import TinyModel
 from tests.seen_rows import make_rows, plain_outputs
-from trainer.config.schema import LoraConfig, ModelConfig
+from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
 from trainer.errors import UserError
+from trainer.estimates.model_sizes import model_sizes
 from trainer.learning.batching import micro_batches
 from trainer.parts import seeing
+from trainer.policy import InPlacePolicy
 from trainer.policy.attention import require_packing, require_sharing
-from trainer.policy.hf_format import build_meta_model, freeze, load_sharded, make_vision
+from trainer.policy.hf_format import (
+    build_meta_model,
+    checkpoint_views,
+    freeze,
+    load_sharded,
+    make_vision,
+    parameter_names,
+    save_pretrained,
+)
 from trainer.policy.lora import add_adapters, factors
 from trainer.policy.module import PolicyModule, outputs
 from trainer.types import Sample
@@ -201,3 +212,52 @@ def test_an_encoder_s_work_is_counted_by_patches(tiny_vlm: TinyModel) -> None:
         outputs(module, batch, TEMPERATURE)
     blank = 4
     assert seen - module.work.flops == 2.0 * elements * (40 - blank)
+
+
+def test_what_is_frozen_stays_as_it_was_where_the_policy_computes_with_an_engine_s_weights(tiny_vlm: TinyModel) -> None:
+    """In bfloat16, in which the frozen weights are kept as well; all are named, so that an engine gets them."""
+    folder = tiny_vlm()
+    settings = PolicyConfig(dtype="bfloat16", lr=1e-2, freeze=["vision"])
+    policy = InPlacePolicy(ModelConfig(path=str(folder)), settings, CPU)
+    before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
+    assert before.keys() == dict(policy.model.named_parameters()).keys()
+    assert {p.dtype for p in policy.model.parameters()} == {torch.bfloat16}
+    batches = micro_batches(make_rows(ImageProcessor(str(folder))), 10_000, 0, CPU, packing=True)
+    policy.update(batches, lambda batch, outputs: (-outputs.logprobs.sum(), {}), 1.0)
+    changed = {name for name, weight in policy.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {name for name in before if not name.startswith("model.visual")}
+    assert changed == policy.state_dict()["model"].keys()
+
+
+def test_the_plan_knows_of_encoders(tiny_vlm: TinyModel) -> None:
+    folder = tiny_vlm()
+    sizes = model_sizes(
+        TrainConfig.model_validate({"model": {"path": str(folder)}, "data": {"path": "unread"}}), str(folder)
+    )
+    assert sizes.flops.image_token == 2.0
+    model = make_module(folder).model
+    assert sizes.total == sum(parameter.numel() for parameter in model.parameters())
+    blocks = sum(p.numel() for block in model.base_model.visual.blocks for p in block.parameters())
+    assert sum(shape.numel() for name in sizes.units for shape in sizes.units[name]) == sizes.total
+    assert sum(shape.numel() for n in ("encoder.0", "encoder.1") for shape in sizes.units[n]) == blocks
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.base_model.language_model.layers]
+    assert sizes.rest == sizes.total - sum(layers) - blocks
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, "gemma3"])
+@pytest.mark.covers("P8")
+def test_weights_keep_the_names_of_their_checkpoint_and_an_export_has_the_processor(
+    tiny_vlm: TinyModel, kind: str, tmp_path: Path
+) -> None:
+    """As vLLM reads them. Without a processor vLLM builds Qwen's encoder without the norm of its input."""
+    folder = tiny_vlm(architecture=kind)
+    built = make_module(folder).model
+    stored = load_file(folder / "model.safetensors")
+    names = [v.name for n, p in parameter_names(built).items() for v in checkpoint_views(built, n, p.shape)]
+    assert sorted(names) == sorted(stored)
+    save_pretrained(built, tmp_path, torch.float32, folder)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == stored.keys() and all(torch.equal(saved[name], stored[name]) for name in stored)
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(p, built.get_parameter(name)) for name, p in plain.named_parameters())
+    assert {path.name for path in folder.glob("*processor*")} <= {path.name for path in tmp_path.iterdir()}
