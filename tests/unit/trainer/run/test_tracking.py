@@ -122,11 +122,12 @@ def test_a_divergence_and_a_gap_that_grows_raise_one_alert_each(tmp_path: Path, 
         ("alert", "The gap grows", f"demo, step 13: trainer and engine are {told}", "ERROR"),
         ("alert", "Divergence", "demo, step 19: gap/mean not finite", "ERROR"),
     ]  # fmt: skip
-    calls.clear()
-    tracker = make_tracker(tmp_path, {}, name="demo", wandb="offline", resumed_from=18)
-    tracker.log(19, {"gap/mean": 5e-4, "loss": 0.1, "skipped_steps": 1.0})
-    tracker.close()
-    assert [call[1] for call in calls if call[0] == "alert"] == ["Divergence"]  # the other one was told before
+    for resumed_from, titles in ((18, ["Divergence"]), (12, ["Divergence", "The gap grows"])):  # told before, and not
+        calls.clear()
+        tracker = make_tracker(tmp_path, {}, name="demo", wandb="offline", resumed_from=resumed_from)
+        tracker.log(resumed_from + 1, {"gap/mean": 5e-4, "loss": 0.1, "skipped_steps": 1.0})
+        tracker.close()
+        assert [call[1] for call in calls if call[0] == "alert"] == titles
 
 
 @pytest.mark.parametrize("error", [ConnectionError("run initialization has timed out"), PermissionError("no login")])
