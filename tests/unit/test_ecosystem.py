@@ -26,6 +26,12 @@ def test_a_request_goes_on_only_with_all_ids_of_one_before(requests: list, begun
     assert trial.beginnings(requests) == begun
 
 
+def test_what_an_engine_samples_beyond_a_stop_string_may_be_missing() -> None:
+    requests = [([1, 2], [3, 4, 5]), ([1, 2, 3, 9], [6])]
+    assert [trial.beginnings(requests, beyond) for beyond in (0, 1, 2, 9)] == [2, 2, 1, 1]
+    assert trial.beginnings([([1, 2], [3, 4]), ([1, 2, 9], [6])], 9) == 2  # nothing of the answer is there
+
+
 @pytest.mark.parametrize("name", trial.TRIALS)
 def test_the_recipe_of_each_trial_is_valid(name: str, tmp_path: Path) -> None:
     """But for what is made only when it runs: models, environments and data."""
