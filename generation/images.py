@@ -214,14 +214,12 @@ class ImageRules:
     Attributes:
         most: of a prompt and its answer together.
         max_bytes: of the images that come up in one episode, as they are encoded.
-        fetch: whether clients may name remote images.
     """
 
     processor: "ImageProcessor"
     limits: ImageLimits = ImageLimits()
     most: int = 1
     max_bytes: int = 1 << 25
-    fetch: bool = False
 
     def read(self, sources: Sequence[Any]) -> tuple[Image, ...]:
         """Images of these sources. Raises ValueError, a sentence without its subject, naming the first wrong one."""

@@ -81,7 +81,7 @@ install() {
     # The CPU lock goes with several builds of torch: first that with what it asks for, then the rest as it stands.
     pip install --no-compile --constraint "$lock" $([ "$device" = cuda ] || echo torch) setuptools uv
     install_exactly --requirement "$lock" --editable .
-    cp scripts/site/hotbunk_torchvision.* "$("$venv"/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    cp scripts/site/hotbunk_torchvision.* "$venv"/lib/python*/site-packages/
     echo "$key" >"$venv"/.hotbunk
 }
 

@@ -162,8 +162,8 @@ class SlicedRollouts(Rollouts):
         for place, sample, so_far in self._pool.parked() if self._pool is not None and whole else ():
             tokens = so_far.token_ids, [1] * len(so_far.token_ids), so_far.logprobs
             prompt = self._flights[place].prompt
-            seen = {"images": tuple(image.read() for image in prompt.images), "image_spans": prompt.image_spans}
-            found.append(Trajectory(place, sample, so_far.prompt_ids, *tokens, versions=so_far.versions, **seen))
+            images: Any = {"images": tuple(i.read() for i in prompt.images), "image_spans": prompt.image_spans}
+            found.append(Trajectory(place, sample, so_far.prompt_ids, *tokens, versions=so_far.versions, **images))
         found += [t for group in self._now() for done in group.done.values() for t in done if not t.error]
         present = [t for t in found if t.weight_version == self._version and any(t.loss_mask)]
         return gather_answers(present[:_MEASURED], version=self._version)

@@ -30,9 +30,6 @@ from trainer.rewards import RewardPool
 from trainer.run import processes
 from trainer.run.lock import RunLock
 
-_MODULES = {"train": "trainer.loop", "eval": "trainer.commands.eval"}  # others: trainer.commands.<command>
-_WITH_OVERRIDES = ("train", "sft", "eval", "plan", "doctor")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command (None: this process's arguments). Returns the exit code; 2: the user has something to mend."""

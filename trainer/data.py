@@ -110,9 +110,7 @@ def image_rules(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> Im
         reason = _one_line(error)
         raise UserError(f"data.max_images: {config.model.path} has no processor for images: {reason}") from error
     limits = ImageLimits(data.max_image_pixels, data.larger_images)
-    return ImageRules(
-        processor, limits, data.max_images, config.rollout.max_image_mib << 20, config.rollout.fetch_images
-    )
+    return ImageRules(processor, limits, data.max_images, config.rollout.max_image_mib << 20)
 
 
 def load_prompts(

@@ -70,12 +70,14 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
             used = int(shape.numel() * share)
             trunk, learned = trunk + used, learned + used * parameter.requires_grad
     size = 0 if head is None else whole_shape(head.weight).numel()
+    # Some families have other names for these two in config.json.
+    sizes = config.to_dict() | {name: getattr(config, name) for name in ("hidden_size", "num_attention_heads")}
     return ModelFlops(
         trunk=trunk,
         trunk_learned=learned,
         head=size,
         head_learned=size if size and head.weight.requires_grad else 0,
-        attention=config.num_hidden_layers * config.num_attention_heads * sum(head_widths(config.to_dict())) // 2,
+        attention=config.num_hidden_layers * config.num_attention_heads * sum(head_widths(sizes)) // 2,
         seeing=sum(whole_shape(p).numel() for p in of_images),
         seeing_learned=sum(whole_shape(p).numel() for p in of_images if p.requires_grad),
     )

@@ -240,7 +240,9 @@ class Conversation(Trajectory):
         Messages that leave no room for an answer are not appended: the next `sample` gives None. Their content may be a
         list of parts with images among them (`split_images`), where the run has images; they may raise ValueError.
         """
-        template, images, spans = self.llm.settings.chat_template_kwargs, (), ()
+        template = self.llm.settings.chat_template_kwargs
+        images: tuple[Image, ...] = ()
+        spans: Spans = ()
         if (rules := self.llm.image_rules) is None:
             added = encode_following(self.llm.tokenizer, messages, template)
         else:

@@ -87,7 +87,7 @@ class FnCallRolloutSampler:
                 chats[i] += [{"role": "tool", "content": text} for text in texts]
         return results
 
-    async def _replies(self, tokenizer: Any, asked: list[tuple[list[ToolCall], dict[str, float]]]) -> list[list[str]]:
+    async def _replies(self, tokenizer: Any, asked: list[tuple[list[ToolCall], dict[str, float]]]) -> list[list[Any]]:
         """The replies to every conversation's calls, run at once; errors are replies, too, counted in its metrics."""
         runner = ToolRunner(self._limits, tokenizer)
         return list(await asyncio.gather(*(runner.run(self._tools, calls, metrics) for calls, metrics in asked)))

@@ -16,7 +16,7 @@ from trainer.learning.batching import micro_batches
 from trainer.parts import seeing
 from trainer.types import Sample
 
-CASES = ["fsdp packed", "fsdp padded", "fsdp recomputed", "fsdp frozen"]
+CASES = ["fsdp packed", "fsdp padded", "fsdp recomputed", "fsdp frozen", "zero3 packed", "zero3 frozen"]
 KINDS = ["qwen2_5_vl", "llava"]
 
 

@@ -193,4 +193,8 @@ def on_ranks(count: int, function: Callable[[], T]) -> list[T]:
     """What `function` gives on each of several ranks, which exchange what they would over gloo."""
     ranks = _ThreadedRanks(count)
     with patch("sharding.ranks.dist", ranks), ThreadPoolExecutor(count) as pool:
-        return [f.result() for f in [pool.submit(ranks.run, rank, function) for rank in range(count)]]
+        ended = [pool.submit(ranks.run, rank, function) for rank in range(count)]
+        errors = [error for error in (each.exception() for each in ended) if error is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error  # a rank that was on its way out of a barrier when another one failed does not say why
+        return [each.result() for each in ended]

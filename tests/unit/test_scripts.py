@@ -19,7 +19,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.conftest import ROOT
 from trainer.commands import tiny_model
 
-PROGRAMS = ("awk", "bash", "cat", "cut", "df", "dirname", "flock", "grep", "mkdir", "nproc", "rm", "sha256sum", "tr")
+PROGRAMS = (
+    "awk",
+    "bash",
+    "cat",
+    "cp",
+    "cut",
+    "df",
+    "dirname",
+    "flock",
+    "grep",
+    "mkdir",
+    "nproc",
+    "rm",
+    "sha256sum",
+    "tr",
+)
 
 
 def write_stub(path: Path, body: str) -> Path:
@@ -117,7 +132,7 @@ def test_setup_refuses_an_environment_that_is_not_its_own(clone: Path) -> None:
 # Stands for `python -m venv`: the new environment's Python and uv note what they are asked for, and succeed or fail.
 RECORDING_PYTHON = """
 if [ "$1 $2" = "-m venv" ]; then
-    mkdir -p .venv/bin
+    mkdir -p .venv/bin .venv/lib/python3.11/site-packages
     echo '#!/bin/bash' | tee .venv/bin/python .venv/bin/uv >/dev/null
     echo 'echo python "$@" >> log' >> .venv/bin/python
     echo 'echo uv "$@" >> log; exit $UV_STATUS' >> .venv/bin/uv

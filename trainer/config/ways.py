@@ -17,6 +17,7 @@ def chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[str, s
         return "staged", "since no other has run on a GPU yet"
     model = model_config(config.model.path)
     apart = [f"vLLM does not keep the {what} as trained" for key, what in REPROCESSED_KEYS.items() if model.get(key)]
+    apart += ["vLLM cuts the weights of some encoders of images otherwise"] * bool(model.get("vision_config"))
     shared = next(iter([*zero_copy_obstacles(config, ranks), *apart]), None)
     if shared is None:
         return "zero_copy", "since one rank and its engine keep weights alike"

@@ -201,7 +201,7 @@ def _packed_images(pairs: list[tuple[Answer, Sample]]) -> bytes:
     """
     if not any(sample.images for _, sample in pairs):
         return b""
-    files = {}
+    files: dict[str, tuple[bytes, tuple[int, int]]] = {}
     for answer, sample in pairs:
         known = {image.digest for image in answer.stored_images}
         files |= {image.digest: (image.data, image.size) for image in sample.images if image.digest not in known}

@@ -79,7 +79,9 @@ def told_by_age(batch: MicroBatch, logprobs: Tensor) -> tuple[tuple[Tensor, Tens
     those that earlier versions did, these with their ages. `logprobs` [B, T-1] are the trainer's.
     """
     own, engine = batch.trained(logprobs), batch.trained(batch.engine_logprobs)
-    ages = torch.zeros_like(own, dtype=torch.uint8) if batch.ages is None else batch.trained(batch.ages)
+    if batch.ages is None:  # without a mask, whose length a device would have to be waited for
+        return (own, engine), (own[:0], engine[:0], own[:0].to(torch.uint8))
+    ages = batch.trained(batch.ages)
     old = ages > 0
     return (own[~old], engine[~old]), (own[old], engine[old], ages[old])
 

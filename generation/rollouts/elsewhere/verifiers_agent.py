@@ -63,7 +63,7 @@ class Environment:
         return rewards or None, {name: value for name, value in trace.metrics.items() if value is not None}
 
 
-LOADED = {}
+LOADED: dict = {}
 
 
 async def agent(base_url, api_key, model, row, environment, args):

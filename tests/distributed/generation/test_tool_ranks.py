@@ -22,7 +22,7 @@ from trainer.data import Prompt, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
 from trainer.engines import start_engine, stop_engine
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import RolloutLevel, Rollouts
+from trainer.rollouts import RolloutLevel, Rollouts, Terms
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModel
@@ -80,7 +80,7 @@ def rollout_on_two_ranks(recipe: str) -> None:
     prompts = [Prompt(0, tuple(range(20, 24)), {"prompt": "go", "answer": ""})]
     settings = RolloutSettings(2, SamplingSettings(max_tokens=1), policy_version=0, seed=0, step=1)
     try:
-        found = Rollouts(leader, tokenizer, RewardPool(config.reward), store(), plan).run(prompts, settings, 500)
+        found = Rollouts(leader, tokenizer, RewardPool(config.reward), store(), plan).run(prompts, settings, Terms(500))
     finally:
         stop_engine(leader)
     assert [(t.turns, t.error) for t in found] == [(TURNS, "")] * 2, [(t.turns, t.error) for t in found]

@@ -21,7 +21,7 @@ from generation.trajectory import Trajectory
 from tests.unit.learning_steps import as_answers
 from tests.unit.small_tokenizer import small_tokenizer
 from trainer import engines
-from trainer.commands import evaluate
+from trainer.commands import eval as command
 from trainer.commands.eval import Evaluation, table
 from trainer.config.checks import _check_evaluation, _check_lengths
 from trainer.config.schema import EvalConfig, RewardConfig, TrainConfig
@@ -243,9 +243,9 @@ def test_evaluation_of_a_model_that_is_not_finite_ends_in_a_sentence(
     thread = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(engines.processes, "install_signal_handlers", lambda phase: None)
     monkeypatch.setattr(engines.Leader, "start", lambda *_: Leader(engine, thread))
-    monkeypatch.setattr(evaluate, "engine_settings", lambda *_: engine.settings)
+    monkeypatch.setattr(command, "engine_settings", lambda *_: engine.settings)
     asked: Any = SimpleNamespace(config=config(run={"device": "cpu"}), answers=answers)
-    assert evaluate.evaluate(asked, tmp_path / "eval") == 2
+    assert command.evaluate(asked, tmp_path / "eval") == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("hotbunk: the engine of rank 0 sampled a token with a log-probability of nan: look at")
     assert not (tmp_path / "eval").exists()

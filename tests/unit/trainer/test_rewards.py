@@ -354,8 +354,8 @@ def signatures(tmp_path: Path) -> Path:
     ("name", "kwargs", "keywords"),
     [
         ("bare", {}, set()),
-        ("asks", {"more": 1}, {"prompt", "row", "answer", "finish_reason", "trajectory"}),
-        ("swallows", {}, {"prompt", "row", "answer", "finish_reason", "trajectory"}),
+        ("asks", {"more": 1}, {"prompt", "row", "answer", "finish_reason", "images", "trajectory"}),
+        ("swallows", {}, {"prompt", "row", "answer", "finish_reason", "images", "trajectory"}),
         ("needs", {"colour": "red"}, set()),
         ("later", {}, set()),
         ("tools_used", {}, {"trajectory"}),
@@ -367,7 +367,7 @@ def test_signatures_that_fit_are_accepted(signatures: Path, name: str, kwargs: d
     assert reward.keywords == keywords
     assert reward.label == name
     seen = Trajectory(0, 0, [1], metrics={"tools/calls": 1.0})
-    offered = {"prompt": "p", "row": {}, "answer": None, "finish_reason": "stop", "trajectory": seen}
+    offered = {"prompt": "p", "row": {}, "answer": None, "finish_reason": "stop", "images": (), "trajectory": seen}
     assert reward("text", offered) == 1.0
 
 

@@ -97,7 +97,7 @@ def meter(monkeypatch: pytest.MonkeyPatch, device: str, works: list[Any], name: 
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 0)
-    watchdog = SimpleNamespace(phase=lambda name, deadline: nullcontext())
+    watchdog = SimpleNamespace(phase=lambda name, deadline, waits_for: nullcontext())
     return PhaseMeter(torch.device(device), None, watchdog, 60, works, dtype)  # type: ignore[arg-type]
 
 

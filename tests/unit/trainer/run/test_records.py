@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.commands.report import read_record, render
+from trainer.commands.report_page import page_data
+from trainer.commands.report_record import read_record, state
 from trainer.run import records
 from trainer.run.plots import plot_curves
 from trainer.run.tracking import make_tracker
@@ -90,7 +91,7 @@ def test_a_run_goes_on_with_exactly_the_whole_rows_up_to_its_checkpoint(whole: P
         for file in FILES:
             (folder / file).write_bytes(torn if file == name else contents[file])
         if any(is_whole(start, end) for start, end, _ in lines_of(contents["metrics.jsonl"])):
-            assert render(read_record(folder))
+            assert page_data([read_record(folder)])
         if number == 60:
             plot_curves(folder)
         record(folder, range(CHECKPOINT + 1, STEPS), resumed_from=CHECKPOINT)
@@ -132,7 +133,7 @@ def test_a_run_that_met_a_full_disk_goes_on_once_there_is_room(whole: Path, tmp_
         assert done < STEPS - 1
         ends.add(done)
         if (folder / "metrics.jsonl").is_file() and done >= 0:
-            assert render(read_record(folder))
+            assert page_data([read_record(folder)])
         record(folder, range(done + 1, STEPS), resumed_from=done if done >= 0 else None)
         for name in FILES:
             assert (folder / name).read_bytes() == (whole / name).read_bytes(), (limit, name)
@@ -170,4 +171,4 @@ def test_a_run_waits_for_room_on_a_full_disk_and_writes_every_line_once(
 def test_a_report_is_written_of_a_run_whose_recipe_is_torn(whole: Path, tmp_path: Path) -> None:
     for torn in (b"", b"run:\n", b"run:\n  steps: [", b"\x00" * 20, b"run: {name: \xc3", b"- 1", b"run: 3"):
         (whole / "config.yaml").write_bytes(torn)
-        assert f"{STEPS - 1} steps in" in render(read_record(whole))
+        assert f"{STEPS - 1} steps in" in state(read_record(whole))
