@@ -24,12 +24,12 @@ def missing() -> str:
 
 
 class Nodes:
-    """`count` machines, a context manager. `shared` is a folder that all of them see at its path, as a mount would be.
+    """`count` machines, a context manager. `shared` are folders that all of them see, as if mounted.
 
     A node's address is `address(i)`, its hostname `node{i}`.
     """
 
-    def __init__(self, count: int, folder: Path, shared: Path) -> None:
+    def __init__(self, count: int, folder: Path, *shared: Path) -> None:
         self.count, self._folder, self._shared = count, folder, shared
         self._inits: dict[int, subprocess.Popen[str]] = {}
         self._switch: subprocess.Popen[str] | None = None
@@ -56,9 +56,12 @@ class Nodes:
         """Start a machine, which has nothing in memory and an empty /tmp."""
         own = self._folder / f"node{node}"
         shutil.rmtree(own, ignore_errors=True)
-        inside = own / self._shared.relative_to("/tmp") if self._shared.is_relative_to("/tmp") else None
-        (inside or own).mkdir(parents=True)
-        bind = f"mount --bind {self._shared} {inside} && " if inside else ""
+        own.mkdir(parents=True)
+        bind = ""
+        for shared in filter(lambda path: path.is_relative_to("/tmp"), self._shared):  # would be hidden by its own /tmp
+            inside = own / shared.relative_to("/tmp")
+            inside.mkdir(parents=True, exist_ok=True)
+            bind += f"mount --bind {shared} {inside} && "
         begin = (
             f"hostname node{node} && ip link set lo up && {bind}mount --rbind {own} /tmp && "
             "mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /run"

@@ -139,7 +139,10 @@ def main() -> int:
     recipe = nodes_recipe(options.folder, model, steps)
     straight = Run(recipe, ranks=options.nodes, name="straight")
     assert straight.wait(1200) == 0, straight.output()
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as own, Nodes(options.nodes, Path(own), options.folder) as nodes:
+    with (
+        tempfile.TemporaryDirectory(dir="/var/tmp") as own,
+        Nodes(options.nodes, Path(own), options.folder.resolve(), ROOT) as nodes,
+    ):
         run = NodesRun(nodes, recipe, "nodes", restarts=10)
         for number, event in enumerate(options.only):
             run.wait_for_steps(1 + 2 * number, 1200)

@@ -278,7 +278,7 @@ def test_a_run_on_two_machines_one_of_which_loses_power_goes_on_by_itself(
     """The run's folder is shared; hostname, /tmp, shared memory, processes and network are each machine's own."""
     with (
         tempfile.TemporaryDirectory(dir="/var/tmp") as own,
-        Nodes(2, Path(own), tmp_path_factory.getbasetemp()) as nodes,
+        Nodes(2, Path(own), tmp_path_factory.getbasetemp(), ROOT) as nodes,
     ):
         run = NodesRun(nodes, recipe, "nodes", restarts=3)
         run.wait_for_steps(3)
