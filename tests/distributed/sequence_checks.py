@@ -4,6 +4,7 @@ Most are the checks of policies whose ranks share none, run once more: against p
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -167,7 +168,8 @@ def check_sft(folder: Path) -> None:
         sections = {"model": {"path": str(source)}, "data": {"path": "d"}, "policy": {"sequence_parallel": ways}}
         config = TrainConfig.model_validate(sections | {"batch": {"tokens_per_micro_batch": 33}})
         policy = checks.make_policy(source, eps=1e-3)
-        run = SimpleNamespace(config=config, policy=policy, tokenizer=SimpleNamespace(pad_token_id=0))
+        meter = SimpleNamespace(phase=lambda name: nullcontext())
+        run = SimpleNamespace(config=config, policy=policy, tokenizer=SimpleNamespace(pad_token_id=0), meter=meter)
         run.held_out = {"": checks.make_samples([5, 9, 4])}
         held_out = sft.SftRun.evaluate(run)["eval/loss"]  # type: ignore[arg-type]
         stats = sft.update(policy, checks.make_samples(), config, 0, 0)
