@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,7 @@ import torch
 
 from tests.conftest import ROOT, TinyModel
 from tests.distributed.killed_run import REWARD, disturbed, draw, survived, unequal
-from tests.distributed.nodes_run import NodesRun
 from tests.distributed.real_run import Run, differences, write_recipe
-from tests.nodes import Nodes, missing
 from trainer.run import checkpoint
 
 
@@ -269,27 +266,6 @@ def test_a_run_comes_to_its_end_by_itself_when_an_engine_and_the_launcher_are_ki
     """Under a supervisor. tests/distributed/killed_run.py --alone kills forty times."""
     kills = [(2, "engine", "rollout", 0.05), (4, "launcher", "update", 0.0)]
     assert survived(recipe, kills, whole, ranks=2, name="alone") == []
-
-
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_run_on_two_machines_one_of_which_loses_power_goes_on_by_itself(
-    recipe: Path, whole: Run, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """The run's folder is shared; hostname, /tmp, shared memory, processes and network are each machine's own."""
-    with (
-        tempfile.TemporaryDirectory(dir="/var/tmp") as own,
-        Nodes(2, Path(own), tmp_path_factory.getbasetemp(), ROOT) as nodes,
-    ):
-        run = NodesRun(nodes, recipe, "nodes", restarts=3)
-        run.wait_for_steps(3)
-        run.lose_power(1)
-        run.come_back(1)
-        assert run.wait() == [0, 0], run.output()
-        assert [line for node in range(2) for line in nodes.processes(node)] == []
-    first = run.log(0).read_text()
-    assert "node 1 had died and has been started again" in first, first
-    assert "failed in step 4" in first or "failed in step 5" in first, first
-    assert unequal(whole, run) == [], run.output()
 
 
 def test_a_step_over_its_deadline_names_ranks_phases_and_stacks(overdue: Run) -> None:
