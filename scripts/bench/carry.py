@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import msgspec
 from common import PRESETS, add_engine, add_model, command_line, engine_for, save, show, start
+from torch.distributed import HashStore
 
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
@@ -36,18 +37,6 @@ from trainer.data import Prompt, PromptDataset
 from trainer.rollouts import Rollouts, Terms
 
 Row = dict[str, float]
-
-
-class Claims:
-    """The ranks' store, of a single rank."""
-
-    def __init__(self) -> None:
-        self.claimed: dict[str, int] = {}
-
-    def add(self, key: str, amount: int) -> int:
-        """The counter after this."""
-        self.claimed[key] = self.claimed.get(key, 0) + amount
-        return self.claimed[key]
 
 
 async def nothing() -> None:
@@ -79,7 +68,7 @@ class Steps:
         level: Any = SimpleNamespace(function=one_shot, messages=lambda prompts: None, aclose=nothing)
         tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")
         make: Any = partial(SlicedRollouts, self.config) if sliced else Rollouts
-        self.rollouts: Rollouts = make(leader, tokenizer, rewards, Claims(), level)
+        self.rollouts: Rollouts = make(leader, tokenizer, rewards, HashStore(), level)
         self.position, self.number = 0, 0
         vocabulary = PRESETS[options.preset][-1]
         self.ends = list(range(1, 1 + max(1, round(vocabulary / options.mean))))

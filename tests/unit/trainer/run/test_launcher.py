@@ -44,7 +44,7 @@ def test_a_node_that_comes_again_ends_the_attempt_it_was_in_and_joins_the_next(m
     port, codes, ended = free_port("127.0.0.2"), list[int](), threading.Event()
     first, second = (BoundRendezvous("127.0.0.2", port, node, 2, "run", 30) for node in (0, 1))
     with ThreadPoolExecutor() as threads:
-        old = next(iter(threads.map(BoundRendezvous.next_rendezvous, (first, second)))).store
+        old = [met.store for met in threads.map(BoundRendezvous.next_rendezvous, (first, second))]
         rank = TCPStore("127.0.0.2", port, is_master=False)
         leave = lambda code: (codes.append(code), ended.set())  # noqa: E731
         with Watchdog(PrefixStore(PREFIX, rank), 0, 1, leave):
