@@ -65,7 +65,7 @@ class Steps:
     def __init__(self, leader: Leader, options: argparse.Namespace, sliced: bool, prompts: int) -> None:
         self.config, self.leader, self.options = recipe(options, sliced, prompts), leader, options
         rewards: Any = SimpleNamespace(labels=[], take_counts=dict, check_error_rate=lambda counts: None)
-        level: Any = SimpleNamespace(function=one_shot, messages=lambda prompts: None, aclose=nothing)
+        level: Any = SimpleNamespace(function=one_shot, messages=lambda _: None, aclose=nothing, image_rules=None)
         tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")
         make: Any = partial(SlicedRollouts, self.config) if sliced else Rollouts
         self.rollouts: Rollouts = make(leader, tokenizer, rewards, HashStore(), level)
