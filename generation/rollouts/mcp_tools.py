@@ -43,6 +43,7 @@ def list_tools(servers: Sequence[McpServer]) -> dict[str, list[dict[str, Any]]]:
     """The tools of each server, by its name, in the form of OpenAI's API. Raises ValueError naming one that fails."""
 
     async def ask(server: McpServer, errors: TextIO) -> list[dict[str, Any]]:
+        """One server's, page by page."""
         async with asyncio.timeout(_LIST_SECONDS), _client(server, errors) as client:
             found, cursor = [], None
             while True:

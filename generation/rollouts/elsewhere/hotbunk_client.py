@@ -17,9 +17,11 @@ import inspect
 import json
 import os
 import socket
+from collections.abc import Callable
+from typing import Any
 
 
-def serve(agent):
+def serve(agent: Callable[..., Any]) -> None:
     """Answer episodes, one after the other and all on one event loop, until the run ends."""
     connection = socket.socket(fileno=int(os.environ["HOTBUNK_MESSAGES"]))
     os.set_inheritable(connection.fileno(), False)
@@ -27,7 +29,8 @@ def serve(agent):
     asyncio.set_event_loop(loop)
     with connection.makefile("rwb") as messages:
 
-        def say(message):
+        def say(message: dict[str, Any]) -> None:
+            """One line to the run."""
             messages.write(json.dumps(message).encode() + b"\n")
             messages.flush()
 

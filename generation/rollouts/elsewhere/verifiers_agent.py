@@ -8,6 +8,7 @@ import os
 import sys
 from contextlib import AsyncExitStack
 from itertools import islice
+from typing import Any
 
 from hotbunk_client import serve
 
@@ -18,7 +19,7 @@ TOGETHER = 64  # episodes after which its servers are renewed: it keeps an HTTP 
 class Environment:
     """A taskset and the agent that plays it. Episodes come one after the other."""
 
-    def __init__(self, name, args):
+    def __init__(self, name: str, args: dict[str, Any]) -> None:
         os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # where uv is
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
@@ -27,7 +28,7 @@ class Environment:
         self.tasks = iter(self.env.taskset)
         self.episodes, self.serving = 0, AsyncExitStack()
 
-    def rows(self, count):
+    def rows(self, count: int) -> list[dict[str, str | None]]:
         """The next rows, at most so many; none at the end. Raises ValueError for a task that JSON cannot hold."""
         rows = []
         for data in (task.data for task in islice(self.tasks, count)):
@@ -39,7 +40,7 @@ class Environment:
             rows.append({"prompt": prompt, "answer": None if answer is None else str(answer), "task": written})
         return rows
 
-    async def episode(self, task, base_url, model):
+    async def episode(self, task: str, base_url: str, model: str) -> tuple[dict[str, float] | None, dict[str, float]]:
         """One episode. Returns rewards and metrics by name; raises RuntimeError where verifiers counts it as failed."""
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import EvalClientConfig
@@ -63,10 +64,12 @@ class Environment:
         return rewards or None, {name: value for name, value in trace.metrics.items() if value is not None}
 
 
-LOADED: dict = {}
+LOADED: dict[str, Environment] = {}
 
 
-async def agent(base_url, api_key, model, row, environment, args):
+async def agent(
+    base_url: str, api_key: str, model: str, row: dict[str, Any], environment: str, args: dict[str, Any]
+) -> Any:
     """An episode of the row's task; asked for the next tasks, these."""
     if not LOADED:
         LOADED["environment"] = Environment(environment, args)

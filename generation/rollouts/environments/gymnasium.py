@@ -59,11 +59,11 @@ class Gym:
             return _ANSI.sub("", str(self._env.render())).strip()
         return observation if isinstance(observation, str) else json.dumps(observation, default=_plain)
 
-    def _action(self, action: Any) -> Any:
+    def _action(self, given: Any) -> Any:
         """An action as the space has it. Raises ValueError naming both where it has none such."""
-        space = self._env.action_space
-        if isinstance(action, str) and action.strip() in self._names:
-            action = self._names.index(action.strip())
+        action, space = given, self._env.action_space
+        if isinstance(given, str) and given.strip() in self._names:
+            action = self._names.index(given.strip())
             action += int(getattr(space, "start", 0))
         try:
             if isinstance(space, gymnasium.spaces.Discrete):
@@ -75,7 +75,7 @@ class Gym:
         except (TypeError, ValueError):
             pass
         there = ", ".join(self._names) or str(space)
-        raise ValueError(f"{action!r:.100} is not an action; there are: {there}")
+        raise ValueError(f"{given!r:.100} is not an action; there are: {there}")
 
 
 class GymText(Gym):

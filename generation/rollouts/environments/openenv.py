@@ -7,6 +7,7 @@
 A column `seed` of the data is given to reset.
 """
 
+import asyncio
 import json
 from typing import Any
 
@@ -19,7 +20,7 @@ class OpenEnv:
     def __init__(self, url: str, timeout_s: float = 60.0) -> None:
         """`url` is the server's address; `timeout_s` bounds the wait for each of its answers."""
         self._client = GenericEnvClient(base_url=url, message_timeout_s=timeout_s, mode="simulation")
-        self._earned, self._over = 0.0, False
+        self._earned, self._over, self._lost = 0.0, False, False
 
     async def reset(self, seed: int | None = None) -> str:
         """The first observation, over a connection of its own."""
@@ -35,7 +36,13 @@ class OpenEnv:
         """
         if self._over:
             return "It is over already."
-        result = await self._client.step(action)
+        if self._lost:
+            raise RuntimeError("the server did not answer an earlier action in time, so this session is lost")
+        try:
+            result = await self._client.step(action)
+        except (TimeoutError, asyncio.CancelledError):  # the late answer would be taken for the next action's
+            self._lost = True
+            raise
         self._earned += float(result.reward or 0.0)
         self._over = result.done
         return _text(result.observation) + ("\nIt is over." if self._over else "")

@@ -29,6 +29,7 @@ def rows(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
 
     async def ask(pool: ClientProcesses) -> list[dict[str, Any]]:
+        """All of them, some at a time."""
         found: list[dict[str, Any]] = []
         try:
             async with asyncio.timeout(_LIST_SECONDS):
