@@ -299,6 +299,22 @@ def show(title: str, columns: list[str], rows: list[list[str]], notes: list[str]
         console.print(f"  {note}", style="dim")
 
 
+def show_rounds(
+    file: Path | None,
+    title: str,
+    columns: list[str],
+    formats: Sequence[str],
+    rounds: list[list[float]],
+    notes: list[str],
+) -> None:
+    """Print and save the figures of all rounds, [rounds, columns], and their medians; each column has its format."""
+    middle = [median(column) for column in zip(*rounds, strict=True)]
+    cells = [[format(value, f) for value, f in zip(line, formats, strict=True)] for line in (*rounds, middle)]
+    names = [*map(str, range(1, len(rounds) + 1)), "median"]
+    show(title, ["round", *columns], [[name, *line] for name, line in zip(names, cells, strict=True)], notes)
+    save(file, {"title": title, "columns": columns, "rounds": rounds, "median": middle})
+
+
 def save(file: Path | None, results: dict[str, Any]) -> None:
     """Write results and origin as JSON, if a file was named."""
     if file is not None:

@@ -14,24 +14,18 @@ Ids are random, the answers of an untrained model.
 import argparse
 import asyncio
 import os
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import command_line, median, save, show, start, start_engine, this_device
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from common import command_line, show_rounds, start
+from tools import measure, play
+from transformers import PreTrainedTokenizerBase
 
 from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.episode import PolicyLLM
-from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
 from generation.trajectory import Trajectory
-from trainer.commands.tiny_model import make_tiny_model
 
 TOLD = [{"role": "tool", "content": "ok"}]
 
@@ -65,9 +59,6 @@ async def run(
 ) -> tuple[float, int]:
     """One round: its seconds, and the tokens sampled."""
     together = Together(options.trajectories) if lockstep else None
-    # A sixteenth of all ids ends an answer, so that answers end by themselves, after 16 tokens on average.
-    sampling = SamplingSettings(64, stop_token_ids=list(range(10, 28)))
-    settings = RolloutSettings(1, sampling, policy_version=0, seed=0, step=step)
 
     async def episode(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         chat = llm.conversation()
@@ -85,18 +76,8 @@ async def run(
             together.leave()
         return chat.trajectory()
 
-    async def score(trajectory: Trajectory) -> None:
-        trajectory.reward = 1.0
-
-    await engine.reset_prefix_cache()
-    prompts = [[30 + i % 200, *range(40, 72)] for i in range(options.trajectories)]
-    unclaimed = iter(range(options.trajectories))
-    begun = time.perf_counter()
-    setup = EpisodeSetup(episode, tokenizer)
-    done = await rollout(engine, prompts, settings, lambda: next(unclaimed, None), score, setup)
-    if errors := [trajectory.error for trajectory in done if trajectory.error]:
-        raise RuntimeError(errors[0])
-    return time.perf_counter() - begun, sum(sum(trajectory.loss_mask) for trajectory in done)
+    took, done = await play(engine, tokenizer, episode, step, options.trajectories)
+    return took, sum(sum(trajectory.loss_mask) for trajectory in done)
 
 
 async def compare(engine: Engine, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> list[list[float]]:
@@ -113,25 +94,10 @@ async def compare(engine: Engine, tokenizer: PreTrainedTokenizerBase, options: a
 
 def benchmark(options: argparse.Namespace) -> None:
     """Measure and print."""
-    folder = make_tiny_model(Path(tempfile.mkdtemp()) / "model")
-    leader = start_engine(
-        folder, this_device(), dtype="float32", max_model_len=1024, max_num_seqs=options.max_num_seqs,
-        kv_cache_bytes=256 << 20, plain_cpu_weights=True, sleep=False,
-    )  # fmt: skip
-    try:
-        leader.engine.state.adopt_checkpoint(0)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        rows = leader.thread.run(compare(leader.engine, tokenizer, options), 3600, "the benchmark")
-    finally:
-        leader.engine.close()
-    lines = [*rows, [median(list(column)) for column in zip(*rows, strict=True)]]
-    names = [*map(str, range(1, len(rows) + 1)), "median"]
     title = f"{options.trajectories} trajectories, half of them with {options.calls} calls of {options.seconds:g} s"
-    columns = ["round", "by itself s", "lock-step s", "ratio"]
-    cells = [[f"{seconds:.2f}" for seconds in line] for line in lines]
     floor = f"calls alone take {options.calls * options.seconds:g} s either way"
-    show(title, columns, [[name, *row] for name, row in zip(names, cells, strict=True)], [floor])
-    save(options.json, {"title": title, "columns": columns[1:], "rounds": rows, "median": lines[-1]})
+    rounds = measure(options, compare, max_model_len=1024)
+    show_rounds(options.json, title, ["by itself s", "lock-step s", "ratio"], [".2f"] * 3, rounds, [floor])
 
 
 def parse() -> argparse.Namespace:

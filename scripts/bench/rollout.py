@@ -27,9 +27,7 @@ from common import (
     add_model,
     command_line,
     engine_for,
-    median,
-    save,
-    show,
+    show_rounds,
     start,
 )
 
@@ -111,22 +109,12 @@ def benchmark(options: argparse.Namespace) -> None:
             choice.choices(range(PRESETS[options.preset][-1]), k=options.prompt_tokens) for _ in range(options.prompts)
         ]
         rounds = leader.thread.run(compare(leader.engine, prompts, options), 3600, "the benchmark")
-    present(options, rounds)
-
-
-def present(options: argparse.Namespace, rounds: list[Round]) -> None:
-    """Print the table, write the JSON."""
-    lines = [r.row() for r in rounds]
-    lines.append([median(list(column)) for column in zip(*lines, strict=True)])
-    names = [*map(str, range(1, len(rounds) + 1)), "median"]
-    forms = ("{:.0f}", "{:.0f}", "{:.3f}", "{:.0%}")
-    cells = [[form.format(value) for form, value in zip(forms, line, strict=True)] for line in lines]
     batch = f"{options.prompts} prompts x {options.group} samples, up to {options.max_tokens} tokens each"
     title = f"{options.preset} {options.dtype}: {batch}"
     note = f"{options.max_num_seqs} sequences at a time, {torch.get_num_threads()} thread(s)"
-    columns = ["round", "bare tok/s", "ours tok/s", "ours / bare", "same answers"]
-    show(title, columns, [[name, *row] for name, row in zip(names, cells, strict=True)], [note])
-    save(options.json, {"title": title, "columns": columns[1:], "rounds": lines[:-1], "median": lines[-1]})
+    columns = ["bare tok/s", "ours tok/s", "ours / bare", "same answers"]
+    formats = (".0f", ".0f", ".3f", ".0%")
+    show_rounds(options.json, title, columns, formats, [each.row() for each in rounds], [note])
 
 
 def parse() -> argparse.Namespace:

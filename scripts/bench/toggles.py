@@ -14,25 +14,12 @@ which what is compiled late is compiled.
 import argparse
 import os
 import random
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from common import (
-    PRESETS,
-    add_model,
-    command_line,
-    median,
-    save,
-    show,
-    start,
-    start_engine,
-    this_device,
-    write_config,
-)
+from common import PRESETS, add_engine, add_model, command_line, engine_for, median, save, show, start, this_device
 from rollout import bare
 
 from generation.engine.sampling import SamplingSettings
@@ -47,38 +34,28 @@ def ways(ranks: int, on_cuda: bool) -> dict[str, dict[str, Any]]:
     return found
 
 
-def measure(options: argparse.Namespace, folder: Path, settings: dict[str, Any]) -> list[float]:
+def measure(options: argparse.Namespace, settings: dict[str, Any]) -> list[float]:
     """Seconds until the first batch is there, and then tokens a second, round by round."""
-    length = options.prompt_tokens + options.max_tokens
     choice, vocabulary = random.Random(0), range(PRESETS[options.preset][-1])
     prompts = [choice.choices(vocabulary, k=options.prompt_tokens) for _ in range(options.prompts)]
-    begun, figures = time.perf_counter(), list[float]()
+    begun, figures, ranks = time.perf_counter(), list[float](), options.tensor_parallel_size
     if this_device().type == "cuda":
-        settings = settings | {"device_indices": tuple(range(options.tensor_parallel_size))}
-    leader = start_engine(
-        folder, this_device(), dtype=options.dtype, max_model_len=length, max_num_seqs=options.max_num_seqs,
-        tensor_parallel_size=options.tensor_parallel_size, kv_cache_bytes=512 << 20, sleep=False, **settings,
-    )  # fmt: skip
-    try:
-        leader.engine.state.adopt_checkpoint(0)
+        settings = settings | {"device_indices": tuple(range(ranks))}
+    with engine_for(options, tensor_parallel_size=ranks, **settings) as leader:
         for step in range(options.rounds + 1):
-            sampling = SamplingSettings(options.max_tokens)
-            batch = RolloutSettings(1, sampling, policy_version=0, seed=0, step=step)
+            batch = RolloutSettings(1, SamplingSettings(options.max_tokens), policy_version=0, seed=0, step=step)
             leader.thread.run(leader.engine.reset_prefix_cache(), 60, "emptying the cache")
             now = time.perf_counter()
             sampled = leader.thread.run(bare(leader.engine, prompts, batch), 3600, "a batch")
             end = time.perf_counter()
             figures.append(sum(map(len, sampled.values())) / (end - now) if step else end - begun)
-    finally:
-        leader.engine.close()
     return figures
 
 
 def benchmark(options: argparse.Namespace) -> None:
     """Measure and print."""
-    folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
     chosen = ways(options.tensor_parallel_size, this_device().type == "cuda")
-    figures = {name: measure(options, folder, settings) for name, settings in chosen.items()}
+    figures = {name: measure(options, settings) for name, settings in chosen.items()}
     plain = median(figures["eager"][1:])
     rows = [
         [name, f"{first:.1f}", f"{median(rest):.0f}", f"{median(rest) / plain:.2f}"]
@@ -95,9 +72,7 @@ def parse() -> argparse.Namespace:
     add_model(parser, "10M")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks of the engine (default: 1)")
     parser.add_argument("--prompts", type=int, default=64, help="prompts in a batch (default: 64)")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="length of the prompts (default: 64)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="length of the answers (default: 64)")
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences at a time (default: 64)")
+    add_engine(parser, prompt_tokens=64, max_tokens=64, max_num_seqs=64)
     return parser.parse_args()
 
 

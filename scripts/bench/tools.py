@@ -13,24 +13,28 @@ nothing would be sampled meanwhile. Ids are random, the answers of an untrained 
 import argparse
 import asyncio
 import os
-import sys
 import tempfile
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import command_line, median, save, show, start, start_engine, this_device
+from common import command_line, show_rounds, start, start_engine, this_device
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.agent import Agent, tool_rollout
+from generation.rollouts.episode import RolloutFunction
 from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, tools_by_name
 from generation.trajectory import Trajectory
 from trainer.commands.tiny_model import make_tiny_model
+
+Comparison = Callable[[Engine, PreTrainedTokenizerBase, argparse.Namespace], Coroutine[Any, Any, list[list[float]]]]
+"""From an engine, its tokenizer and the options to a row for each round."""
 
 
 def make_agent(tokenizer: PreTrainedTokenizerBase, seconds: float) -> Agent:
@@ -54,10 +58,10 @@ def make_agent(tokenizer: PreTrainedTokenizerBase, seconds: float) -> Agent:
     return Agent(runner, parse, 2, tools_by_name([make_tool(blocking), make_tool(waiting)]))
 
 
-async def run(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, step: int, pause: float, count: int
-) -> tuple[float, int, int]:
-    """One round: its seconds, the tokens sampled and the calls made."""
+async def play(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, function: RolloutFunction, step: int, count: int
+) -> tuple[float, list[Trajectory]]:
+    """One round of so many trajectories: its seconds, and what they have come to."""
     # A sixteenth of all ids ends an answer, so that answers end by themselves, after 16 tokens on average.
     sampling = SamplingSettings(64, stop_token_ids=list(range(10, 28)))
     settings = RolloutSettings(1, sampling, policy_version=0, seed=0, step=step)
@@ -68,10 +72,20 @@ async def run(
 
     await engine.reset_prefix_cache()
     prompts = [[30 + i % 200, *range(40, 72)] for i in range(count)]
-    episodes = EpisodeSetup(tool_rollout(make_agent(tokenizer, pause)), tokenizer)
+    setup = EpisodeSetup(function, tokenizer)
     start = time.perf_counter()
-    done = await rollout(engine, prompts, settings, lambda: next(unclaimed, None), score, episodes)
+    done = await rollout(engine, prompts, settings, lambda: next(unclaimed, None), score, setup)
     took = time.perf_counter() - start
+    if errors := [trajectory.error for trajectory in done if trajectory.error]:
+        raise RuntimeError(errors[0])
+    return took, done
+
+
+async def run(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, step: int, pause: float, count: int
+) -> tuple[float, int, int]:
+    """One round: its seconds, the tokens sampled and the calls made."""
+    took, done = await play(engine, tokenizer, tool_rollout(make_agent(tokenizer, pause)), step, count)
     return took, sum(sum(t.loss_mask) for t in done), int(sum(t.metrics.get("tools/calls", 0) for t in done))
 
 
@@ -87,27 +101,28 @@ async def compare(engine: Engine, tokenizer: PreTrainedTokenizerBase, options: a
     return rows[1:]
 
 
-def benchmark(options: argparse.Namespace) -> None:
-    """Measure and print."""
+def measure(options: argparse.Namespace, compare: Comparison, max_model_len: int) -> list[list[float]]:
+    """What is found with an engine of a tiny model, and its tokenizer: the rows of all rounds."""
     folder = make_tiny_model(Path(tempfile.mkdtemp()) / "model")
     leader = start_engine(
-        folder, this_device(), dtype="float32", max_model_len=256, max_num_seqs=options.max_num_seqs,
+        folder, this_device(), dtype="float32", max_model_len=max_model_len, max_num_seqs=options.max_num_seqs,
         kv_cache_bytes=256 << 20, plain_cpu_weights=True, sleep=False,
     )  # fmt: skip
     try:
         leader.engine.state.adopt_checkpoint(0)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        rows = leader.thread.run(compare(leader.engine, tokenizer, options), 3600, "the benchmark")
+        return leader.thread.run(compare(leader.engine, tokenizer, options), 3600, "the benchmark")
     finally:
-        leader.engine.close()
-    lines = [*rows, [median(list(column)) for column in zip(*rows, strict=True)]]
-    names = [*map(str, range(1, len(rows) + 1)), "median"]
-    cells = [[f"{v:.2f}" for v in line[:3]] + [f"{line[3]:.0f}"] for line in lines]
+        leader.close()
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Measure and print."""
     title = f"{options.trajectories} trajectories, one call of {options.seconds:g} s each"
-    columns = ["round", "instant s", "slow s", "difference s", "calls"]
+    columns = ["instant s", "slow s", "difference s", "calls"]
     serial = f"one call after the other would be {options.trajectories * options.seconds:g} s more"
-    show(title, columns, [[name, *row] for name, row in zip(names, cells, strict=True)], [serial])
-    save(options.json, {"title": title, "columns": columns[1:], "rounds": rows, "median": lines[-1]})
+    rounds = measure(options, compare, max_model_len=256)
+    show_rounds(options.json, title, columns, (".2f", ".2f", ".2f", ".0f"), rounds, [serial])
 
 
 def parse() -> argparse.Namespace:

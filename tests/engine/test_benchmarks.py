@@ -51,3 +51,20 @@ def test_experts_are_compared_with_a_loop_under_even_and_uneven_routes(tmp_path:
         assert figures["seconds"][routes].keys() == {"grouped", "batched", "loop"}
         assert all(len(times) == 2 for times in figures["seconds"][routes].values())
     assert "against the loop" in printed and "grouped" in printed
+
+
+def test_lockstep_does_the_same_work_either_way(tmp_path: Path) -> None:
+    """That both have sampled as many tokens is the script's own check."""
+    small = ("--trajectories", "8", "--calls", "2", "--seconds", "0.05", "--rounds", "2")
+    figures, printed = run("lockstep.py", tmp_path, *small)
+    assert len(figures["rounds"]) == 2 and "lock-step" in printed
+    for alone, together, ratio in figures["rounds"]:
+        assert alone > 0 and ratio == together / alone
+
+
+def test_toggles_start_an_engine_each(tmp_path: Path) -> None:
+    small = ("--preset", "1M", "--prompts", "4", "--prompt-tokens", "8", "--max-tokens", "8", "--rounds", "2")
+    figures, printed = run("toggles.py", tmp_path, *small)
+    assert figures["figures"].keys() == {"eager", "graphs"}
+    assert all(len(times) == 3 and min(times) > 0 for times in figures["figures"].values())
+    assert "against eager" in printed
