@@ -503,7 +503,11 @@ class _Turns:
         return text in (_UNSEEN.sub("", before), _UNSEEN.sub("", _THOUGHT.sub("", before)))
 
     def _remains(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
-        """True if one consists of the other's words, in any order, and of words that the template adds."""
+        """True if one consists of the other's words, in any order, and of words that the template adds; or if it is the
+        other's beginning, as a stop string may cut a word.
+        """
+        if _UNSEEN.sub("", self._text(original)).startswith(_UNSEEN.sub("", self._text(rendered))):
+            return True
         return not set(_words(self._text(rendered)) - _words(self._text(original))) - self._template_words
 
     def _matches(self, turn: list[int], segment: list[int]) -> bool:

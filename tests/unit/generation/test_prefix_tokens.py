@@ -285,3 +285,16 @@ def test_where_ids_cannot_be_kept_the_templates_are_taken(tokenizer: PreTrainedT
     history.record(talk("q"), {"role": "assistant", "content": "a"}, generation)
     assert history.prompt_ids(talk("q", "a", "r")) == rendered(endless, NO_ENDS, talk("q", "a", "r"), True)
     assert history.retemplated == 1
+
+
+@pytest.mark.parametrize("said", ["on", "one t"])
+def test_an_answer_that_a_stop_string_has_cut_within_a_word_is_kept(
+    said: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """The client has the text before the stop string, the ids have all that was sampled."""
+    ids = [*rendered(tokenizer, CHAT + OPENING, talk("q"), True), *tokenizer("one two")["input_ids"]]
+    after = "<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
+    whole = [*ids, *tokenizer(after, add_special_tokens=False)["input_ids"]]
+    assert spliced(tokenizer, CHAT + OPENING, ids, talk("q", said, "r")) == whole
+    with pytest.raises(ValueError, match="do not belong to the prefix ids"):
+        spliced(tokenizer, CHAT + OPENING, ids, talk("q", f"n{said}", "r"))
