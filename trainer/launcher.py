@@ -17,6 +17,7 @@ docs/launching.md tells the rest.
 # ruff: noqa: E402 - a signal handler comes before the imports
 import ipaddress
 import json
+import logging
 import os
 import signal
 import socket
@@ -108,6 +109,7 @@ class BoundRendezvous(StaticTCPRendezvous):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun (None: with this process's arguments); gives the exit code."""
     args = parse_args(argv)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # of a signal the summary tells
     words = os.memfd_create("hotbunk-last-words")
     os.environ[processes.LAST_WORDS] = f"/proc/{os.getpid()}/fd/{words}"
     failures: dict[int, ProcessFailure] = {}

@@ -10,6 +10,7 @@ docs/vllm-notes.md lists what is relied on here, with upstream's issues and file
 
 import dataclasses
 import gc
+import logging
 import os
 import re
 import sys
@@ -35,12 +36,17 @@ _TORCHRUN = (
 )  # fmt: skip
 
 
+# "Triton not available" in every process on a CPU, when vLLM registers its kernels (vllm/kernels/triton/activation.py).
+_TRITON_LOG = "torch._library.triton"
+
+
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
     """Variables that the engine's processes start with."""
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
     env["GLOO_SOCKET_IFNAME"] = "lo"  # an engine is on one machine, whatever the trainer is on
     env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing is unpickled that came over a socket
     env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines of no use here
+    env["TORCH_LOGS"] = ",".join(filter(None, (os.environ.get("TORCH_LOGS"), f"-{_TRITON_LOG}")))
     if settings.images:
         env["HOTBUNK_IMAGES"] = "1"  # hotbunk_torchvision.py: vLLM looks at models in a process of its own
     if not settings.on_cpu:
@@ -100,6 +106,7 @@ def started_with(settings: EngineSettings) -> Iterator[None]:
     """The environment an engine is started in: torchrun's variables hidden, the engine's own set; restored on exit."""
     import torch
 
+    logging.getLogger(_TRITON_LOG).setLevel(logging.ERROR)
     before, cudnn_attention = dict(os.environ), torch.backends.cuda.cudnn_sdp_enabled()
     os.environ.update(engine_environment(settings))
     for name in [name for name in os.environ if name in _TORCHRUN or name.startswith("TORCHELASTIC_")]:

@@ -1,6 +1,7 @@
 """What engines are started with, and which vLLM they are started on. Of vLLM only its imports are real here."""
 
 import os
+import subprocess
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -57,6 +58,17 @@ def test_an_engine_on_cpu_keeps_a_bounded_number_of_compiled_products(monkeypatc
     assert int(engine_environment(CPU)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024  # what oneDNN keeps by itself
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "5")
     assert engine_environment(CPU)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "5"
+
+
+def test_engines_do_not_tell_that_triton_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    assert engine_environment(CPU)["TORCH_LOGS"] == "-torch._library.triton"
+    monkeypatch.setenv("TORCH_LOGS", "recompiles")  # the user's own stays
+    environment = {**os.environ, **engine_environment(CPU)}
+    assert environment["TORCH_LOGS"] == "recompiles,-torch._library.triton"
+    command = [sys.executable, "-c", "import vllm.kernels"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert "Triton" not in done.stderr
 
 
 def test_engines_of_several_ranks_share_neither_ports_nor_a_cache_that_is_written_in_place(
