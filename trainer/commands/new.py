@@ -30,6 +30,7 @@ engine: {{max_model_len: {length}, {engine}}}
 policy: {{{policy}}}
 algorithm: {{group_size: {group}}}
 batch: {{prompts_per_step: 3}}
+checkpoint: {{every: 10}}  # where the same command goes on after Ctrl-C
 reward: {{functions: [{reward}]}}
 """
 TINY = {
