@@ -17,6 +17,7 @@ def transcript(prompt: str, rng: random.Random) -> list[dict[str, str]]:
     """A call, whatever follows the prompt, and a short answer, whatever the tool says."""
 
     def noise() -> str:
+        """Any text."""
         return "".join(rng.choices(string.ascii_letters + string.digits + " \n", k=rng.randrange(0, 60)))
 
     name, arguments = CALLS[prompt]

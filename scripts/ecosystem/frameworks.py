@@ -18,7 +18,8 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-async def openai_chat(base_url, api_key, model):
+async def openai_chat(base_url: str, api_key: str, model: str) -> None:
+    """Chat completions."""
     from openai import AsyncOpenAI
 
     messages = []
@@ -30,7 +31,8 @@ async def openai_chat(base_url, api_key, model):
         messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
 
 
-async def openai_responses(base_url, api_key, model):
+async def openai_responses(base_url: str, api_key: str, model: str) -> None:
+    """Responses; the server keeps the conversation."""
     from openai import AsyncOpenAI, omit
 
     previous = omit
@@ -40,7 +42,8 @@ async def openai_responses(base_url, api_key, model):
         previous = answer.id
 
 
-async def anthropic_messages(base_url, api_key, model):
+async def anthropic_messages(base_url: str, api_key: str, model: str) -> None:
+    """Messages, with the answer's blocks as they came."""
     from anthropic import AsyncAnthropic
 
     messages = []
@@ -51,7 +54,8 @@ async def anthropic_messages(base_url, api_key, model):
         messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
 
 
-async def openai_agents(base_url, api_key, model):
+async def openai_agents(base_url: str, api_key: str, model: str) -> None:
+    """Its default: Responses, with strict schemas of tools."""
     from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
     from openai import AsyncOpenAI
 
@@ -64,19 +68,21 @@ async def openai_agents(base_url, api_key, model):
         items = result.to_input_list()
 
 
-async def pydantic_ai(base_url, api_key, model):
+async def pydantic_ai(base_url: str, api_key: str, model: str) -> None:
+    """Its chat model. It asks anew after an empty answer."""
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     provider = OpenAIProvider(base_url=base_url, api_key=api_key)
-    agent = Agent(OpenAIChatModel(model, provider=provider), tools=[add], retries=0)
+    agent = Agent(OpenAIChatModel(model, provider=provider), tools=[add])
     history = None
     for question in QUESTIONS:
         history = (await agent.run(question, message_history=history)).all_messages()
 
 
-async def langgraph(base_url, api_key, model):
+async def langgraph(base_url: str, api_key: str, model: str) -> None:
+    """The agent that it has ready-made."""
     from langchain_openai import ChatOpenAI
     from langgraph.prebuilt import create_react_agent
 
@@ -86,7 +92,8 @@ async def langgraph(base_url, api_key, model):
         messages = (await agent.ainvoke({"messages": [*messages, ("user", question)]}))["messages"]
 
 
-async def litellm(base_url, api_key, model):
+async def litellm(base_url: str, api_key: str, model: str) -> None:
+    """Its provider for servers with OpenAI's interface."""
     import litellm as library
 
     messages = []
@@ -96,7 +103,8 @@ async def litellm(base_url, api_key, model):
         messages.append(answer.choices[0].message.model_dump())
 
 
-def smolagents(base_url, api_key, model):
+def smolagents(base_url: str, api_key: str, model: str) -> None:
+    """One question to an agent that writes code, which asks up to three times."""
     from smolagents import CodeAgent, OpenAIServerModel, tool  # a ToolCallingAgent forces calls, which is refused
 
     own = OpenAIServerModel(model_id=model, api_base=base_url, api_key=api_key)
@@ -116,7 +124,7 @@ FRAMEWORKS = {
 }
 
 
-async def agent(base_url, api_key, model, row):
+async def agent(base_url: str, api_key: str, model: str, row: dict[str, str]) -> None:
     """One episode of the framework that the row names."""
     result = FRAMEWORKS[row["framework"]](base_url, api_key, model)
     if result is not None:

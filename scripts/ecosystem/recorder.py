@@ -20,12 +20,15 @@ class Recorder(LogitsProcessor):
         self._requests: list[tuple[list[int], list[int]]] = []
 
     def is_argmax_invariant(self) -> bool:
+        """Logits stay as they are."""
         return True
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """The same."""
         return logits
 
     def update_state(self, batch_update: Any) -> None:
+        """Note the requests that have come."""
         if batch_update is not None:
             self._requests += [(list(prompt), sampled) for _, _, prompt, sampled in batch_update.added]
             self._file.write_text(json.dumps(self._requests))

@@ -143,13 +143,15 @@ TRIALS = {
 
 
 def recipe(folder: Path, name: str, trial: Trial) -> dict[str, Any]:
-    """The recipe; with stop strings for the random model, whose answers would else all be cut."""
-    stop = [] if trial.calls else list(string.ascii_lowercase + string.digits)
+    """The recipe; with stop strings for the random model, whose answers would else all be cut: few enough that an empty
+    answer is rare, which pydantic-ai takes once in a row.
+    """
+    sampling = {"max_tokens": 96} if trial.calls else {"max_tokens": 256, "stop": list(string.digits)}
     own: dict[str, dict[str, Any]] = {
         "run": {"output_dir": str(folder / "trials"), "name": name, "steps": 2},
         "model": {"path": str(folder / ("calling/model" if trial.calls else "model"))},
         "data": {"path": str(folder / f"trials/{name}.jsonl"), "max_prompt_tokens": 2048, "answer_key": None},
-        "sampling": {"max_tokens": 96, "stop": stop},
+        "sampling": sampling,
         "engine": {"max_model_len": 16384, "max_num_seqs": 16, "kv_cache_gib": 0.25},
         "sync": {"verify": "off"},  # which asks the engine for answers of its own
         "policy": {"dtype": "float32", "lr": 1e-4},
@@ -212,6 +214,7 @@ def beginnings(requests: list[tuple[list[int], list[int]]], beyond: int = 0) -> 
     """
 
     def goes_on(prompt: list[int], asked: list[int], sampled: list[int]) -> bool:
+        """The prompt begins with a request and what it gave."""
         least = max(len(sampled) - beyond, 1)
         return any(prompt[: len(asked) + count] == asked + sampled[:count] for count in range(least, len(sampled) + 1))
 
@@ -272,6 +275,7 @@ def processes_of(folder: Path) -> list[str]:
 
 
 def main() -> int:
+    """One trial by the command line; the exit status."""
     folder, name = Path(sys.argv[1]), sys.argv[2]
     trial = TRIALS[name]
     with serving(folder, trial):

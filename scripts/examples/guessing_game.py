@@ -4,6 +4,8 @@
 needed.
 """
 
+from generation.trajectory import Trajectory
+
 
 class GuessingGame:
     """Find a number from 1 to 100 by asking whether it is larger."""
@@ -25,7 +27,7 @@ class GuessingGame:
         self.questions += 1
         return "yes" if self.secret > than else "no"
 
-    def get_reward(self, trajectory) -> float:
+    def get_reward(self, trajectory: Trajectory) -> float:
         """The trajectory's text is the policy's last answer."""
         right = trajectory.text.strip() == str(self.secret)
         return float(right) - self.cost * self.questions
