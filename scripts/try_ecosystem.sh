@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$(realpath -m "${1:-runs/ecosystem}")
 shift || true
 mkdir -p "$folder"
-rm -rf "$folder/trials" "$folder/rows.jsonl"
+[ $# -gt 0 ] || rm -rf "$folder/trials" "$folder/rows.jsonl" # of those that are named, only theirs
 
 # environment NAME PACKAGE...: a Python of that name with these packages
 environment() {
@@ -62,7 +62,8 @@ import json, sys
 from pathlib import Path
 
 print("\n| what | version | trajectories | failed | `gap/max` | lines that know Hotbunk |\n|---|---|---|---|---|---|")
-for row in map(json.loads, Path(sys.argv[1]).read_text().splitlines()):
+rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
+for row in {row["name"]: row for row in rows}.values():  # the newest of each
     seen = "{trajectories} | {failed} | {gap:.1e}" if "gap" in row else "accuracy {accuracy}, as it is | |"
     print("| {name} | {version} | {seen} | {lines} |".format(**row | {"seen": seen.format_map(row)}))
 PYTHON

@@ -9,6 +9,7 @@ the one before, a gap, another number of trajectories than expected, a process t
 
 import json
 import os
+import shutil
 import string
 import subprocess
 import sys
@@ -198,6 +199,7 @@ def train(folder: Path, name: str, trial: Trial) -> None:
     """Two steps. Raises CalledProcessError where the run fails."""
     own = folder / "trials" / name
     own.parent.mkdir(exist_ok=True)
+    shutil.rmtree(own, ignore_errors=True)
     own.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in trial.rows))
     own.with_suffix(".yaml").write_text(yaml.safe_dump(recipe(folder, name, trial)))
     libraries = next((folder / "libraries/lib").glob("python*/site-packages"))
