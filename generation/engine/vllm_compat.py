@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from generation.engine.devices import full_uuids
-from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings
+from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, routes_problem
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -81,9 +81,6 @@ _CUDA_ENVIRONMENT = {
     # (https://docs.vllm.ai/en/latest/configuration/env_vars/).
     "VLLM_WSL2_ENABLE_PIN_MEMORY": "1",
 }
-
-
-_RUNNER_V2 = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def _apart_from_other_ranks() -> dict[str, str]:
@@ -392,20 +389,10 @@ def check_routes(settings: EngineSettings) -> None:
     """Raise ValueError where the installed vLLM cannot tell the routes of a mixture."""
     if not settings.routes:
         return
-    import vllm
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-
-    if settings.on_cpu:
-        able = settings.worker_extension is not None and hasattr(BaseRouter, "set_capture_fn")
-    else:
-        able = hasattr(EngineArgs, "enable_return_routed_experts") and os.environ.get(_RUNNER_V2) != "0"
-    if not able:
-        where, needs = ("a CPU", "the worker extension") if settings.on_cpu else ("CUDA", f"{_RUNNER_V2} other than 0")
-        raise ValueError(
-            f"model.routes is engine, but vLLM {vllm.__version__} tells no routes on {where} as it is set up here: it "
-            f"needs {needs} and a release of those supported; or set model.routes to recorded"
-        )
+    if settings.on_cpu and settings.worker_extension is None:
+        raise ValueError("on CPU routes are told by the worker extension: set it to sharding.WORKER_EXTENSION")
+    if problem := routes_problem(settings.on_cpu, os.environ):
+        raise ValueError(problem)
 
 
 def check_worker_classes(settings: EngineSettings) -> None:

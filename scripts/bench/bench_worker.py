@@ -12,8 +12,8 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from sharding.wire.channel import Channel, connect
 from sharding.wire.manifest import Manifest, NamedTensors
 from sharding.wire.staging import open_memory
-from sharding.worker.extension import VllmInternalWorkerExtension
-from sharding.worker.loader import WeightLoader, copy_of
+from sharding.worker.extension import _PLAIN_ON_CPU, VllmInternalWorkerExtension
+from sharding.worker.loader import WeightLoader, copy_of, reprocessed_modules
 
 
 class BenchWorker(VllmInternalWorkerExtension):
@@ -28,10 +28,10 @@ class BenchWorker(VllmInternalWorkerExtension):
         """Seconds of each way to load weights that lie in this process already. An update must have brought all."""
         worker: Any = self
         model, manifest, recording = worker.get_model(), self.hotbunk_weights or {}, self.hotbunk_recording
-        weights = resident(manifest, worker.device)
+        weights, apart = resident(manifest, worker.device), reprocessed_modules(model, _PLAIN_ON_CPU)
 
         def update(replay: bool) -> None:
-            loader = WeightLoader(model, worker.vllm_config, () if recording else [model], recording)
+            loader = WeightLoader(model, worker.vllm_config, apart, recording)
             loader.begin(manifest, replay)
             loader.load(weights)
             loader.finish()
@@ -42,7 +42,7 @@ class BenchWorker(VllmInternalWorkerExtension):
 
         ways: dict[str, Any] = {"memcpy": plain_copy(sum(tensor.nbytes for _, tensor in weights), worker.device)}
         ways["loaders"] = lambda: update(replay=False)
-        if recording is not None:
+        if not apart:
             ways |= {"replay": lambda: update(replay=True), "one by one": one_by_one}
         with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
             return in_turns(ways, rounds, worker.device)

@@ -42,7 +42,6 @@ from common import (
     command_line,
     connected_manager,
     median,
-    plain_copy,
     random_policy,
     save,
     seconds,
@@ -83,7 +82,7 @@ class Bench:
         on_cuda = self.device.type == "cuda"
         os.environ.update(IPC_ENVIRONMENT if on_cuda else {})
         self.begin(extra=IPC_ARGUMENTS if on_cuda else None, worker_extension="bench_worker.BenchWorker")
-        whole = None if options.packed or self.mixture else ()  # vLLM's loaders, which pack them, need weights whole
+        whole = None if options.packed else ()  # vLLM's loaders, which pack them, need weights whole
         self.plan = BucketPlan(self.source.parameters(), options.bucket_mib << 20, whole)
         self.ways: dict[str, Way] = {}
         self.shift: dict[str, list[float]] = {}
@@ -113,11 +112,7 @@ class Bench:
             self.share()
 
     def load(self) -> None:
-        """Measure the ways that need no trainer; of a mixture, whose experts vLLM's loaders shuffle, memcpy alone."""
-        if self.mixture:
-            copy = plain_copy(self.plan.nbytes, self.device)
-            self.ways["memcpy"] = Way(seconds(copy, self.options.rounds, self.device))
-            return
+        """Measure the ways that need no trainer."""
         times = ask_worker(self.leader, "bench_load", self.options.rounds)
         self.ways["memcpy"] = Way(times["memcpy"])
         self.ways |= {name: Way(times[way]) for way, name in LOADS.items() if way in times}

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm import _custom_ops
 
 from generation.importing import load
 from sharding.wire import staging
@@ -22,16 +21,15 @@ from sharding.wire.staging import MemoryFile, cuda_handle, release_pages, releas
 from sharding.worker.broadcast import BroadcastBuckets, CollectiveCarrier, Membership, Place
 from sharding.worker.loader import reprocessed_modules
 from sharding.worker.noise import key_noise
+from sharding.worker.plain import keep_weights_plain
 from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtype
 from sharding.worker.recording import Recording, storage_key
 from sharding.worker.routes import RouteRecorder
 from sharding.worker.storage import StorageBuckets, StorageCarrier
 
-# vLLM imports this module before it builds the model: without oneDNN, linear layers keep their weights as they are
-# loaded (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm).
 _PLAIN_ON_CPU = os.environ.get("HOTBUNK_PLAIN_CPU_WEIGHTS") == "1"
-if _PLAIN_ON_CPU:
-    _custom_ops._supports_onednn = False
+if _PLAIN_ON_CPU:  # vLLM imports this module before it builds the model
+    keep_weights_plain()
 
 READERS: dict[str, Callable[[Any], Buckets]]
 READERS = {"staged": StagedBuckets, "broadcast": BroadcastBuckets, "storage": StorageBuckets}

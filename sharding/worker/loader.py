@@ -19,18 +19,19 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import Manifest, NamedTensors, Part, first_names
+from sharding.worker.plain import PlainExperts
 from sharding.worker.recording import LoadWatcher, Recording, storage_key
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 
 # Kernels that compute with experts as they are loaded (`convert_to_unquantized_kernel_format` in
-# vllm/model_executor/layers/fused_moe/oracle/unquantized.py); all others shuffle them.
+# vllm/model_executor/layers/fused_moe/oracle/unquantized.py), besides ours; all others shuffle them.
 _PLAIN_EXPERTS = {"TRITON", "BATCHED_TRITON"}
 
 
 def reprocessed_modules(model: Module, plain_on_cpu: bool) -> list[Module]:
     """The outermost modules that cannot be written in place, or read back; the model itself where oneDNN packs it.
-    `plain_on_cpu`: oneDNN packing was switched off before the model was built.
+    `plain_on_cpu`: packing was switched off before the model was built (`sharding.worker.plain`).
     """
     if not plain_on_cpu and next(model.parameters()).device.type == "cpu":
         return [model]
@@ -49,7 +50,8 @@ def reprocessed_modules(model: Module, plain_on_cpu: bool) -> list[Module]:
 def _keeps(method: Any) -> bool:
     """Whether a module's weights stay as they are loaded."""
     if type(method).__name__ == "UnquantizedFusedMoEMethod":
-        return method.unquantized_backend.name in _PLAIN_EXPERTS
+        plain = getattr(method, "experts_cls", None) is PlainExperts
+        return plain or method.unquantized_backend.name in _PLAIN_EXPERTS
     return type(method).__name__ in _PLAIN_METHODS
 
 

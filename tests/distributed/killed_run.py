@@ -1,7 +1,7 @@
 """A run that is killed, asked to end, and stopped at random, and goes on each time.
 
     python tests/distributed/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
-                                           [--runs 1] [--slices N] [--lora R] [--then RANKS | --alone]
+                                           [--runs 1] [--slices N] [--lora R] [--mixture] [--then RANKS | --alone]
 
 It trains a tiny model once without disturbance, and once with signals to a random process (the launcher, a rank, an
 engine, a guardian, a reward worker) at a random moment, from the start to the export; what has ended is started again
@@ -9,7 +9,8 @@ by the same command. 20 s after each end nothing of it may be left, and both run
 `--slices N` answers grow by N tokens at a time, and most are unfinished when they are saved. With `--then RANKS` it is
 started on so many ranks from half of the signals on, and so is, from the same step on, the one it is compared with: the
 last bits of sums depend on the number of ranks. `--lora R` trains adapters of
-rank R, which engines apply.
+rank R, which engines apply. With `--mixture` it is a mixture of experts that learns by the routes of an engine in
+bfloat16, with a balance loss.
 
 With `--alone` nobody starts anything again: all signals are SIGKILL, at most two a step, and the run has to come to its
 end by itself, with engines that start again in place, and a supervisor (RESTARTS) for all else. It prints the seconds
@@ -387,11 +388,14 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, help="of the run; by default as many as the signals take")
     parser.add_argument("--alone", action="store_true", help="nobody starts anything again")
+    parser.add_argument("--mixture", action="store_true", help="of experts, with its engine's routes")
     options = parser.parse_args()
     folder = options.folder
     all_drawn = [draw(options.kills, options.stops, options.seed + run) for run in range(options.runs)]
     folder.mkdir(parents=True)  # a run that is there already would be gone on with
-    model = make_tiny_model(folder / "model", layers=2, intermediate_size=128)
+    kind: dict[str, Any] = {"architecture": "qwen3_moe", "tied": False} if options.mixture else {}
+    model = make_tiny_model(folder / "model", layers=2, intermediate_size=128, **kind)
+    routed: dict[str, Any] = {"model": {"routes": "engine"}, "algorithm": {"balance_coef": 0.01}}
     # Each disturbance within the steps may take a row before and one after it.
     steps = options.steps or 5 + 2 * max(sum(one.moment != "export" for one in drawn) for drawn in all_drawn)
     recipe = write_recipe(
@@ -400,12 +404,15 @@ def main() -> int:
         run={"steps": steps, "step_deadline_s": 600, "first_step_deadline_s": 600},
         checkpoint={"every": 1, "keep": 2},
         eval={"every": 0},
-        engine={"restarts": 1000} | ({} if options.lora else {"load_format": "dummy"}),
+        engine={"restarts": 1000}
+        | ({} if options.lora else {"load_format": "dummy"})
+        | ({"dtype": "bfloat16"} if options.mixture else {}),
         lora={"rank": options.lora},
         policy={"lr": 1e-4},  # so slowly that there is something to learn in all steps
         reward={"functions": [{"name": REWARD}]},
         sampling={"max_tokens": 24 if options.slices else 6},
         rollout={"slice_tokens": options.slices, "ahead": 1.0} if options.slices else {},
+        **(routed if options.mixture else {}),
     )
     ranks, then, failures = options.ranks, options.then, 0
     straight = None if then else undisturbed(recipe, ranks)

@@ -30,7 +30,8 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
 
     from sharding.worker import extension
 
-    extension._PLAIN_ON_CPU, extension._custom_ops._supports_onednn = True, False
+    extension._PLAIN_ON_CPU = True
+    extension.keep_weights_plain()
     cpu_model_runner._set_torch_accelerator_to_noop()
     todo: dict[str, Callable[[], None]] = {}
     for case in cases:

@@ -25,7 +25,7 @@ GONE_SECONDS = 20.0  # what issue and README promise
 MACHINE_FIGURES = ("time/", "throughput/", "memory/")
 
 
-def write_recipe(folder: Path, model: Path, **overrides: dict[str, Any]) -> Path:
+def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> Path:
     """A recipe for a few steps on generated additions; `overrides` are merged into its sections."""
     from arithmetic import write_arithmetic
 

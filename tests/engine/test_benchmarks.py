@@ -68,3 +68,12 @@ def test_toggles_start_an_engine_each(tmp_path: Path) -> None:
     assert figures["figures"].keys() == {"eager", "graphs"}
     assert all(len(times) == 3 and min(times) > 0 for times in figures["figures"].values())
     assert "against eager" in printed
+
+
+def test_routes_are_exchanged_and_their_share_of_a_step_is_told(tmp_path: Path) -> None:
+    """By one rank here, whose answers come back to it."""
+    sizes = ("--tokens", "128", "--experts", "8", "--top-k", "2", "--layers", "2", "--rounds", "2")
+    figures, printed = run("routes.py", tmp_path, *sizes)
+    assert all(len(figures["seconds"][name]) == 2 for name in ("answers", "routes", "update"))
+    assert figures["row_bytes"] == 4 and 0 < figures["share"] < 1
+    assert "of the step" in printed

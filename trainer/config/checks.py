@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from generation.engine.devices import cuda_problem, gpu_visible, sharing_problems, torch_cuda
-from generation.engine.settings import LEAST_MODEL_LEN, LORA_RANKS, OWN_ARGUMENTS, engine_argument_names
+from generation.engine.settings import LEAST_MODEL_LEN, LORA_RANKS, OWN_ARGUMENTS, engine_argument_names, routes_problem
 from trainer.config.algorithm import check_algorithm
 from trainer.config.machine import device_gib, host_gib, rank_count, resolve_device, unwritable
 from trainer.config.model_file import (
@@ -95,7 +95,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += check_slices(config)
         problems += _check_run(config)
         problems += check_way(config, ranks, environ)
-    return [*problems, *_check_model(config, command)]
+    return [*problems, *_check_model(config, command, environ)]
 
 
 def _check_images(config: TrainConfig) -> Iterator[str]:
@@ -385,7 +385,7 @@ def _check_run(config: TrainConfig) -> Iterator[str]:
         yield f"run.profile = [{first}, {last}], but should be first and last of the steps 1 to {config.run.steps}"
 
 
-def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
+def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, str]) -> Iterator[str]:
     try:
         model = model_config(config.model.path)
     except UserError as error:
@@ -405,7 +405,7 @@ def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
         return
     if (limit := position_limit(model)) is not None and config.engine.max_model_len > limit:
         yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
-    yield from _check_mixture(config, any(map(model.get, EXPERT_KEYS)))
+    yield from _check_mixture(config, any(map(model.get, EXPERT_KEYS)), environ)
     if config.lora.engines_apply and any(map(model.get, EXPERT_KEYS)) and resolve_device(config) == "cpu":
         yield "lora.sync is adapter, but vLLM on CPU has none for mixtures of experts: set it to merged"
     size = config.engine.tensor_parallel_size
@@ -413,11 +413,13 @@ def _check_model(config: TrainConfig, command: Command) -> Iterator[str]:
         yield from _check_divides("num_attention_heads of the model", heads, "engine.tensor_parallel_size", size)
 
 
-def _check_mixture(config: TrainConfig, mixture: bool) -> Iterator[str]:
+def _check_mixture(config: TrainConfig, mixture: bool, environ: Mapping[str, str]) -> Iterator[str]:
     """Whether a mixture's routers can be replaced is asked of its class, when it is built (`check_model`)."""
     routes, coef = config.model.routes, config.algorithm.balance_coef
     if routes != "own" and not mixture:
         yield f"model.routes is {routes}, but {config.model.path} is not a mixture of experts: set it to own"
+    elif routes == "engine" and (problem := routes_problem(resolve_device(config) == "cpu", environ)):
+        yield problem
     if coef and routes == "own":
         yield (
             f"algorithm.balance_coef is {coef:g}, but loads must be known before the first forward pass: set "

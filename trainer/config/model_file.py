@@ -26,8 +26,10 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm
 PACKABLE_LAYERS = ("full_attention", "sliding_attention")
 """Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.attention`)."""
 
-REPROCESSED = (".experts.", ".kv_b_proj.")
-"""In the names of weights that engines do not keep as they are loaded: experts are shuffled, MLA keeps products."""
+REPROCESSED = {"cuda": (".experts.", ".kv_b_proj."), "cpu": (".kv_b_proj.",)}
+"""In the names of weights that engines do not keep as they are loaded, on CPU not even with `engine.plain_cpu_weights`:
+some of CUDA's kernels shuffle experts, MLA keeps products.
+"""
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of config.json by which a model is a mixture of experts. vLLM's CPU build applies no LoRA adapters to one."""

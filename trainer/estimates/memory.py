@@ -158,8 +158,9 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
         SourceParameter(name, shards * shard({name: shape}, shards) * width, (Piece(name, "uint8", (), 0),), shards)
         for name, shape in travels.items()
     ]
-    packed = resolve_device(config) == "cpu" and not config.engine.plain_cpu_weights
-    whole = [name for name in travels if packed or any(part in name for part in REPROCESSED)]
+    device = resolve_device(config)
+    packed = device == "cpu" and not config.engine.plain_cpu_weights
+    whole = [name for name in travels if packed or any(part in name for part in REPROCESSED[device])]
     way = config.sync.way
     if cut and way == "pull" and not config.lora.rank:
         parameters = [parameter for parameter in parameters if parameter.name in whole]

@@ -1,5 +1,6 @@
 """Adapters on a real engine: sent alone they change what it says as PEFT does, and what does not fit is named."""
 
+import asyncio
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +19,10 @@ from generation.exact_ids import Generation
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import RemoteError
 from sharding.send.source import FsdpWeightSource, WeightSource, one_piece
-from tests.colocated import start_engine, stop
+from tests.colocated import assert_replay_helps, gaps, start_engine, stop
 from tests.sliced import Episodes
 from trainer.build import adapter_source, weight_source
+from trainer.commands.tiny_model import make_tiny_model
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.policy import FsdpPolicy
 from trainer.policy.lora import adapter_format, factors, save_adapter
@@ -39,16 +41,27 @@ def leaders(tiny_qwen2: Path) -> Iterator[tuple[Leader, Leader]]:
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_qwen2: Path, leaders: tuple[Leader, Leader], one_rank: None) -> FsdpPolicy:
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leader]:
+    """Large enough that more than one in twenty tokens is routed otherwise in bfloat16."""
+    folder = make_tiny_model(
+        tmp_path_factory.mktemp("mixture"), architecture="qwen3_moe", tied=False, layers=4, experts=16
+    )
+    leader = start_engine(folder, dtype="bfloat16", routes=True, max_num_seqs=16)
+    yield leader
+    stop(leader)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_qwen2: Path, leaders: tuple[Leader, Leader], mixture: Leader, one_rank: None) -> FsdpPolicy:
     return FsdpPolicy(ModelConfig(path=str(tiny_qwen2)), PolicyConfig(dtype="float32"), torch.device("cpu"), lora=LORA)
 
 
 @torch.no_grad()
-def learn(policy: FsdpPolicy, seed: int) -> None:
+def learn(policy: FsdpPolicy, seed: int, scale: float = 0.2) -> None:
     """Random adapters, B not 0, and the next version."""
     generator = torch.Generator().manual_seed(seed)
     for factor in factors(policy.model).values():
-        factor.to_local().copy_(torch.randn(factor.shape, generator=generator) * 0.2)
+        factor.to_local().copy_(torch.randn(factor.shape, generator=generator) * scale)
     policy.updates.applied += 1
 
 
@@ -160,3 +173,30 @@ def test_merged_copies_are_what_peft_says(
         shifts.sleep()
         check_shifts(shifts, leader, policy, tiny_qwen2, tmp_path)
         assert shifts.report.verified == "full"
+
+
+@pytest.mark.covers("P9")
+def test_adapters_on_a_mixtures_attention_are_merged_and_computed_by_the_engines_routes(
+    mixture: Leader, one_rank: None
+) -> None:
+    """Engine in bfloat16 and trainer in float32, which is nearer to it by its routes."""
+    lora = LoraConfig(rank=4, alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    model = ModelConfig(path=mixture.engine.settings.model, routes="engine")
+    policy = FsdpPolicy(model, PolicyConfig(dtype="float32"), torch.device("cpu"), lora=lora)
+    assert policy.routing is not None
+    found: list[Generation] = []
+    with manager(mixture, policy, weight_source(policy, torch.bfloat16), alone=False) as shifts:
+        shifts.sleep()
+        for seed in (1, 2):
+            learn(policy, seed, scale=0.05)  # larger ones round so coarsely that routes matter less
+            with shifts.generation_shift(policy):
+                found = mixture.thread.run(answers(mixture, policy.version), 60, "answers")
+        assert shifts.report.verified == "full" and shifts.report.unreplayable == {}
+    apart = gaps(lambda batch: policy.score([batch], 1.0)[0].logprobs, found, policy.routing.format)
+    assert_replay_helps(apart)
+
+
+async def answers(leader: Leader, version: int) -> list[Generation]:
+    settings, prompts = SamplingSettings(max_tokens=100), [[14, 50, 77, n] for n in range(120, 136)]
+    calls = [leader.engine.complete(p, settings, seed=n, policy_version=version) for n, p in enumerate(prompts)]
+    return await asyncio.gather(*calls)

@@ -8,6 +8,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
 )
 
 from sharding.worker.loader import reprocessed_modules
+from sharding.worker.plain import PlainExperts
 
 
 def with_method(name: str, **attributes: object) -> nn.Module:
@@ -31,6 +32,8 @@ def test_experts_are_replayed_where_the_kernels_keep_them_and_reloaded_elsewhere
         kept = kept and backend is not backends.CPU
         assert reprocessed_modules(model, plain_on_cpu=True) == ([] if kept else [experts])
         assert kept == (backend in (backends.TRITON, backends.BATCHED_TRITON))
+    plain = with_method("UnquantizedFusedMoEMethod", unquantized_backend=backends.CPU, experts_cls=PlainExperts)
+    assert reprocessed_modules(nn.ModuleList([plain]), plain_on_cpu=True) == []
 
 
 def test_quantised_modules_are_reloaded() -> None:

@@ -143,6 +143,8 @@ def test_staging_is_two_buckets_where_engines_replay_and_as_large_as_the_embeddi
     experts = {"layers.0.mlp.experts.down_proj": torch.Size([128, 2048, 2000])}
     mixture = ModelSizes(config={}, shapes=shapes | experts, layer=0, rest=0)
     assert staging_bytes(gpu, mixture, 2, cut=True) == 2 * 128 * 2048 * 2000 * 2 < 2 * largest
+    plain = recipe(tiny_qwen2, policy={"dtype": "bfloat16"}, engine={"plain_cpu_weights": True})
+    assert staging_bytes(plain, mixture, 2, cut=True) <= 2 * bucket
     for config in (packed, off):
         assert staging_bytes(config, sizes, 2, cut=True) == 2 * largest
 
@@ -162,8 +164,9 @@ def test_ways_without_common_memory_have_buffers_on_both_sides_and_a_folder_hold
 def test_where_engines_read_shards_only_what_they_re_process_is_staged(tiny_qwen2: Path) -> None:
     shapes = {name: torch.Size([152_064, 3584]) for name in ("embedding", "head")}
     experts = {"layers.0.mlp.experts.down_proj": torch.Size([128, 2048, 2000])}
+    latent = {"layers.0.self_attn.kv_b_proj.weight": torch.Size([128 * 256, 512 * 125])}
     pulled = recipe(tiny_qwen2, engine={"plain_cpu_weights": True}, sync={"way": "pull"})
-    for more, later in (({}, 0), (experts, 2 * 4 * 128 * 2048 * 2000)):
+    for more, later in (({}, 0), (experts, 0), (experts | latent, 2 * 4 * 128 * 256 * 512 * 125)):
         sizes = ModelSizes(config={}, shapes=shapes | more, layer=0, rest=0)
         assert staging_bytes(pulled, sizes, 2, cut=True) == later
         assert staging_bytes(pulled, sizes, 2, cut=False) >= 2 * 4 * 152_064 * 3584

