@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Cost of handing the device over, and the memory it leaves behind: ten cycles of training and generating.
 
-    python scripts/bench/shift.py [--preset 10M] [--dtype bfloat16] [--packed] [--rounds 10] [--json FILE]
+    python scripts/bench/shift.py [--preset 10M] [--dtype bfloat16] [--way pull] [--rounds 10] [--json FILE]
 
 A cycle is an optimizer step, the shift to the engine, a few sampled tokens, and the shift back:
 
@@ -12,7 +12,7 @@ A cycle is an optimizer step, the shift to the engine, a few sampled tokens, and
     restore   the trainer has its memory again
 
 Memory, with each side at work (on) and while the other one is (off), is what is resident (CPU), or what the trainer has
-allocated and what is in use on the whole device (CUDA).
+allocated and what is in use on the whole device (CUDA). The trainer's peak is that of release, wake and sync.
 """
 
 import argparse
@@ -46,8 +46,10 @@ from common import (
 from train_step import Answers, ours
 
 from generation.engine.sampling import SamplingSettings
+from sharding.send.pull import Pull
 from sharding.send.push import SyncSettings
 from sharding.wire.staging import resident_bytes
+from trainer.run.meters import MemoryMeter
 
 MIB = 2**20
 PHASES = {
@@ -85,7 +87,11 @@ class Bench:
         self.leader = start_engine(folder, self.device, dtype=options.dtype, plain_cpu_weights=not options.packed)
         self.policy = random_policy(folder, options.dtype, self.device, offload=options.offload)
         settings = SyncSettings(options.verify, options.bucket_mib << 20)
-        self.manager = connected_manager(weight_source(self.policy, options.dtype), self.device, settings, self.leader)
+        source, way = weight_source(self.policy, options.dtype), None
+        if options.way == "pull":
+            way = Pull(self.device, source, self.policy.shard_tensors(), [self.policy.optimizer])
+        self.manager = connected_manager(source, self.device, settings, self.leader, way)
+        self.meter = MemoryMeter(self.device)
         self.step = ours(self.policy, Answers.random(4, 256, PRESETS[options.preset][-1]), 4096, packing=True)
 
     def run(self) -> list[Cycle]:
@@ -98,9 +104,11 @@ class Bench:
     def cycle(self) -> Cycle:
         """One."""
         step = timed(self.step, self.device)
-        self.manager.wake(self.policy)
+        with self.meter.phase("peak"):
+            self.manager.wake(self.policy)
         self.sample()
-        memory = {"trainer off": self.trainer_bytes(), "engine on": self.engine_bytes()}
+        memory = {"trainer peak": int(self.meter.metrics()["memory/trainer_gib_peak"] * 2**30)}
+        memory |= {"trainer off": self.trainer_bytes(), "engine on": self.engine_bytes()}
         self.manager.sleep()
         memory |= {"trainer on": self.trainer_bytes(), "engine off": self.engine_bytes()}
         took = self.manager.report.seconds
@@ -144,6 +152,7 @@ def present(options: argparse.Namespace, cycles: list[Cycle]) -> None:
     notes = [
         f"growth from cycle {SETTLED + 1} on, in MiB a cycle: {grown}",
         f"all of a shift {shift * 1e3:.1f} ms; policy.offload: {options.offload}, sync.verify: {options.verify}",
+        f"sync.way: {options.way}",
     ]
     show(f"{options.preset} {options.dtype}, {layout} weights", columns, rows, notes)
     results: dict[str, Any] = {"seconds": [c.seconds for c in cycles], "memory": [c.memory for c in cycles]}
@@ -173,6 +182,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN")
     parser.add_argument("--offload", choices=["none", "optimizer", "all"], default="all", help="policy.offload")
     parser.add_argument("--verify", choices=["off", "sample", "full"], default="sample", help="sync.verify")
+    parser.add_argument("--way", choices=["staged", "pull"], default="staged", help="sync.way")
     parser.add_argument("--bucket-mib", type=int, default=64, help="size of a staging buffer (default: 64)")
     return parser.parse_args()
 

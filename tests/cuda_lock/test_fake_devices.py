@@ -67,11 +67,11 @@ def ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def on_device(value: Any, mode: FakeTensorMode) -> Any:
+def on_device(value: Any, mode: FakeTensorMode, device: torch.device = CUDA) -> Any:
     """A tensor, or a dataclass with its tensors, as fakes on the device."""
     if isinstance(value, Tensor):
         with mode:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = {each.name: on_device(getattr(value, each.name), mode) for each in dataclasses.fields(value)}
         return dataclasses.replace(value, **changed)
@@ -173,8 +173,8 @@ class FakeDevice:
     def _start(self, storage: torch.UntypedStorage) -> int:
         return self._starts.setdefault(storage._cdata, (1 + len(self._starts)) << 40)
 
-    def fake(self, value: Any) -> Any:
-        return on_device(value, self.mode)
+    def fake(self, value: Any, device: torch.device = CUDA) -> Any:
+        return on_device(value, self.mode, device)
 
 
 def cut_parameters(mode: FakeTensorMode) -> list[tuple[str, Tensor]]:
@@ -227,12 +227,14 @@ def test_a_worker_records_replays_and_digests_without_waiting_but_for_what_it_re
         second.finish()
     assert not waits.found
 
-    shards = {name: device.fake(weight.float().view(-1)) for name, weight in real.items()}
+    flat = {name: weight.float().view(-1) for name, weight in real.items()}
+    shards = {name: device.fake(values) for name, values in flat.items()}
+    neighbour = device.fake(flat["a"], torch.device("cuda", 1))  # another rank's, on its own device
     third = WeightLoader(model, config, recording=first.recording)
     with Waits() as waits:
         third.begin(manifest)
         pulled = [(name, 0, shards[name]) for name in ("b", "columns", "norm")]
-        third.pull([("a", 0, shards["a"][:50]), ("a", 50, shards["a"][50:]), *pulled])
+        third.pull([("a", 0, shards["a"][:50]), ("a", 50, neighbour[50:]), *pulled])
         third.load([("scaled", weights["scaled"])])
         third.finish()
     assert not waits.found

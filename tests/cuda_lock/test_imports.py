@@ -38,6 +38,9 @@ ENTRY = [
 # Imported inside functions, for the hardware or the models named, none of which is what this build is for.
 ELSEWHERE = ("rocm", "xpu", "tpu", "aiter", "cpu")
 
+# Named by the library they need, which the lock leaves out, or run in a Python of its own.
+LEFT_OUT = ("openenv", "reasoning_gym", "textarena", "verifiers_agent")
+
 
 def own_modules() -> list[str]:
     packages = (trainer, generation, sharding)
@@ -45,7 +48,7 @@ def own_modules() -> list[str]:
         module.name
         for package in packages
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-        if not module.name.endswith("__main__")
+        if not module.name.endswith(("__main__", *LEFT_OUT))
     ]
 
 
