@@ -134,7 +134,8 @@ def test_textarena_alone_and_against_an_opponent(tmp_path: Path) -> None:
     assert play(TextArena, guesses[:1], {"seed": 1}, turns=1, id="GuessTheNumber-v0")[0].reward == 0.0
     other = tmp_path / "other.py"
     other.write_text(
-        "def last(read):\n    return '[%s]' % max(c for c in read.split('Available Moves:')[-1] if c.isdigit())\n"
+        "def last(read):\n    assert read.count('You are Player 1') == 1\n"
+        "    return '[%s]' % max(c for c in read.split('Available Moves:')[-1] if c.isdigit())\n"
     )
     opposed = {"id": "TicTacToe-v0", "players": 2, "opponent": f"{other}:last"}
     trajectory, text = play(TextArena, ["[0]", "[1]", "[2]"], {"seed": 1}, **opposed)
