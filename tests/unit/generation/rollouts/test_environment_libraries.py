@@ -185,6 +185,14 @@ def test_openenv_by_tools_and_by_text() -> None:
         assert trajectory.reward == pytest.approx(1.1) and trajectory.finish_reason == "stop" and "3 so far" in text
 
 
+def test_an_observation_of_openenv_is_its_only_text_or_else_json() -> None:
+    pytest.importorskip("openenv.core", reason="openenv-core is not installed")
+    from generation.rollouts.environments import openenv
+
+    given = [{"text": "né"}, {"text": "né", "count": 1}, {"count": 1}, ["a"]]
+    assert list(map(openenv._text, given)) == ["né", '{"text": "né", "count": 1}', '{"count": 1}', '["a"]']
+
+
 def together(function: Any, answers: dict[str, list[str]]) -> dict[str, Trajectory]:
     """The trajectories of episodes that run side by side, by the word that their prompt has."""
     left = {word: [say(answer) for answer in own] for word, own in answers.items()}

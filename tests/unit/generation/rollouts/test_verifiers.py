@@ -120,8 +120,16 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_tasks_are_rows_from_the_first_on(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ask = list[int](), ClientProcesses.run
+
+    async def counted(self: ClientProcesses, *words: Any) -> Scored:
+        asked.append(words[-1]["next"])
+        return await ask(self, *words)
+
     monkeypatch.setattr(verifiers, "_TOGETHER", 2)
+    monkeypatch.setattr(ClientProcesses, "run", counted)
     rows = verifiers.rows(settings)
+    assert set(asked) == {2} and len(asked) >= 3  # so many in a line
     assert [row["prompt"] for row in rows] == ["zero", "1+1", "2+1", "3+1", "4+1"]
     assert [row["answer"] for row in rows] == ["1", "2", "3", "4", "5"]
     assert verifiers.rows(settings | {"tasks": 3}) == rows[:3]
