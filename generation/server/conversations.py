@@ -114,12 +114,13 @@ class Conversation:
         return hashlib.blake2b(self.key.encode(), digest_size=16).hexdigest()
 
     def with_silence(self, turns: list[Any]) -> list[Any]:
-        """The turns with the empty answers that the client has left out of them, as openai-agents does: what was
-        sampled for these, if only its end, is in the ids all the same.
+        """The turns with the empty answers that the client has left out of them, as openai-agents and pydantic-ai do:
+        what was sampled for these, if only its end, is in the ids all the same.
         """
         whole: list[Any] = []
         for turn in turns:
-            if self.silent and isinstance(turn, dict) and turn.get("role") == "user" and as_key(whole) in self.silent:
+            asks = isinstance(turn, dict) and turn.get("role") in ("user", "system", "developer")
+            if self.silent and asks and as_key(whole) in self.silent:
                 whole.append({"role": "assistant", "content": ""})
             whole.append(turn)
         return whole

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generation.exact_ids import Generation, History
+from generation.exact_ids import ChatHistory, Generation, History
+from generation.server.conversations import Conversation, as_key
 
 
 def generation(prompt: list[int], answer: list[int], version: int = 3, reason: str = "stop") -> Generation:
@@ -74,3 +75,15 @@ def test_the_masks_sum_to_the_number_of_sampled_tokens(spans: list[tuple[int, li
         assert all(bool(logprob) <= mask for logprob, mask in zip(t.logprobs, t.loss_mask, strict=True))
     everything = [t.prompt_ids + t.response_ids for t in trajectories]
     assert all(any(ids[: len(g.ids)] == g.ids for ids in everything) for g in made)
+
+
+def test_empty_answers_that_a_client_leaves_out_are_put_back_before_whoever_speaks_next() -> None:
+    """openai-agents goes on as a user, pydantic-ai as the system; an answer that is there stays the only one."""
+    asked, empty = [{"role": "user", "content": "q"}], {"role": "assistant", "content": ""}
+    conversation = Conversation("key", ChatHistory(None), silent={as_key(asked)})
+    for role in ("user", "system", "developer"):
+        more = {"role": role, "content": "r"}
+        assert conversation.with_silence([*asked, more]) == [*asked, empty, more]
+    for more in (empty, {"role": "assistant", "content": "a"}, {"role": "tool", "content": "a"}):
+        assert conversation.with_silence([*asked, more]) == [*asked, more]
+    assert conversation.with_silence(asked) == asked
