@@ -77,3 +77,12 @@ def test_routes_are_exchanged_and_their_share_of_a_step_is_told(tmp_path: Path) 
     assert all(len(figures["seconds"][name]) == 2 for name in ("answers", "routes", "update"))
     assert figures["row_bytes"] == 4 and 0 < figures["share"] < 1
     assert "of the step" in printed
+
+
+def test_slices_are_compared_with_steps_that_wait_for_their_longest_answer(tmp_path: Path) -> None:
+    sizes = ("--prompts", "4", "--group", "2", "--mean", "8", "--max-tokens", "32", "--slice", "8", "--rounds", "2")
+    figures, printed = run("carry.py", tmp_path, *sizes)
+    assert figures["rows"].keys() == {"whole", "slices", "order of the data", "longest first"}
+    assert all(row["tokens"] > 0 for rows in figures["rows"].values() for row in rows)
+    ages = [row["stale/age_max"] for row in figures["rows"]["slices"]]
+    assert 0 < max(ages) <= 4 and "at most 4 steps old" in printed
