@@ -57,7 +57,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     env["OMP_NUM_THREADS"] = str(settings.cpu_threads)
     env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, settings.cpu_cores)) or "nobind"
     # The worker extension reads it when vLLM imports it, before the model is built.
-    env["HOTBUNK_PLAIN_CPU_WEIGHTS"] = str(int(settings.plain_cpu_weights))
+    env["HOTBUNK_PLAIN_CPU_WEIGHTS"] = str(int(settings.plain_cpu_weights and settings.on_cpu))
     # It keeps compiled products by their shape, some 30 KiB each. A batch of every size would fill its own 1024, over
     # hundreds of steps (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
     env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")

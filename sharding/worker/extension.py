@@ -21,7 +21,6 @@ from sharding.wire.staging import MemoryFile, cuda_handle, release_pages, releas
 from sharding.worker.broadcast import BroadcastBuckets, CollectiveCarrier, Membership, Place
 from sharding.worker.loader import reprocessed_modules
 from sharding.worker.noise import key_noise
-from sharding.worker.plain import keep_weights_plain
 from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtype
 from sharding.worker.recording import Recording, storage_key
 from sharding.worker.routes import RouteRecorder
@@ -29,6 +28,8 @@ from sharding.worker.storage import StorageBuckets, StorageCarrier
 
 _PLAIN_ON_CPU = os.environ.get("HOTBUNK_PLAIN_CPU_WEIGHTS") == "1"
 if _PLAIN_ON_CPU:  # vLLM imports this module before it builds the model
+    from sharding.worker.plain import keep_weights_plain
+
     keep_weights_plain()
 
 READERS: dict[str, Callable[[Any], Buckets]]

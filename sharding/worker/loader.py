@@ -19,7 +19,6 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import Manifest, NamedTensors, Part, first_names
-from sharding.worker.plain import PlainExperts
 from sharding.worker.recording import LoadWatcher, Recording, storage_key
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -50,7 +49,7 @@ def reprocessed_modules(model: Module, plain_on_cpu: bool) -> list[Module]:
 def _keeps(method: Any) -> bool:
     """Whether a module's weights stay as they are loaded."""
     if type(method).__name__ == "UnquantizedFusedMoEMethod":
-        plain = getattr(method, "experts_cls", None) is PlainExperts
+        plain = getattr(getattr(method, "experts_cls", None), "keeps_weights", False)
         return plain or method.unquantized_backend.name in _PLAIN_EXPERTS
     return type(method).__name__ in _PLAIN_METHODS
 

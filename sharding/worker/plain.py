@@ -31,6 +31,8 @@ def keep_weights_plain() -> None:
 class PlainExperts(CPUUnquantizedExperts):
     """Experts with gated SiLU by grouped products, in the layout of the checkpoint."""
 
+    keeps_weights = True
+
     @classmethod
     def _padded_intermediate_size(cls, moe_config: Any) -> int:
         return int(moe_config.intermediate_size_per_partition)

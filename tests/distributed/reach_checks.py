@@ -29,9 +29,10 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
     from vllm.v1.worker import cpu_model_runner
 
     from sharding.worker import extension
+    from sharding.worker.plain import keep_weights_plain
 
     extension._PLAIN_ON_CPU = True
-    extension.keep_weights_plain()
+    keep_weights_plain()
     cpu_model_runner._set_torch_accelerator_to_noop()
     todo: dict[str, Callable[[], None]] = {}
     for case in cases:
