@@ -15,6 +15,7 @@ The last column is the share of a step without its rollout, which would make it 
 import argparse
 import os
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def benchmark(options: argparse.Namespace) -> None:
     format = policy.routing.format
     own = answers(options.tokens, format)
     samples = exchange(own, format)
-    actions = {
+    actions: dict[str, Callable[[], object]] = {
         "answers": lambda: exchange(own, None),
         "routes": lambda: exchange(own, format),
         "update": lambda: update(policy, samples),
