@@ -6,21 +6,18 @@ gather without sending, and the failure is raised on all ranks together at the n
 
 import gc
 import itertools
-import math
-import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from generation.engine.engine import Engine, Leader, WorkerError
 from generation.engine.lifecycle import Memory
-from generation.engine.sampling import NotFiniteError
-from generation.engine.settings import LEAST_MODEL_LEN
+from sharding.probe import Probe, Tenant, VersionedPolicy, compare_with, draw_probe, vocabulary_of
 from sharding.ranks import RemoteError, agree, agreed, dead_ranks, exchange, rank
 from sharding.send.pull import Pull
 from sharding.send.push import (
@@ -39,37 +36,8 @@ from sharding.wire.channel import Listener, SyncError
 from sharding.wire.manifest import first_names
 from sharding.wire.staging import BUFFERS, device_id, return_free_pages, wait_for_writes
 
-PROBE_TOKENS = LEAST_MODEL_LEN - 1
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest mean gap (nats) of the log-probability probe; a stale or misplaced weight is off by more than 1. A mixture in
-bfloat16 sends some tokens to other experts than a trainer in float32: a tiny one was 0.23 off after 29 steps."""
-
 ABORT_SECONDS = 5.0
 """Longest wait for workers to leave an update that failed; they answer at once, unless they hang."""
-
-Probe = tuple[list[int], list[float]]
-"""Token ids, and the policy's log-probability (nats) of each but the first."""
-
-
-class Tenant(Protocol):
-    """Whatever of the trainer's has device memory that a generation shift can do without."""
-
-    def release(self, weights: bool) -> int:
-        """Give back what is not needed until `restore`, its weights too if `weights`; returns how many bytes."""
-
-    def restore(self) -> None:
-        """Take the memory again, as it was; called whether or not anything was released."""
-
-
-class VersionedPolicy(Tenant, Protocol):
-    """A policy that can be synced: its version, and its log-probabilities where weights cannot be read back."""
-
-    @property
-    def version(self) -> int:
-        """Of its weights; another number whenever they are others."""
-
-    def score_tokens(self, token_ids: list[int]) -> list[float]:
-        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`. Collective: all ranks call it."""
 
 
 class ShardingManager:
@@ -159,7 +127,7 @@ class ShardingManager:
         if probe is not None:
             with self._timed("verify"), agreed("probing the engine"):
                 if self._leader is not None:
-                    self._compare_with(self._leader, *probe)
+                    compare_with(self._leader, probe, self._settings.timeout)
             self.report.verified = "probe"
 
     def sleep(self) -> None:
@@ -353,32 +321,12 @@ class ShardingManager:
         self._broken = True
 
     def _probe(self, policy: VersionedPolicy) -> Probe | None:
-        """Random tokens and what the policy says of them, where the engine keeps its weights in a layout of its own."""
+        """Where the engine keeps its weights in a layout of its own, and they are to be verified."""
         if self._settings.verify == "off" or self._plain:
             return None
         with self._timed("verify"):
-            if self._adapter is not None:
-                vocabulary = self._adapter.vocabulary
-            else:
-                embedding = next((p for p in self._parameters if "embed" in p.name), self._parameters[0])
-                vocabulary = embedding.pieces[0].shape[0]
-            token_ids = random.Random(policy.version).choices(range(vocabulary), k=PROBE_TOKENS)
-            expected = policy.score_tokens(token_ids)
-            if bad := [logprob for logprob in expected if not math.isfinite(logprob)]:  # alike on all ranks
-                raise NotFiniteError(f"the policy gives random tokens a log-probability of {bad[0]}")
-            return token_ids, expected
-
-    def _compare_with(self, leader: Leader, token_ids: list[int], expected: list[float]) -> None:
-        timeout = self._settings.timeout
-        held = leader.thread.run(leader.engine.prompt_logprobs(token_ids), timeout, "the log-probability probe")
-        gap = sum(abs(a - b) for a, b in zip(expected, held, strict=True)) / len(held)
-        bound = PROBE_TOLERANCE[leader.engine.settings.dtype]
-        if not gap <= bound:
-            leader.engine.state.fail_sync()
-            raise SyncError(
-                f"after the update the engine's log-probabilities are {gap:.3g} nats off the trainer's on average, "
-                f"more than {bound:g}: its weights are not the policy's"
-            )
+            vocabulary = vocabulary_of(self._parameters) if self._adapter is None else self._adapter.vocabulary
+            return draw_probe(policy, vocabulary)
 
 
 def _raise_if_dead(call: "Future[Any] | None") -> None:

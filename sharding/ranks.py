@@ -1,5 +1,8 @@
 """Small exchanges between ranks, which never unpickle what came over a socket.
 
+Where some ranks train and others generate (`engine.apart`), they are two crews, and everything here is among those of
+this rank's own; inside `all_crews` it is among all ranks of the run. Sentences always have a rank's number in the run.
+
 Everything here runs on CPU tensors over gloo, on GPU machines too, so that a control message never waits behind a
 kernel and a broken peer shows up as a connection error at once.
 """
@@ -11,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +27,55 @@ _ENDING_SECONDS = 3.0  # a process that dies closes its connections a little bef
 _processes: list[tuple[str, int]] = []  # of each rank: the machine, see `machine`, and the process's number there
 
 
+_first = 0  # the number in the run of this crew's first rank
+_everybody: Any = None  # a dist.ProcessGroupGloo of all ranks of the run, where there are crews; its stub lacks methods
+_inside: ContextVar[Any] = ContextVar("all_crews", default=None)  # a thread's own
+
+
 class RemoteError(RuntimeError):
     """A phase failed on at least one rank, or a rank is gone. Raised on every rank that is left."""
 
 
+def divide(first: int, everybody: dist.ProcessGroupGloo | None) -> None:
+    """This rank is in a crew, which has a default process group of its own and begins at rank `first` of the run;
+    `everybody` joins all ranks of it, by gloo. None: there are no crews.
+    """
+    global _first, _everybody
+    _first, _everybody = first, everybody
+
+
+@contextmanager
+def all_crews() -> Iterator[None]:
+    """Inside, on this thread, numbers and exchanges of ranks are those of all of the run."""
+    token = _inside.set(_everybody)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def in_run(number: int) -> int:
+    """The number in the run of a rank that has `number` in what exchanges are among."""
+    return number if _inside.get() is not None else _first + number
+
+
 def rank() -> int:
     """This process's number, from 0; 0 before and without a process group."""
+    if (everybody := _inside.get()) is not None:
+        return everybody.rank()
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
     """Number of ranks; 1 before and without a process group."""
+    if (everybody := _inside.get()) is not None:
+        return everybody.size()
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main() -> bool:
-    """True on rank 0, which writes files and prints."""
-    return rank() == 0
+    """True on rank 0 of the run, which writes files and prints."""
+    return in_run(rank()) == 0
 
 
 def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
@@ -60,7 +96,10 @@ def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> 
 
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(world_size())]
-    dist.all_gather(parts, tensor, group=group)
+    if group is None and (everybody := _inside.get()) is not None:
+        everybody.allgather([parts], [tensor]).wait()
+    else:
+        dist.all_gather(parts, tensor, group=group)
     return parts
 
 
@@ -71,12 +110,20 @@ def all_to_all_bytes(payloads: list[bytes]) -> list[bytes]:
     if world_size() == 1:
         return payloads
     sizes, coming = torch.tensor([len(payload) for payload in payloads]), torch.empty(world_size(), dtype=torch.int64)
-    dist.all_to_all_single(coming, sizes)
+    _all_to_all(coming, sizes, [], [])
     joined = bytearray().join(payloads)
     outgoing = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
     incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(incoming, outgoing, coming.tolist(), sizes.tolist())
+    _all_to_all(incoming, outgoing, coming.tolist(), sizes.tolist())
     return [part.numpy().tobytes() for part in incoming.split(coming.tolist())]
+
+
+def _all_to_all(incoming: torch.Tensor, outgoing: torch.Tensor, coming: list[int], going: list[int]) -> None:
+    """In parts of so many elements, or equal ones where nothing is said."""
+    if (everybody := _inside.get()) is not None:
+        everybody.alltoall_base(incoming, outgoing, coming, going).wait()
+    else:
+        dist.all_to_all_single(incoming, outgoing, coming or None, going or None)
 
 
 def send_to_all(payload: bytes) -> list[bytes]:
@@ -109,9 +156,10 @@ def agree(error: BaseException | None, phase: str, group: dist.ProcessGroup | No
     except RuntimeError as broken:
         own = f"; its own error was {type(error).__name__}: {error}" if error is not None else ""
         whom = dead_ranks() or "another rank"
-        message = f"rank {rank()} lost contact with {whom} at the end of phase {phase}: {broken}{own}"
+        message = f"rank {in_run(rank())} lost contact with {whom} at the end of phase {phase}: {broken}{own}"
         raise RemoteError(message) from (error or broken)
-    failures = [f"rank {who}: {answer.decode(errors='replace')}" for who, answer in enumerate(answers) if answer]
+    told = [(in_run(who), answer.decode(errors="replace")) for who, answer in enumerate(answers) if answer]
+    failures = [f"rank {who}: {words}" for who, words in told]
     if failures:
         raise RemoteError(f"phase {phase} failed on " + "; ".join(failures)) from error
 

@@ -13,14 +13,17 @@ from generation.engine.engine import Engine, Leader
 from generation.importing import load
 from generation.rollouts.client import CapturingServer
 from sharding.apart.broadcast import Broadcast
+from sharding.apart.crews import EnginesApart, TrainersApart
 from sharding.apart.storage import Storage
 from sharding.manager import ShardingManager, SyncSettings
-from sharding.ranks import rank, world_size
+from sharding.ranks import all_crews, rank, world_size
 from sharding.send.pull import Pull
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
 from sharding.send.ways import Staged, Way, ZeroCopy
 from sharding.wire.group import own_address
+from trainer.apart import OwnRounds, RolloutsApart
 from trainer.carried import SlicedRollouts
+from trainer.config.apart import training_ranks
 from trainer.config.machine import resolve_device
 from trainer.config.schema import ModelConfig, TrainConfig
 from trainer.data import load_tokenizer
@@ -59,10 +62,12 @@ def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterato
 
     A collective may take `timeout` seconds; `lock` is that of the run's folder, which rank 0 has taken.
     """
-    init_process_group(timeout, resolve_device(config))
+    init_process_group(timeout, resolve_device(config), config.engine.apart)
+    with all_crews():
+        number, ranks = rank(), world_size()
     if lock is not None:
-        lock.share(rank(), world_size())
-    with Watchdog(store(), rank(), world_size()) as watchdog:
+        lock.share(number, ranks)
+    with Watchdog(store(), number, ranks) as watchdog:
         processes.install_signal_handlers(watchdog.current_phase)
         yield watchdog
     destroy_process_group()
@@ -123,7 +128,9 @@ def check_budget(config: TrainConfig) -> None:
     """Raise UserError, with the numbers, unless trainer and engine fit on this rank's GPU together."""
     if resolve_device(config) == "cuda":
         sizes, total = model_sizes(config, config.model.path, config.lora), torch.cuda.mem_get_info()[1] / GIB
-        if problems := list(over_budget(config, sizes, world_size(), total)):
+        with all_crews():
+            ranks = training_ranks(config, world_size())
+        if problems := list(over_budget(config, sizes, ranks, total)):
             raise UserError(*problems)
 
 
@@ -156,10 +163,18 @@ def build_rollouts(
     level: RolloutLevel,
     start: Path | None,
     identity: Identity,
+    sharding: ShardingManager | EnginesApart | None = None,
 ) -> Rollouts:
-    """The rollouts of this rank; `start` is the checkpoint that the run, of that identity, resumes from, if it does."""
+    """The rollouts of this rank; `start` is the checkpoint that the run, of that identity, resumes from, if it does.
+    `sharding`: what brings the engines this rank's policy, if it has one.
+    """
     options: dict[str, Any] = {"engines": world_size() // config.engine.tensor_parallel_size}
     options["max_error_rate"] = config.rollout.max_error_rate
+    if config.engine.apart:
+        own = leader, tokenizer, rewards, store(), level
+        if isinstance(sharding, EnginesApart):
+            return RolloutsApart(config, sharding, *own, start=start, **options)
+        return OwnRounds(*own, **options)
     if config.rollout.slice_tokens is None:
         if start is not None and any(start.glob(CARRIED_FILES)):
             say(f"{start} has unfinished answers, which are left out, since rollout.slice_tokens is null now")
@@ -169,21 +184,43 @@ def build_rollouts(
     return SlicedRollouts(config, leader, tokenizer, rewards, store(), level, start=start, **options)
 
 
-def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager:
+def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager | EnginesApart:
     """The weight path from the policy to the engine, in the engine's dtype and under the checkpoint's names."""
     dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
     adapters = config.lora.engines_apply
     source = adapter_source(policy, dtype) if adapters else weight_source(policy, dtype)
+    if config.engine.apart:
+        with all_crews():
+            generating = range(training_ranks(config, world_size()), world_size())
+        return EnginesApart(source, policy.device, sync_settings(config), generating, store(), weights_host())
     return ShardingManager(
         source,
         policy.device,
-        SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s, config.sync.replay),
+        sync_settings(config),
         processes.private_folder(),
         tensor_parallel_size=config.engine.tensor_parallel_size,
         leader=leader,
         adapter=adapter_format(policy.model, config.lora) if adapters else None,
         way=sync_way(config, policy, source),
     )
+
+
+def build_trainers(config: TrainConfig, leader: Leader | None) -> TrainersApart:
+    """The same path, for a rank that only generates."""
+    with all_crews():
+        number = rank()
+    return TrainersApart(leader, store(), number, sync_settings(config))
+
+
+def sync_settings(config: TrainConfig) -> SyncSettings:
+    """Of the recipe."""
+    return SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s, config.sync.replay)
+
+
+def weights_host() -> str:
+    """The address of this machine at which engines reach it: loopback where all ranks are here."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+    return "127.0.0.1" if alone else own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
 def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
@@ -199,9 +236,7 @@ def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
             assert isinstance(source, FsdpWeightSource)
             return Pull(device, source, policy.shard_tensors(), [policy.optimizer])
         case "broadcast":
-            alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
-            ip = "127.0.0.1" if alone else own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            return Broadcast(device, world_size(), timeout, ip)
+            return Broadcast(device, world_size(), timeout, weights_host())
         case "storage":
             return Storage(config.run.folder / "weights", device, timeout)
         case spec:

@@ -118,13 +118,13 @@ class SlicedRollouts(Rollouts):
         flights = [self._flights.pop(place) for place in places]
         self._version = settings.policy_version
         answers = gather_answers(self._trajectories(places), terms.details, self._version)
-        self._ages += [settings.step - flight.born for flight in flights]
+        self._steps_old += [settings.step - flight.born for flight in flights]
         self._tokens += [(answer.old, answer.sampled) for answer in answers]
         old, sampled = (sum(numbers) for numbers in zip(*self._tokens, strict=True))
         self._figures = {
             "stale/share": old / max(sampled, 1),
-            "stale/age_mean": sum(self._ages) / len(self._ages),
-            "stale/age_max": float(max(self._ages)),
+            "stale/age_mean": sum(self._steps_old) / len(self._steps_old),
+            "stale/age_max": float(max(self._steps_old)),
             "carry/answers": float(unfinished),
             "carry/groups_waiting": float(sum(flight.complete for flight in self._flights.values())),
             "carry/slices": self._figures.get("carry/slices", 0.0) + slices,
@@ -180,7 +180,7 @@ class SlicedRollouts(Rollouts):
 
     def _begin_step(self, step: int) -> None:
         self._step, self._figures = step, {}
-        self._ages: list[int] = []
+        self._steps_old: list[int] = []
         self._tokens: list[tuple[int, int]] = []
         # Copies, since groups that go on change.
         self._before = [

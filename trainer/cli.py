@@ -246,7 +246,7 @@ def _commands() -> dict[str, str]:
 
 def _module(command: str) -> ModuleType:
     check_torch_libraries()
-    return import_module("trainer.loop" if command == "train" else f"trainer.commands.{command}")
+    return import_module("trainer.crews" if command == "train" else f"trainer.commands.{command}")
 
 
 def _reporting(action: Callable[[], int]) -> int:

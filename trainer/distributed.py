@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from generation.engine.devices import cuda_problem
-from sharding.ranks import introduce, is_main
+from sharding.ranks import all_crews, divide, exchange, introduce, is_main, world_size
 from sharding.wire.group import own_address
 from trainer.errors import UserError
 
@@ -67,11 +67,14 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not among the classes that ranks exchange")
 
 
-def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
+def init_process_group(timeout_seconds: float, device: str = "auto", apart: int = 0) -> None:
     """Join the ranks: gloo for CPU tensors, and NCCL for CUDA ones if `device` is "cuda" (or "auto" and CUDA works).
 
     Under torchrun the ranks meet through its environment variables; without it this process is the only rank.
     `timeout_seconds` is the deadline of every collective. On CUDA the process is bound to device LOCAL_RANK.
+
+    The last `apart` ranks are a crew of their own. The default group of either crew has its own ranks alone, so that
+    nothing of a policy, a checkpoint or a rollout has to know that there is another; see `sharding.ranks.all_crews`.
     """
     global _store
     timeout = timedelta(seconds=timeout_seconds)
@@ -85,8 +88,16 @@ def init_process_group(timeout_seconds: float, device: str = "auto") -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=_store, rank=rank_, world_size=world, timeout=timeout)
-    introduce()
+    crew, first, size = _store, 0, world - apart
+    if apart:
+        first, size = (size, apart) if rank_ >= size else (0, size)
+        crew = dist.PrefixStore(f"crew/{first}", _store)
+    dist.init_process_group(backend, store=crew, rank=rank_ - first, world_size=size, timeout=timeout)
+    if apart:
+        everybody = dist.ProcessGroupGloo(dist.PrefixStore("everybody", _store), rank_, world, timeout)
+        divide(first, everybody)
+    with all_crews():
+        introduce()
     if _on_one_machine() and "RANK" in os.environ and is_main() and _is_open(int(os.environ["MASTER_PORT"])):
         say(
             f"port {os.environ['MASTER_PORT']}, where the ranks meet, is open to the network, and whoever reaches it "
@@ -145,6 +156,10 @@ def destroy_process_group() -> None:
     """Leave the group after all ranks have arrived here; a rank that leaves early can abort the others."""
     global _store
     if dist.is_initialized():
+        with all_crews():
+            if world_size() > dist.get_world_size():  # there are crews
+                exchange(None)
+        divide(0, None)
         dist.barrier()
         dist.destroy_process_group()
     _store = None

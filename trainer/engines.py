@@ -12,7 +12,8 @@ from generation.engine.logits import engine_arguments, uses_v2
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places
 from sharding import SHARING_WORKER, WORKER_EXTENSION
-from sharding.ranks import rank
+from sharding.ranks import all_crews, rank, world_size
+from trainer.config.apart import training_ranks
 from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.policy.hf_format import resolve_folder
@@ -44,7 +45,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         enforce_eager=(not on_cuda) if engine.enforce_eager is None else engine.enforce_eager,
         load_format=engine.load_format,
         seed=config.run.seed,
-        sleep=engine.sleep,
+        sleep=engine.sleep and not engine.apart,
         shared_weights=config.sync.way == "zero_copy",
         trust_remote_code=config.model.trust_remote_code,
         device_indices=tuple(group) if on_cuda else (),
@@ -70,7 +71,9 @@ def fetch_model(config: TrainConfig) -> None:
 
 def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
     """On the first rank of each engine group: start the engine. None on the other ranks."""
-    if rank() % config.engine.tensor_parallel_size:
+    with all_crews():
+        trains = config.engine.apart and rank() < training_ranks(config, world_size())
+    if trains or rank() % config.engine.tensor_parallel_size:
         return None
     return _start(engine_settings(config, on_cuda), config.engine.start_timeout_s)
 

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from generation.engine.sampling import NotFiniteError
 from generation.rollouts.episode import RolloutSettings
-from sharding.ranks import RemoteError, agreed, rank, world_size
+from sharding.manager import ShardingManager
+from sharding.ranks import RemoteError, agreed, all_crews, is_main, world_size
 from trainer.build import (
     build_models,
     build_rollouts,
@@ -23,7 +25,6 @@ from trainer.build import (
     check_budget,
     check_model,
     check_teacher,
-    joined,
     rank_device,
     start_server,
 )
@@ -40,24 +41,13 @@ from trainer.rewards.pool import RewardPool
 from trainer.rollouts import RolloutLevel, StepAbandoned, Terms
 from trainer.run.checkpoint import load
 from trainer.run.finish import export_and_report
-from trainer.run.keeper import Keeper, find_checkpoint, make_run_tracker, run_identity
-from trainer.run.lock import RunLock
+from trainer.run.keeper import Identity, Keeper, find_checkpoint, make_run_tracker, run_identity
 from trainer.run.meters import PhaseMeter, StepProfiler
 from trainer.run.screen import ANSWERS_SHOWN, Progress
 from trainer.run.watchdog import Watchdog
 from trainer.types import culprits
 
 T = TypeVar("T")
-
-
-def main(config: TrainConfig, lock: RunLock | None = None) -> None:
-    """One rank from start to end: join the others, train, leave with them. A failure on one rank ends all."""
-    # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
-    longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
-    with joined(config, longest, lock) as watchdog, ExitStack() as resources:
-        with watchdog.phase("start-up", config.run.first_step_deadline_s):
-            trainer = RLTrainer(config, watchdog, resources)
-        trainer.train()
 
 
 class RLTrainer:
@@ -69,7 +59,7 @@ class RLTrainer:
         self.config, self.watchdog = config, watchdog
         # Some rows of the latest evaluation, or of the latest step where there is none; on rank 0.
         self.last_answers: list[dict[str, Any]] = []
-        self.screen = Progress(config.run.steps, enabled=rank() == 0)
+        self.screen = Progress(config.run.steps, enabled=is_main())
         if way:
             self.screen.note(way)
         resources.enter_context(self.screen.follow(self.doing))
@@ -77,20 +67,28 @@ class RLTrainer:
         identity = run_identity(config, self.prompts.fingerprint, self.tokenizer)
         start, self.state = find_checkpoint(config, identity)  # of the run besides the policy; checkpoints keep both
         self.start_engine(resources)
-        device = rank_device(config)
+        self.build(resources, level, start, identity)
+        gc.collect()
+        gc.freeze()  # the collections of each shift, 0.4 s each, need not look again at what is there by now
+
+    def build(self, resources: ExitStack, level: RolloutLevel, start: Path | None, identity: Identity) -> None:
+        """The models, their way to the engines, and all that a step needs; as they were in the checkpoint `start`."""
+        config, watchdog, device = self.config, self.watchdog, rank_device(self.config)
         self.screen.note(f"loading {config.model.path} for training")
         self.policy, reference, critic = build_models(config, device)
         self.others = [critic] if critic is not None else []  # whose memory a generation shift can do without, too
         self.sharding = build_sharding(config, self.policy, self.leader)
         resources.callback(self.sharding.close)
-        self.restarts.sharding = self.sharding
+        if isinstance(self.sharding, ShardingManager):  # engines apart are not started again
+            self.restarts.sharding = self.sharding
         try:
             self.sharding.connect()
             self.sharding.sleep()
         except RemoteError as failure:
             self.restarts.after(failure, self.policy, *self.others)
         again = start if self.state.prompts else None  # a checkpoint of other data says nothing of these prompts
-        self.rollouts = build_rollouts(config, self.leader, self.tokenizer, self.rewards, level, again, identity)
+        others: dict[str, Any] = {"start": again, "identity": identity, "sharding": self.sharding}
+        self.rollouts = build_rollouts(config, self.leader, self.tokenizer, self.rewards, level, **others)
         resources.callback(self.rollouts.close)
         pad_id, weights = self.tokenizer.pad_token_id, self.rewards.weights
         known: dict[str, Any] = {"pad_id": pad_id, "reward_weights": weights, "untrained": self.rollouts.untrained}
@@ -106,9 +104,16 @@ class RLTrainer:
         works = {id(m.work): m.work for m in (self.policy, reference, critic) if m is not None}  # a base is its policy
         deadline, dtype = config.run.first_step_deadline_s, config.policy.dtype
         self.meter = PhaseMeter(device, self.leader, watchdog, deadline, works=[*works.values()], dtype=dtype)
-        self.profiler = StepProfiler(config.run.profile, config.run.folder / "profile", device, enabled=rank() == 0)
-        gc.collect()
-        gc.freeze()  # the collections of each shift, 0.4 s each, need not look again at what is there by now
+        self.profiler = StepProfiler(config.run.profile, config.run.folder / "profile", device, enabled=is_main())
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample."""
+        return self.policy.version
+
+    def late_to_leave(self) -> bool:
+        """True where rollouts are to be given up, since the run is asked to end."""
+        return self.keeper.late_to_leave()
 
     def doing(self) -> str:
         """This rank's phase, for the screen."""
@@ -137,9 +142,10 @@ class RLTrainer:
         Before the policy: vLLM measures free memory while it starts, and asserts that none is freed
         (https://github.com/vllm-project/vllm/issues/56830).
         """
-        config, count = self.config, world_size() // self.config.engine.tensor_parallel_size
+        config, size = self.config, self.config.engine.tensor_parallel_size
+        count = (config.engine.apart or world_size()) // size
         self.screen.note(f"starting {count} engine(s) for {config.model.path}")
-        with agreed("fetching the model"):
+        with all_crews(), agreed("fetching the model"):
             fetch_model(config)
         self.restarts = EngineRestarts(config, rank_device(config), self.watchdog)
         self.leader = self.restarts.first_start()
@@ -233,9 +239,9 @@ class RLTrainer:
         config, sampled = self.config, StepSampling(self.config)
         self.rollouts.take_back(step)
         position, sampling = self.state.prompts, training_sampling(config, self.end_ids)
-        group, version, template = config.algorithm.group_size, self.policy.version, config.data.chat_template_kwargs
+        group, version, template = config.algorithm.group_size, self.version, config.data.chat_template_kwargs
         lengths = self.state.lengths if config.rollout.order == "longest_first" else None
-        late, apart = self.keeper.late_to_leave, config.algorithm.rewards_apart
+        late, apart = self.late_to_leave, config.algorithm.rewards_apart
         terms = Terms(config.run.first_step_deadline_s, late, apart, lengths)
         source = partial(self.prompts.take, seed=config.run.seed)
         while sampled.missing:
@@ -252,7 +258,7 @@ class RLTrainer:
 
         Nothing that is drawn here changes what training and other datasets get.
         """
-        version, step = self.policy.version, -1 - self.state.step
+        version, step = self.version, -1 - self.state.step
 
         def sample() -> dict[str, list[Answer]]:
             answers: dict[str, list[Answer]] = {}

@@ -227,6 +227,7 @@ class Rollouts:
         self._leader, self._tokenizer, self._rewards, self._store = leader, tokenizer, rewards, store
         self._level, self._engines, self._max_error_rate = level, engines, max_error_rate
         self._rounds = self._calls = 0
+        self._ages = False  # whether answers may be of earlier weights than the policy's
         self.finished = 0  # answers of the present round, on this rank's engine
 
     def run(self, prompts: list[Prompt], settings: RolloutSettings, terms: Terms, voting: bool = False) -> list[Answer]:
@@ -248,7 +249,8 @@ class Rollouts:
             return self._sample(leader, prompts, settings, terms.timeout, voting, order)
 
         own = self._on_leaders(sample, terms, settings.step)
-        return self._checked(gather_answers(own or [], terms.details), prompts, terms.lengths)
+        answers = gather_answers(own or [], terms.details, settings.policy_version if self._ages else None)
+        return self._checked(answers, prompts, terms.lengths)
 
     def take(
         self,

@@ -12,6 +12,7 @@ from rich.table import Column, Table
 
 from generation.engine.devices import cuda_problem
 from generation.engine.images import KEPT_BYTES
+from trainer.config.apart import engine_ranks, training_ranks
 from trainer.config.checks import find_problems
 from trainer.config.machine import host_gib, rank_count, resolve_device
 from trainer.config.model_file import EXPERT_KEYS, model_config
@@ -68,11 +69,12 @@ def main(arguments: argparse.Namespace) -> int:
         table.add_row(*line)
     console.print(table)
     model = model_sizes(config, config.model.path, config.lora)
-    console.print(memory_table(config, model, ranks, total))
+    training = training_ranks(config, ranks)
+    console.print(memory_table(config, model, training, total))
     if gpu is not None:
         console.print(seconds_table(config, model, ranks, gpu, answer_tokens(config, arguments)))
     if resolve_device(config) == "cuda":
-        problems += over_budget(config, model, ranks, total)
+        problems += over_budget(config, model, training, total)
     if problems:
         raise UserError(*problems)
     return 0
@@ -80,12 +82,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     """The arithmetic of a step."""
-    batch, algorithm, engines = config.batch, config.algorithm, ranks // config.engine.tensor_parallel_size
-    answers, share = batch.prompts_per_step * algorithm.group_size, answers_per_update(config, ranks)
+    batch, algorithm, training = config.batch, config.algorithm, training_ranks(config, ranks)
+    engines = engine_ranks(config, ranks) // config.engine.tensor_parallel_size
+    answers, share = batch.prompts_per_step * algorithm.group_size, answers_per_update(config, training)
     flying = answers + prompts_ahead(config) * algorithm.group_size
     updates = batch.updates_per_step * algorithm.num_iterations
     largest = math.ceil(share / max(1, batch.tokens_per_micro_batch // longest(config)))
-    yield "ranks", f"{ranks}, on {resolve_device(config)}"
+    apart = f", of which {config.engine.apart} only generate" if config.engine.apart else ""
+    yield "ranks", f"{ranks}, on {resolve_device(config)}{apart}"
     yield "engines", f"{engines} of {config.engine.tensor_parallel_size} rank(s)"
     yield "answers a step", f"{batch.prompts_per_step} prompts x {algorithm.group_size} = {answers}"
     if config.rollout.slice_tokens is not None:
@@ -94,7 +98,7 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     yield "answers an engine", f"{math.ceil(flying / max(engines, 1))}, {config.engine.max_num_seqs} at a time"
     yield "tokens a step", f"at most {answers * longest(config):,}, prompts included"
     if config.model.routes == "engine":
-        rows, copies = answers * longest(config) * route_bytes(config.model.path), 2 / max(engines, 1) + 2 / ranks
+        rows, copies = answers * longest(config) * route_bytes(config.model.path), 2 / max(engines, 1) + 2 / training
         yield "routes", f"at most {rows * copies / GIB:.2f} GiB of a rank's host memory, {rows / GIB:.2f} a step"
     if most := config.data.max_images:
         pixels = 3 * 4 * config.data.max_image_pixels / GIB  # of three colours in float32

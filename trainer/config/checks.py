@@ -15,6 +15,7 @@ from typing import Any, Literal
 from generation.engine.devices import cuda_problem, gpu_visible, sharing_problems, torch_cuda
 from generation.engine.settings import LEAST_MODEL_LEN, LORA_RANKS, OWN_ARGUMENTS, engine_argument_names, routes_problem
 from trainer.config.algorithm import check_algorithm
+from trainer.config.apart import check_apart, training_ranks
 from trainer.config.machine import device_gib, host_gib, rank_count, resolve_device, unwritable
 from trainer.config.model_file import (
     EXPERT_KEYS,
@@ -38,7 +39,8 @@ IDENTITY_DIGESTS = ("data", "model", "tokenizer")
 IDENTITY_SECTIONS = ("algorithm",)
 IDENTITY_KEYS = (
     "batch.prompts_per_step", "batch.updates_per_step", "lora.alpha", "lora.rank", "lora.target_modules",
-    "lora.use_rslora", "reward.functions", "rollout.ahead", "rollout.old_tokens", "rollout.slice_tokens", "run.seed",
+    "lora.use_rslora", "reward.functions", "rollout.ahead", "rollout.lag", "rollout.old_tokens", "rollout.slice_tokens",
+    "run.seed",
 )  # fmt: skip
 """A resumed run is compared by these (`trainer.run.keeper`): digests, whole sections of the recipe, and single keys."""
 
@@ -67,10 +69,11 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
     except UserError as error:
         return list(error.args)  # most of what follows depends on it
     neighbours = int(environ.get("LOCAL_WORLD_SIZE", ranks))
+    training = training_ranks(config, ranks) if command == "train" else ranks
     problems = [*_check_paths(config, command), *_check_device(config, environ)]
-    if command != "eval":
-        problems += _check_backend(config, ranks)
-        problems += _check_sequence_parallel(config, ranks, command)
+    if command != "eval" and training > 0:
+        problems += _check_backend(config, training)
+        problems += _check_sequence_parallel(config, training, command)
         problems += _check_positions(config, command)
         problems += _check_lora(config, command)
     if command == "sft":
@@ -87,8 +90,11 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
     if command == "train":
         size = config.engine.tensor_parallel_size
         what = "the number of ranks" if neighbours == ranks else "the ranks of one machine (LOCAL_WORLD_SIZE)"
-        problems += _check_divides(what, neighbours, "engine.tensor_parallel_size", size)
-        problems += _check_batch(config, ranks)
+        problems += check_apart(config, ranks, neighbours)
+        if not config.engine.apart:
+            problems += _check_divides(what, neighbours, "engine.tensor_parallel_size", size)
+        if training > 0:
+            problems += _check_batch(config, training)
         updates = config.batch.updates_per_step * config.algorithm.num_iterations
         problems += check_algorithm(config.algorithm, updates, config.critic.shared)
         problems += _check_sampling(config)

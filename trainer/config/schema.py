@@ -146,6 +146,9 @@ class EngineConfig(Section):
     """The vLLM engines."""
 
     tensor_parallel_size: Held = key(1, "consecutive ranks that form one engine")
+    apart: Natural = key(
+        0, "the last so many ranks generate and do nothing else, and the others train (docs/apart.md); 0: all do both"
+    )
     max_model_len: Count = key(2048, "prompt and answer together, in tokens")
     kv_cache_gib: Positive | None = key(None, "KV cache of each worker; null: gpu_memory_utilization decides")
     gpu_memory_utilization: Portion = key(
@@ -195,7 +198,7 @@ class SyncConfig(Section):
         staged="through two buffers that trainer and engine have mapped",
         pull="engines read the shards of all ranks of their machine, and nothing is gathered or staged",
         zero_copy="one rank, unpacked weights: the policy computes with the engine's own, so that a step is the sync",
-        broadcast="by gloo or NCCL, to engines on other devices than the trainer's",
+        broadcast="by gloo or NCCL, to engines on other devices than the trainer's; auto with engine.apart",
         storage="through the run's folder weights, which other engines can load, too",
     )  # fmt: skip
 
@@ -433,10 +436,18 @@ class RolloutConfig(Section):
     max_age: Natural | None = key(
         None, "refuse a recipe whose answers may have begun more steps before they are trained; null: any"
     )
+    lag: Annotated[int, Field(ge=0, le=1)] = key(
+        0, "with engine.apart: a step's answers are sampled by the weights of so many steps before the latest"
+    )
     old_tokens: Literal["correct", "mask"] = key(
         "correct", "tokens that earlier weights sampled",
         correct="learned from with their own importance weight", mask="context, and nothing is learned from them",
     )  # fmt: skip
+
+    @property
+    def ages(self) -> bool:
+        """True if a step's tokens may have been sampled by earlier weights than the policy's."""
+        return self.slice_tokens is not None or self.lag > 0
 
     @property
     def code(self) -> list[str]:

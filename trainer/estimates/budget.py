@@ -13,12 +13,17 @@ _NAMED = 4  # parts, the largest
 
 
 def over_budget(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> Iterator[str]:
-    """A sentence for each half of a step in which a rank needs more than its device has, with the largest parts."""
-    parts = [*trainer_parts(config, model, ranks, device_gib), *engine_parts(config, model, ranks, device_gib)]
-    for what, sizes in (
-        ("while answers are generated", {part.name: part.generating / GIB for part in parts}),
-        ("while the policy is updated", {part.name: part.training / GIB for part in parts}),
-    ):
+    """A sentence for each half of a step in which a rank needs more than its device has, with the largest parts.
+    `ranks`: those that train.
+    """
+    trainer, engine = trainer_parts(config, model, ranks, device_gib), engine_parts(config, model, ranks, device_gib)
+    crews = [trainer, engine] if config.engine.apart else [[*trainer, *engine]]
+    halves = [
+        (what, {part.name: getattr(part, half) / GIB for part in parts})
+        for parts in crews
+        for what, half in (("while answers are generated", "generating"), ("while the policy is updated", "training"))
+    ]
+    for what, sizes in halves:
         if (total := sum(sizes.values())) > MARGIN * device_gib:
             largest = sorted(sizes.items(), key=lambda item: -item[1])[:_NAMED]
             named = ", ".join(f"{name} {size:.1f}" for name, size in largest if size)

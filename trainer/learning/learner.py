@@ -64,7 +64,7 @@ class Learner:
         if config.algorithm.drop_zero_variance:
             groups = [group for group in groups if informative(group)]
         filters, masks = config.algorithm.overlong_filter, config.rollout.old_tokens == "mask"
-        version = None if config.rollout.slice_tokens is None else self._policy.version
+        version = self._policy.version if config.rollout.ages else None
         groups = [g for g in groups if any(t.trainable(filters, masks) for episode in g for t in episode)]
         portions = split(groups, config.batch.updates_per_step)
         routes, sizes = engine_routes(config, self._policy), self._policy.work.of
@@ -140,7 +140,7 @@ class Learner:
         self.watched = figures.take()
         if routing is not None:
             routing.pull = None
-        stale = {} if self._config.rollout.slice_tokens is None else stale_metrics(old)
+        stale = stale_metrics(old) if self._config.rollout.ages else {}
         return update_metrics(updates) | engine_gap(gaps, algorithm) | stale
 
     def _update_critic(self, critic: Critic, minibatches: list[MiniBatch], step: int) -> Metrics:

@@ -116,6 +116,10 @@ class Watchdog:
         """This rank's open phases, outermost first: "step > rollout"; "start-up" before the first phase."""
         return " > ".join(phase.name for phase in self._phases) or "start-up"
 
+    def called_for(self) -> float:
+        """Seconds since this rank heard that one was asked to end; 0 before."""
+        return 0.0 if self.called_at is None else time.monotonic() - self.called_at
+
     def call_all(self) -> bool:
         """Tell all ranks that this one is asked to end. Returns whether all of them answer. For any thread."""
         store: dist.Store = self._store.clone()  # type: ignore[attr-defined]
