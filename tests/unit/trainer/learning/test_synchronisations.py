@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -116,14 +117,21 @@ WITHOUT_GUARD = {
 """Methods that, in Python, first switch to the tensor's device, which a CPU build of torch does not have."""
 
 
+class WithoutGuard(TorchFunctionMode):
+    """Calls the functions above instead. Set as methods for a while, `__getitem__` would leave a trace: every tensor
+    would be a sequence to C from then on, and `torch.tensor([torch.tensor(1)])` would fail in other tests.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return WITHOUT_GUARD.get(func.__name__, func)(*args, **(kwargs or {}))
+
+
 @contextmanager
 def a_gpu(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Waits]:
     """An H100 that is not there, with the modules on it; counts what would wait for it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
-    for name, function in WITHOUT_GUARD.items():
-        monkeypatch.setattr(Tensor, name, function)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), WithoutGuard():
         for module in modules:
             module._apply(lambda t: torch.empty_like(t, device="cuda"))
         yield Waits()
