@@ -63,8 +63,20 @@ if [ "$nodes" != 1 ]; then
     [ -n "${NODE_RANK:-}" ] && [ -n "${MASTER_ADDR:-}" ] || die "with NNODES=$nodes, NODE_RANK and MASTER_ADDR must be set, too."
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
-# A mistake in the recipe is reported once, in a sentence, before there are ranks.
-WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check || exit
+# A mistake in the recipe is reported once, in a sentence, before there are ranks. In the background, since Bash would keep a signal
+# that it alone is sent until the check has ended, and then go on.
+WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check &
+check=$!
+stop() {
+    kill "$check" 2>/dev/null || true
+    wait "$check" || true
+    exit "$1"
+}
+trap 'stop 129' HUP
+trap 'stop 130' INT
+trap 'stop 143' TERM
+wait "$check" || exit
+trap - HUP INT TERM
 # Ranks that have not ended this long after SIGTERM are killed. They end themselves some seconds after checkpoint.grace_s, so
 # torchrun must only not be faster. It is a variable because older torchruns lack the flag.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}

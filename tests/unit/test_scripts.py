@@ -6,12 +6,15 @@ The scripts run in a copy of the clone, with programs replaced by stubs; the tes
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import arithmetic
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -318,6 +321,21 @@ def test_train_starts_nothing_when_the_recipe_has_a_mistake(clone: Path, launche
     assert launched("r.yaml")
     refused = run_script(clone, "train.sh", "r.yaml", CHECK_FAILS="2")
     assert (refused.returncode, refused.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_train_alone_is_sent_ends_the_check_and_starts_nothing(clone: Path, number: int) -> None:
+    pid, environment = clone / "pid", {"PATH": str(clone / "bin"), "HOME": str(clone)}
+    checks = f"*--check) echo $$ >{pid}; exec /bin/sleep 60 ;;"
+    write_stub(clone / ".venv/bin/python", f'case "$*" in {checks} esac; echo on')
+    with subprocess.Popen(["bash", "scripts/train.sh", "r.yaml"], cwd=clone, env=environment, stdout=-1) as train:
+        deadline = time.monotonic() + 30
+        while not (pid.exists() and pid.read_text().strip()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        train.send_signal(number)
+        assert train.communicate(timeout=20) == (b"", None)
+    assert train.returncode == 128 + number and not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_train_asks_without_ranks(launched: Callable[..., list[str]]) -> None:
