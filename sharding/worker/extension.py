@@ -78,7 +78,7 @@ def contiguous_runs(model: torch.nn.Module, recording: Recording | None) -> dict
     """
     if recording is None or not recording.complete:
         raise SyncError(f"{type(model).__name__} re-processes its weights after loading, {_REMEDY}")
-    runs = {name: recording.targets(name)[0] for name in recording.weights if recording.is_one_run(name)}
+    runs = {name: run for name in recording.weights if (run := recording.run(name)) is not None}
     if apart := first_names([name for name in recording.weights if name not in runs]):
         raise SyncError(f"{type(model).__name__} does not keep {apart} as sent and in one piece, {_REMEDY}")
     return runs

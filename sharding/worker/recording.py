@@ -139,13 +139,24 @@ class Recording:
         """True if the loaders are not needed for this weight."""
         return name in self.copies and name not in self.unreplayable
 
-    def is_one_run(self, name: str) -> bool:
-        """True if a parameter holds this weight as it is sent, all of it and contiguous."""
-        if not self.replayable(name) or len(self.copies[name]) > 1:
-            return False
-        (copy,) = self.copies[name]
-        whole = copy.offset == 0 and copy.target.numel() == math.prod(self.weights[name][0])
-        return whole and copy.stride == copy.target.stride() and copy.target.is_contiguous()
+    def run(self, name: str) -> Tensor | None:
+        """The contiguous view of a parameter that holds a weight, all of it and as it is sent; None: there is none.
+
+        It may have been copied in pieces, one behind the other on both sides, as the queries, keys and values are of an
+        encoder whose checkpoint has them in one.
+        """
+        if not self.replayable(name):
+            return None
+        copies = sorted(self.copies[name], key=lambda copy: copy.offset)
+        first, read = copies[0].target, 0
+        for copy in copies:
+            target = copy.target
+            place = storage_key(target), target.storage_offset() - read
+            alike = copy.offset == read and copy.stride == target.stride() and target.is_contiguous()
+            if not alike or place != (storage_key(first), first.storage_offset()):
+                return None
+            read += target.numel()
+        return first.as_strided((read,), (1,)) if read == math.prod(self.weights[name][0]) else None
 
     def targets(self, name: str) -> list[Tensor]:
         """The views of parameters that a weight is copied to."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from trainer.config.machine import resolve_device
-from trainer.config.model_file import REPROCESSED_KEYS, model_config
+from trainer.config.model_file import REPROCESSED_KEYS, model_config, sees
 from trainer.config.schema import TrainConfig
 from trainer.errors import shown
 
@@ -19,7 +19,7 @@ def chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[str, s
         return "staged", "since no other has run on a GPU yet"
     model = model_config(config.model.path)
     apart = [f"vLLM does not keep the {what} as trained" for key, what in REPROCESSED_KEYS.items() if model.get(key)]
-    apart += ["vLLM cuts the weights of some encoders of images otherwise"] * bool(model.get("vision_config"))
+    apart += ["vLLM cuts the weights of some encoders of images otherwise"] * sees(config.model.path)
     shared = next(iter([*zero_copy_obstacles(config, ranks), *apart]), None)
     if shared is None:
         return "zero_copy", "since one rank and its engine keep weights alike"

@@ -15,6 +15,7 @@ import pytest
 from tests.distributed import reach_checks
 from tests.distributed.launch import run_ranks
 from trainer.commands.tiny_model import make_tiny_model
+from trainer.commands.tiny_vlm import make_tiny_vlm
 
 FAMILIES = [
     ("qwen2", True),
@@ -27,6 +28,8 @@ FAMILIES = [
     ("deepseek_v2", False),
 ]
 NAMES = [f"{kind}_{'tied' if tied else 'untied'}" for kind, tied in FAMILIES]
+SEEING = [("qwen2_5_vl", True), ("qwen3_vl", False)]
+SEEING_CASES = ("fsdp 2", "zero3 1")
 CASES = {2: ("fsdp 1", "fsdp 2", "zero3 1", "zero3 2"), 4: ("fsdp 1", "fsdp 2", "hsdp 1", "hsdp 2")}
 """Ranks -> the policy's backend and the engines' tensor-parallel size."""
 
@@ -42,6 +45,25 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]
         run_ranks(reach_checks.on_ranks, ranks, timeout=900, arguments=[str(models), str(file), *cases])
         results[ranks] = json.loads(file.read_text())
     return results
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Models that see, whose encoders vLLM loads as well."""
+    models, file = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("results") / "found.json"
+    for kind, tied in SEEING:
+        make_tiny_vlm(models / f"{kind}_{tied}", architecture=kind, tied=tied)
+    run_ranks(reach_checks.on_ranks, 2, timeout=400, arguments=[str(models), str(file), *SEEING_CASES], images=True)
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(("kind", "tied"), SEEING)
+@pytest.mark.parametrize("case", SEEING_CASES)
+@pytest.mark.covers("P8")
+def test_what_ranks_send_of_models_that_see_is_what_vllm_loads(
+    seen: dict[str, str], case: str, kind: str, tied: bool
+) -> None:
+    assert seen[f"{kind}_{tied} {case}"] == ""
 
 
 @pytest.mark.timeout(2000)

@@ -56,12 +56,12 @@ def gap(both: Colocated, processor: ImageProcessor, row: Sample, answer: Generat
     return max(abs(a - b) for a, b in zip(own, answer.logprobs, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("qwen2_5_vl", True), ("qwen3_vl", False)])
+@pytest.mark.parametrize(("kind", "tied", "shared"), [("qwen2_5_vl", True, False), ("qwen3_vl", False, True)])
 @pytest.mark.covers("P8", "P12")
 def test_an_engine_sees_through_the_weights_that_it_was_sent(
-    kind: str, tied: bool, tiny_vlm: TinyModel, tmp_path: Path
+    kind: str, tied: bool, shared: bool, tiny_vlm: TinyModel, tmp_path: Path
 ) -> None:
-    """0, 1 and 3 images a row, first and last. The second sync replays.
+    """Sent, or in one memory with the policy's; 0, 1 and 3 images a row, first and last. The second sync replays.
 
     What is saved opens in plain Transformers and in an engine of its own, with the same answers.
     """
@@ -69,7 +69,7 @@ def test_an_engine_sees_through_the_weights_that_it_was_sent(
     processor = ImageProcessor(str(folder))
     rows = [row for row in make_rows(processor)[:5] if len(prompt_of(row)) > 1]
     greedy = SamplingSettings(max_tokens=12, temperature=0.0)
-    with Colocated(folder, policy=SeeingPolicy(folder), images=3) as both:
+    with Colocated(folder, shared=shared, policy=SeeingPolicy(folder), images=3) as both:
         both.manager.sleep()
         for seed in (1, 2):
             both.policy.randomise(seed)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from generation.engine.vllm_compat import engine_arguments
 from sharding.send.ways import memory_of
@@ -95,6 +95,40 @@ def test_weights_that_are_computed_or_cut_are_refused_by_name() -> None:
         contiguous_runs(cut, loader.recording)
     with pytest.raises(SyncError, match="re-processes its weights"):
         contiguous_runs(model, None)
+
+
+class Pieces(nn.Module):
+    """Queries, keys and values in one weight, which the loader copies one by one, to where `order` says."""
+
+    def __init__(self, *order: int) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.zeros(12, 6))
+        self.order = order
+
+    def load_weights(self, weights: Any) -> None:
+        for _, weight in weights:
+            for place, piece in zip(self.order, weight.chunk(3), strict=True):
+                self.qkv.data.chunk(3)[place].copy_(piece)
+
+
+@pytest.mark.parametrize(("order", "held"), [((0, 1, 2), True), ((0, 2, 1), False)])
+def test_a_weight_that_is_copied_in_pieces_is_shared_where_they_end_up_as_sent(
+    order: tuple[int, ...], held: bool
+) -> None:
+    """As those of encoders of images are: on the hub in one, in vLLM as of a fused projection."""
+    model, weight = Pieces(*order), torch.randn(12, 6)
+    loader = WeightLoader(model, Worker.of(SmallModel()).vllm_config)  # type: ignore[arg-type]
+    loader.begin({"qkv": [[12, 6], "float32"]})
+    loader.load([("qkv", weight)])
+    loader.finish()
+    if not held:
+        with pytest.raises(SyncError, match="does not keep qkv as sent"):
+            contiguous_runs(model, loader.recording)
+        return
+    run = contiguous_runs(model, loader.recording)["qkv"]
+    assert torch.equal(run.view(12, 6), weight)
+    run.fill_(3)
+    assert (model.qkv == 3).all()
 
 
 def test_later_updates_know_the_memory_that_the_model_was_moved_to() -> None:

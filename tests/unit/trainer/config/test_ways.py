@@ -51,9 +51,12 @@ def test_auto_is_the_first_way_that_holds(config: dict, changes: dict, ranks: in
     assert choice(config, changes, ranks, neighbours).startswith(way)
 
 
-@pytest.mark.parametrize("key", ["num_experts", "kv_lora_rank"])
-def test_models_that_vllm_keeps_otherwise_are_pulled_as_far_as_can_be(config: dict, tmp_path: Path, key: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL | {key: 4}))
+@pytest.mark.parametrize(
+    "file",
+    [MODEL | {"num_experts": 4}, MODEL | {"kv_lora_rank": 4}, {"text_config": MODEL, "vision_config": {"depth": 1}}],
+)
+def test_models_that_vllm_keeps_otherwise_are_pulled_as_far_as_can_be(config: dict, tmp_path: Path, file: dict) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(file))
     assert choice(config, PLAIN).startswith("pull, since")
 
 
