@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 EPISODES = 4  # of each prompt, in two steps
 GAP = 1e-4
 BEYOND = 4  # tokens
+END_OF_TURN = 2  # the tiny models' id of <|im_end|>
 ANYTHING = f"{HERE / 'rewards.py'}:anything"
 
 
@@ -213,13 +214,15 @@ def train(folder: Path, name: str, trial: Trial) -> None:
 def beginnings(requests: list[tuple[list[int], list[int]]], beyond: int = 0) -> int:
     """How many requests have a prompt that does not begin with all ids of one before: each begins a trajectory.
 
-    At most `beyond` of the sampled ids may be missing: an engine samples some more before it learns of a stop string.
+    At most `beyond` of the sampled ids may be missing before the turn ends: an engine samples some more before it
+    learns of a stop string.
     """
 
     def goes_on(prompt: list[int], asked: list[int], sampled: list[int]) -> bool:
         """The prompt begins with a request and what it gave."""
         least = max(len(sampled) - beyond, 1)
-        return any(prompt[: len(asked) + count] == asked + sampled[:count] for count in range(least, len(sampled) + 1))
+        cut = [asked + sampled[:count] + [END_OF_TURN] for count in range(least, len(sampled))]
+        return any(prompt[: len(begun)] == begun for begun in [asked + sampled, *cut])
 
     return sum(
         not any(goes_on(prompt, *before) for before in requests[:number]) for number, (prompt, _) in enumerate(requests)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from ecosystem import trial
+from transformers import AutoTokenizer
 
+from tests.conftest import TinyModel
 from trainer.config.checks import find_problems
 from trainer.config.recipe import load_config
 
@@ -27,9 +29,17 @@ def test_a_request_goes_on_only_with_all_ids_of_one_before(requests: list, begun
 
 
 def test_what_an_engine_samples_beyond_a_stop_string_may_be_missing() -> None:
-    requests = [([1, 2], [3, 4, 5]), ([1, 2, 3, 9], [6])]
+    end = trial.END_OF_TURN
+    requests = [([1, 7], [3, 4, 5]), ([1, 7, 3, end, 9], [6])]
     assert [trial.beginnings(requests, beyond) for beyond in (0, 1, 2, 9)] == [2, 2, 1, 1]
-    assert trial.beginnings([([1, 2], [3, 4]), ([1, 2, 9], [6])], 9) == 2  # nothing of the answer is there
+    assert trial.beginnings([([1, 7], [3, 4]), ([1, 7, end, 9], [6])], 9) == 2  # nothing of the answer is there
+    # Another answer in its place may happen to begin alike.
+    assert trial.beginnings([([1, 7], [3, 4, 5]), ([1, 7, 3, 8, end, 9], [6])], 9) == 2
+
+
+def test_the_tiny_models_end_a_turn_with_the_id_that_is_looked_for(tiny_model: TinyModel) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == trial.END_OF_TURN
 
 
 @pytest.mark.parametrize("name", trial.TRIALS)
