@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,24 @@ async def quits(*_: Any) -> None:
 
 async def sleeps(*_: Any) -> None:
     await asyncio.sleep(60)
+
+
+async def hostile(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
+    """A good client, or one that does what the row says; `late` is an event that it waits for."""
+    if row["kind"] == "hangs":
+        await asyncio.Event().wait()
+    if row["kind"] == "exits":
+        sys.exit(3)
+    if row["kind"] == "answers late":
+        await asyncio.to_thread(row["late"].wait)
+    if row["kind"] == "floods":
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {api_key}"}, timeout=60) as http:
+            good = [http.post(f"{base_url}/completions", json={"model": model, "prompt": "hi"}) for _ in range(40)]
+            bad = [http.post(f"{base_url}/completions", content=b"[" * (1 << 20)) for _ in range(10)]
+            await asyncio.gather(*good, *bad)
+        raise ValueError("flooded")
+    reward = await ask_twice(base_url, api_key, model, row)
+    return math.nan if row["kind"] == "returns NaN" else reward
 
 
 async def keeps_quiet_about_its_key(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:

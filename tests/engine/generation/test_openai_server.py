@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,9 +26,10 @@ from transformers import AutoTokenizer
 
 from generation.engine.engine import Leader
 from generation.exact_ids import ChatHistory, Generation
-from generation.rollouts.client import LostKey
+from generation.rollouts.client import ClientRollout, LostKey
 from generation.rollouts.client_process import ClientCommand
 from generation.rollouts.environments import verifiers
+from generation.rollouts.episode import PolicyLLM, RolloutSettings
 from generation.rollouts.user_code import UserCodeError
 from generation.server import OpenAIServer, ServerSettings, TooManyConversations
 from generation.server.dialects import add_event, as_chat, said_in
@@ -50,6 +52,7 @@ from tests.engine.openai_clients import (
     client,
     episode,
     explodes,
+    hostile,
     keeps_quiet_about_its_key,
     loses_its_key,
     no_number,
@@ -63,6 +66,7 @@ from tests.engine.openai_clients import (
     streamed,
     taken,
 )
+from trainer.build import start_server
 
 
 @pytest.fixture(scope="module")
@@ -644,6 +648,44 @@ def test_level_6_a_clients_failure_is_its_own(leader: Leader, tiny_qwen2: Path) 
     ):
         with pytest.raises(error, match=sentence):
             episode(leader, tiny_qwen2, run, timeout_s=0.3 if run is sleeps else 60)
+
+
+def test_level_6_a_hostile_client_of_each_kind_costs_its_episode_only(leader: Leader, tiny_qwen2: Path) -> None:
+    """All at once, between good ones, which get the tokens that they get without them; and so does one afterwards."""
+    errors = {
+        "hangs": (TimeoutError, "the client did not finish within 10 s"),
+        "answers late": (TimeoutError, "the client did not finish within 10 s"),
+        "exits": (UserCodeError, "SystemExit: 3"),
+        "floods": (ValueError, "flooded"),
+        "returns NaN": (ValueError, "the client returned nan, which is not a finite float32"),
+    }
+    tokenizer, late = AutoTokenizer.from_pretrained(tiny_qwen2), threading.Event()
+    settings = RolloutSettings(2, SAMPLING, policy_version=0, seed=1, step=2)
+
+    async def episodes(*kinds: str) -> dict[int, Any]:
+        """By place: what a good one has sampled, the errors of the others, and what a good one has sampled later."""
+        function = ClientRollout(hostile, start_server, 10.0)
+
+        async def one(place: int, kind: str) -> Any:
+            llm = PolicyLLM(leader.engine, tokenizer, settings, place, 0, [5])
+            (done,) = await function(llm, {"question": "2+2?", "kind": kind, "late": late}, SAMPLING)
+            return done.response_ids, done.reward
+
+        try:
+            found = list(await asyncio.gather(*map(one, range(len(kinds)), kinds), return_exceptions=True))
+            late.set()
+            return dict(enumerate([*found, await one(len(kinds), "good")]))
+        finally:
+            await function.aclose()
+
+    kinds = ["good", *errors, "good"]
+    found = leader.thread.run(episodes(*kinds), 90, "hostile episodes")
+    alone = leader.thread.run(episodes(*["good"] * len(kinds)), 90, "good episodes")
+    for place, kind in enumerate([*kinds, "good"]):
+        if kind == "good":
+            assert found[place] == alone[place]
+        else:
+            assert isinstance(found[place], errors[kind][0]) and errors[kind][1] in str(found[place]), kind
 
 
 SUMS = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
