@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tests.conftest import ROOT, TinyModel
 from tests.distributed.killed_run import REWARD, disturbed, draw, survived, unequal
 from tests.distributed.real_run import Run, differences, write_recipe
 from trainer.run import checkpoint
+from trainer.run.screen import WIDTH
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,18 @@ def test_a_run_leaves_the_record_it_promises(whole: Run) -> None:
     assert recorded >= {"step 2", "step 3", "rollout", "update"} and not recorded & {"step 1", "step 4"}
     for name in ("config.yaml", "completions.jsonl", "curves.png", "model/model.safetensors", "model/tokenizer.json"):
         assert (whole.folder / name).stat().st_size > 0
+
+
+def test_a_run_to_which_nothing_happens_says_nothing_but_its_own_lines(side_by_side: tuple[Run, Run]) -> None:
+    """The one without a profiler, which says when it starts and stops. Its reward leaves processes, which is told."""
+    own = re.compile(r"· |[╭│╰]|\s*\d/2 |\s*step +reward|\[hotbunk\] rank \d is gone; ended what it left behind: ")
+    above, strange = "", []
+    for line in side_by_side[1].output().splitlines():
+        goes_on = above.startswith("· ") and len(above) > WIDTH - 40  # a line that was broken at a word
+        if line and not own.match(line) and not goes_on:
+            strange.append(line)
+        above = line
+    assert strange == []
 
 
 def test_a_run_listens_on_loopback_alone(whole: Run) -> None:
