@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 EPISODES = 4  # of each prompt, in two steps
 GAP = 1e-4
-BEYOND = 4  # tokens
+BEYOND = 64  # tokens: an engine goes on while a busy machine has yet to find a stop string
 END_OF_TURN = 2  # the tiny models' id of <|im_end|>
 ANYTHING = f"{HERE / 'rewards.py'}:anything"
 
