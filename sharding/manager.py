@@ -308,6 +308,8 @@ class ShardingManager:
                 known = [weights for outcome in outcomes if (weights := outcome.get("unreplayable")) is not None]
                 together = {name: why for weights in known for name, why in weights.items()}
                 self.report.unreplayable = together if known else None
+                found = [set(outcome.get("left_out", [])) for outcome in outcomes]
+                self.report.left_out = sorted(set.intersection(*found)) if found else []
 
     def _fail(self, link: Link, call: "Future[Any] | None") -> None:
         """Get the workers out of their receive loops; the engine stays without a version until a complete sync."""

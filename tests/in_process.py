@@ -61,9 +61,9 @@ class Worker(extension.VllmInternalWorkerExtension):
 
     @classmethod
     def of(cls, model: SmallModel) -> "Worker":
-        dtype = SimpleNamespace(dtype=model.norm.dtype)
+        config = SimpleNamespace(dtype=model.norm.dtype, model="of no folder", hf_config=None)
         ranks = SimpleNamespace(tensor_parallel_size=model.ranks)
-        return cls(model, SimpleNamespace(model_config=dtype, parallel_config=ranks))
+        return cls(model, SimpleNamespace(model_config=config, parallel_config=ranks))
 
     def get_model(self) -> Any:
         return self.model

@@ -59,6 +59,7 @@ class RLTrainer:
         self.config, self.watchdog = config, watchdog
         # Some rows of the latest evaluation, or of the latest step where there is none; on rank 0.
         self.last_answers: list[dict[str, Any]] = []
+        self.left_out: list[str] = []  # weights that the engines take nothing of
         self.screen = Progress(config.run.steps, enabled=is_main())
         if way:
             self.screen.note(way)
@@ -227,9 +228,13 @@ class RLTrainer:
                 self.sharding.sleep()  # all ranks are still in step, and the policy's weights in their place again
                 raise NotFiniteError(f"{error}; {culprits(self.policy)}") from None
             self.meter.note_engine_memory("asleep")
-        self.meter.add_seconds(self.sharding.report.seconds)
-        self.meter.note_offloaded(self.sharding.report.offloaded)
-        self.state.syncs_verified += bool(self.sharding.report.verified)
+        report = self.sharding.report
+        self.meter.add_seconds(report.seconds)
+        self.meter.note_offloaded(report.offloaded)
+        self.state.syncs_verified += bool(report.verified)
+        if report.left_out != self.left_out:
+            self.left_out = report.left_out
+            self.screen.note(f"vLLM leaves out {len(self.left_out)} weights of this model: {', '.join(self.left_out)}")
 
     def sample(self, step: int) -> tuple[StepSampling, int]:
         """The step's prompts, from where the last step stopped, and all engines' answers to them with their rewards.

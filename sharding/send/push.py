@@ -61,6 +61,7 @@ class SyncReport:
     `verified`: what was compared: "", "sample", "full" or "probe".
     `unreplayable`: weights that the workers of this leader's engine cannot replay, and why; None where they record
     nothing, or on a rank that leads none.
+    `left_out`: weights that no worker of this engine has taken anything of, as it does at its start, on purpose.
     `offloaded`: bytes that the trainer put away for the generation shift.
     """
 
@@ -70,6 +71,7 @@ class SyncReport:
     staging_bytes: int = 0
     verified: str = ""
     unreplayable: dict[str, str] | None = None
+    left_out: list[str] = field(default_factory=list)
     offloaded: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 

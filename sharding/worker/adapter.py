@@ -6,7 +6,7 @@ come as weights do; every update is an adapter of its own, under a number that w
 goes. Which factor reached a module is seen by watching vLLM's own copies.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -22,6 +22,7 @@ class AdapterLoader:
 
     plain = False  # vLLM scales and pads what it is sent
     recording = None  # every update fills the room for another adapter
+    left_out: ClassVar[list[str]] = []
 
     def __init__(self, model_runner: Any, number: int, config: dict[str, Any]) -> None:
         """`number` is the adapter's in requests; `config` what PEFT writes to adapter_config.json."""

@@ -16,10 +16,10 @@ from torch import Tensor
 from generation.importing import load
 from sharding.wire import staging
 from sharding.wire.channel import SyncError, connect
-from sharding.wire.manifest import Manifest, check_manifest, checkpoint_manifest, first_names
+from sharding.wire.manifest import Manifest, check_manifest, first_names
 from sharding.wire.staging import MemoryFile, cuda_handle, release_pages, release_weights, resident_bytes
 from sharding.worker.broadcast import BroadcastBuckets, CollectiveCarrier, Membership, Place
-from sharding.worker.loader import reprocessed_modules
+from sharding.worker.loader import own_checkpoint, reprocessed_modules
 from sharding.worker.noise import key_noise
 from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtype
 from sharding.worker.recording import Recording, storage_key
@@ -216,9 +216,7 @@ class VllmInternalWorkerExtension:
         found: Manifest = {}
 
         def look() -> None:
-            config = self.vllm_config.model_config  # type: ignore[attr-defined]
-            tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
-            found.update(self.hotbunk_weights or checkpoint_manifest(config.model, engine_dtype(self), tied))
+            found.update(self.hotbunk_weights or own_checkpoint(self.vllm_config.model_config))  # type: ignore[attr-defined]
 
         return self._hotbunk_try(look) | {"weights": found}
 

@@ -9,16 +9,17 @@ quantised, products of MLA's weights), through vLLM's layerwise reload
 import bisect
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.nn import Module
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from sharding.wire.channel import SyncError
-from sharding.wire.manifest import Manifest, NamedTensors, Part, first_names
+from sharding.wire.manifest import Manifest, NamedTensors, Part, checkpoint_manifest, first_names
 from sharding.worker.recording import LoadWatcher, Recording, storage_key
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -158,6 +159,14 @@ class Arrivals:
                 raise SyncError(f"elements {first} to {last} of {name} arrived a second time")
             bisect.insort(self._parts[name], (first, last))
 
+    def is_like(self, name: str, others: Manifest) -> bool:
+        """True if a weight was announced as it is among others."""
+        return others.get(name) == self._expected[name]
+
+    def unread(self, read: set[str]) -> list[str]:
+        """The weights that arrived but are not among the ones that the engine has `read`."""
+        return sorted((self._arrived | self._parts.keys()) - read)
+
     def complaints(self, read: set[str]) -> list[str]:
         """The weights that did not arrive, and those that did but are not among the ones that the engine has `read`."""
         complaints = []
@@ -167,7 +176,7 @@ class Arrivals:
                 complaints.append(f"only {arrived} of {elements} elements of {name} were sent")
         if lost := sorted(self._expected.keys() - self._arrived - self._parts.keys()):
             complaints.append(f"announced but never sent: {first_names(lost)}")
-        if unread := sorted((self._arrived | self._parts.keys()) - read):
+        if unread := self.unread(read):
             complaints.append(f"sent but read by no part of the engine's model: {first_names(unread)}")
         return complaints
 
@@ -182,6 +191,7 @@ class WeightLoader:
     """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, after which it can be loaded.
     `plain`: every module is written in place.
     `recording`: what the loaders did, of this update or of an earlier one; None where nothing is recorded.
+    `left_out`: the weights that the model does without on purpose, known after `finish`.
     """
 
     def __init__(
@@ -193,6 +203,7 @@ class WeightLoader:
     ) -> None:
         """`reprocessed`: modules that are not written in place."""
         self.plain, self.recording = not reprocessed, recording
+        self.left_out: list[str] = []
         self._model, self._config = model, vllm_config
         self._reload = Reload(model, list(reprocessed), vllm_config)
         self._records = model not in reprocessed
@@ -315,6 +326,7 @@ class WeightLoader:
                 self.recording.refill()
         elif self.recording is not None:
             self.recording.check(whole=self._config.parallel_config.tensor_parallel_size == 1)
+        self._leave_out(self._arrivals.unread(self._watcher.read))
         elsewhere, written = self._reload.parameters(), self._watcher.written
         untouched = [
             name
@@ -324,7 +336,7 @@ class WeightLoader:
         untouched += self._reload.untouched()
         with self._watcher:  # modules with padding, such as a vocabulary of odd size, are loaded only now
             self._reload.finish()
-        complaints = self._arrivals.complaints(self._watcher.read)
+        complaints = self._arrivals.complaints(self._watcher.read.union(self.left_out))
         if untouched:
             complaints.append(f"never sent, so the engine would keep old values: {first_names(untouched)}")
         for entry in self._watcher.written.values():
@@ -336,6 +348,18 @@ class WeightLoader:
         if complaints:
             raise SyncError(f"{type(self._model).__name__} is not completely updated: " + "; ".join(complaints))
 
+    def _leave_out(self, unread: list[str]) -> None:
+        """Tell what vLLM does without on purpose, such as an encoder's layers behind the one whose features are used
+        (vllm/model_executor/models/clip.py), from what is lost: its loaders have passed over it without a word, as they
+        do at every start of the engine, so it is a weight of the engine's own checkpoint. That no parameter waits for
+        it in vain is seen besides.
+        """
+        with suppress(SyncError, OSError, ValueError):  # where the checkpoint is not here, nothing is known of it
+            own = own_checkpoint(self._config.model_config) if unread else {}
+            self.left_out = [name for name in unread if self._arrivals.is_like(name, own)]
+        if self.recording is not None:
+            self.left_out = self.recording.leave_out(self.left_out)
+
     def unreplayable(self) -> dict[str, str] | None:
         """Weights that cannot be replayed, and why; None where nothing is recorded."""
         return None if self.recording is None else self.recording.unreplayable
@@ -344,6 +368,12 @@ class WeightLoader:
         """Give up this update; the next complete one repairs the values."""
         with self._watcher:
             self._reload.finish()
+
+
+def own_checkpoint(config: ModelConfig) -> Manifest:
+    """The manifest of the checkpoint that an engine was started from. See `checkpoint_manifest`."""
+    tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
+    return checkpoint_manifest(config.model, str(config.dtype).removeprefix("torch."), tied)
 
 
 def copy_of(weights: NamedTensors) -> NamedTensors:

@@ -6,7 +6,7 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +46,7 @@ class Outcome:
     """The outcome of an update on this worker; the extension returns it as a dictionary.
     `error`: None when everything arrived and was accounted for; else what went wrong, and on which worker.
     `nbytes`: of the weights, without padding.
+    `left_out`: weights that the model takes nothing of, on purpose.
     `unreplayable`: weights that went through vLLM's loaders, and always will, and why; None: they all did.
     """
 
@@ -54,6 +55,7 @@ class Outcome:
     tensors: int = 0
     nbytes: int = 0
     unreplayable: dict[str, str] | None = None
+    left_out: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -114,6 +116,7 @@ class Receiver:
             case "finish":
                 self._loader.finish()
                 self.outcome.unreplayable = self._loader.unreplayable()
+                self.outcome.left_out = self._loader.left_out
                 seed, sealed = self._verify.get("seed"), self._sealed.items()
                 answer = {"digests": {n: digest_tensors([target for _, target in c], seed) for n, c in sealed}}
             case "compare":

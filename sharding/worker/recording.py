@@ -145,9 +145,9 @@ class Recording:
         It may have been copied in pieces, one behind the other on both sides, as the queries, keys and values are of an
         encoder whose checkpoint has them in one.
         """
-        if not self.replayable(name):
+        copies = sorted(self.copies[name], key=lambda copy: copy.offset) if self.replayable(name) else []
+        if not copies:
             return None
-        copies = sorted(self.copies[name], key=lambda copy: copy.offset)
         first, read = copies[0].target, 0
         for copy in copies:
             target = copy.target
@@ -157,6 +157,12 @@ class Recording:
                 return None
             read += target.numel()
         return first.as_strided((read,), (1,)) if read == math.prod(self.weights[name][0]) else None
+
+    def leave_out(self, names: list[str]) -> list[str]:
+        """Note that the model takes nothing of these weights; returns all that it takes nothing of."""
+        for name in names:
+            self.copies[name], self.sealed[name] = [], []
+        return [name for name, copies in self.copies.items() if not copies]
 
     def targets(self, name: str) -> list[Tensor]:
         """The views of parameters that a weight is copied to."""

@@ -28,7 +28,7 @@ FAMILIES = [
     ("deepseek_v2", False),
 ]
 NAMES = [f"{kind}_{'tied' if tied else 'untied'}" for kind, tied in FAMILIES]
-SEEING = [("qwen2_5_vl", True), ("qwen3_vl", False)]
+SEEING = [("qwen2_5_vl", True), ("qwen3_vl", False), ("llava", False)]
 SEEING_CASES = ("fsdp 2", "zero3 1")
 CASES = {2: ("fsdp 1", "fsdp 2", "zero3 1", "zero3 2"), 4: ("fsdp 1", "fsdp 2", "hsdp 1", "hsdp 2")}
 """Ranks -> the policy's backend and the engines' tensor-parallel size."""

@@ -3,18 +3,23 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sharding.ranks import RemoteError
+from sharding.send.pull import Pull
 from sharding.send.push import parameters_to_verify
 from sharding.send.source import FsdpWeightSource
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.worker import extension, receiver
 from sharding.worker.recording import Recording
 from tests.gathering import assert_ranks_hold
-from tests.in_process import InProcess, SmallModel, small_weights
+from tests.in_process import InProcess, SmallModel, Worker, small_weights
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +174,51 @@ def test_weights_that_share_a_parameter_are_compared_at_their_places() -> None:
     fused = torch.randn(5, 4)
     source = FsdpWeightSource([("ab", fused)], torch.float32, lambda *_: [("a", 0, (2, 4)), ("b", 8, (3, 4))])
     assert_ranks_hold(source, {"a": fused[:2].clone(), "b": fused[2:].clone()})
+
+
+class Leaving(SmallModel):
+    """Passes over a weight without a word, as vLLM's loaders do."""
+
+    def __init__(self, left: str) -> None:
+        super().__init__()
+        self.left = left
+
+    def load_weights(self, weights: Any) -> None:
+        super().load_weights((name, weight) for name, weight in weights if name != self.left)
+
+
+@pytest.mark.parametrize(
+    ("left", "checkpoint", "error"),
+    [
+        ("last", {"last": (2, 3)}, ""),
+        ("last", {"last": (3, 2)}, "sent but read by no part of the engine's model: last"),
+        ("last", {"other": (2, 3)}, "sent but read by no part of the engine's model: last"),
+        ("last", {}, "sent but read by no part of the engine's model: last"),
+        ("norm", {"norm": (7,), "last": (2, 3)}, "never sent, so the engine would keep old values: norm"),
+    ],
+)
+@pytest.mark.parametrize("pulls", [False, True])
+def test_what_an_engine_leaves_out_of_its_own_checkpoint_is_left_out_and_all_else_missed(
+    tmp_path: Path, left: str, checkpoint: dict[str, tuple[int, ...]], error: str, pulls: bool
+) -> None:
+    weights = small_weights(0) | ({"last": torch.randn(2, 3)} if left == "last" else {})
+    source = FsdpWeightSource(list(weights.items()), torch.float32)
+    worker = Worker.of(Leaving(left))
+    if checkpoint:
+        worker.vllm_config.model_config.model = str(tmp_path)
+        save_file({name: torch.zeros(shape) for name, shape in checkpoint.items()}, tmp_path / "model.safetensors")
+    both = InProcess(source, worker, tmp_path, Pull(CPU, source, weights.values()) if pulls else None)
+    if error:
+        with pytest.raises(RemoteError, match=error):
+            both.sync(1)
+        return
+    for version in (1, 2, 3):
+        for weight in weights.values():
+            weight.add_(1)
+        both.sync(version)
+        assert both.manager.report.left_out == ["last"] and both.manager.report.verified == "full"
+        assert torch.equal(worker.model.norm, weights["norm"])
+    both.manager.close()
 
 
 def test_samples_are_alike_everywhere_and_all_in_the_end() -> None:
