@@ -41,12 +41,16 @@ def left_out(device: str) -> dict[str, str]:
     return {name.strip(): reason.strip() for name, _, reason in (line.partition("#") for line in lines) if name.strip()}
 
 
+UNLOCKED = {"openenv", "reasoning-gym", "textarena", "trackers"}
+"""Extras for libraries that users install if they want them."""
+
+
 def own_requirements(device: str) -> list[str]:
-    """Requirements of pyproject.toml on this device, with every extra except the other device's."""
+    """Requirements of pyproject.toml on this device, with every extra except the other device's and `UNLOCKED`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
-    other = {"cpu": "cuda", "cuda": "cpu"}[device]
-    return [*project["dependencies"], *(line for name, asked in extras.items() if name != other for line in asked)]
+    others = {{"cpu": "cuda", "cuda": "cpu"}[device], *UNLOCKED}
+    return [*project["dependencies"], *(line for name, asked in extras.items() if name not in others for line in asked)]
 
 
 def installed(name: str, pinned: str) -> list[str]:
