@@ -23,6 +23,7 @@ from trainer.config.ways import local_ranks, settled
 from trainer.errors import UserError
 from trainer.estimates.budget import over_budget
 from trainer.estimates.gpus import GPUS, Gpu
+from trainer.estimates.layouts import comparison
 from trainer.estimates.memory import GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, longest, model_sizes
 from trainer.estimates.time import Lengths, step_costs, step_flops
@@ -72,7 +73,10 @@ def main(arguments: argparse.Namespace) -> int:
     training = training_ranks(config, ranks)
     console.print(memory_table(config, model, training, total))
     if gpu is not None:
-        console.print(seconds_table(config, model, ranks, gpu, answer_tokens(config, arguments)))
+        lengths = answer_tokens(config, arguments)
+        console.print(seconds_table(config, model, ranks, gpu, lengths))
+        for sentence in comparison(config, model, ranks, gpu, lengths) if ranks > 1 else ():
+            console.print(sentence)
     if resolve_device(config) == "cuda":
         problems += over_budget(config, model, training, total)
     if problems:

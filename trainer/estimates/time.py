@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from sharding.send.push import SAMPLED_SHARE
+from trainer.config.apart import engine_ranks, training_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.gpus import Gpu
 from trainer.estimates.memory import (
@@ -113,12 +115,18 @@ def update_traffic(policy: PolicyConfig, model: ModelSizes, ranks: int, micro_ba
 
 
 def step_costs(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> list[Cost]:
-    """All parts of a step in which no group is left out."""
-    return [
-        _rollout(config, model, ranks, gpu, lengths),
-        *_sync(config, model, ranks, gpu),
-        *_update(config, model, ranks, gpu, lengths),
-    ]
+    """All parts of a step in which no group is left out.
+
+    Engines apart need no sleep; with a lag, rollout and update go on beside each other, and the longer one counts.
+    """
+    training = training_ranks(config, ranks)
+    rollout = _rollout(config, model, engine_ranks(config, ranks), gpu, lengths)
+    sync = _broadcast(config, model, training, ranks, gpu) if config.engine.apart else _sync(config, model, ranks, gpu)
+    update = list(_update(config, model, training, gpu, lengths))
+    if config.rollout.lag:
+        beside = min(rollout.seconds, sum(cost.seconds for cost in update))
+        rollout = replace(rollout, seconds=rollout.seconds - beside, hidden=beside)
+    return [rollout, *sync, *update]
 
 
 def step_flops(config: TrainConfig, model: ModelSizes, ranks: int, lengths: Lengths) -> float:
@@ -169,6 +177,18 @@ def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Itera
     moved = {"none": 0, "optimizer": 8, "all": 12}[policy.offload] * sum(s.numel() for s in model.trained.values())
     seconds = 2 * moved / shards / HOST
     yield Cost("sleep and wake", SHIFT + seconds, remark="by estimate" + (", and policy.offload" if moved else ""))
+
+
+def _broadcast(config: TrainConfig, model: ModelSizes, training: int, ranks: int, gpu: Gpu) -> Iterator[Cost]:
+    """Weights to engines apart: gathered among the ranks that train, then sent through a chain of all engines, and once
+    more, or some of them, to be verified; read and written by the worker.
+    """
+    size = engine_dtype(config).itemsize * sum(shape.numel() for shape in model.shapes.values())
+    sent = size * {"off": 1.0, "sample": 1 + 1 / SAMPLED_SHARE, "full": 2.0}[config.sync.verify]
+    rate = gpu.link_rate if ranks <= NODE else gpu.network_rate
+    gather = _ring(sent, shards_of(config.policy, training), gpu, len(model.units))
+    seconds = gather + sent / (LINKS * rate) + 2 * sent / (MEMORY * gpu.memory_rate)
+    yield Cost("sync", seconds, remark=f"{size / 2**30:.1f} GiB, by broadcast")
 
 
 def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> Iterator[Cost]:

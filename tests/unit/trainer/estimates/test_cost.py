@@ -11,6 +11,7 @@ from tests.unit.trainer.commands.test_plan import recipe
 from trainer.cli import main
 from trainer.config.schema import TrainConfig
 from trainer.estimates.gpus import GPUS, Gpu
+from trainer.estimates.layouts import Layout, compared, comparison
 from trainer.estimates.model_sizes import ModelSizes
 from trainer.estimates.time import Cost, Lengths, step_costs, step_flops, update_traffic
 from trainer.flops import ModelFlops
@@ -118,6 +119,61 @@ def test_memory_that_is_shared_needs_no_sync_and_what_is_put_away_takes_its_time
     assert more == pytest.approx(2 * 8 * BILLION.total / 50e9)
 
 
+def test_engines_apart_share_the_answers_among_fewer_and_never_sleep(tiny_qwen2: Path) -> None:
+    """Six of eight ranks train, two generate; weights are gathered, broadcast and, for a sample, sent again."""
+    apart = config(tiny_qwen2, engine={"apart": 2}, sync={"way": "broadcast"})
+    costs = by_name(step_costs(apart, BILLION, 8, GPU, LENGTHS))
+    six, two = (by_name(step_costs(config(tiny_qwen2), BILLION, ranks, GPU, LENGTHS)) for ranks in (6, 2))
+    assert costs["rollout"] == two["rollout"] and "sleep and wake" not in costs
+    assert [cost for name, cost in costs.items() if name.startswith("update")] == [
+        cost for name, cost in six.items() if name.startswith("update")
+    ]
+    sent = 2 * BILLION.total * (1 + 1 / 16)
+    gathered, broadcast, loaded = sent * 5 / 6 / 3e11 + 12 * 5 * 3e-6, sent / 3e11, 2 * sent / 3.4e12
+    assert costs["sync"].seconds == pytest.approx(gathered + broadcast + loaded)
+    far = by_name(step_costs(apart, BILLION, 16, GPU, LENGTHS))["sync"].seconds
+    assert far > sent / (0.75 * 5e10), "between nodes"
+
+
+@pytest.mark.parametrize("longer", ["update", "rollout"])
+def test_with_a_lag_the_longer_of_rollout_and_update_counts(tiny_qwen2: Path, longer: str) -> None:
+    apart = config(tiny_qwen2, engine={"apart": 4}, rollout={"lag": 1}, sync={"way": "broadcast"})
+    without = config(tiny_qwen2, engine={"apart": 4}, sync={"way": "broadcast"})
+    gpu = (
+        replace(GPU, memory_rate=1e14, flops=1e14) if longer == "update" else replace(GPU, memory_rate=1e12, flops=1e17)
+    )
+    costs, one = (step_costs(each, BILLION, 8, gpu, Lengths(prompt=100, answer=300)) for each in (apart, without))
+    rollout, update = one[0].seconds, sum(cost.seconds for cost in one[2:])
+    assert (rollout > update) == (longer == "rollout")
+    assert sum(cost.seconds for cost in costs) == pytest.approx(one[1].seconds + max(rollout, update))
+    assert costs[0].hidden == pytest.approx(min(rollout, update))
+
+
+def test_layouts_are_compared_where_they_fit_and_the_fastest_is_named(tiny_qwen2: Path) -> None:
+    lengths = Lengths(100, 100)
+    plan = config(tiny_qwen2, policy={"offload": "all"}, sync={"way": "pull"})
+
+    def seconds(apart: int, lag: int) -> float:
+        keys: dict[str, Any] = {"policy": {"offload": "none" if apart else "all"}}
+        keys |= {"engine": {"apart": apart}, "rollout": {"lag": lag}}
+        recipe = config(tiny_qwen2, **keys, sync={"way": "broadcast" if apart else "pull"})
+        return sum(cost.seconds for cost in step_costs(recipe, BILLION, 8, GPU, lengths))
+
+    together, without, ahead = compared(plan, BILLION, 8, GPU, lengths)
+    assert together == Layout(0, 0, seconds(0, 0))
+    assert without.seconds == min(seconds(apart, 0) for apart in range(1, 8)) and without.lag == 0
+    assert ahead.seconds == min(seconds(apart, 1) for apart in range(1, 8)) and ahead.lag == 1
+    lines = list(comparison(plan, BILLION, 8, GPU, lengths))
+    change = together.seconds / ahead.seconds - 1
+    assert lines[0] == f"every rank does both: {together.seconds:.2f} s a step"
+    assert lines[2].startswith(f"engine.apart: {ahead.apart}, rollout.lag: 1: {ahead.seconds:.2f} s a step")
+    assert lines[2].endswith(f"{abs(change):.0%} {'faster' if change > 0 else 'slower'}")
+    assert [each.apart % 8 for each in compared(plan, BILLION, 32, GPU, lengths)] == [0, 0, 0], "whole nodes"
+    assert not any(compared(plan, BILLION, 8, replace(GPU, memory_gib=1.0), lengths)), "none fits"
+    sliced = config(tiny_qwen2, rollout={"slice_tokens": 8})
+    assert "rollout.slice_tokens is set" in list(comparison(sliced, BILLION, 8, GPU, lengths))[-1]
+
+
 def test_a_plan_for_a_gpu_has_seconds_and_mfu(
     tiny_qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +185,7 @@ def test_a_plan_for_a_gpu_has_seconds_and_mfu(
         assert main(["plan", str(path), "--ranks", "8", "--gpu", gpu, "--answer-tokens", "50"]) == 0
         shown = capsys.readouterr().out
         assert "8, on cuda" in shown and f"of {GPUS[gpu].memory_gib:.1f} GiB" in shown and "MFU" in shown
+        assert "every rank does both: " in shown and "rollout.lag: 1: " in shown
         assert "prompts of 50 and answers of 50 tokens" in shown and max(map(len, shown.splitlines())) <= 120
     assert main(["plan", str(path), "--ranks", "8", "--gpu", "h100", "--answer-tokens", "101"]) == 2
     assert "--answer-tokens is 101, but the recipe has 1 to 100 of them" in capsys.readouterr().err
