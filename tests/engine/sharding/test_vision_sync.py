@@ -1,6 +1,7 @@
 """Models that see, on a real engine: their encoders' weights arrive as all others, and images are seen through them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,52 +9,78 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
+from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import Generation
 from generation.images import ImageProcessor
 from tests.colocated import Colocated, HfPolicy, start_engine, stop
 from tests.conftest import TinyModel
-from tests.seen_rows import make_rows, plain_outputs
-from trainer.policy.hf_format import parameter_names
+from tests.seen_rows import make_sample, noise, plain_outputs
+from tests.unit.trainer.policy.test_vision import make_module
+from trainer.learning.batching import micro_batches
+from trainer.policy.hf_format import parameter_names, save_pretrained
+from trainer.policy.module import outputs
 from trainer.types import Sample
 
 
 class SeeingPolicy(HfPolicy):
-    """A Transformers model that sees."""
+    """The module that is trained, of a model that sees."""
 
     def __init__(self, folder: Path) -> None:
-        self.device = torch.device("cpu")
-        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-        self.version = 0
+        self.device, self.version = torch.device("cpu"), 0
+        self.module = make_module(folder).eval()
+        self.model = self.module.model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from parameter_names(self.model).items()
 
+    @torch.no_grad()
+    def gap(self, samples: list[Sample], temperature: float, packing: bool) -> float:
+        """Largest difference from the engine's log-probabilities, of all samples together."""
+        [batch] = micro_batches(samples, 10_000, 0, "cpu", packing=packing)
+        apart = (outputs(self.module, batch, temperature).logprobs - batch.engine_logprobs).abs()
+        return float(batch.trained(apart).max())
 
-def prompt_of(row: Sample) -> list[int]:
-    return row.input_ids[: row.loss_mask.index(1)]
+
+def make_prompts(processor: ImageProcessor) -> list[Sample]:
+    """0, 1 and 3 images of different sizes, first and last; the last one is what a second turn brings."""
+    small, wide, high = noise(1, 28, 28), noise(2, 84, 28), noise(3, 56, 84)
+    contents = [[5, wide, 3], [9], [small, 2, high, wide], [high], [2, wide, 3]]
+    return [make_sample(processor, content, seed, sampled=0) for seed, content in enumerate(contents)]
 
 
-def complete(both: Colocated, row: Sample, sampling: SamplingSettings, seed: int = 0) -> Generation:
-    work = both.leader.engine.complete(
-        prompt_of(row),
-        sampling,
-        seed=seed,
-        policy_version=both.policy.version,
-        images=row.images,
-        image_spans=row.image_spans,
+def complete(leader: Leader, prompt: Sample, sampling: SamplingSettings, seed: int, version: int) -> Generation:
+    images = {"images": prompt.images, "image_spans": prompt.image_spans}
+    work = leader.engine.complete(prompt.input_ids, sampling, seed=seed, policy_version=version, **images)
+    return leader.thread.run(work, 60, "a test completion")
+
+
+def joined(before: Sample, ids: list[int], logprobs: list[float] | None = None) -> Sample:
+    """A sample that goes on with these ids; sampled ones have log-probabilities."""
+    mask = [int(logprobs is not None)] * len(ids)
+    return replace(
+        before,
+        input_ids=before.input_ids + ids,
+        loss_mask=before.loss_mask + mask,
+        engine_logprobs=before.engine_logprobs + (logprobs or [0.0] * len(ids)),
     )
-    return both.leader.thread.run(work, 60, "a test completion")
 
 
-def gap(both: Colocated, processor: ImageProcessor, row: Sample, answer: Generation, temperature: float) -> float:
-    """Largest difference from plain Transformers' log-probabilities; what was sampled stands for no image."""
-    prompt, count = prompt_of(row), len(answer.token_ids)
-    ids, mask = prompt + answer.token_ids, [0] * len(prompt) + [1] * count
-    whole = Sample(ids, mask, [0.0] * len(ids), images=row.images, image_spans=row.image_spans)
-    with torch.no_grad():
-        own = plain_outputs(both.policy.model, processor, whole, temperature)[0][-count:].tolist()
-    return max(abs(a - b) for a, b in zip(own, answer.logprobs, strict=True))
+def play(both: Colocated, prompts: list[Sample], sampling: SamplingSettings) -> list[Sample]:
+    """An answer to each prompt but the last, which is put behind the first's answer and answered there."""
+    *first, more = prompts
+    found = []
+    for prompt in first:
+        answer = complete(both.leader, prompt, sampling, 7, both.policy.version)
+        found.append(joined(prompt, answer.token_ids, answer.logprobs))
+    shift = len(found[0].input_ids)
+    turn = replace(
+        joined(found[0], more.input_ids),
+        images=found[0].images + more.images,
+        image_spans=found[0].image_spans + tuple((start + shift, count) for start, count in more.image_spans),
+    )
+    answer = complete(both.leader, turn, sampling, 8, both.policy.version)
+    return [*found, joined(turn, answer.token_ids, answer.logprobs)]
 
 
 @pytest.mark.parametrize(
@@ -63,14 +90,15 @@ def gap(both: Colocated, processor: ImageProcessor, row: Sample, answer: Generat
 def test_an_engine_sees_through_the_weights_that_it_was_sent(
     kind: str, tied: bool, shared: bool, tiny_vlm: TinyModel, tmp_path: Path
 ) -> None:
-    """Sent, or in one memory with the policy's; 0, 1 and 3 images a row, first and last. The second sync replays.
+    """Sent, or in one memory with the policy's. The second sync replays, and no image is remembered over it.
 
-    What is saved opens in plain Transformers and in an engine of its own, with the same answers.
+    The log-probabilities are those of the module that is trained, packed and padded: 0, 1 and 3 images a row, of
+    different sizes, first and last, beside rows without, and two turns with an image each. What is exported opens in
+    plain Transformers and in an engine of its own, with the same answers.
     """
     folder = tiny_vlm(architecture=kind, tied=tied)
     processor = ImageProcessor(str(folder))
-    rows = [row for row in make_rows(processor)[:5] if len(prompt_of(row)) > 1]
-    greedy = SamplingSettings(max_tokens=12, temperature=0.0)
+    prompts, greedy = make_prompts(processor), SamplingSettings(max_tokens=12, temperature=0.0)
     with Colocated(folder, shared=shared, policy=SeeingPolicy(folder), images=3) as both:
         both.manager.sleep()
         for seed in (1, 2):
@@ -80,20 +108,22 @@ def test_an_engine_sees_through_the_weights_that_it_was_sent(
                 assert report.verified == "full" and report.unreplayable == {}
                 behind = [name for name in report.left_out if ".layers.2." in name or ".post_layernorm." in name]
                 assert report.left_out == behind and bool(behind) == (kind == "llava")
-                for row in rows:
-                    sampled = complete(both, row, SamplingSettings(max_tokens=12, temperature=0.8), seed)
-                    assert gap(both, processor, row, sampled, 0.8) < 1e-4
-                answers = [complete(both, row, greedy) for row in rows]
-        both.policy.model.save_pretrained(tmp_path / "trained")
-    processor._processor.save_pretrained(tmp_path / "trained")
-    fresh = start_engine(tmp_path / "trained", plain=False, images=3)
+                found = play(both, prompts, SamplingSettings(max_tokens=12, temperature=0.8))
+                answers = [complete(both.leader, prompt, greedy, 0, both.policy.version) for prompt in prompts]
+            for packing in (True, False):
+                assert both.policy.gap(found, 0.8, packing) <= 1e-4
+        save_pretrained(both.policy.model, tmp_path, torch.float32, folder)
+        processor.tokenizer.save_pretrained(tmp_path)
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    fresh = start_engine(tmp_path, plain=False, images=3)
     try:
         fresh.engine.state.adopt_checkpoint(2)
-        for row, answer in zip(rows, answers, strict=True):
-            named = {"images": row.images, "image_spans": row.image_spans}
-            work = fresh.engine.complete(prompt_of(row), greedy, seed=0, policy_version=2, **named)
-            expected = fresh.thread.run(work, 60, "fresh")
+        for prompt, answer in zip(prompts, answers, strict=True):
+            expected = complete(fresh, prompt, greedy, 0, 2)
             assert answer.token_ids == expected.token_ids
             assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+            with torch.no_grad():
+                seen, _ = plain_outputs(plain, processor, joined(prompt, answer.token_ids, answer.logprobs), 1.0)
+            assert seen[-len(answer.token_ids) :].tolist() == pytest.approx(answer.logprobs, abs=1e-4)
     finally:
         stop(fresh)

@@ -30,7 +30,7 @@ from trainer.policy.hf_format import (
 )
 from trainer.policy.lora import add_adapters, factors
 from trainer.policy.module import PolicyModule, outputs
-from trainer.types import Sample
+from trainer.types import MicroBatch, Outputs, Sample
 
 TEMPERATURE = 0.7
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float32's rounding
@@ -61,7 +61,10 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor | None]:
 def test_rows_with_images_have_the_log_probabilities_of_plain_transformers(
     tiny_vlm: TinyModel, kind: str, packing: bool
 ) -> None:
-    """Where a placeholder's id was sampled, too (https://github.com/modelscope/ms-swift/issues/9287)."""
+    """Where a placeholder's id was sampled, too (https://github.com/modelscope/ms-swift/issues/9287); with rotary
+    positions from 0 in each row of a pack (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819); and with images
+    where a padded row has them (https://github.com/huggingface/trl/issues/5785).
+    """
     folder = tiny_vlm(architecture=kind)
     module, processor = make_module(folder), ImageProcessor(str(folder))
     plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -72,6 +75,25 @@ def test_rows_with_images_have_the_log_probabilities_of_plain_transformers(
             for row, number in enumerate(batch.rows):
                 expected, _ = plain_outputs(plain, processor, samples[number], TEMPERATURE)
                 torch.testing.assert_close(found[row, : len(expected)], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_an_update_starts_from_is_what_was_scored_before_it(tiny_vlm: TinyModel, kind: str, packing: bool) -> None:
+    """Old and new log-probabilities on policy, bit for bit (https://github.com/verl-project/verl/issues/2996)."""
+    folder = tiny_vlm(architecture=kind)
+    settings = PolicyConfig(dtype="float32", lr=1e-3, activation_checkpointing="full")
+    policy = InPlacePolicy(ModelConfig(path=str(folder)), settings, CPU)
+    batches = micro_batches(make_rows(ImageProcessor(str(folder))), 20, 0, CPU, packing=packing)
+    assert len(batches) > 1 and any(not batch.images for batch in batches)
+    old, new = policy.score(batches, TEMPERATURE), []
+
+    def loss(batch: MicroBatch, found: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
+        new.append(found.logprobs.detach().clone())
+        return -found.logprobs.sum(), {}
+
+    policy.update(batches, loss, TEMPERATURE)
+    assert [torch.equal(before.logprobs, after) for before, after in zip(old, new, strict=True)] == [True] * len(new)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
