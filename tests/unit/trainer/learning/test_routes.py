@@ -1,14 +1,20 @@
 """The engine's routes on their way to the rank that trains on them."""
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 
 from generation.trajectory import Trajectory
+from sharding.ranks import all_to_all_bytes, rank, send_to_all
+from tests.unit.learning_steps import as_answers, on_ranks
 from trainer.learning.answers import gather_answers, hand_over
+from trainer.learning.batching import assign_to_ranks
 from trainer.learning.groups import to_sample
 from trainer.learning.routes import checked_routes
-from trainer.types import RouteFormat
+from trainer.types import RouteFormat, Sample
 
 FORMAT = RouteFormat(layers=(1, 3), experts=6, top_k=2)
 WIDE = RouteFormat(layers=(0,), experts=300, top_k=3)
@@ -40,6 +46,42 @@ def test_routes_of_the_layers_with_experts_arrive_with_the_sample(format: RouteF
         expected = trajectory.routes[:, list(format.layers)].tolist()
         assert sample.routes.tolist() == expected and len(expected) == len(sample.input_ids) - 1
         assert sample.input_ids == trajectory.prompt_ids + trajectory.response_ids
+
+
+def test_all_are_told_as_many_bytes_as_without_routes_and_each_is_handed_the_rows_of_its_own_samples() -> None:
+    step = [answered(FORMAT, 2 + seed, (1,) * (1 + seed % 3), seed) for seed in range(9)]
+    for prompt, made in enumerate(step):
+        made.prompt_index, made.sample_index = prompt, 0
+    bare = [replace(made, routes=None) for made in step]
+    shares = assign_to_ranks([len(made.prompt_ids + made.response_ids) for made in step], 3)
+    told: list[int] = []
+    handed: dict[int, int] = {}
+
+    def telling(message: bytes) -> list[bytes]:
+        told.append(len(message))
+        return send_to_all(message)
+
+    def handing(outgoing: list[bytes]) -> list[bytes]:
+        came = all_to_all_bytes(outgoing)
+        handed[rank()] = sum(map(len, came))
+        return came
+
+    def trained(step: list[Trajectory], format: RouteFormat | None) -> list[Sample]:
+        return hand_over([as_answers(step)], [shares], lambda t: to_sample(t, routes=format), format)[0]
+
+    where = "trainer.learning.answers"
+    with patch(f"{where}.send_to_all", telling), patch(f"{where}.all_to_all_bytes", handing):
+        on_ranks(3, lambda: trained(bare, None))
+        without, bytes_without = sorted(told), dict(handed)
+        told.clear()
+        samples = on_ranks(3, lambda: trained(step, FORMAT))
+    assert sorted(told) == without
+    for number, own in enumerate(shares):
+        expected = [step[place].routes for place in own]
+        rows = [routes[:, list(FORMAT.layers)].tolist() for routes in expected if routes is not None]
+        assert [sample.routes.tolist() for sample in samples[number] if sample.routes is not None] == rows
+        count = sum(map(len, rows))
+        assert handed[number] - bytes_without[number] == count * len(FORMAT.layers) * FORMAT.top_k > 0
 
 
 def test_a_single_token_has_no_row() -> None:
