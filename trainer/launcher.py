@@ -109,7 +109,8 @@ class BoundRendezvous(StaticTCPRendezvous):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun (None: with this process's arguments); gives the exit code."""
     args = parse_args(argv)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # of a signal the summary tells
+    for name in ("", ".agent.server.api"):  # of a signal the summary tells; the second has a level of its own
+        logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.ERROR)
     words = os.memfd_create("hotbunk-last-words")
     os.environ[processes.LAST_WORDS] = f"/proc/{os.getpid()}/fd/{words}"
     failures: dict[int, ProcessFailure] = {}

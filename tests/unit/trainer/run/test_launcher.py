@@ -2,12 +2,14 @@
 
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore
@@ -105,3 +107,23 @@ def test_a_ctrl_c_that_an_import_would_swallow_ends_the_launcher(tmp_path: Path)
     command = [sys.executable, "-m", "trainer.launcher"]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (130, "[hotbunk] the run was interrupted by SIGINT, exit code 130\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_launcher_says_its_own_lines_only_when_a_run_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+    """Torchrun has words of its own for it."""
+    script = "import signal, time\nsignal.signal(2, signal.SIG_DFL)\nprint('ready', flush=True)\ntime.sleep(600)\n"
+    (tmp_path / "rank.py").write_text(script)
+    command = [sys.executable, "-m", "trainer.launcher", "--nproc-per-node=1", str(tmp_path / "rank.py")]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 128 + number
+    lines = said.splitlines()
+    assert lines and [line for line in lines if not line.startswith("[hotbunk] ")] == []
