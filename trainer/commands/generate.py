@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
 from transformers import PreTrainedTokenizerBase
 
 from generation.engine.devices import first_devices
@@ -21,6 +22,7 @@ from trainer.errors import UserError
 from trainer.run import processes
 
 LONGEST = 4096  # tokens of a conversation, where the model allows as many
+LONGEST_ANSWER = 512  # tokens
 _SPARE = 512  # tokens: vLLM rounds up to blocks, and keeps one for itself
 
 
@@ -29,13 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder of a run or of a model, or a hub name")
     parser.add_argument("--prompt", help="answer this and stop; without it, chat on the terminal")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--max-tokens", type=int, default=512, help="longest answer in tokens (default: 512)")
+    longest = f"longest answer in tokens (default: {LONGEST_ANSWER}, or fewer where a run was trained with fewer)"
+    parser.add_argument("--max-tokens", type=int, help=longest)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
-    if arguments.max_tokens < 1 or arguments.temperature < 0:
+    if (arguments.max_tokens is not None and arguments.max_tokens < 1) or arguments.temperature < 0:
         raise UserError("--max-tokens must be at least 1, and --temperature at least 0")
     settings = engine_settings(arguments.model)
     chat = Chat(load_tokenizer(ModelConfig(path=settings.model)), arguments.system)
@@ -44,7 +47,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.prompt is not None:
         chat.ask(arguments.prompt)
     ends = end_token_ids(settings.model, chat.tokenizer)
-    sampling = SamplingSettings(arguments.max_tokens, arguments.temperature, stop_token_ids=ends)
+    longest = arguments.max_tokens or longest_answer(Path(settings.model))
+    sampling = SamplingSettings(longest, arguments.temperature, stop_token_ids=ends)
     processes.start_guardian()
     processes.run(lambda: converse(settings, chat, sampling))
 
@@ -55,6 +59,13 @@ def model_folder(name: str) -> Path:
     if folder != Path(name) and not folder.is_dir():
         raise UserError(f"{name} has no model yet: its run is not finished, or checkpoint.export_hf is false")
     return folder
+
+
+def longest_answer(folder: Path) -> int:
+    """Tokens of an answer, unless told otherwise: a run's model, in `folder`, may not know how to end longer ones."""
+    file = folder.parent / "config.yaml"
+    recipe = yaml.safe_load(file.read_text()) if folder.name == "model" and file.is_file() else None
+    return min(LONGEST_ANSWER, ((recipe or {}).get("sampling") or {}).get("max_tokens", LONGEST_ANSWER))
 
 
 def engine_settings(name: str) -> EngineSettings:

@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"{folder} now holds {', '.join(names)}. To train, and to look at the result:\n")
     print(f"  {own_command()} train {shlex.quote(str(recipe))}")
     print(f"  {own_command()} report runs/{paths['name']}")
-    print(f"  {own_command()} generate runs/{paths['name']} --prompt 'digits, please' --max-tokens 8")
+    print(f"  {own_command()} generate runs/{paths['name']} --prompt 'digits, please'")
     return 0
 
 

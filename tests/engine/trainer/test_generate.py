@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
 from trainer.cli import main
-from trainer.commands.generate import Chat
+from trainer.commands.generate import Chat, longest_answer
 
 TOKENS = 12
 QUESTIONS = ["what is 2+2?", "and one more?"]
@@ -79,6 +79,17 @@ def test_each_prompt_of_a_chat_begins_with_all_ids_before_it(tiny_qwen2: Path) -
         assert second[: len(first) + 4] == first + unspeakable
         rest = tokenizer.decode(second[len(first) + 4 :])
         assert rest == "<|im_end|>\n<|im_start|>user\n<the answer> and 3+3?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_answers_are_by_default_as_long_as_a_run_was_trained_with(tmp_path: Path) -> None:
+    run, folder = tmp_path / "run", tmp_path / "run" / "model"
+    folder.mkdir(parents=True)
+    assert longest_answer(folder) == 512
+    for recipe, longest in (("sampling: {max_tokens: 8}", 8), ("sampling: {max_tokens: 9000}", 512), ("", 512)):
+        (run / "config.yaml").write_text(recipe)
+        assert longest_answer(folder) == longest
+    (tmp_path / "config.yaml").write_text("sampling: {max_tokens: 8}")
+    assert longest_answer(run) == 512  # which is no run's model, though it is beside such a file
 
 
 @pytest.mark.parametrize(
