@@ -327,6 +327,19 @@ def test_a_client_that_stops_iteration_is_not_waited_for() -> None:
     assert [t.error for t in client_episode(stops)] == ["RuntimeError: StopIteration: no more"]
 
 
+def test_a_client_that_hangs_costs_its_episode_only() -> None:
+    async def hangs(*_: Any) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    def blocks(*_: Any) -> float:
+        threading.Event().wait(600)
+        return 1.0
+
+    for client in (hangs, blocks):
+        assert [t.error for t in client_episode(client, 2.0)] == ["TimeoutError: the client did not finish within 2 s"]
+
+
 @pytest.mark.parametrize("parked_s", [0.0, 1e6])
 def test_the_time_for_which_an_answer_is_parked_is_not_the_client_s(parked_s: float) -> None:
     async def slow(*_: Any) -> float:
