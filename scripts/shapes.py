@@ -103,8 +103,8 @@ def batch_loss(model: Any, processor: ImageProcessor, batch: list[dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=300, help="of the warm-up")
-    parser.add_argument("--wrong", type=float, default=0.65, help="share of pictures that are told wrong in it")
+    parser.add_argument("--steps", type=int, default=700, help="of the warm-up")
+    parser.add_argument("--wrong", type=float, default=0.6, help="share of pictures that are told wrong in it")
     parser.add_argument("--train", type=int, default=512)
     parser.add_argument("--eval", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)

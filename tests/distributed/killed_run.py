@@ -1,7 +1,8 @@
 """A run that is killed, asked to end, and stopped at random, and goes on each time.
 
     python tests/distributed/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
-                                           [--runs 1] [--slices N] [--lora R] [--mixture] [--then RANKS | --alone]
+                                           [--runs 1] [--slices N] [--lora R] [--mixture | --images]
+                                           [--then RANKS | --alone]
 
 It trains a tiny model once without disturbance, and once with signals to a random process (the launcher, a rank, an
 engine, a guardian, a reward worker) at a random moment, from the start to the export; what has ended is started again
@@ -10,7 +11,7 @@ by the same command. 20 s after each end nothing of it may be left, and both run
 started on so many ranks from half of the signals on, and so is, from the same step on, the one it is compared with: the
 last bits of sums depend on the number of ranks. `--lora R` trains adapters of
 rank R, which engines apply. With `--mixture` it is a mixture of experts that learns by the routes of an engine in
-bfloat16, with a balance loss.
+bfloat16, with a balance loss; with `--images` one that sees, whose rows have 0 to 2 images.
 
 With `--alone` nobody starts anything again: all signals are SIGKILL, at most two a step, and the run has to come to its
 end by itself, with engines that start again in place, and a supervisor (RESTARTS) for all else. It prints the seconds
@@ -37,7 +38,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from tests.distributed.real_run import Run, differences, write_recipe  # noqa: E402
+from tests.distributed.real_run import Run, differences, seeing_sections, write_recipe  # noqa: E402
 
 MOMENTS = ("start", "engine start", "sync", "rollout", "update", "checkpoint", "export")
 STARTS = MOMENTS[:2]
@@ -371,6 +372,10 @@ def unequal(one: Finished, other: Finished) -> list[str]:
 
 def main() -> int:
     """The undisturbed run, the disturbed one, and what they differ in."""
+    if "--images" in sys.argv:
+        import hotbunk_torchvision
+
+        hotbunk_torchvision.show()  # before Transformers is imported
     from trainer.commands.tiny_model import make_tiny_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -389,12 +394,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="of the run; by default as many as the signals take")
     parser.add_argument("--alone", action="store_true", help="nobody starts anything again")
     parser.add_argument("--mixture", action="store_true", help="of experts, with its engine's routes")
+    parser.add_argument("--images", action="store_true", help="a model that sees, and rows with images")
     options = parser.parse_args()
     folder = options.folder
     all_drawn = [draw(options.kills, options.stops, options.seed + run) for run in range(options.runs)]
     folder.mkdir(parents=True)  # a run that is there already would be gone on with
     kind: dict[str, Any] = {"architecture": "qwen3_moe", "tied": False} if options.mixture else {}
-    model = make_tiny_model(folder / "model", layers=2, intermediate_size=128, **kind)
+    seen: dict[str, dict[str, Any]] = {}
+    if options.images:
+        model, seen = seeing_sections(folder)
+    else:
+        model = make_tiny_model(folder / "model", layers=2, intermediate_size=128, **kind)
     routed: dict[str, Any] = {"model": {"routes": "engine"}, "algorithm": {"balance_coef": 0.01}}
     # Each disturbance within the steps may take a row before and one after it.
     steps = options.steps or 5 + 2 * max(sum(one.moment != "export" for one in drawn) for drawn in all_drawn)
@@ -404,7 +414,9 @@ def main() -> int:
         run={"steps": steps, "step_deadline_s": 600, "first_step_deadline_s": 600},
         checkpoint={"every": 1, "keep": 2},
         eval={"every": 0},
+        data=seen.get("data", {}),
         engine={"restarts": 1000}
+        | seen.get("engine", {})
         | ({} if options.lora else {"load_format": "dummy"})
         | ({"dtype": "bfloat16"} if options.mixture else {}),
         lora={"rank": options.lora},

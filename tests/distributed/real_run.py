@@ -55,6 +55,25 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
     return path
 
 
+def seeing_sections(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """A tiny model that sees, and the sections of a recipe for it: rows of 0, 1 and 2 images of different sizes."""
+    from tests.pictures import picture
+    from trainer.commands.tiny_vlm import make_tiny_vlm
+
+    for width in (28, 56, 84):
+        picture(width, 56).save(folder / f"{width}.png")
+    images = [[], ["56.png"], ["28.png", "84.png"]]
+    rows = [{"prompt": f"Count {n}: ", "image": images[n % 3]} for n in range(36)]
+    for name, some in {"seen_train": rows[:24], "seen_eval": rows[24:30]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    data = {"path": str(folder / "seen_train.jsonl"), "eval_path": str(folder / "seen_eval.jsonl")}
+    sections: dict[str, dict[str, Any]] = {
+        "data": data | {"answer_key": None, "image_key": "image", "max_images": 2, "max_prompt_tokens": 64},
+        "engine": {"max_model_len": 96},
+    }
+    return make_tiny_vlm(folder / "seeing", largest_image=2), sections
+
+
 class Run:
     """One run of `scripts/train.sh` in the background; every process of it carries a mark in its environment."""
 
@@ -66,9 +85,11 @@ class Run:
         name: str = "run",
         phases: Path | None = None,
         stale: str | None = None,
+        imports: Path | None = None,
     ) -> None:
         """`phases` is a folder in which each rank keeps the name of the phase it is in. `stale` is VERSION:TOKEN: with
         weights of that version, engines have the token's embedding of the one before, which no verification sees.
+        `imports` is a file in which every process notes what it imports to see images.
         """
         self.folder = recipe.parent / "runs" / name
         self.mark = uuid.uuid4().hex
@@ -83,7 +104,8 @@ class Run:
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
         }
-        for variable, value in {"HOTBUNK_TEST_PHASES": phases, "HOTBUNK_TEST_STALE": stale}.items():
+        changes = {"HOTBUNK_TEST_PHASES": phases, "HOTBUNK_TEST_STALE": stale, "HOTBUNK_TEST_IMPORTS": imports}
+        for variable, value in changes.items():
             if value is not None:
                 paths = [str(ROOT / "tests/distributed/changing"), *filter(None, [os.environ.get("PYTHONPATH")])]
                 environment |= {variable: str(value), "PYTHONPATH": ":".join(paths)}

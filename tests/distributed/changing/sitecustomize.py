@@ -1,10 +1,12 @@
 """On PYTHONPATH, it changes modules of a run once they are loaded, as variables of the environment ask:
 
 HOTBUNK_TEST_PHASES=FOLDER        each rank writes the phase it is in to FOLDER/RANK, where a test sees it
+HOTBUNK_TEST_IMPORTS=FILE         each process notes in FILE the modules it imports to see images
 HOTBUNK_TEST_STALE=VERSION:TOKEN  with weights of that version, engines keep the token's embedding of the one before
 """
 
 import os
+import re
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -44,10 +46,18 @@ CHANGES = {
 }
 
 
+OF_IMAGES = re.compile(
+    r"torchvision|trainer\.policy\.vision|transformers\.models\.(?!auto)\w+\.(image_)?processing_\w+"
+)
+
+
 class _Changer:
     """Finds those modules where they are, and has them changed once they are loaded."""
 
     def find_spec(self, name: str, path: list[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if OF_IMAGES.fullmatch(name) and (noted := os.environ.get("HOTBUNK_TEST_IMPORTS")):
+            with open(noted, "a") as file:
+                file.write(f"{name}\n")
         asked, change = CHANGES.get(name, ("", None))
         if asked not in os.environ or change is None or (change is announce_phases and "RANK" not in os.environ):
             return None

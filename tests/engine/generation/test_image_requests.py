@@ -13,7 +13,9 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
 from generation.exact_ids import Generation
 from generation.images import Image, ImageProcessor, Spans
+from sharding import WORKER_EXTENSION
 from tests.pictures import images
+from tests.sliced import Episodes
 
 PICTURES = images((98, 70), (56, 56), (30, 200))
 GREEDY = SamplingSettings(temperature=0.0, max_tokens=6)
@@ -29,14 +31,17 @@ class Seeing:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.processor = folder, ImageProcessor(str(folder))
-        settings = EngineSettings(str(folder), 512, kv_cache_bytes=1 << 24, max_num_seqs=8, sleep=False, images=3)
+        own: dict[str, Any] = {"max_num_seqs": 8, "sleep": False, "keyed_noise": True, "images": 3}
+        settings = EngineSettings(str(folder), 512, kv_cache_bytes=1 << 24, worker_extension=WORKER_EXTENSION, **own)
         self.leader = Leader.start(Engine(settings), 300)
         self.leader.engine.state.adopt_checkpoint(0)
 
-    def complete(self, ids: list[int], pictures: tuple[Image, ...], spans: Spans) -> Generation:
-        engine = self.leader.engine
-        work = engine.complete(ids, GREEDY, seed=0, policy_version=0, images=pictures, image_spans=spans)
-        return self.leader.thread.run(work, 120, "sampling")
+    async def answer(self, ids: list[int], pictures: tuple[Image, ...], spans: Spans, **own: Any) -> Generation:
+        settings = {"sampling": GREEDY, "seed": 0, "policy_version": 0} | own
+        return await self.leader.engine.complete(ids, images=pictures, image_spans=spans, **settings)
+
+    def complete(self, ids: list[int], pictures: tuple[Image, ...], spans: Spans, **own: Any) -> Generation:
+        return self.leader.thread.run(self.answer(ids, pictures, spans, **own), 120, "sampling")
 
     def plain_logprobs(self, ids: list[int], pictures: tuple[Image, ...], spans: Spans) -> torch.Tensor:
         """By plain Transformers of each id after the first, where only the ids in `spans` stand for images."""
@@ -96,3 +101,18 @@ def test_an_image_token_that_was_sampled_is_not_taken_for_an_image(seeing: Seein
         answer = seeing.complete(whole, PICTURES[:1], moved)
         assert answer.prompt_ids == whole
         assert answer.logprobs != seeing.complete(whole, (), ()).logprobs  # the image is seen
+
+
+def test_answers_to_images_that_are_cut_into_slices_are_those_that_are_not(seeing: Seeing) -> None:
+    """Bit for bit, at temperature 1: what goes on sees its images again."""
+    sampled = {"sampling": SamplingSettings(max_tokens=12)}
+    asked = []
+    for count, parts in enumerate([["what?"], ["", "what?"], ["last ", "", ""]]):
+        ids, spans = seeing.processor.expand([user(*parts)], PICTURES[:count])
+        asked.append((ids, PICTURES[:count], spans))
+    whole = [seeing.complete(*one, **sampled) for one in asked]
+    episodes = [lambda gate, one=one: seeing.answer(*one, turnstile=gate, **sampled) for one in asked]
+    with Episodes(seeing.leader, 5, episodes) as running:
+        cut = running.results()
+    for one, other in zip(whole, cut, strict=True):
+        assert len(one.token_ids) > 5 and one.token_ids == other.token_ids and one.logprobs == other.logprobs
