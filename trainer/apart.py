@@ -108,6 +108,7 @@ class RolloutsApart(Rollouts):
 
     def _on_leaders(self, work: Callable[[Leader], Coroutine[Any, Any, T]], terms: Terms, step: int) -> T | None:
         """The next round of the step, or of the evaluation; `work` is done elsewhere."""
+        self._fetch()  # with a lag it is this step's, unless a checkpoint has had it fetched
         if step not in self._ready:
             self._order(step, self._position)
             self._fetch()

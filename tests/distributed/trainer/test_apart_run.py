@@ -1,8 +1,11 @@
 """Whole runs whose engines are on ranks of their own: one rank trains, one generates."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
+from arithmetic import correct
 from safetensors.torch import load_file
 
 from tests.conftest import TinyModel
@@ -44,9 +47,11 @@ def test_with_a_lag_a_run_that_goes_on_from_a_checkpoint_ends_as_the_undisturbed
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     recipe = small_recipe(tmp_path, tiny_model())
-    lag = [*APART, "--rollout.lag", "1", "--eval.every", "0", "--checkpoint.every", "1"]
+    lag = [*APART, "--rollout.lag", "1", "--eval.every", "0", "--checkpoint.every", "2"]
     one = finished(recipe, *lag, ranks=2, name="one")
     assert one.rows()[0]["gap/max"] <= 1e-4 and all(row["stale/log_ratio_1"] > 1e-3 for row in one.rows()[1:])
+    shown = [json.loads(line) for line in (one.folder / "completions.jsonl").read_text().splitlines()]
+    assert shown and all(row["answer"] == correct(*map(int, re.findall(r"\d+", row["prompt"])[:2])) for row in shown)
     resume = ["--checkpoint.resume", str(one.folder / "checkpoints" / "step_2")]
     again = finished(recipe, *lag, *resume, ranks=2, name="again")
     assert not differences(one.comparable_rows()[2:], again.comparable_rows())

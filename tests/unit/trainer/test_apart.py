@@ -1,16 +1,27 @@
-"""What does not go with engines apart, and which weights may have sampled what."""
+"""What does not go with engines apart, which weights may have sampled what, and what is handed over."""
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from torch.distributed import HashStore
 
+from generation.engine.engine import Leader
 from generation.engine.lifecycle import EngineStateError
+from generation.engine.sampling import NotFiniteError
 from generation.trajectory import Trajectory, plain
-from trainer.apart import check_version, read_rounds
+from sharding.apart.crews import TrainersApart, _Half, _line
+from sharding.ranks import RemoteError, rank
+from sharding.send.push import SyncSettings
+from sharding.wire.channel import SyncError
+from tests.unit.learning_steps import make_config, on_ranks
+from trainer.apart import GIVEN_UP, RolloutsApart, check_version, hand_over, read_rounds, take_over
 from trainer.config.apart import check_apart
 from trainer.config.schema import TrainConfig
+from trainer.rollouts import StepAbandoned
 
 
 def problems(ranks: int = 4, neighbours: int = 4, **sections: dict[str, Any]) -> list[str]:
@@ -55,7 +66,140 @@ def test_answers_of_another_version_than_step_and_lag_prescribe_raise_and_name_b
 
 
 def test_answers_that_two_ranks_have_kept_are_all_read_by_one(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        packed = msgspec.msgpack.encode({7: rounds(rank)}, enc_hook=plain)
-        (tmp_path / f"carried_{rank}.msgpack").write_bytes(packed)
+    for number in (0, 1):
+        packed = msgspec.msgpack.encode({7: rounds(number)}, enc_hook=plain)
+        (tmp_path / f"carried_{number}.msgpack").write_bytes(packed)
     assert read_rounds(tmp_path) == {7: [rounds(0)[0] + rounds(1)[0], []]}
+
+
+def of_rank(number: int) -> list[list[Trajectory]]:
+    """Two rounds of an engine's rank: in the second it has nothing."""
+    return [[Trajectory(number, n, [1], [2], [1], [-0.5], weight_version=3) for n in range(2)], []]
+
+
+@pytest.mark.parametrize(("training", "generating"), [(1, 1), (2, 1), (1, 2), (2, 3)])
+def test_every_answer_is_handed_to_one_rank_that_trains_and_its_rounds_to_all(training: int, generating: int) -> None:
+    def crew() -> Any:
+        return take_over() if rank() < training else hand_over(training, of_rank(rank()), "", None)
+
+    taken = on_ranks(training + generating, crew)[:training]
+    assert all(word == "" and len(rounds) == 2 and not rounds[1] for word, rounds in taken)
+    whole = [trajectory for _, rounds in taken for trajectory in rounds[0]]
+    expected = [t for number in range(training, training + generating) for t in of_rank(number)[0]]
+    assert sorted(whole, key=lambda t: (t.prompt_index, t.sample_index)) == expected
+    assert all(rounds[0] for _, rounds in taken[:generating]), "none has them all while another has none"
+
+
+def test_a_word_of_one_engine_reaches_all_that_train_and_an_error_everybody() -> None:
+    def crew(error: Exception | None) -> Any:
+        alone = rank() == 3
+        try:
+            if rank() < 2:
+                return take_over()[0]
+            hand_over(2, of_rank(3)[: 2 - alone], GIVEN_UP if alone else "", error if alone else None)
+        except RemoteError as failure:
+            return str(failure)
+
+    assert on_ranks(4, lambda: crew(None))[:2] == [GIVEN_UP, GIVEN_UP]
+    sentence = "phase generating failed on rank 3: ValueError: broken"
+    assert on_ranks(4, lambda: crew(ValueError("broken"))) == [sentence] * 4
+
+
+class OrderedEngines:
+    """Remembers what was ordered, in the place of `EnginesApart`."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[str, int, int]] = []
+        self.version, self.then = 4, None
+
+    def begin(self, kind: str, step: int, prompts: int) -> int:
+        self.orders.append((kind, step, prompts))
+        return self.version
+
+
+def apart_rollouts(lag: int, steps: int = 9) -> tuple[RolloutsApart, OrderedEngines]:
+    config = make_config(engine={"apart": 1}, rollout={"lag": lag}, run={"steps": steps})
+    engines = OrderedEngines()
+    return RolloutsApart(config, engines, None, None, None, None, None), engines  # type: ignore[arg-type]
+
+
+def take_step(rollouts: RolloutsApart, step: int, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a step of eight prompts whose answers are no matter."""
+    monkeypatch.setattr(RolloutsApart, "run", lambda self, *_: self._on_leaders(None, None, step))
+    rollouts.take(lambda start, count: [], position, 8, SimpleNamespace(step=step), None)  # type: ignore[arg-type]
+
+
+def test_a_step_is_ordered_from_its_own_prompts_on_and_with_a_lag_when_the_shift_before_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.apart.take_over", lambda: ("", of_rank(0)[:1]))
+    monkeypatch.setattr("trainer.apart.check_version", lambda *_: None)
+    for lag in (0, 1):
+        rollouts, engines = apart_rollouts(lag, steps=3)
+        take_step(rollouts, 1, 0, monkeypatch)
+        assert engines.orders == [("sample", 1, 0)]
+        if lag:
+            assert engines.then is not None
+            engines.then()  # before the policy learns
+            assert engines.orders[1:] == [("sample", 2, 8)]
+        take_step(rollouts, 2, 8, monkeypatch)
+        assert engines.orders[1:] == [("sample", 2, 8)]
+        engines.then = None
+        take_step(rollouts, 3, 16, monkeypatch)
+        assert engines.then is None and engines.orders[2:] == [("sample", 3, 16)], "none is ordered after the last"
+
+
+def test_answers_of_the_next_step_are_part_of_a_checkpoint_once_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.apart.take_over", lambda: ("", of_rank(0)))
+    rollouts, engines = apart_rollouts(1)
+    assert rollouts.carried() == b""
+    engines.version = 3
+    rollouts._order(2, 8)
+    kept = msgspec.msgpack.decode(rollouts.carried(), strict=False)
+    assert [*kept] == [2] and len(kept[2]) == 2 and len(kept[2][0]) == 2
+    rollouts._on_leaders(None, None, 2)  # type: ignore[arg-type]
+    assert len(engines.orders) == 1, "it is not ordered again"
+
+
+@pytest.mark.parametrize(
+    ("taken", "error", "sentence"),
+    [
+        (("", of_rank(0)), EngineStateError, "version 3 .* version 4"),
+        ((GIVEN_UP, []), StepAbandoned, "step 1 were given up"),
+        (("rank 1 sampled nan", []), NotFiniteError, "rank 1 sampled nan"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_raised_where_it_is_fetched(
+    taken: Any, error: type[Exception], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.apart.take_over", lambda: taken)
+    rollouts, _ = apart_rollouts(0)
+    rollouts._order(1, 0)
+    with pytest.raises((error, RemoteError), match=sentence):
+        rollouts._fetch()
+    assert not rollouts._ready
+
+
+def test_what_fails_on_an_engines_rank_is_told_to_rank_0_with_its_number() -> None:
+    store, told = HashStore(), []
+
+    class Engine:
+        async def receive(self, *arguments: Any, version: int) -> None:
+            told.append(version)
+            if version == 8:
+                raise ValueError("no room")
+
+    thread = SimpleNamespace(run=lambda coroutine, *_: asyncio.run(coroutine))
+    leader: Any = Leader(Engine(), thread)  # type: ignore[arg-type]
+    there = TrainersApart(leader, store, 3, SyncSettings(timeout=5))
+    line = _line(store, 3, outwards=True)
+    line.send("sample", version=7, step=1)
+    assert there.hear()["step"] == 1
+    line.send("probe", probe=None)
+    there.receive(7)
+    assert _Half(line, 3, 5.0).result() is None
+    with pytest.raises(ValueError, match="no room"):
+        there.receive(8)
+    with pytest.raises(SyncError, match="rank 3, which generates: ValueError: no room"):
+        _Half(line, 3, 5.0).result()
+    assert told == [7, 8]
