@@ -5,6 +5,7 @@ messages. Text that is encoded again, and messages that are rendered again, may 
 leave out its `<think>` block, or drop it; training on those would be training on tokens that were never sampled.
 """
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from generation.images import Image, Spans
 from generation.trajectory import Trajectory, checked_versions, merged_versions
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Generation:
         continued: whether another prompt continues it.
         routes: the experts of each token of prompt and answer but the last, [tokens - 1, layers, experts of a token],
             where the engine tells them; as of the pass that computed what the last of them saw.
+        images, image_spans: of its prompt; as of `Trajectory`.
     """
 
     token_ids: list[int]
@@ -67,6 +70,8 @@ class Generation:
     continued: bool = False
     versions: list[tuple[int, int]] = field(default_factory=list)
     routes: "np.ndarray | None" = field(default=None, repr=False, compare=False)
+    images: tuple[Image, ...] = field(default=(), repr=False)
+    image_spans: Spans = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -132,6 +137,8 @@ def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Traject
         weight_version=chain[-1].weight_version,
         finish_reason=chain[-1].finish_reason,
         turns=len(chain),
+        images=chain[-1].images,
+        image_spans=chain[-1].image_spans,
     )
     for generation in chain:
         prompt, so_far = generation.prompt_ids, done.prompt_ids + done.response_ids
@@ -253,10 +260,19 @@ def _nearest(answers: list[Generation], position: int | None) -> Generation:
 
 
 def _said(message: Message) -> Any:
-    """Role, text and calls of a message. Names of calls, thoughts and extras are left out: clients differ in them."""
+    """Role, text, images and calls of a message. Names of calls, thoughts and extras are left out: clients differ in
+    them.
+    """
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     called = [[call.get("name"), parsed_arguments(call.get("arguments"))] for call in calls]
-    return [message.get("role"), content_text(message.get("content")), called]
+    content = message.get("content")
+    others = [] if content is None or isinstance(content, str) else [part for part in content if _no_text(part)]
+    shown = [hashlib.sha256(json.dumps(part, sort_keys=True, default=repr).encode()).hexdigest() for part in others]
+    return [message.get("role"), content_text(content), called, *shown]
+
+
+def _no_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and ("image_url" in part or part.get("type") == "image")
 
 
 def _chat_key(messages: Sequence[Message]) -> str:
@@ -333,9 +349,18 @@ class ChatHistory(History):
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates want it: content as text, arguments of tool calls as objects, None left out."""
+    """A message as chat templates want it: content as text, or in parts where there are images, arguments of tool calls
+    as objects, None left out.
+    """
     plain = {name: value for name, value in message.items() if value is not None}
-    plain["content"] = content_text(message.get("content"))
+    content = plain.get("content")
+    if isinstance(content, list) and any(map(_no_text, content)):
+        places = [
+            {"type": "image"} if _no_text(part) else {"type": "text", "text": content_text([part])} for part in content
+        ]
+        plain["content"] = places
+    else:
+        plain["content"] = content_text(content)
     calls = plain.pop("tool_calls", None) or []
     for call in calls:
         function = dict(call.get("function") or call)

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -70,6 +70,13 @@ class Image:
     def open(self) -> "PIL.Image.Image":
         """The pixels: RGB, the right way up, on white where it is transparent."""
         return _decoded(self.data, ImageLimits(max_pixels=_BOMB))
+
+    def data_url(self) -> str:
+        """The file as clients send it: data:image/…;base64."""
+        from PIL import Image as Pillow
+
+        kind = Pillow.open(io.BytesIO(self.data), formats=_FORMATS).get_format_mimetype()
+        return f"data:{kind};base64,{base64.b64encode(self.data).decode()}"
 
 
 def thumbnail(image: Image, side: int = 64) -> str:
@@ -165,6 +172,20 @@ class StoredImage:
         return image
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Ids, and the images whose tokens stand at these places among them."""
+
+    ids: list[int]
+    images: tuple[Image, ...] = ()
+    spans: Spans = ()
+
+    def followed_by(self, ids: list[int], images: tuple[Image, ...] = (), spans: Spans = ()) -> Self:
+        """Both, one after the other."""
+        moved = tuple((len(self.ids) + start, length) for start, length in spans)
+        return type(self)(self.ids + ids, self.images + images, self.spans + moved)
+
+
 def split_images(
     messages: Sequence[Mapping[str, Any]], others: Sequence[Any] = ()
 ) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -214,12 +235,14 @@ class ImageRules:
     Attributes:
         most: of a prompt and its answer together.
         max_bytes: of the images that come up in one episode, as they are encoded.
+        fetch: whether clients' images at remote addresses are fetched.
     """
 
     processor: "ImageProcessor"
     limits: ImageLimits = ImageLimits()
     most: int = 1
     max_bytes: int = 1 << 25
+    fetch: bool = False
 
     def read(self, sources: Sequence[Any]) -> tuple[Image, ...]:
         """Images of these sources. Raises ValueError, a sentence without its subject, naming the first wrong one."""
@@ -234,6 +257,15 @@ class ImageRules:
                     raise ValueError(f"has an image ({number}) that {error}") from error
 
         return tuple(each())
+
+    def check_bytes(self, images: Iterable[Image], row: Collection[str]) -> None:
+        """Raise ValueError, a sentence without its subject, where images of one episode are too large together; those
+        whose digest is of the `row` do not count.
+        """
+        own = {image.digest: len(image.data) for image in images if image.digest not in row}
+        if (size := sum(own.values())) > self.max_bytes:
+            most = self.max_bytes >> 20
+            raise ValueError(f"has images of {size} bytes, more than rollout.max_image_mib = {most}")
 
 
 class ImageProcessor:

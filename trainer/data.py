@@ -110,7 +110,8 @@ def image_rules(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> Im
         reason = _one_line(error)
         raise UserError(f"data.max_images: {config.model.path} has no processor for images: {reason}") from error
     limits = ImageLimits(data.max_image_pixels, data.larger_images)
-    return ImageRules(processor, limits, data.max_images, config.rollout.max_image_mib << 20)
+    rollout = config.rollout
+    return ImageRules(processor, limits, data.max_images, rollout.max_image_mib << 20, rollout.fetch_images)
 
 
 def load_prompts(
@@ -268,15 +269,11 @@ def encoded_images(rows: "Dataset") -> "Dataset":
 def _with_images(rows: "Dataset", path: str, config: DataConfig, rules: ImageRules) -> Iterator[Prompt]:
     """As `_tokenise`, of rows that may have images. Each is decoded once here, and not kept."""
     templated = config.apply_chat_template and rules.processor.tokenizer.chat_template is not None
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
 
     def parts(row: dict[str, Any]) -> tuple[Any, list[Any]]:
-        column = row.get(config.image_key) if config.image_key is not None else None
-        others = column if isinstance(column, list) else [] if column is None else [column]
         if not templated:
-            return prompt_content(row, config, templated), [_located(source, folder) for source in others]
-        messages, sources = split_images(prompt_messages(row, config), others)
-        return messages, [_located(source, folder) for source in sources]
+            return prompt_content(row, config, templated), row_images(row, config, path)
+        return messages_and_images(prompt_messages(row, config), row, config, path)
 
     def read(row: dict[str, Any]) -> tuple[Any, tuple[Image, ...], list[int], Spans]:
         content, sources = parts(row)
@@ -285,10 +282,7 @@ def _with_images(rows: "Dataset", path: str, config: DataConfig, rules: ImageRul
 
     for chunk in in_chunks(rows, path, read):
         for index, row, (content, images, ids, spans) in chunk:
-            stored = tuple(
-                StoredImage(partial(_stored, rows, index, parts, number), image.digest, image.size, rules.limits)
-                for number, image in enumerate(images)
-            )
+            stored = stored_images(rows, index, lambda row: parts(row)[1], images, rules)
             plain = {name: value for name, value in row.items() if name != config.image_key}
             if templated and not isinstance(prompt_content(row, config, templated), str):
                 plain[config.prompt_key if row.get(config.prompt_key) else config.messages_key] = content
@@ -297,8 +291,40 @@ def _with_images(rows: "Dataset", path: str, config: DataConfig, rules: ImageRul
             yield Prompt(index, tuple(ids), plain, stored, spans)
 
 
-def _stored(rows: "Dataset", index: int, parts: Callable[[dict[str, Any]], tuple[Any, list[Any]]], number: int) -> Any:
-    return parts(dict(rows[index]))[1][number]
+def row_images(row: dict[str, Any], config: DataConfig, path: str) -> list[Any]:
+    """The sources of the images in a row's own column, in order; `path` is that of the data."""
+    column = row.get(config.image_key) if config.image_key is not None else None
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    return [
+        _located(source, folder) for source in (column if isinstance(column, list) else [column]) if source is not None
+    ]
+
+
+def messages_and_images(
+    messages: list[dict[str, Any]], row: dict[str, Any], config: DataConfig, path: str
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """A row's messages without their images, and the sources of these. Raises ValueError as `split_images`."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    plain, sources = split_images(messages, row_images(row, config, path))
+    return plain, [_located(source, folder) for source in sources]
+
+
+def stored_images(
+    rows: "Dataset",
+    index: int,
+    sources: Callable[[dict[str, Any]], list[Any]],
+    images: Sequence[Image],
+    rules: ImageRules,
+) -> tuple[StoredImage, ...]:
+    """A row's images, to be read anew from what `sources` gives of it."""
+
+    def source(number: int) -> Any:
+        return sources(dict(rows[index]))[number]
+
+    return tuple(
+        StoredImage(partial(source, number), image.digest, image.size, rules.limits)
+        for number, image in enumerate(images)
+    )
 
 
 def _located(source: Any, folder: Path) -> Any:

@@ -31,7 +31,7 @@ from generation.rollouts.episode import RolloutFunction, custom_rollout, one_sho
 from generation.rollouts.mcp_tools import McpServer, McpTools, list_tools
 from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
 from generation.rollouts.sampler import Sampler, make_sampler, sample_batch
-from generation.rollouts.sampler_llm import prompt_batch
+from generation.rollouts.sampler_prompts import prompt_batch
 from generation.rollouts.tools import Tool, ToolLimits, ToolRunner, call_parser, make_tool, tools_by_name
 from generation.trajectory import Trajectory, by_episode, checked_reward
 from sharding.ranks import agreed, all_reduce_sum, exchange, is_main
@@ -361,8 +361,11 @@ class Rollouts:
         assert level.sampler is not None  # which wants all its prompts at once: engines share them out beforehand
         share = [index for _ in range(-(-len(ids) // self._engines)) if (index := claim()) is not None]
         messages, rows = level.messages(prompts), [prompt.row for prompt in prompts]
-        batch = prompt_batch(ids, share, self._tokenizer, settings.group_size, messages, rows)
-        return await sample_batch(leader.engine, self._tokenizer, level.sampler, batch, settings, score, timeout)
+        rules = level.image_rules
+        images = [(prompt.images, prompt.image_spans) for prompt in prompts] if rules else None
+        batch = prompt_batch(ids, share, self._tokenizer, settings.group_size, messages, rows, images)
+        whole = self._tokenizer, level.sampler, batch, settings, score, timeout, rules
+        return await sample_batch(leader.engine, *whole)
 
     def _setup(self, prompts: Sequence[Prompt]) -> EpisodeSetup:
         level, rows = self._level, [prompt.row for prompt in prompts]

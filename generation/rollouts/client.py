@@ -45,17 +45,24 @@ class CapturingServer(Protocol):
     base_url: str
 
     def open(
-        self, *, sampling: SamplingSettings, seed: int, policy_version: int, turnstile: Turnstile | None
+        self,
+        *,
+        sampling: SamplingSettings,
+        seed: int,
+        policy_version: int,
+        turnstile: Turnstile | None,
+        row_images: frozenset[str],
     ) -> str: ...
     def address(self, key: str) -> str: ...
     def lost_keys(self, key: str) -> int: ...
+    def fatal(self, key: str) -> Exception | None: ...
     def take(self, key: str) -> list[Trajectory]: ...
     async def stop(self) -> None: ...
 
 
 StartServer = Callable[..., Awaitable[CapturingServer]]
-"""Starts a server on an engine, its argument; by keyword it gets `model_name`, `api_key`, `sampling` and
-`eos_token_ids`.
+"""Starts a server on an engine, its argument; by keyword it gets `model_name`, `api_key`, `sampling`,
+`eos_token_ids` and `image_rules`.
 """
 
 
@@ -98,12 +105,17 @@ class ClientRollout:
             seed=sample_seed(*place),
             policy_version=llm.settings.policy_version,
             turnstile=llm.turnstile,
+            row_images=frozenset(image.digest for image in llm.images),
         )
+        if llm.images:
+            row = {**row, "images": [image.data_url() for image in llm.images]}
         run = functools.partial(self._client, server.address(key), key, MODEL, row)
         try:
             given = await self._in_time(asyncio.wrap_future(thread.submit(call_user(run))), llm.turnstile)
         finally:
-            lost, trajectories = server.lost_keys(key), server.take(key)
+            lost, fatal, trajectories = server.lost_keys(key), server.fatal(key), server.take(key)
+            if fatal is not None:
+                llm.fatal = fatal
             if llm.engine.llm.errored:  # the client has only seen some request fail
                 llm.fatal = llm.engine.llm.dead_error
         if lost:
@@ -148,6 +160,7 @@ class ClientRollout:
             api_key=os.environ.get("HOTBUNK_API_KEY") or secrets.token_urlsafe(32),
             sampling=own,
             eos_token_ids=tuple(sorted({*own.stop_token_ids, *([eos] if eos else [])})),
+            image_rules=llm.image_rules,
         )
         if "HOTBUNK_API_KEY" in os.environ:
             print(f"[hotbunk] clients are answered at {server.base_url}", file=sys.stderr, flush=True)

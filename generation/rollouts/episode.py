@@ -263,12 +263,10 @@ class Conversation(Trajectory):
         images = rules.read(sources)
         if (count := len(self.images) + len(images)) > rules.most:
             raise ValueError(f"the episode has {count} images, more than data.max_images = {rules.most}")
-        own = {image.digest: image for image in (*self.images, *images)}
-        for image in self.llm.images:
-            own.pop(image.digest, None)
-        if (size := sum(len(image.data) for image in own.values())) > rules.max_bytes:
-            most = rules.max_bytes >> 20
-            raise ValueError(f"the episode's images have {size} bytes, more than rollout.max_image_mib = {most}")
+        try:
+            rules.check_bytes((*self.images, *images), {image.digest for image in self.llm.images})
+        except ValueError as error:
+            raise ValueError(f"the episode {error}") from error
         return images
 
     def add_ids(self, token_ids: Sequence[int]) -> bool:

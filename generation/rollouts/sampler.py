@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from generation.engine.logits import new_way
 from generation.exact_ids import Generation, History, joined
+from generation.images import ImageRules
 from generation.importing import importable, load
 from generation.rollouts.episode import RolloutSettings
-from generation.rollouts.sampler_llm import PromptText, SamplerLLM
+from generation.rollouts.sampler_llm import SamplerLLM
+from generation.rollouts.sampler_prompts import PromptText
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, parse_hermes, tools_by_name
 from generation.rollouts.user_code import Late, call_user, described
 from generation.trajectory import Trajectory
@@ -117,17 +119,19 @@ async def sample_batch(
     settings: RolloutSettings,
     on_sample: Callable[[Trajectory], Awaitable[None]],
     timeout: float = 3600.0,
+    rules: ImageRules | None = None,
 ) -> list[Trajectory]:
     """Have a sampler answer a batch, and score its trajectories; they come in the order of the batch.
 
     Runs on the engine's loop, the sampler on a thread of its own. An error that the sampler raises is the failure of
     every episode of the batch. An engine that fails ends the rollout, and so does the sampler's deadline of `timeout`
-    seconds; requests that fail do not. Raises ValueError, naming the first wrong index of a result that does not fit.
+    seconds; requests that fail do not. `rules`: how images are treated, where there may be any. Raises ValueError,
+    naming the first wrong index of a result that does not fit.
     """
     engine.state.check_can_generate(settings.policy_version)
     if not batch:
         return []
-    llm = SamplerLLM(engine, tokenizer, settings, asyncio.get_running_loop(), batch, timeout)
+    llm = SamplerLLM(engine, tokenizer, settings, asyncio.get_running_loop(), batch, timeout, rules)
 
     def call() -> Any:
         """The sampler's result; a coroutine is run on a loop of its own, here on the sampler's thread."""
@@ -198,6 +202,11 @@ def _trajectory(
         for values in (done.response_ids, done.loss_mask, done.logprobs):
             del values[length:]  # type: ignore[attr-defined]
         done.answer_start = min(done.answer_start, length)
+        end = len(done.prompt_ids) + length
+        whole = [span for span in done.image_spans if span[0] < end]
+        if whole and sum(whole[-1]) > end:
+            raise ValueError(f"the sampler's result {index} is cut within an image")
+        done.images, done.image_spans = done.images[: len(whole)], tuple(whole)
     aborted = answer.finish_reason not in ("stop", "length")
     done.finish_reason = "error" if aborted else answer.finish_reason
     done.error = answer.error or (f"vLLM ended the request with {answer.finish_reason!r}" if aborted else "")

@@ -1,8 +1,7 @@
 """The policy with the interface of `vllm.LLM`, for samplers (level 5): `generate` and `chat`, blocking.
 
 The sampler runs on a thread of its own while the engine's loop serves its calls, all requests of a call at once. It
-gets vLLM's own outputs; each is remembered, so that the sampler's results are recognised in the end. Prompts come in
-the many forms that vLLM takes; of a prompt that continues an earlier answer only the rest is encoded.
+gets vLLM's own outputs; each is remembered, so that the sampler's results are recognised in the end.
 """
 
 import asyncio
@@ -11,21 +10,16 @@ from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from generation.engine.images import ImageCountError
 from generation.engine.logits import check_request
 from generation.engine.sampling import response_budget, sample_seed, vllm_sampling_params
 from generation.engine.vllm_compat import request_errors
-from generation.exact_ids import (
-    Generation,
-    History,
-    encode_following,
-    generations_of,
-    template_message,
-    without_second_end,
-)
+from generation.exact_ids import History, generations_of
+from generation.images import ImageRules
 from generation.rollouts.episode import RolloutSettings
+from generation.rollouts.sampler_prompts import Prompts, PromptText, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,161 +29,11 @@ if TYPE_CHECKING:
 
     _Work = Coroutine[Any, Any, list[RequestOutput]]
 
-Messages = list[dict[str, Any]]
-
 # The parameters that change the distribution; an answer that is trained on must have training's values.
 _DISTRIBUTION = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),
 )
-
-
-class PromptText(str):
-    """A prompt's text, which knows the ids it stands for: an entry of a sampler's `prompts`.
-
-    Attributes:
-        token_ids: the prompt, chat template applied.
-        prompt_index, sample_index: the trajectory that begins with it; each prompt occurs once for every sample.
-        messages: those it was rendered from, or None.
-        row: the dataset's row.
-        metrics: figures of this trajectory, by name, to be filled in by the sampler.
-    """
-
-    token_ids: list[int]
-    prompt_index: int
-    sample_index: int
-    messages: Messages | None
-    row: Mapping[str, Any]
-    metrics: dict[str, float]
-
-    def __new__(
-        cls,
-        text: str,
-        token_ids: Sequence[int],
-        prompt_index: int = 0,
-        sample_index: int = 0,
-        messages: Messages | None = None,
-        row: Mapping[str, Any] | None = None,
-    ) -> "PromptText":
-        self = super().__new__(cls, text)
-        self.token_ids, self.messages, self.row = list(token_ids), messages, row or {}
-        self.prompt_index, self.sample_index, self.metrics = prompt_index, sample_index, {}
-        return self
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Prompt and sample index."""
-        return self.prompt_index, self.sample_index
-
-
-def prompt_batch(
-    prompts: Sequence[Sequence[int]],
-    indices: Sequence[int],
-    tokenizer: "PreTrainedTokenizerBase",
-    group_size: int,
-    messages: Sequence[Messages | None] | None = None,
-    rows: Sequence[Mapping[str, Any]] | None = None,
-) -> list[PromptText]:
-    """A sampler's prompts: those at `indices` among `prompts` (ids), each once for every sample of its group."""
-    return [
-        PromptText(text, prompts[i], i, sample, messages[i] if messages else None, rows[i] if rows else None)
-        for i in indices
-        for text in [tokenizer.decode(list(prompts[i]))]
-        for sample in range(group_size)
-    ]
-
-
-@dataclass
-class Request:
-    """One prompt of a call, ready for the engine; `place`, `position` and `parent` as in `Generation`."""
-
-    token_ids: list[int]
-    text: str
-    position: int
-    place: tuple[int, int]
-    parent: Generation | None = None
-    messages: Messages | None = None
-
-    def __post_init__(self) -> None:
-        if self.parent is not None:
-            self.parent.continued = True
-
-
-class Prompts:
-    """Turns a call's prompts into requests: finds the answers that they continue, and encodes the new text."""
-
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        settings: RolloutSettings,
-        batch: Sequence[PromptText],
-        history: History,
-    ) -> None:
-        self._tokenizer, self._settings, self._batch, self._history = tokenizer, settings, list(batch), history
-
-    def requests(self, prompts: Any) -> list[Request]:
-        """Of a prompt or several: texts, lists of ids, or dictionaries with `prompt_token_ids` or `prompt`."""
-        one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        given = [prompts] if one else list(prompts)
-        return [self._request(prompt, i, self._place(i, len(given))) for i, prompt in enumerate(given)]
-
-    def chat_requests(self, messages: Any, tools: Any, template_kwargs: Mapping[str, Any]) -> list[Request]:
-        """Of one or several conversations."""
-        if not messages:
-            raise ValueError("llm.chat needs messages: a conversation, or a list of them")
-        chats = [messages] if isinstance(messages[0], Mapping) else messages
-        kwargs = {"add_generation_prompt": True} | self._settings.chat_template_kwargs | dict(template_kwargs)
-        return [
-            self._chat_request([dict(m) for m in chat], i, self._place(i, len(chats)), tools, kwargs)
-            for i, chat in enumerate(chats)
-        ]
-
-    def _request(self, prompt: Any, position: int, place: tuple[int, int]) -> Request:
-        """Of a prompt in any form. One that continues an answer has its ids, and its place."""
-        if isinstance(prompt, Mapping):
-            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        if isinstance(prompt, PromptText):
-            return Request(prompt.token_ids, prompt, position, prompt.place)
-        if not isinstance(prompt, str):
-            prompt = [int(token) for token in prompt]
-        parent = self._history.before(prompt, position)
-        place = parent.place if parent else place
-        if not isinstance(prompt, str):
-            return Request(prompt, self._tokenizer.decode(prompt), position, place, parent)
-        if parent:
-            ids = self._after(parent, self._encode(prompt[len(parent.prompt_text + parent.text) :]))
-        elif start := max((p for p in self._batch if prompt.startswith(p)), key=len, default=None):
-            ids = start.token_ids + self._encode(prompt[len(start) :])
-        else:
-            ids = self._tokenizer(prompt)["input_ids"]
-        return Request(ids, prompt, position, place, parent)
-
-    def _chat_request(
-        self, messages: Messages, position: int, place: tuple[int, int], tools: Any, kwargs: dict[str, Any]
-    ) -> Request:
-        """Of a conversation; only the messages after the last known answer are rendered."""
-        plain = [template_message(message) for message in messages]
-        if (known := self._history.known_prefix(messages, position)) and (parent := known.answer):
-            ids = self._after(parent, encode_following(self._tokenizer, plain[known.messages :], kwargs))
-            return Request(ids, self._tokenizer.decode(ids), position, parent.place, parent, messages)
-        # A conversation that is no more than one of the batch's own prompts has that prompt's ids.
-        same = [] if tools is not None else [prompt for prompt in self._batch if prompt.messages == messages]
-        if same:
-            own = next((prompt for prompt in same if prompt.place == place), same[0])
-            return Request(own.token_ids, own, position, place, messages=messages)
-        text = str(self._tokenizer.apply_chat_template(plain, tools=tools, tokenize=False, **kwargs))
-        return Request(self._encode(text), text, position, place, messages=messages)
-
-    def _after(self, parent: Generation, added: list[int]) -> list[int]:
-        ends = {self._tokenizer.eos_token_id, *self._settings.sampling.stop_token_ids}
-        return parent.ids + without_second_end(parent.ids[-1], added, ends)
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-
-    def _place(self, position: int, width: int) -> tuple[int, int]:
-        """The place that decides the seed of a prompt that is not one of the batch's: the batch's at its position."""
-        return self._batch[position].place if width == len(self._batch) else (-1 - position, 0)
 
 
 class SamplerLLM:
@@ -209,12 +53,15 @@ class SamplerLLM:
         loop: asyncio.AbstractEventLoop,
         batch: Sequence[PromptText] = (),
         timeout: float = 3600.0,
+        rules: ImageRules | None = None,
     ) -> None:
-        """`loop` is the one the engine runs on; `timeout` (seconds) is the longest a call may take."""
+        """`loop` is the one the engine runs on; `timeout` (seconds) is the longest a call may take. `rules`: how images
+        are treated; None: prompts have none.
+        """
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         self.history = History()
         self.fatal: Exception | None = None
-        self._prompts = Prompts(tokenizer, settings, batch, self.history)
+        self._prompts = Prompts(tokenizer, settings, batch, self.history, rules)
         self.sampling_params = vllm_sampling_params(settings.sampling, seed=None)
         self.sampling_params.detokenize = self.sampling_params.skip_special_tokens = True
         self._training = self.sampling_params
@@ -235,7 +82,9 @@ class SamplerLLM:
         "length" or "error": one bad prompt does not lose the others.
 
         Args:
-            prompts: a text, a list of ids, a dictionary with `prompt_token_ids` or `prompt`, or a list of such.
+            prompts: a text, a list of ids, a dictionary with `prompt_token_ids` or `prompt`, or a list of such. The
+                dictionary's `multi_modal_data` may have all images of a prompt, as `image`: text has the model's own
+                mark for each, and ids as many as it takes.
             sampling_params: vLLM's, or a list with one for each prompt, or None for `self.sampling_params`.
             options: `prompt_token_ids` instead of prompts; `use_tqdm` is accepted, there is no bar.
         """
@@ -252,7 +101,8 @@ class SamplerLLM:
 
         Args:
             messages: one conversation, or a list of them. An earlier answer that it continues is kept as it was
-                sampled; the assistant's message may hold its text, the end of it, or the tool calls in it.
+                sampled; the assistant's message may hold its text, the end of it, or the tool calls in it. Parts of
+                messages may be images, as in rows.
             sampling_params: as for `generate`.
             options: `tools` (OpenAI schemas), `chat_template_kwargs`; `use_tqdm` is accepted.
         """
@@ -340,6 +190,7 @@ class SamplerLLM:
         for generation in generations_of(output, settings.policy_version):
             generation.position, generation.place, generation.parent = request.position, request.place, request.parent
             generation.off_policy, generation.error = off_policy(params, self._training), error
+            generation.images, generation.image_spans = request.seen.images, request.seen.spans
             self.history.add(generation, request.messages)
         return output
 
@@ -349,9 +200,13 @@ class SamplerLLM:
             count, limit = len(request.token_ids), self.engine.settings.max_model_len
             problem = "" if request.parent else f"a prompt of {count} tokens leaves no room in {limit}"
             return self._without_tokens(request, "length"), problem
-        prompt = {"prompt_token_ids": request.token_ids}
+        seen = request.seen
         try:
+            prompt = await self.engine.prompt(seen.ids, seen.images, seen.spans)
             return await self.engine.request(prompt, params, policy_version=self.settings.policy_version), ""
+        except ImageCountError as error:  # of the model's files: no other prompt would fare better
+            self.fatal = error
+            raise
         except request_errors() as error:
             return self._without_tokens(request, "error"), f"{type(error).__name__}: {error}"
         except Exception as error:

@@ -81,17 +81,24 @@ class OpenAIServer:
         seed: int | None = None,
         policy_version: int | None = None,
         turnstile: Turnstile | None = None,
+        row_images: frozenset[str] = frozenset(),
     ) -> str:
         """Begin to capture answers under `key` (by default a new one that cannot be guessed); gives the key.
 
         A client sends it as its API key, or, where the settings allow it, in the header `x-hotbunk-trajectory`, which
         opens a trajectory by itself. `sampling` is by default the server's; where requests name no seed, theirs derives
         from `seed`; they are answered by weights of `policy_version` only, if given, or, with a `turnstile`, slice by
-        slice by the version that its gate is open for: they wait where it is closed.
+        slice by the version that its gate is open for: they wait where it is closed. `row_images` are digests of images
+        that the client has from its row, which do not count among those that come up.
         """
         sampling = self.settings.sampling if sampling is None else sampling
         conversation = self._conversations.open(
-            key, sampling=sampling, seed=seed, policy_version=policy_version, turnstile=turnstile
+            key,
+            sampling=sampling,
+            seed=seed,
+            policy_version=policy_version,
+            turnstile=turnstile,
+            row_images=row_images,
         )
         return conversation.key
 
@@ -102,6 +109,10 @@ class OpenAIServer:
     def lost_keys(self, key: str) -> int:
         """Requests to the trajectory's own address refused for lack of its key. Raises KeyError if it is not open."""
         return self._conversations[key].counts["lost_keys"]
+
+    def fatal(self, key: str) -> Exception | None:
+        """The error of a request after which no trajectory would fare better. Raises KeyError if it is not open."""
+        return self._conversations[key].fatal
 
     def take(self, key: str) -> list[Trajectory]:
         """The trajectories captured under `key`, which is then forgotten. Raises KeyError if it is not open."""
@@ -127,7 +138,8 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
     conversations = Conversations(tokenizer, settings.eos_token_ids, settings.max_conversations)
     config = worker.llm.model_config
     limits = Limits(settings.max_choices, settings.max_answers, config.max_model_len, config.get_vocab_size())
-    engine = ServedEngine(worker, tokenizer, settings.eos_token_ids, limits, conversations)
+    images = settings.image_rules
+    engine = ServedEngine(worker, tokenizer, settings.eos_token_ids, limits, conversations, images)
     names = settings.model_name, worker.settings.model
     app = await build_openai_app(engine, *names, settings.tool_parser, settings.reasoning_parser, engine.check)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in OF_VLLM]

@@ -12,6 +12,7 @@ from typing import Any
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.engine.slices import Turnstile
 from generation.exact_ids import ChatHistory, Generation, KnownPrefix
+from generation.images import Image, ImageRules, Seen
 from generation.trajectory import Trajectory
 
 STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
@@ -94,6 +95,8 @@ class Conversation:
         counts: of its own; see `FIGURES`.
         responses: those that further ones may continue.
         silent: turns, as JSON, that were answered by nothing: neither text nor calls.
+        row_images: digests of the images that the client was given with its row.
+        fatal: the error of a request after which no other would fare better.
     """
 
     key: str
@@ -107,6 +110,8 @@ class Conversation:
     counts: Counter[str] = field(default_factory=Counter)
     responses: Responses = field(default_factory=Responses)
     silent: set[str] = field(default_factory=set)
+    row_images: frozenset[str] = frozenset()
+    fatal: Exception | None = None
 
     @property
     def place(self) -> str:
@@ -194,6 +199,7 @@ class Call:
         find_exact: the ids that a chat's prompt has to begin with, if any.
         unread: vLLM could not read the tool calls in its answer.
         generations: the answers, by the choice's index in the response.
+        expanded: its messages as vLLM has rendered them, where there are images among them.
     """
 
     sampling: SamplingSettings | None
@@ -211,6 +217,18 @@ class Call:
     find_exact: Callable[[dict[str, Any]], Awaitable[KnownPrefix | None]] | None = None
     unread: bool = False
     generations: dict[int, Generation] = field(default_factory=dict)
+    expanded: Seen | None = None
+
+    def admit(self, images: tuple[Image, ...], rules: ImageRules) -> tuple[Image, ...]:
+        """Its images, those that the conversation has had before as the same objects. Raises ValueError, a sentence
+        about the request, where all of them together are too large.
+        """
+        if (own := self.conversation) is None:
+            rules.check_bytes(images, ())
+            return images
+        known = {image.digest: image for answer in own.history.generations for image in answer.images}
+        rules.check_bytes((*known.values(), *images), own.row_images)
+        return tuple(known.get(image.digest, image) for image in images)
 
     def count(self, name: str) -> bool:
         """Count one of `FIGURES`, here and in the conversation; whether it is the server's first."""

@@ -35,6 +35,8 @@ def as_chat(request: Any, handler: Any) -> dict[str, Any] | None:
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
                 part["type"] = "text"
+            elif isinstance(part, dict) and part.get("type") == "input_image":
+                part |= {"type": "image_url", "image_url": {"url": part.get("image_url")}}
     return {name: value for name, value in plain.items() if value is not None}
 
 

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import KnownPrefix
+from generation.images import ImageRules
 from generation.loopback import foreign_host
 from generation.server.bodies import (
     Answer,
@@ -80,8 +81,9 @@ class ServerSettings:
             from those that the program opens, and cannot take their room.
         max_choices: largest `n` of a request.
         max_answers: how many answers a request may have over all its prompts.
-        max_body_bytes: largest request.
+        max_body_bytes: largest request; with images as much more as those of a trajectory take in base64, twice.
         body_timeout_s: how long a client may take to send its request's body.
+        image_rules: how images in chats are treated; None: there are none.
     """
 
     model_name: str = "policy"
@@ -99,6 +101,12 @@ class ServerSettings:
     max_answers: int = 1024
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 60.0
+    image_rules: ImageRules | None = None
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a request."""
+        return self.max_body_bytes + (3 * self.image_rules.max_bytes if self.image_rules is not None else 0)
 
 
 class Gate:
@@ -238,7 +246,7 @@ class Gate:
 
     async def _read(self, request: Request) -> bytes:
         """The whole body. Refused where it is, or is announced to be, too large, and where it takes too long."""
-        limit, seconds = self._settings.max_body_bytes, self._settings.body_timeout_s
+        limit, seconds = self._settings.most_bytes, self._settings.body_timeout_s
         announced, body = request.headers.get("content-length", ""), bytearray()
         too_large = Refused(413, f"the request is larger than {limit:,} bytes")
         if announced.isdecimal() and int(announced) > limit:

@@ -12,15 +12,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from generation.engine.engine import Engine
+from generation.engine.images import ImageCountError
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import as_ready
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
+from generation.images import ImageRules, Seen
 from generation.server.bodies import Limits, check_unforced, exact_prompt, fill_sampling, short
 from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused
 from generation.server.dialects import as_chat
+from generation.server.images import continued, see
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -49,9 +52,13 @@ class ServedEngine:
         eos_token_ids: tuple[int, ...],
         limits: Limits,
         conversations: Conversations,
+        rules: ImageRules | None = None,
     ) -> None:
+        """`rules`: how requests' images are treated; None: they have none."""
         self._worker, self._tokenizer, self._ends = worker, tokenizer, eos_token_ids
-        self._limits, self._conversations = limits, conversations
+        self._limits, self._conversations, self._rules = limits, conversations, rules
+        if rules is not None:
+            see(worker.llm.renderer, rules)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker.llm, name)
@@ -84,16 +91,25 @@ class ServedEngine:
             return self._worker.submit(prompt, sampling_params, request_id, **options)
         with _told(call):
             version = check_ready(self._worker, call)
-            ids = self._prompt_ids(call, prompt)
-            params = self._params(call, sampling_params, len(ids))
+            asked = self._asked(call, prompt)
+            params = self._params(call, sampling_params, len(asked.ids))
         first, call.choices = call.choices, call.choices + params.n
-        sampled = _Sampled(ids, version, params)
+        sampled = _Sampled(asked, version, params)
         turnstile = call.conversation.turnstile if call.conversation is not None else None
         if turnstile is None:
-            outputs = self._worker.submit({**prompt, "prompt_token_ids": ids}, params, request_id, **options)
+            outputs = self._whole(asked, prompt, params, request_id, options)
         else:
             outputs = self._in_slices(turnstile, sampled, prompt.get("prompt"), options)
         return self._captured(call, outputs, sampled, first)
+
+    async def _whole(
+        self, asked: Seen, prompt: Mapping[str, Any], params: "SamplingParams", name: str, options: dict[str, Any]
+    ) -> AsyncGenerator["RequestOutput", None]:
+        """The outputs of a request that is not cut."""
+        own = {**prompt, **await self._worker.prompt(asked.ids, asked.images, asked.spans)}
+        async with aclosing(self._worker.submit(own, params, name, **options)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def _in_slices(
         self, turnstile: Turnstile, sampled: "_Sampled", text: str | None, options: dict[str, Any]
@@ -101,13 +117,14 @@ class ServedEngine:
         """One output, also for a stream, when all of the request's choices have grown to their ends."""
         from vllm.sampling_params import RequestOutputKind
 
-        params, ids = sampled.params, sampled.prompt_ids
+        params, asked = sampled.params, sampled.asked
         own = params.clone()
         own.n, own.output_kind = 1, RequestOutputKind.FINAL_ONLY
 
         async def choice(index: int) -> "tuple[RequestOutput, CompletionOutput]":
-            answer = Unfinished(ids, (params.seed or 0) + index, params.max_tokens)  # seeds as vLLM's with n > 1
-            outputs = await self._worker.request_in_slices(answer, own, turnstile, **options)
+            answer = Unfinished(asked.ids, (params.seed or 0) + index, params.max_tokens)  # seeds as vLLM's with n > 1
+            images = asked.images, asked.spans
+            outputs = await self._worker.request_in_slices(answer, own, turnstile, *images, **options)
             sampled.versions[index] = answer.versions
             return outputs[0], joined_slices(outputs, own, self._tokenizer, index)
 
@@ -138,11 +155,25 @@ class ServedEngine:
             except Refused as refused:
                 call.refused = refused
                 raise told_error(refused.status, str(refused)) from refused
+            except ImageCountError as error:  # of the model's files: no other request would fare better
+                if call.conversation is not None:
+                    call.conversation.fatal = error
+                call.refused = Refused(500, str(error))
+                raise told_error(500, str(error)) from error
             except request_errors() as error:
                 if call.taken or (error.__cause__ is not None and not isinstance(error.__cause__, STUMBLES)):
                     raise
                 call.refused = Refused(400, str(error) or f"vLLM cannot take the request: {error.__cause__!r}")
                 raise told_error(400, str(call.refused)) from error
+
+    def _asked(self, call: Call, prompt: Any) -> Seen:
+        """The prompt with exact ids, and its images."""
+        ids = self._prompt_ids(call, prompt)
+        if (whole := call.expanded) is None or self._rules is None:
+            return Seen(ids)
+        if prompt["prompt_token_ids"] != whole.ids:
+            raise Refused(400, "truncate_prompt_tokens may cut an image in two: leave it out")
+        return whole if call.exact is None else continued(whole, call.exact, ids, self._rules)
 
     def _prompt_ids(self, call: Call, prompt: Any) -> list[int]:
         if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
@@ -223,7 +254,7 @@ class _Sampled:
     None, and `versions` are by choice.
     """
 
-    prompt_ids: list[int]
+    asked: Seen
     version: int | None
     params: "SamplingParams"
     versions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -248,7 +279,8 @@ class _Sampled:
             # Such as the grammar `root ::= root root`, which no text fits; vLLM would make a 500 of it.
             raise Refused(400, "no token fits what structured_outputs or response_format ask for: correct the grammar")
         versions = [(self.version, 0)] if self.version is not None else self.versions[choice.index]
-        known = {"prompt_ids": self.prompt_ids, "versions": versions, "routes": choice.routed_experts}
+        known = {"prompt_ids": self.asked.ids, "versions": versions, "routes": choice.routed_experts}
+        known |= {"images": self.asked.images, "image_spans": self.asked.spans}
         return Generation(ids, logprobs, choice.finish_reason, **known)
 
 

@@ -9,20 +9,32 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from generation.images import Image, ImageProcessor, ImageRules, StoredImage
 from sharding.ranks import agreed, all_reduce_sum, is_main, rank
 from trainer.algorithms.aggregation import token_mean_weights
 from trainer.build import check_model, joined, rank_device
 from trainer.config.schema import HeldOutConfig, TrainConfig
-from trainer.data import in_chunks, load_rows, load_tokenizer, prompt_content, prompt_messages, take
+from trainer.data import (
+    encoded_images,
+    in_chunks,
+    load_rows,
+    load_tokenizer,
+    messages_and_images,
+    prompt_content,
+    prompt_messages,
+    row_images,
+    stored_images,
+    take,
+)
 from trainer.engines import fetch_model
 from trainer.errors import UserError
 from trainer.learning.batching import deal, micro_batches
@@ -38,6 +50,9 @@ from trainer.run.screen import Progress, duration
 from trainer.run.watchdog import Watchdog
 from trainer.types import MicroBatch, Sample
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 _COMPARED = ("data", "model", "tokenizer", "run.seed")  # of a run's identity, besides lora and sft.batch_size
 _NO_ENGINE = ("memory/engine_gib_awake", "memory/engine_gib_asleep", "memory/offloaded_gib")
 _SILENCE_SECONDS = 10.0  # between lines on the screen
@@ -46,10 +61,24 @@ Piece = tuple[str, bool]  # a stretch of a transcript's text, and whether the as
 
 
 @dataclass
+class Transcript(Sample):
+    """A conversation; its images are read when and where it is trained."""
+
+    stored: tuple[StoredImage, ...] = ()
+
+    def seen(self) -> Sample:
+        """With its images. Raises UserError where one is not what it was."""
+        try:
+            return replace(self, images=tuple(image.read() for image in self.stored)) if self.stored else self
+        except ValueError as error:
+            raise UserError(f"an image of the data {error}") from error
+
+
+@dataclass
 class Transcripts:
     """Tokenised conversations; `dropped` counts those that were too long."""
 
-    samples: list[Sample]
+    samples: list["Transcript"]
     dropped: int
 
     def fingerprint(self) -> str:
@@ -57,6 +86,7 @@ class Transcripts:
         digest = hashlib.blake2b(digest_size=16)
         for sample in self.samples:
             digest.update(np.array([sample.input_ids, sample.loss_mask], np.int32).tobytes())
+            digest.update("".join(image.digest for image in sample.stored).encode())
             digest.update(b"/")
         return digest.hexdigest()
 
@@ -188,19 +218,20 @@ class SftRun:
         self.screen.note(f"{self.state.step} steps in {duration(self.state.seconds)}; the model is in {where}")
 
 
-def update(policy: Policy, samples: list[Sample], config: TrainConfig, pad_id: int, done: int) -> UpdateStats:
+def update(policy: Policy, samples: list[Transcript], config: TrainConfig, pad_id: int, done: int) -> UpdateStats:
     """One update on `samples`, which every rank passes alike and takes its share of, after `done` others."""
     tokens = sum(sample.trainable for sample in samples)  # all ranks know all samples, so it needs no exchange
     batches = batches_of(samples, config, pad_id, policy)
     return policy.update(batches, cross_entropy(tokens), temperature=1.0, place=done)
 
 
-def batches_of(samples: list[Sample], config: TrainConfig, pad_id: int, policy: Policy) -> list[MicroBatch]:
+def batches_of(samples: list[Transcript], config: TrainConfig, pad_id: int, policy: Policy) -> list[MicroBatch]:
     """This rank's share of the samples, which every rank passes alike, in micro-batches on the device. Collective."""
     ways, sizes = config.policy.sequence_parallel, policy.work.of
     worth, more = sizes.tokens_worth, sizes.image_token
     shares = deal([len(sample.input_ids) for sample in samples], worth, ways)
-    mine = [samples[i] for i in shares[rank()]]
+    with agreed("reading the images of the samples") if any(sample.stored for sample in samples) else nullcontext():
+        mine = [samples[i].seen() for i in shares[rank()]]
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
     return micro_batches(mine, budget, pad_id, policy.device, None, packing, ways, worth, more)
 
@@ -224,47 +255,111 @@ def load_transcripts(
     Raises UserError naming the row that does not fit, or when no row is left.
     """
     # Tools that the recipe describes are described to the warm start, too.
-    data = RolloutLevel(config, tokenizer).data
+    level = RolloutLevel(config, tokenizer)
+    data, rules = level.data, level.image_rules
     if held_out is not None:
         data = data.model_copy(update=held_out.model_dump(include={"path", "subset", "split"}))
-        data = data.model_copy(update={"prompt_key": held_out.prompt_key or data.prompt_key})
+        keys = {"prompt_key": held_out.prompt_key or data.prompt_key, "image_key": held_out.image_key or data.image_key}
+        data = data.model_copy(update=keys)
     config = config.model_copy(update={"data": data})
     rows = load_rows(config.data.path, config.data.subset, config.data.split)
     if held_out is not None and held_out.size is not None:
         rows = rows.select(range(min(held_out.size, len(rows))))
     limit = config.data.max_prompt_tokens + config.sft.max_tokens
     templated = config.data.apply_chat_template and tokenizer.chat_template is not None
-    samples: list[Sample] = []
-    for chunk in in_chunks(rows, config.data.path, lambda row: split_by_author(row, config, tokenizer, templated)):
-        samples += encode([pieces for _, _, pieces in chunk], tokenizer, templated)
+    samples: list[Transcript] = []
+    if rules is None:
+        for chunk in in_chunks(rows, config.data.path, lambda row: split_by_author(row, config, tokenizer, templated)):
+            samples += encode([pieces for _, _, pieces in chunk], tokenizer, templated)
+    else:
+        samples += _seen_rows(encoded_images(rows), config, rules, templated)
     kept = [sample for sample in samples if len(sample.input_ids) <= limit and sample.trainable]
     if not kept:
         raise UserError(f"no row of {config.data.path} has an assistant's words within {limit} tokens to learn from")
     return Transcripts(kept, dropped=len(rows) - len(kept))
 
 
+def _seen_rows(rows: "Dataset", config: TrainConfig, rules: ImageRules, templated: bool) -> Iterator[Transcript]:
+    """Rows that may have images, each of which is decoded once here, and not kept."""
+    data = config.data
+
+    def sources(row: dict[str, Any]) -> list[Any]:
+        """Up to the last assistant's turn: nothing is learned from others."""
+        if not templated:
+            return row_images(row, data, data.path)
+        messages, found = messages_and_images(_messages(row, config), row, data, data.path)
+        last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        contents = [message.get("content") for message in messages[: last + 1]]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        return found[: sum(part["type"] == "image" for part in parts)]
+
+    def read(row: dict[str, Any]) -> tuple[Transcript, tuple[Image, ...]] | None:
+        pieces = split_by_author(row, config, rules.processor, templated)
+        images = rules.read(sources(row))
+        return (_encode_seen(pieces, images, rules.processor, templated), images) if pieces else None
+
+    for chunk in in_chunks(rows, data.path, read):
+        for index, _, (sample, images) in ((index, row, found) for index, row, found in chunk if found is not None):
+            stored = stored_images(rows, index, sources, images, rules)
+            yield replace(sample, stored=stored[: len(sample.image_spans)])
+
+
+def _encode_seen(
+    pieces: list[Piece], images: tuple[Image, ...], processor: ImageProcessor, templated: bool
+) -> Transcript:
+    """As `encode`, of one row. What the assistant was shown within its own turn is context, too."""
+    if (found := sum(text.count(processor.image_token) for text, _ in pieces)) != len(images):
+        mark = processor.image_token
+        raise ValueError(f"has {len(images)} images, but {found} placeholders ({mark}) for them in its text")
+    encoded, spans, begin, rest = [], list[tuple[int, int]](), 0, images
+    for number, (text, _) in enumerate(pieces):
+        own, rest = rest[: (count := text.count(processor.image_token))], rest[count:]
+        ids, places = processor.expand(text, own, special=number == 0 and not templated)
+        spans += [(begin + start, length) for start, length in places]
+        encoded.append(ids)
+        begin += len(ids)
+    sample = _masked(encoded, [mine for _, mine in pieces], processor.tokenizer.eos_token_id)
+    sample.image_spans = tuple(span for span in spans if sum(span) <= len(sample.input_ids))
+    for start, length in sample.image_spans:
+        sample.loss_mask[start : start + length] = [0] * length
+    return sample
+
+
+def _messages(row: dict[str, Any], config: TrainConfig) -> list[dict[str, Any]]:
+    messages, completion = prompt_messages(row, config.data), row.get(config.sft.completion_key)
+    if completion is not None:
+        messages.append({"role": "assistant", "content": str(completion)})
+    return messages
+
+
 def split_by_author(
-    row: dict[str, Any], config: TrainConfig, tokenizer: PreTrainedTokenizerBase, templated: bool
+    row: dict[str, Any],
+    config: TrainConfig,
+    renderer: PreTrainedTokenizerBase | ImageProcessor,
+    templated: bool,
 ) -> list[Piece]:
     """A row's text in pieces, in turn what the assistant was given and what it wrote; the first is given.
 
-    Raises ValueError, a sentence about the row, when it lacks a prompt or a completion.
+    An image is a placeholder. Raises ValueError, a sentence about the row, when it lacks a prompt or a completion.
     """
     prompt, completion = prompt_content(row, config.data, templated), row.get(config.sft.completion_key)
     if isinstance(prompt, str) and completion is None:
         raise ValueError(f"has a prompt, but no completion in {config.sft.completion_key!r} (sft.completion_key)")
     if not templated:
         return [(prompt, False), (str(completion), True)]
-    messages = prompt_messages(row, config.data)
-    if completion is not None:
-        messages.append({"role": "assistant", "content": str(completion)})
+    messages = _messages(row, config)
+    if isinstance(renderer, ImageProcessor):
+        messages, _ = messages_and_images(messages, row, config.data, config.data.path)
     # The template is rendered up to each assistant turn and through it: the difference is the turn, markers and all.
     pieces: list[Piece] = []
     done = ""
     for index in [index for index, message in enumerate(messages) if message["role"] == "assistant"]:
         for end, mine in ((index, False), (index + 1, True)):
             settings = {"add_generation_prompt": not mine, **config.data.chat_template_kwargs}
-            text = str(tokenizer.apply_chat_template(messages[:end], tokenize=False, **settings))
+            if isinstance(renderer, ImageProcessor):
+                text = renderer.render(messages[:end], **settings)
+            else:
+                text = str(renderer.apply_chat_template(messages[:end], tokenize=False, **settings))
             if not text.startswith(done):
                 raise ValueError(f"cannot be learned from: the chat template changes what came before message {end}")
             pieces.append((text[len(done) :], mine))
@@ -272,7 +367,7 @@ def split_by_author(
     return pieces
 
 
-def encode(transcripts: list[list[Piece]], tokenizer: PreTrainedTokenizerBase, templated: bool) -> Iterator[Sample]:
+def encode(transcripts: list[list[Piece]], tokenizer: PreTrainedTokenizerBase, templated: bool) -> Iterator[Transcript]:
     """Tokenise piece by piece, so that prompts have the ids they have in a rollout; the mask goes by position.
 
     Of an assistant's piece only what it would sample counts, which ends with its first end-of-sequence token: a newline
@@ -285,19 +380,21 @@ def encode(transcripts: list[list[Piece]], tokenizer: PreTrainedTokenizerBase, t
     firsts = iter(_ids([pieces[0][0] for pieces in transcripts], tokenizer, add_special_tokens=not templated))
     others = iter(_ids([text for pieces in transcripts for text, _ in pieces[1:]], tokenizer, add_special_tokens=False))
     for pieces in transcripts:
-        input_ids = list(next(firsts))
-        mask = [0] * len(input_ids)
-        for _, mine in pieces[1:]:
-            piece = next(others)
-            sampled = len(piece) if mine else 0
-            if mine and eos in piece:
-                sampled = piece.index(eos) + 1
-            input_ids += piece
-            mask += [1] * sampled + [0] * (len(piece) - sampled)
-        end = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)
-        if input_ids[end - 1] != eos:  # a template without one; yet the model has to learn to stop
-            input_ids, mask, end = [*input_ids[:end], eos], [*mask[:end], 1], end + 1
-        yield Sample(input_ids[:end], mask[:end], [0.0] * end, advantage=0.0)
+        encoded = [next(firsts), *(next(others) for _ in pieces[1:])]
+        yield _masked(encoded, [mine for _, mine in pieces], eos)
+
+
+def _masked(pieces: list[list[int]], mine: list[bool], eos: int) -> Transcript:
+    """Pieces as one sample; see `encode`."""
+    input_ids, mask = list[int](), list[int]()
+    for piece, own in zip(pieces, mine, strict=True):
+        sampled = 0 if not own else piece.index(eos) + 1 if eos in piece else len(piece)
+        input_ids += piece
+        mask += [1] * sampled + [0] * (len(piece) - sampled)
+    end = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)
+    if input_ids[end - 1] != eos:  # a template without one; yet the model has to learn to stop
+        input_ids, mask, end = [*input_ids[:end], eos], [*mask[:end], 1], end + 1
+    return Transcript(input_ids[:end], mask[:end], [0.0] * end, advantage=0.0)
 
 
 def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[list[int]]:

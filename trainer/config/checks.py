@@ -77,7 +77,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_positions(config, command)
         problems += _check_lora(config, command)
     if command == "sft":
-        problems += ["data.max_images is set, but sft trains on text alone: set it to 0"] * bool(config.data.max_images)
+        problems += _check_images(config)
         problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
         problems += _check_run(config)
     else:
@@ -112,10 +112,6 @@ def _check_images(config: TrainConfig) -> Iterator[str]:
         return
     if os.path.isdir(config.model.path) and not sees(config.model.path):
         yield f"data.max_images is {data.max_images}, but {config.model.path} has no part for images (vision_config)"
-    if config.rollout.sampler is not None:
-        yield "data.max_images is set, but rollout.sampler takes prompts as text: use rollout.custom"
-    if config.rollout.client is not None:
-        yield "data.max_images is set, but rollout.client takes messages as text: use rollout.environment or custom"
     if config.rollout.tools and config.rollout.tool_parser == "inline":
         yield "data.max_images is set, but rollout.tool_parser is inline, which takes replies as text: use another"
     if clash := {"limit_mm_per_prompt", "mm_processor_cache_gb", "mm_processor_kwargs"} & config.engine.extra.keys():

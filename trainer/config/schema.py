@@ -427,6 +427,7 @@ class RolloutConfig(Section):
         data="those that come first in the data", longest_first="those whose last answers were longest",
     )  # fmt: skip
     max_image_mib: Count = key(32, "encoded images that tools, environments or clients may add to an episode")
+    fetch_images: bool = key(False, "fetch the images that clients name by address, from public addresses only")
     slice_tokens: Count | None = key(
         None, "tokens by which an answer grows at a time; it may go on in the next step, under new weights; null: all"
     )

@@ -250,11 +250,11 @@ class WandbCopy(Copy):
             return {}
         data = [[step, *(str(row.get(key, "")) for key in _ANSWER_COLUMNS), row.get("reward")] for row in rows]
         columns, wandb = ["step", *_ANSWER_COLUMNS, "reward"], sys.modules["wandb"]
-        if any(row.get("images") for row in rows):
-            columns.append("image")
-            for line, row in zip(data, rows, strict=True):
-                shown = row.get("images")
-                line.append(wandb.Image(Image.read(shown[0]).open()) if shown else None)
+        shown = [row.get("images") or [] for row in rows]
+        for n in range(max(map(len, shown))):
+            columns.append(f"image {n + 1}")
+            for line, own in zip(data, shown, strict=True):
+                line.append(wandb.Image(Image.read(own[n]).open()) if n < len(own) else None)
         return {"completions": wandb.Table(columns=columns, data=data)}
 
 

@@ -34,7 +34,8 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
 from generation.exact_ids import sampled_logprobs
 from generation.rollouts.episode import RolloutSettings
-from generation.rollouts.sampler_llm import PromptText, SamplerLLM
+from generation.rollouts.sampler_llm import SamplerLLM
+from generation.rollouts.sampler_prompts import PromptText
 from generation.yaml_files import read_yaml
 
 if TYPE_CHECKING:

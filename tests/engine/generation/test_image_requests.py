@@ -1,9 +1,12 @@
 """Requests with images to a real engine, beside plain Transformers."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import torch
 
@@ -11,11 +14,20 @@ from generation.engine.engine import Engine, Leader
 from generation.engine.images import ImageCountError
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
-from generation.exact_ids import Generation
-from generation.images import Image, ImageProcessor, Spans
+from generation.engine.slices import Slices
+from generation.exact_ids import Generation, joined
+from generation.images import Image, ImageProcessor, ImageRules, Spans, StoredImage
+from generation.rollouts.client import Client, ClientRollout
+from generation.rollouts.episode import PolicyLLM, RolloutSettings
+from generation.rollouts.run import run_episode
+from generation.rollouts.sampler import sample_batch
+from generation.rollouts.sampler_prompts import prompt_batch
+from generation.server import OpenAIServer, ServerSettings
+from generation.trajectory import Trajectory
 from sharding import WORKER_EXTENSION
 from tests.pictures import images
 from tests.sliced import Episodes
+from trainer.build import start_server
 
 PICTURES = images((98, 70), (56, 56), (30, 200))
 GREEDY = SamplingSettings(temperature=0.0, max_tokens=6)
@@ -116,3 +128,330 @@ def test_answers_to_images_that_are_cut_into_slices_are_those_that_are_not(seein
         cut = running.results()
     for one, other in zip(whole, cut, strict=True):
         assert len(one.token_ids) > 5 and one.token_ids == other.token_ids and one.logprobs == other.logprobs
+
+
+def shown(*parts: str | Image) -> dict[str, Any]:
+    """A user's message as OpenAI's clients have it."""
+    texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    content = [
+        {"type": "image_url", "image_url": {"url": part.data_url()}} if isinstance(part, Image) else part
+        for part in texts
+    ]
+    return {"role": "user", "content": content}
+
+
+def by_client(
+    seeing: Seeing, client: Client, row: tuple[Image, ...] = (), slice_tokens: int = 0, **rules: Any
+) -> list[Trajectory]:
+    """One greedy episode of a client, of a row with these images; in slices of so many tokens."""
+    sampling = SamplingSettings(max_tokens=6, temperature=0, stop_token_ids=[seeing.processor.tokenizer.eos_token_id])
+    settings = RolloutSettings(1, sampling, policy_version=0, seed=1, step=2)
+    found = ImageRules(**({"processor": seeing.processor, "most": 3} | rules))
+    ids, spans = seeing.processor.expand([user(*["" for _ in row], "what?")], row)
+    engine, tokenizer = seeing.leader.engine, seeing.processor.tokenizer
+    llm = PolicyLLM(engine, tokenizer, settings, 3, 1, ids, images=row, image_spans=spans, image_rules=found)
+    function = ClientRollout(client, start_server, 60)
+
+    async def go() -> list[Trajectory]:
+        gate = Slices(slice_tokens or 1)
+
+        async def open_again() -> None:
+            while True:
+                gate.open(0)
+                await gate.settled()
+
+        opening = asyncio.ensure_future(open_again())
+        try:
+            with gate.episode() as turnstile:
+                llm.turnstile = turnstile if slice_tokens else None
+                return await run_episode(function, llm, {"question": "what?"})
+        finally:
+            opening.cancel()
+            await function.aclose()
+
+    return seeing.leader.thread.run(go(), 90, "an episode")
+
+
+async def look_twice(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
+    """A turn with the row's image, and one with another."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as api:
+        [url] = row["images"]
+        first = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": row["question"]}]
+        messages: list[Any] = [{"role": "user", "content": first}]
+        answer = (await api.chat.completions.create(model=model, messages=messages)).choices[0].message
+        messages += [answer, shown("and this: ", PICTURES[1])]
+        await api.chat.completions.create(model=model, messages=messages)
+    return 0.5
+
+
+def test_a_client_s_two_turns_with_an_image_each_are_one_trajectory_with_the_log_probabilities_of_transformers(
+    seeing: Seeing,
+) -> None:
+    [trajectory] = by_client(seeing, look_twice, PICTURES[:1])
+    assert trajectory.turns == 2 and trajectory.images == PICTURES[:2] and trajectory.reward == 0.5
+    assert trajectory.metrics["server/retemplated"] == 0
+    whole = trajectory.prompt_ids + trajectory.response_ids
+    expected, spans = seeing.processor.expand([user("", "what?")], PICTURES[:1])
+    assert trajectory.prompt_ids == expected and trajectory.image_spans[:1] == spans
+    [pad] = seeing.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
+    start, length = trajectory.image_spans[1]
+    assert whole[start - 1 : start + length + 1] == [whole[spans[0][0] - 1], *[pad] * length, whole[sum(spans[0])]]
+    plain = seeing.plain_logprobs(whole, trajectory.images, trajectory.image_spans)[len(expected) - 1 :]
+    mask = torch.tensor(trajectory.loss_mask).bool()
+    gap = (torch.tensor(trajectory.logprobs) - plain)[mask].abs()
+    assert mask.sum() > 4 and gap.max() <= 1e-4
+    [cut] = by_client(seeing, look_twice, PICTURES[:1], slice_tokens=2)
+    assert cut.response_ids == trajectory.response_ids and cut.image_spans == trajectory.image_spans
+    torch.testing.assert_close(torch.tensor(cut.logprobs), torch.tensor(trajectory.logprobs), atol=2e-5, rtol=0)
+
+
+def test_the_rows_images_do_not_count_among_those_that_a_client_adds(seeing: Seeing) -> None:
+    added = len(PICTURES[1].data)
+    [trajectory] = by_client(seeing, look_twice, PICTURES[:1], max_bytes=added)
+    assert not trajectory.error
+    [failed] = by_client(seeing, look_twice, PICTURES[:1], max_bytes=added - 1)
+    assert "the request has images of" in failed.error
+
+
+def test_another_count_than_the_engines_ends_the_rollout_of_a_client(
+    seeing: Seeing, tiny_vlm: Callable[..., Path]
+) -> None:
+    other = ImageProcessor(str(tiny_vlm(largest_image=2)))  # to which that image has 2 tokens
+    with pytest.raises(ImageCountError, match=r"image 1 \(98 x 70 pixels\) takes 8 tokens in the engine, but 2 in"):
+        by_client(seeing, look_twice, PICTURES[:1], processor=other)
+
+
+def by_sampler(seeing: Seeing, sampler: Any, row: tuple[Image, ...], **rules: Any) -> list[Trajectory]:
+    """Two greedy samples of a prompt with the row's images."""
+    sampling = SamplingSettings(max_tokens=6, temperature=0, stop_token_ids=[seeing.processor.tokenizer.eos_token_id])
+    settings = RolloutSettings(2, sampling, policy_version=0, seed=1, step=2)
+    messages = [user(*["" for _ in row], "what?")]
+    ids, spans = seeing.processor.expand(messages, row)
+    stored = [StoredImage(lambda image=image: image.data, image.digest, image.size) for image in row]
+    batch = prompt_batch([ids], [0], seeing.processor.tokenizer, 2, [messages], images=[(stored, spans)])
+    found = ImageRules(**({"processor": seeing.processor, "most": 3} | rules))
+
+    async def score(trajectory: Trajectory) -> None: ...
+
+    work = sample_batch(seeing.leader.engine, seeing.processor.tokenizer, sampler, batch, settings, score, 60, found)
+    return seeing.leader.thread.run(work, 90, "a rollout")
+
+
+def chats(llm: Any, prompts: Any, params: Any) -> Any:
+    """A turn with the row's image, and one with another, in messages."""
+    turns = [list(prompt.messages) for prompt in prompts]
+    for messages, output in zip(turns, llm.chat(turns), strict=True):
+        messages += [{"role": "assistant", "content": output.outputs[0].text}, shown("and this: ", PICTURES[1])]
+    return llm.chat(turns)
+
+
+def texts(llm: Any, prompts: Any, params: Any) -> Any:
+    """The same in text, as vLLM's own prompts have it, and the row's image given by the prompt alone."""
+    more = (
+        "\n<|im_start|>user\nand this: <|vision_start|><|image_pad|><|vision_end|><|im_end|>\n<|im_start|>assistant\n"
+    )
+    given = {"image": [PICTURES[0].open(), PICTURES[1].open()]}
+    end = llm.get_tokenizer().eos_token
+    return llm.generate(
+        [
+            {"prompt": out.prompt + out.outputs[0].text + end + more, "multi_modal_data": given}
+            for out in llm.generate(prompts)
+        ]
+    )
+
+
+def tokens(llm: Any, prompts: Any, params: Any) -> Any:
+    """The same in ids."""
+    given = {"image": [PICTURES[0], PICTURES[1]]}
+    outputs = llm.generate([{"prompt_token_ids": prompt.token_ids} for prompt in prompts])
+    ids, _ = ImageProcessor(llm.engine.settings.model).expand("and this: <|image_pad|>", PICTURES[1:2])
+    return llm.generate(
+        [
+            {"prompt_token_ids": [*out.prompt_token_ids, *out.outputs[0].token_ids, *ids], "multi_modal_data": given}
+            for out in outputs
+        ]
+    )
+
+
+@pytest.mark.parametrize("sampler", [chats, texts, tokens])
+def test_a_sampler_s_two_turns_with_an_image_each_have_the_log_probabilities_of_transformers(
+    seeing: Seeing, sampler: Any
+) -> None:
+    for trajectory in by_sampler(seeing, sampler, PICTURES[:1]):
+        assert not trajectory.error and trajectory.turns == 2 and trajectory.images == PICTURES[:2]
+        whole = trajectory.prompt_ids + trajectory.response_ids
+        expected, spans = seeing.processor.expand([user("", "what?")], PICTURES[:1])
+        assert trajectory.prompt_ids == expected and trajectory.image_spans[:1] == spans
+        [pad] = seeing.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
+        start, length = trajectory.image_spans[1]
+        assert whole[start : start + length] == [pad] * seeing.processor.tokens(PICTURES[1].size)
+        plain = seeing.plain_logprobs(whole, trajectory.images, trajectory.image_spans)[len(expected) - 1 :]
+        mask = torch.tensor(trajectory.loss_mask).bool()
+        gap = (torch.tensor(trajectory.logprobs) - plain)[mask].abs()
+        assert mask.sum() > 4 and gap.max() <= 1e-4
+
+
+def asks(**prompt: Any) -> Any:
+    def sampler(llm: Any, prompts: Any, params: Any) -> Any:
+        return llm.generate([{"prompt": start, **prompt} for start in prompts])
+
+    return sampler
+
+
+@pytest.mark.parametrize(
+    ("sampler", "sentence"),
+    [
+        (asks(multi_modal_data={"image": PICTURES[1]}), "a prompt's images must begin with those of the prompt that"),
+        (asks(multi_modal_data={"image": [*PICTURES[:1]] * 4}), "a prompt has 4 images, more than data.max_images = 3"),
+        (asks(multi_modal_data={"image": PICTURES[:2]}), "a prompt has 1 images, but 0 placeholders"),
+        (
+            lambda llm, prompts, params: llm.generate(
+                [{"prompt": "<|image_pad|>", "multi_modal_data": {"image": b"x"}}]
+            ),
+            "a prompt has an image (1) that is not an image of a known kind",
+        ),
+        (
+            lambda llm, prompts, params: [[*out.outputs[0].token_ids, 5] for out in chats(llm, prompts, params)],
+            "holds 7 ids that the policy has not sampled",
+        ),
+    ],
+)
+def test_prompts_that_samplers_may_not_ask_are_refused_in_a_sentence(
+    seeing: Seeing, sampler: Any, sentence: str
+) -> None:
+    try:
+        errors = {trajectory.error for trajectory in by_sampler(seeing, sampler, PICTURES[:1])}
+    except ValueError as error:
+        errors = {str(error)}
+    assert len(errors) == 1 and sentence in errors.pop()
+
+
+def test_a_response_may_be_cut_before_an_image_but_not_within_it(seeing: Seeing) -> None:
+    def cut(at: int) -> Any:
+        def sampler(llm: Any, prompts: Any, params: Any) -> Any:
+            return [
+                joined(llm.history.generations[-1 - i].chain).response_ids[:at]
+                for i, _ in enumerate(chats(llm, prompts, params))
+            ]
+
+        return sampler
+
+    [whole, _] = by_sampler(seeing, chats, PICTURES[:1])
+    begin = whole.image_spans[1][0] - len(whole.prompt_ids)
+    for trajectory in by_sampler(seeing, cut(begin), PICTURES[:1]):
+        assert trajectory.images == PICTURES[:1] and trajectory.image_spans == whole.image_spans[:1]
+    with pytest.raises(ValueError, match="is cut within an image"):
+        by_sampler(seeing, cut(begin + 1), PICTURES[:1])
+
+
+@pytest.fixture(scope="module")
+def server(seeing: Seeing) -> Iterator[OpenAIServer]:
+    settings = ServerSettings(image_rules=ImageRules(seeing.processor, most=3, max_bytes=100_000), header_keys=True)
+    found = seeing.leader.thread.run(OpenAIServer.start(seeing.leader.engine, settings), 60, "starting a server")
+    yield found
+    seeing.leader.thread.run(found.stop(), 20, "stopping a server")
+
+
+def asked(server: OpenAIServer, path: str, key: str = "", **body: Any) -> tuple[int, dict[str, Any]]:
+    headers = {"x-hotbunk-trajectory": key} if key else {}
+    body = {"model": "policy", "temperature": 0, "max_tokens": 4} | body
+    answer = httpx.post(server.base_url + path, json=body, headers=headers, timeout=60)
+    return answer.status_code, answer.json()
+
+
+def taken(seeing: Seeing, server: OpenAIServer, key: str) -> list[Trajectory]:
+    async def take() -> list[Trajectory]:
+        return server.take(key)
+
+    return seeing.leader.thread.run(take(), 10, "taking trajectories")
+
+
+def url_part(url: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+
+LARGE = images((200, 200))[0]  # more than 100,000 bytes of noise
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        url_part("http://example.org/a.png"),
+        {},
+        "the request has an image (1) at a remote address (http://example.org/a",
+    ),
+    (url_part("file:///etc/hostname"), {}, "the request has an image (1) without a data URL"),
+    (url_part("/etc/hostname"), {}, "the request has an image (1) without a data URL"),
+    (url_part("data:image/png;base64,@@"), {}, "has an image (1) that is a data URL whose base64 is broken"),
+    (url_part("data:image/png;base64,AAAA"), {}, "the request has an image (1) that is not an image of a known kind"),
+    (shown(*[PICTURES[1]] * 4), {}, "the request has 4 images, more than data.max_images = 3"),
+    (shown(LARGE), {}, "more than rollout.max_image_mib"),
+    (shown(PICTURES[1], "<|image_pad|>"), {}, "the request has 1 images, but 2 placeholders (<|image_pad|>)"),
+    (shown(PICTURES[1]), {"truncate_prompt_tokens": 9}, "truncate_prompt_tokens may cut an image in two: leave it out"),
+    (
+        {"role": "user", "content": [{"type": "image_url", "image_url": {}, "uuid": "a"}]},
+        {},
+        "the request has an image (1) without a data URL",
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "more", "sentence"), REFUSED)
+def test_images_that_clients_may_not_send_are_refused_in_a_sentence(
+    server: OpenAIServer, message: dict[str, Any], more: dict[str, Any], sentence: str
+) -> None:
+    status, answer = asked(server, "/chat/completions", "a", messages=[message], **more)
+    assert status == 400 and sentence in answer["error"]["message"], answer
+
+
+def test_conversations_that_differ_in_an_image_alone_do_not_continue_each_other(
+    seeing: Seeing, server: OpenAIServer
+) -> None:
+    first = [[shown(image, "what?")] for image in (PICTURES[1], images((57, 56))[0])]
+    for messages in first:
+        said = asked(server, "/chat/completions", "two", messages=messages)[1]["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "sure?"}]
+    for messages in first:
+        assert asked(server, "/chat/completions", "two", messages=messages)[0] == 200
+    found = taken(seeing, server, "two")
+    assert [trajectory.turns for trajectory in found] == [2, 2]
+    assert [trajectory.images[0].size for trajectory in found] == [(56, 56), (57, 56)]
+    assert found[0].metrics["server/retemplated"] == 0
+
+
+def as_response(image: Image) -> dict[str, Any]:
+    content = [{"type": "input_image", "image_url": image.data_url(), "detail": "auto"}]
+    return {"role": "user", "content": [*content, {"type": "input_text", "text": "what?"}]}
+
+
+def as_message(image: Image) -> dict[str, Any]:
+    data = image.data_url().partition(",")[2]
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    return {"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [("/chat/completions", lambda i: shown(i, "what?")), ("/responses", as_response), ("/messages", as_message)],
+)
+def test_ids_only_grow_over_turns_with_images_in_every_dialect(
+    seeing: Seeing, server: OpenAIServer, path: str, form: Callable[[Image], dict[str, Any]]
+) -> None:
+    turns: list[Any] = [form(PICTURES[1])]
+    name = "input" if path == "/responses" else "messages"
+    length = {"max_output_tokens": 4, "max_tokens": None} if path == "/responses" else {}
+    status, answer = asked(server, path, path, **{name: turns}, **length)
+    assert status == 200, answer
+    if path == "/responses":
+        turns += answer["output"]
+    elif path == "/messages":
+        turns += [{"role": "assistant", "content": answer["content"]}]
+    else:
+        turns += [answer["choices"][0]["message"]]
+    status, answer = asked(server, path, path, **{name: [*turns, form(PICTURES[2])]}, **length)
+    assert status == 200, answer
+    [trajectory] = taken(seeing, server, path)
+    assert trajectory.turns == 2 and trajectory.images == PICTURES[1:3]
+    ids, spans = seeing.processor.expand([user("", "what?")], PICTURES[1:2])
+    assert trajectory.prompt_ids == ids and trajectory.image_spans[:1] == spans
+    plain = seeing.plain_logprobs(ids + trajectory.response_ids, trajectory.images, trajectory.image_spans)
+    mask = torch.tensor(trajectory.loss_mask).bool()
+    gap = (torch.tensor(trajectory.logprobs) - plain[len(ids) - 1 :])[mask].abs()
+    assert gap.max() <= 1e-4

@@ -14,7 +14,8 @@ from generation.engine.logits import engine_arguments
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.run import RolloutSettings, rollout
 from generation.rollouts.sampler import FnCallRolloutSampler, OneShotRolloutSampler, make_sampler, sample_batch
-from generation.rollouts.sampler_llm import PromptText, SamplerLLM, prompt_batch
+from generation.rollouts.sampler_llm import SamplerLLM
+from generation.rollouts.sampler_prompts import PromptText, prompt_batch
 from generation.trajectory import Trajectory
 from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import TinyModel

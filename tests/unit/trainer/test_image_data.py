@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -14,11 +15,13 @@ from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, sp
 from generation.rollouts.carried import CarriedGroup
 from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, parse_hermes, tools_by_name
 from generation.trajectory import Trajectory
+from sharding.ranks import RemoteError
 from tests.pictures import images, picture
 from trainer.carried import packed_groups, read_groups
+from trainer.commands.sft import Transcripts, batches_of, load_transcripts
 from trainer.config.checks import find_problems
 from trainer.config.recipe import load_config
-from trainer.config.schema import DataConfig
+from trainer.config.schema import DataConfig, TrainConfig
 from trainer.data import PromptDataset, load_prompts
 from trainer.errors import UserError
 from trainer.rewards.loading import OFFERED, bind_rewards
@@ -180,13 +183,71 @@ def test_a_tool_may_reply_with_pictures_whose_words_are_cut_as_others(rules: Ima
     assert isinstance(plain, str)
 
 
+def warm_start(folder: Path, model: Path, *rows: dict[str, Any], **data: Any) -> tuple[TrainConfig, Transcripts]:
+    (folder / "warm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(folder / "warm.jsonl"), "max_images": 3, "image_key": "seen"} | data
+    sft = {"completion_key": "completion", "max_tokens": 60}
+    config = TrainConfig.model_validate({"model": {"path": str(model)}, "data": data, "sft": sft})
+    return config, load_transcripts(config, AutoTokenizer.from_pretrained(model))
+
+
+def test_a_warm_start_has_the_images_of_its_rows_where_rollouts_have_them(
+    folder: Path, rules: ImageRules, tiny_vlm: Callable[..., Path], one_rank: None
+) -> None:
+    paths = [f"pictures/{width}.png" for width, _ in SIZES]
+    shown = {"role": "user", "content": [{"type": "image", "image": paths[2]}, {"type": "text", "text": "this?"}]}
+    said = {"role": "assistant", "content": "a star"}
+    # What comes after the last answer is not trained, its image neither.
+    talk = [{"role": "user", "content": "what?"}, said, shown, said, shown]
+    rows = [{"prompt": "what?", "seen": paths[:2], "completion": "a <circle>"}, {"messages": talk, "seen": []}]
+    config, found = warm_start(folder, tiny_vlm(), *rows)
+    first, second = found.samples
+    [prompt] = load(folder, rules, {"prompt": "what?", "seen": paths[:2]}, image_key="seen")
+    tokenizer, length = rules.processor.tokenizer, len(prompt.token_ids)
+    assert first.input_ids[:length] == list(prompt.token_ids) and first.image_spans == prompt.image_spans
+    assert tokenizer.decode(first.input_ids[length:]) == "a <circle><|im_end|>"
+    assert first.loss_mask == [0] * length + [1] * (len(first.input_ids) - length)
+    plain = [{"role": "user", "content": "what?"}, said, {**shown, "content": [{"type": "image"}, shown["content"][1]]}]
+    pictures = [Image.read(folder / path) for path in paths]
+    expected, spans = rules.processor.expand([*plain, said], pictures[2:], add_generation_prompt=False)
+    assert second.input_ids == expected[: len(second.input_ids)] and second.image_spans == spans
+    learned = [token for token, mine in zip(second.input_ids, second.loss_mask, strict=True) if mine]
+    assert tokenizer.decode(learned) == "a star<|im_end|>" * 2
+    assert first.images == second.images == ()  # read when they are trained
+    sizes = SimpleNamespace(tokens_worth=lambda count: count, image_token=0.0)
+    policy: Any = SimpleNamespace(work=SimpleNamespace(of=sizes), device="cpu")
+    batches = batches_of(found.samples, config, 0, policy)
+    places = [(place.image.digest, place.length) for batch in batches for place in batch.images]
+    assert sorted(places) == sorted((image.digest, rules.processor.tokens(image.size)) for image in pictures)
+    picture(31, 31).save(folder / paths[0])
+    with pytest.raises((UserError, RemoteError), match="an image of the data has changed since the data were read"):
+        batches_of(found.samples, config, 0, policy)
+    assert warm_start(folder, tiny_vlm(), *rows)[1].fingerprint() != found.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        (
+            {"prompt": "what?", "seen": ["pictures/98.png"] * 4, "completion": "a"},
+            "row 0 of .* has 4 images, more",
+        ),
+        ({"prompt": "<|image_pad|>", "seen": [], "completion": "a"}, "row 0 of .* has 0 images, but 1 placeholders"),
+        ({"prompt": "what?", "seen": ["no.png"], "completion": "a"}, r"row 0 of .* has an image \(1\) that cannot be"),
+    ],
+)
+def test_rows_of_a_warm_start_are_refused_as_those_of_training(
+    folder: Path, tiny_vlm: Callable[..., Path], row: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        warm_start(folder, tiny_vlm(), row)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"data.image_key": "image"}, "data.image_key is set, but data.max_images is 0"),
         ({"data.max_images": 1}, "has no part for images"),
-        ({"data.max_images": 1, "rollout.sampler": "a:b"}, "rollout.sampler takes prompts as text"),
-        ({"data.max_images": 1, "rollout.client": "a:b"}, "rollout.client takes messages as text"),
         ({"data.max_images": 1, "engine.extra": {"mm_processor_kwargs": {}}}, "engine.extra has mm_processor_kwargs"),
     ],
 )

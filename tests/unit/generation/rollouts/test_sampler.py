@@ -14,7 +14,8 @@ from generation.exact_ids import Generation, History, echoes, generations_of, jo
 from generation.importing import importable, load
 from generation.rollouts.episode import RolloutSettings
 from generation.rollouts.sampler import make_sampler, trajectories
-from generation.rollouts.sampler_llm import Prompts, PromptText, off_policy, prompt_batch
+from generation.rollouts.sampler_llm import off_policy
+from generation.rollouts.sampler_prompts import Prompts, PromptText, prompt_batch
 from generation.trajectory import Trajectory
 from tests.unit.small_tokenizer import small_tokenizer
 

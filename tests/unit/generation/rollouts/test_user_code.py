@@ -17,7 +17,7 @@ from generation.rollouts.client import Client, ClientRollout
 from generation.rollouts.episode import PolicyLLM, RolloutSettings
 from generation.rollouts.run import EpisodeSetup, rollout
 from generation.rollouts.sampler import sample_batch
-from generation.rollouts.sampler_llm import prompt_batch
+from generation.rollouts.sampler_prompts import prompt_batch
 from generation.rollouts.user_code import UserCodeError, call_user, contained, described
 from generation.trajectory import Trajectory
 from tests.unit.generation.rollouts.test_environments import Shop, agent
@@ -270,6 +270,9 @@ class Captured:
 
     def lost_keys(self, key: str) -> int:
         return 0
+
+    def fatal(self, key: str) -> None:
+        return None
 
     def take(self, key: str) -> list[Trajectory]:
         return [Trajectory(0, 0, [5], [6], [1], [-0.5]), Trajectory(0, 0, [5], [7], [1], [-0.5])]

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from generation.images import thumbnail
+from tests.pictures import images
 from trainer.run import tracking
 from trainer.run.tracking import NullTracker, make_tracker
 
@@ -109,6 +111,20 @@ def test_each_step_has_its_answers_as_a_table_and_the_end_has_the_curves(
     for step, row in enumerate(logs[:-1]):  # those from before the checkpoint, too
         assert row["completions"] == [columns, [step, "1+1", f"{step}\u2028", "", "", None]]
     assert len(logs) == 5 and logs[-1] == {"curves": tmp_path / "curves.png"} and calls[-1] == ("finish",)
+
+
+def test_the_table_has_a_column_for_each_image_of_an_answer(
+    tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["wandb"], "Image", lambda image: image.size)
+    tracker = make_tracker(tmp_path, {}, name="demo", wandb="offline")
+    shown = [thumbnail(image) for image in images((30, 20), (40, 10))]
+    tracker.completions(1, [{"text": "a", "images": shown}, {"text": "b"}, {"text": "c", "images": shown[1:]}])
+    tracker.log(1, metrics(1))
+    tracker.close()
+    [table] = [call[1]["completions"] for call in calls if call[0] == "log"]
+    assert table[0][-2:] == ["image 1", "image 2"]
+    assert [row[-2:] for row in table[1:]] == [[(30, 20), (40, 10)], [None, None], [(40, 10), None]]
 
 
 def test_a_divergence_and_a_gap_that_grows_raise_one_alert_each(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:

@@ -1,0 +1,280 @@
+"""A sampler's prompts (level 5): those that it is given, and the requests that it makes of them.
+
+They come in the many forms that vLLM takes; of a prompt that continues an earlier answer only the rest is encoded.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from generation.exact_ids import BEFORE, Generation, History, following, template_message, without_second_end
+from generation.images import Image, ImageRules, Seen, Spans, StoredImage, split_images
+from generation.rollouts.episode import RolloutSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = list[dict[str, Any]]
+
+
+class PromptText(str):
+    """A prompt's text, which knows the ids it stands for: an entry of a sampler's `prompts`.
+
+    Attributes:
+        token_ids: the prompt, chat template applied.
+        prompt_index, sample_index: the trajectory that begins with it; each prompt occurs once for every sample.
+        messages: those it was rendered from, or None.
+        row: the dataset's row.
+        metrics: figures of this trajectory, by name, to be filled in by the sampler.
+        images, image_spans: as of `Trajectory`; the messages hold the images, too.
+    """
+
+    token_ids: list[int]
+    prompt_index: int
+    sample_index: int
+    messages: Messages | None
+    row: Mapping[str, Any]
+    metrics: dict[str, float]
+    images: tuple[Image, ...]
+    image_spans: Spans
+
+    def __new__(
+        cls,
+        text: str,
+        token_ids: Sequence[int],
+        prompt_index: int = 0,
+        sample_index: int = 0,
+        messages: Messages | None = None,
+        row: Mapping[str, Any] | None = None,
+        images: tuple[Image, ...] = (),
+        image_spans: Spans = (),
+    ) -> "PromptText":
+        self = super().__new__(cls, text)
+        self.token_ids, self.row, self.images, self.image_spans = list(token_ids), row or {}, images, image_spans
+        self.messages = _with_images(split_images(messages, images)[0], images) if messages and images else messages
+        self.prompt_index, self.sample_index, self.metrics = prompt_index, sample_index, {}
+        return self
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Prompt and sample index."""
+        return self.prompt_index, self.sample_index
+
+
+def prompt_batch(
+    prompts: Sequence[Sequence[int]],
+    indices: Sequence[int],
+    tokenizer: "PreTrainedTokenizerBase",
+    group_size: int,
+    messages: Sequence[Messages | None] | None = None,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    images: Sequence[tuple[Sequence[StoredImage], Spans]] | None = None,
+) -> list[PromptText]:
+    """A sampler's prompts: those at `indices` among `prompts` (ids), each once for every sample of its group. Raises
+    ValueError where an image is gone.
+    """
+    batch = list[PromptText]()
+    for i in indices:
+        text, (stored, spans) = tokenizer.decode(list(prompts[i])), images[i] if images else ((), ())
+        read = tuple(image.read() for image in stored)
+        told = messages[i] if messages else None, rows[i] if rows else None, read, spans
+        batch += [PromptText(text, prompts[i], i, sample, *told) for sample in range(group_size)]
+    return batch
+
+
+def _with_images(messages: Messages, images: Iterable[Image]) -> Messages:
+    """Messages whose places for images (`split_images`) hold these."""
+    rest = iter(images)
+
+    def filled(part: dict[str, Any]) -> dict[str, Any]:
+        return part | {"image": next(rest)} if part["type"] == "image" else part
+
+    lists = [(message, message.get("content")) for message in messages]
+    return [
+        message | ({"content": [*map(filled, parts)]} if isinstance(parts, list) else {}) for message, parts in lists
+    ]
+
+
+@dataclass
+class Request:
+    """One prompt of a call, ready for the engine; `place`, `position` and `parent` as in `Generation`."""
+
+    seen: Seen
+    text: str
+    position: int
+    place: tuple[int, int]
+    parent: Generation | None = None
+    messages: Messages | None = None
+
+    def __post_init__(self) -> None:
+        if self.parent is not None:
+            self.parent.continued = True
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt."""
+        return self.seen.ids
+
+
+class Prompts:
+    """Turns a call's prompts into requests: finds the answers that they continue, and encodes the new text."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        settings: RolloutSettings,
+        batch: Sequence[PromptText],
+        history: History,
+        rules: ImageRules | None = None,
+    ) -> None:
+        """`rules`: how images are treated; None: prompts have none."""
+        self._rules = rules
+        self._tokenizer, self._settings, self._batch, self._history = tokenizer, settings, list(batch), history
+
+    def requests(self, prompts: Any) -> list[Request]:
+        """Of a prompt or several: texts, lists of ids, or dictionaries with `prompt_token_ids` or `prompt`, and
+        `multi_modal_data`.
+        """
+        one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        given = [prompts] if one else list(prompts)
+        return [self._request(prompt, i, self._place(i, len(given))) for i, prompt in enumerate(given)]
+
+    def chat_requests(self, messages: Any, tools: Any, template_kwargs: Mapping[str, Any]) -> list[Request]:
+        """Of one or several conversations."""
+        if not messages:
+            raise ValueError("llm.chat needs messages: a conversation, or a list of them")
+        chats = [messages] if isinstance(messages[0], Mapping) else messages
+        kwargs = {"add_generation_prompt": True} | self._settings.chat_template_kwargs | dict(template_kwargs)
+        return [
+            self._chat_request([dict(m) for m in chat], i, self._place(i, len(chats)), tools, kwargs)
+            for i, chat in enumerate(chats)
+        ]
+
+    def _request(self, prompt: Any, position: int, place: tuple[int, int]) -> Request:
+        """Of a prompt in any form. One that continues an answer has its ids, its images, and its place."""
+        given: Any = []
+        if isinstance(prompt, Mapping):
+            given = (prompt.get("multi_modal_data") or {}).get("image") or []
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+        images = self._read(given if isinstance(given, list | tuple) else [given])
+        if isinstance(prompt, PromptText):
+            return self._checked(Request(self._then(_seen(prompt), "", images), prompt, position, prompt.place))
+        if not isinstance(prompt, str):
+            prompt = [int(token) for token in prompt]
+        parent = self._history.before(prompt, position)
+        place = parent.place if parent else place
+        if not isinstance(prompt, str):
+            seen = self._of_ids(prompt, parent, images)
+            return self._checked(Request(seen, self._tokenizer.decode(prompt), position, place, parent))
+        if parent:
+            seen = self._then(_seen(parent), prompt[len(parent.prompt_text + parent.text) :], images, parent)
+        elif start := max((p for p in self._batch if prompt.startswith(p)), key=len, default=None):
+            seen = self._then(_seen(start), prompt[len(start) :], images)
+        else:
+            seen = self._then(Seen([]), prompt, images, special=True)
+        return self._checked(Request(seen, prompt, position, place, parent))
+
+    def _chat_request(
+        self, messages: Messages, position: int, place: tuple[int, int], tools: Any, kwargs: dict[str, Any]
+    ) -> Request:
+        """Of a conversation; only the messages after the last known answer are rendered."""
+        images: tuple[Image, ...] = ()
+        if self._rules is not None:
+            plain, sources = split_images(messages)
+            images = self._read(sources)
+            messages = _with_images(plain, images)
+        plain = [template_message(message) for message in messages]
+        if (known := self._history.known_prefix(messages, position)) and (parent := known.answer):
+            text = following(self._rendered([*BEFORE, *plain[known.messages :]], **kwargs))
+            seen = self._then(_seen(parent), text, images, parent)
+            text = self._tokenizer.decode(seen.ids)
+            return self._checked(Request(seen, text, position, parent.place, parent, messages))
+        # A conversation that is no more than one of the batch's own prompts has that prompt's ids.
+        same = [] if tools is not None else [prompt for prompt in self._batch if prompt.messages == messages]
+        if same:
+            own = next((prompt for prompt in same if prompt.place == place), same[0])
+            return Request(_seen(own), own, position, place, messages=messages)
+        text = self._rendered(plain, tools=tools, **kwargs)
+        return self._checked(Request(self._then(Seen([]), text, images), text, position, place, messages=messages))
+
+    def _rendered(self, messages: Messages, **kwargs: Any) -> str:
+        if self._rules is not None:
+            return self._rules.processor.render(messages, **kwargs)
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+
+    def _read(self, sources: Sequence[Any]) -> tuple[Image, ...]:
+        if sources and self._rules is None:
+            raise ValueError("a prompt has images, but the run has none: set data.max_images")
+        with _of_a_prompt():
+            return self._rules.read(sources) if self._rules is not None else ()
+
+    def _then(
+        self,
+        start: Seen,
+        text: str,
+        images: tuple[Image, ...],
+        parent: Generation | None = None,
+        special: bool = False,
+    ) -> Seen:
+        """What text stands for behind `start`, the end of which it may repeat where that is an answer, `parent`.
+
+        `images` are none, or all: those of `start`, and then one for each placeholder in the text. `special`: the
+        tokenizer adds its special tokens.
+        """
+        spans: Spans = ()
+        if later := _further(start, images):
+            assert self._rules is not None
+            with _of_a_prompt():
+                added, spans = self._rules.processor.expand(text, later, special=special)
+        else:
+            added = list(self._tokenizer(text, add_special_tokens=special)["input_ids"]) if text or special else []
+        ends = {self._tokenizer.eos_token_id, *self._settings.sampling.stop_token_ids}
+        kept = added if parent is None else without_second_end(parent.ids[-1], added, ends)
+        cut = len(added) - len(kept)
+        return start.followed_by(kept, later, tuple((begin - cut, length) for begin, length in spans))
+
+    def _of_ids(self, ids: list[int], parent: Generation | None, images: tuple[Image, ...]) -> Seen:
+        """Ids in which each image has as many tokens as it takes."""
+        if self._rules is None:
+            return Seen(ids)
+        begins = (p for p in self._batch if ids[: len(p.token_ids)] == p.token_ids)
+        known = parent or next(begins, None)
+        start = _seen(known) if known is not None else Seen([])
+        added, later = ids[len(start.ids) :], _further(start, images)
+        with _of_a_prompt():
+            return start.followed_by(added, later, self._rules.processor.spans(added, later))
+
+    def _checked(self, request: Request) -> Request:
+        """The request. Raises ValueError where its images, but for those of the row, are too large together."""
+        if self._rules is not None:
+            own = (image for prompt in self._batch if prompt.place == request.place for image in prompt.images)
+            with _of_a_prompt():
+                self._rules.check_bytes(request.seen.images, {image.digest for image in own})
+        return request
+
+    def _place(self, position: int, width: int) -> tuple[int, int]:
+        """The place that decides the seed of a prompt that is not one of the batch's: the batch's at its position."""
+        return self._batch[position].place if width == len(self._batch) else (-1 - position, 0)
+
+
+@contextmanager
+def _of_a_prompt() -> Iterator[None]:
+    """A ValueError within is a sentence without its subject."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"a prompt {error}") from error
+
+
+def _seen(known: PromptText | Generation) -> Seen:
+    if isinstance(known, PromptText):
+        return Seen(known.token_ids, known.images, known.image_spans)
+    return Seen(known.ids, known.images, known.image_spans)
+
+
+def _further(start: Seen, images: tuple[Image, ...]) -> tuple[Image, ...]:
+    """Those of `images` that `start` has not. Raises ValueError where it has others."""
+    if images and images[: len(start.images)] != start.images:
+        raise ValueError("a prompt's images must begin with those of the prompt that it continues")
+    return images[len(start.images) :]

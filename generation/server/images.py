@@ -1,0 +1,126 @@
+"""Images in clients' requests: read as the run reads its own, and their placeholders expanded by the run's processor.
+
+vLLM renders the chat, whichever dialect it came in; it neither fetches nor decodes an image itself, nor does it decide
+where one stands. The two methods of its renderer that are replaced are those of 0.32.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from generation.exact_ids import KnownPrefix
+from generation.images import Image, ImageRules, Seen
+from generation.server.conversations import CURRENT, Refused
+from generation.server.fetching import fetch
+
+if TYPE_CHECKING:
+    from vllm.renderers.base import BaseRenderer
+
+
+def continued(whole: Seen, exact: KnownPrefix, ids: list[int], rules: ImageRules) -> Seen:
+    """The messages rendered as `whole`, with `ids`, which begin with the exact ones where these could be kept.
+
+    What follows the exact ids is the end of the whole; images before are where the known answer had them. Refused where
+    those are others.
+    """
+    begin = len(exact.ids)
+    if ids == whole.ids or ids[:begin] != exact.ids:
+        return whole
+    moved, rest = len(ids) - len(whole.ids), len(whole.ids) - (len(ids) - begin)
+    later = [(start + moved, length) for start, length in whole.spans if start >= rest]
+    earlier = whole.images[: len(whole.images) - len(later)]
+    if exact.answer is None:
+        try:
+            return Seen(ids, whole.images, (*rules.processor.spans(exact.ids, earlier), *later))
+        except ValueError as error:
+            raise Refused(400, f"the request {error}: its ids are not those of its messages") from error
+    if exact.answer.images != earlier:
+        raise Refused(400, "the images of the messages are not those of the answer that they continue")
+    return Seen(ids, whole.images, (*exact.answer.image_spans, *later))
+
+
+def see(renderer: "BaseRenderer", rules: ImageRules) -> None:
+    """Have the renderer of a running engine take images as `rules` say, and note them in the call that it serves."""
+    render, tokenize = type(renderer).render_messages_async, renderer._tokenize_prompt_async
+
+    async def render_messages(messages: Sequence[Any], params: Any) -> Any:
+        return await render(renderer, await _with_images(messages, rules), params)
+
+    async def tokenize_prompt(prompt: Any, params: Any) -> Any:
+        found = prompt.get("multi_modal_data") or {}
+        if not found:
+            return await tokenize(prompt, params)
+        images = tuple(found.get("image", ()))
+        with _of_the_request():
+            if [*found] != ["image"] or not all(isinstance(image, Image) for image in images):
+                raise ValueError("has images in a form that is not served: send them as image_url")
+        with _of_the_request():
+            special = params.add_special_tokens
+            ids, spans = await asyncio.to_thread(rules.processor.expand, prompt["prompt"], images, special=special)
+        if (call := CURRENT.get()) is not None:
+            call.expanded = Seen(ids, images, spans)
+        return {"prompt": prompt["prompt"], "prompt_token_ids": ids}
+
+    renderer.render_messages_async = render_messages  # type: ignore[method-assign]
+    renderer._tokenize_prompt_async = tokenize_prompt
+
+
+@contextmanager
+def _of_the_request() -> Iterator[None]:
+    """A ValueError within is a sentence about the request without its subject: the client is told."""
+    try:
+        yield
+    except ValueError as error:
+        refused = Refused(400, f"the request {error}")
+        if (call := CURRENT.get()) is not None:
+            call.refused = refused
+        raise refused from error
+
+
+async def _with_images(messages: Sequence[Any], rules: ImageRules) -> list[Any]:
+    """Messages whose images have been read. Refused where one is not to be had."""
+    own = [dict(message) if isinstance(message, Mapping) else message for message in messages]
+    places: list[tuple[list[Any], int]] = []
+    for message in own:
+        if not isinstance(message, dict) or isinstance(content := message.get("content"), str | None):
+            continue
+        message["content"] = parts = list(content)  # pydantic's are read once only
+        places += [(parts, index) for index, part in enumerate(parts) if _is_image(part)]
+    if not places:
+        return own
+    with _of_the_request():
+        if len(places) > rules.most:
+            raise ValueError(f"has {len(places)} images, more than data.max_images = {rules.most}")
+        given = (_source(parts[index]) for parts, index in places)
+        sources = [await _local(source, number, rules) for number, source in enumerate(given, start=1)]
+        images = await asyncio.to_thread(rules.read, sources)
+        if (call := CURRENT.get()) is not None:  # no question about the ids alone
+            images = call.admit(images, rules)
+    for (parts, index), image in zip(places, images, strict=True):
+        parts[index] = {"type": "image_pil", "image_pil": image}  # which vLLM hands on as it is
+    return own
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and (part.get("type") in ("image_url", "input_image") or "image_url" in part)
+
+
+def _source(part: Mapping[str, Any]) -> Any:
+    found = part.get("image_url")
+    return found.get("url") if isinstance(found, Mapping) else found
+
+
+async def _local(source: Any, number: int, rules: ImageRules) -> Any:
+    """A data URL, or the bytes that were fetched. Anything else would be a file of this machine."""
+    if not isinstance(source, str) or not source.startswith(("data:", "http://", "https://")):
+        raise ValueError(f"has an image ({number}) without a data URL: send data:image/…;base64")
+    if source.startswith("data:"):
+        return source
+    if not rules.fetch:
+        remedy = "send it as a data URL, or have it fetched (rollout.fetch_images: true, --fetch-images)"
+        raise ValueError(f"has an image ({number}) at a remote address ({source[:60]}): {remedy}")
+    try:
+        return await fetch(source, rules.max_bytes)
+    except ValueError as error:
+        raise ValueError(f"has an image ({number}) that {error}") from error
