@@ -26,13 +26,14 @@ from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 import hotbunk_torchvision
+from tests.distributed import preloaded
 from trainer.run import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 _DONE = "HOTBUNK_TEST_DONE"  # the folder in which each rank leaves its number at its end
 _GRACE_SECONDS = 3.0  # what the others have to tell and leave by themselves, when a rank has failed
 
-multiprocessing.set_forkserver_preload(["pytest", "trainer.loop", "vllm.v1.engine.async_llm"])
+multiprocessing.set_forkserver_preload(["pytest", *preloaded.MODULES])
 
 
 def run_ranks(
@@ -64,7 +65,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as done:
         log = Path(done) / "output"
         log.touch()
-        given = (environment | {_DONE: done}, log, target, arguments or [])
+        given = (environment | {_DONE: done}, log, not images, target, arguments or [])
         with patch.dict(os.environ, {hotbunk_torchvision.SHOWN: "1"} if images else {}):
             method = "spawn" if images else "forkserver"
             ranks = start_processes(_run_rank, given, nproc, join=False, start_method=method)
@@ -120,7 +121,7 @@ def _kill_tree(pid: int) -> None:
 
 
 def _run_rank(
-    rank: int, environment: dict[str, str], log: Path, target: Callable[..., Any], arguments: list[str]
+    rank: int, environment: dict[str, str], log: Path, forked: bool, target: Callable[..., Any], arguments: list[str]
 ) -> NoReturn:
     """What each rank is, from its first line to its end."""
     os.setsid()
@@ -131,6 +132,8 @@ def _run_rank(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
+    if forked:
+        preloaded.plant()
 
     def main() -> int:
         target(*arguments)

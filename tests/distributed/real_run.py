@@ -86,10 +86,12 @@ class Run:
         phases: Path | None = None,
         stale: str | None = None,
         imports: Path | None = None,
+        preloaded: bool = False,
     ) -> None:
         """`phases` is a folder in which each rank keeps the name of the phase it is in. `stale` is VERSION:TOKEN: with
         weights of that version, engines have the token's embedding of the one before, which no verification sees.
-        `imports` is a file in which every process notes what it imports to see images.
+        `imports` is a file in which every process notes what it imports to see images. `preloaded`: ranks and engines
+        are forked (see `preloaded.py`), where processes are not what is looked at.
         """
         self.folder = recipe.parent / "runs" / name
         self.mark = uuid.uuid4().hex
@@ -110,6 +112,11 @@ class Run:
                 paths = [str(ROOT / "tests/distributed/changing"), *filter(None, [os.environ.get("PYTHONPATH")])]
                 environment |= {variable: str(value), "PYTHONPATH": ":".join(paths)}
         command = ["bash", str(ROOT / "scripts/train.sh"), str(recipe), "--run.name", name, *arguments]
+        if preloaded:
+            launch = ["-m", "tests.distributed.preloaded", "--nproc-per-node", str(ranks), "-m", "trainer", "train"]
+            command = [sys.executable, *launch, *command[2:]]
+            paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+            environment |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": ":".join(paths)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -176,14 +183,14 @@ class Run:
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks, in order."""
-        ranks: dict[str, psutil.Process] = {}
+        ranks: dict[int, psutil.Process] = {}
         for guardian in self.processes("guardian.py"):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                # The outer guardian's child is the inner one; the rank is that one's oldest, and gets no other name.
-                for child in guardian.children():
-                    if "-m trainer" in " ".join(child.cmdline()) and child.environ().get("RANK"):
-                        ranks.setdefault(child.environ()["RANK"], child)
-        return [ranks[number] for number in sorted(ranks, key=int)]
+            with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+                # The inner one's last arguments: its child, the process above it, a folder, and the child's name.
+                child, _, _, name = guardian.cmdline()[-4:]
+                if name.startswith("rank "):
+                    ranks[int(name.removeprefix("rank "))] = psutil.Process(int(child))
+        return [ranks[number] for number in sorted(ranks)]
 
     def guardians(self) -> list[psutil.Process]:
         """The ranks' guardians, inner and outer."""

@@ -28,7 +28,7 @@ def small_recipe(folder: Path, model: Path, **overrides: dict[str, Any]) -> Path
 
 
 def finished(recipe: Path, *arguments: str, ranks: int, name: str) -> Run:
-    run = Run(recipe, *arguments, ranks=ranks, name=name)
+    run = Run(recipe, *arguments, ranks=ranks, name=name, preloaded=True)
     assert run.wait() == 0, run.output()
     run.assert_gone()
     return run

@@ -30,7 +30,8 @@ def test_answers_go_on_under_new_weights_and_from_a_checkpoint_on_another_number
         tracking={"completions_per_step": 100},
         policy={"lr": 3e-3},
     )
-    run = Run(recipe, stale=f"5:{AutoTokenizer.from_pretrained(model).convert_tokens_to_ids('=')}")
+    stale = f"5:{AutoTokenizer.from_pretrained(model).convert_tokens_to_ids('=')}"
+    run = Run(recipe, stale=stale, preloaded=True)
     assert run.wait() == 0, run.output()
     run.assert_gone()
     rows = run.rows()
@@ -45,7 +46,8 @@ def test_answers_go_on_under_new_weights_and_from_a_checkpoint_on_another_number
     # the weights are; from then on weights differ in the last bit, as sums over one rank and over two do.
     saved = next(step for step in range(2, 5) if rows[step - 1]["carry/answers"])
     resume = str(run.folder / "checkpoints" / f"step_{saved}")
-    alone = Run(recipe, "--checkpoint.resume", resume, "--run.steps", str(saved + 1), ranks=1, name="alone")
+    further = ["--checkpoint.resume", resume, "--run.steps", str(saved + 1)]
+    alone = Run(recipe, *further, ranks=1, name="alone", preloaded=True)
     assert alone.wait() == 0, alone.output()
     alone.assert_gone()
     assert answers(alone, saved + 1) == answers(run, saved + 1)

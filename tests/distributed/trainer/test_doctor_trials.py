@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import preloaded
 from tests.distributed.launch import run_ranks
 from trainer.commands import doctor_trials
 from trainer.run import processes
@@ -13,6 +14,7 @@ from trainer.run import processes
 def one_trial(name: str, findings: str) -> None:
     """A rank."""
     processes.start_guardian()
+    preloaded.plant()
     assert doctor_trials.main(name, "cpu", Path(findings)) == 0
 
 

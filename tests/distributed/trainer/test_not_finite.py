@@ -24,7 +24,7 @@ def test_weights_that_are_not_finite_end_the_run_and_are_named(tiny_model: TinyM
         policy={"offload": "all"},
         reward={"functions": [{"name": "exact_match"}]},
     )
-    run = Run(recipe)
+    run = Run(recipe, preloaded=True)
     assert run.wait() != 0, run.output()
     run.assert_gone()
     words = " ".join(run.output().split())

@@ -37,7 +37,10 @@ def side_by_side(recipe: Path) -> tuple[Run, Run]:
     """At the same time: a run of six steps on two ranks, with three evaluations, that nothing happens to but being
     watched; and two steps of the same with one engine for both ranks."""
     one_engine = ["--engine.tensor_parallel_size=2", "--run.steps=2", "--eval.every=0"]
-    runs = Run(recipe, "--run.profile", "[2, 3]", name="whole"), Run(recipe, *one_engine, name="one-engine")
+    runs = (
+        Run(recipe, "--run.profile", "[2, 3]", name="whole"),
+        Run(recipe, *one_engine, name="one-engine", preloaded=True),
+    )
     runs[0].watch_listening()
     for run in runs:
         assert run.wait() == 0, run.output()
@@ -55,7 +58,7 @@ def whole(side_by_side: tuple[Run, Run]) -> Run:
 def overdue(recipe: Path) -> Run:
     """The same again, but for an evaluation after each step, until an engine is stopped in the third or a later one."""
     often = ["--eval.every=1", "--eval.samples=3", "--eval.temperature=1", "--eval.k=[1, 3]"]
-    run = Run(recipe, *often, "--run.steps=100000", "--run.step_deadline_s=8", name="overdue")
+    run = Run(recipe, *often, "--run.steps=100000", "--run.step_deadline_s=8", name="overdue", preloaded=True)
     try:
         run.wait_for_steps(3)
         run.engines()[0].send_signal(signal.SIGSTOP)
@@ -171,11 +174,11 @@ def test_a_run_in_shared_memory_learns_and_is_continued_by_one_that_copies(
         checkpoint={"every": 3},
         eval={"every": 3},
     )
-    shared = Run(recipe, ranks=1, name="run")
+    shared = Run(recipe, ranks=1, name="run", preloaded=True)
     assert shared.wait() == 0, shared.output()
     shared.assert_gone()
     assert "sync.way is zero_copy, since one rank and its engine keep weights alike" in shared.output()
-    copying = Run(recipe, "--sync.way", "staged", "--run.steps", "5", ranks=1, name="run")
+    copying = Run(recipe, "--sync.way", "staged", "--run.steps", "5", ranks=1, name="run", preloaded=True)
     assert copying.wait() == 0, copying.output()
     rows = copying.rows()
     assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4, 5]
@@ -198,7 +201,7 @@ def test_a_run_whose_engines_read_the_ranks_shards_is_the_run_that_stages_them(
         checkpoint={"every": 2},
         eval={"every": 3},
     )
-    runs = [Run(recipe, "--sync.way", way, name=way) for way in ("auto", "staged")]
+    runs = [Run(recipe, "--sync.way", way, name=way, preloaded=True) for way in ("auto", "staged")]
     for run in runs:
         assert run.wait() == 0, run.output()
     assert "sync.way is pull, since the engine can read all shards here" in runs[0].output()
@@ -268,7 +271,7 @@ def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(re
     Bit for bit, with the engine's packed weights: unpacked ones go through MKL, whose last bit depends on how many
     requests happen to be decoded together. tests/distributed/killed_run.py does more of it.
     """
-    broken = disturbed(recipe, draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed")
+    broken = disturbed(recipe, draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed", preloaded=True)
     assert broken.failures == []
     assert unequal(whole, broken.run) == []
     outputs = [log.read_text() for log in recipe.parent.glob("disturbed-*.log")]
