@@ -12,6 +12,7 @@ the suite's, on imports. What torchrun itself does to ranks, test_run.py and tes
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -132,6 +133,7 @@ def _run_rank(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
+    gc.freeze()  # what has been imported: a collection that looks at it takes half a second, and there are many
     if forked:
         preloaded.plant()
 

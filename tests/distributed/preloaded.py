@@ -1,7 +1,7 @@
 """Processes that are forked from one that has imported everything, for tests of what they compute.
 
-A rank imports for 12 s of CPU time, the core of its engine for 10 s more: a suite with many runs would spend most of its
-time so.
+A rank imports for 12 s of CPU time, and the core of its engine for 10 s more: of many runs that would be most of the
+time.
 
     python -m tests.distributed.preloaded --nproc-per-node 2 -m trainer train RECIPE   # what scripts/train.sh ends in
     plant()                                                                            # in a rank: engines are forked
@@ -10,6 +10,7 @@ The launcher is the real one, with torchrun's own agent, whose ranks are forked 
 processes, and what it learns of them from their command lines, it does to runs of `scripts/train.sh` itself.
 """
 
+import gc
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
@@ -89,6 +90,7 @@ def _fork_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> subp
 def _be_rank(args: tuple[str, ...], env: dict[str, str]) -> NoReturn:
     code: Any = 1
     try:
+        gc.freeze()
         os.setsid()
         os.environ.clear()
         os.environ.update(env)
