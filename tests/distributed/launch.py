@@ -15,6 +15,8 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import runpy
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -81,6 +83,21 @@ def run_ranks(
     return output
 
 
+def run_script(script: Path, arguments: list[str], folder: Path, timeout: float) -> str:
+    """What a script prints that is run in this folder, forked as ranks are.
+
+    Raises AssertionError with its output where it fails or takes longer than `timeout` seconds.
+    """
+    log = folder / f"{script.stem}.log"
+    given = (os.environ | {"PYTHONPATH": str(ROOT)}, log, script, arguments)
+    process = start_processes(_run_script, given, 1, join=False, start_method="forkserver")
+    assert process is not None
+    failure = _wait(process, timeout)
+    printed = log.read_text(errors="replace")
+    assert not failure, f"{failure}:\n{printed}"
+    return printed
+
+
 def _wait(ranks: ProcessContext, timeout: float) -> str:
     """Until all have ended; returns what is wrong with that, if anything is. None of them is left."""
     deadline = time.monotonic() + timeout
@@ -125,15 +142,7 @@ def _run_rank(
     rank: int, environment: dict[str, str], log: Path, forked: bool, target: Callable[..., Any], arguments: list[str]
 ) -> NoReturn:
     """What each rank is, from its first line to its end."""
-    os.setsid()
-    os.environ.clear()
-    os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-    os.chdir(ROOT)
-    with log.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    faulthandler.enable()
-    gc.freeze()  # what has been imported: a collection that looks at it takes half a second, and there are many
+    _begin(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, ROOT, log)
     if forked:
         preloaded.plant()
 
@@ -145,3 +154,28 @@ def _run_rank(
     # A rank leaves as the command line's ranks do: the interpreter's own shutdown now and then aborts in the destructor
     # of a gloo group that a device mesh still holds ("terminate called without an active exception").
     processes.run(main)
+
+
+def _run_script(_: int, environment: dict[str, str], log: Path, script: Path, arguments: list[str]) -> NoReturn:
+    _begin(environment, log.parent, log)
+    preloaded.plant()
+    sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.parent)]
+
+    def main() -> int:
+        runpy.run_path(str(script), run_name="__main__")
+        return 0
+
+    processes.run(main)
+
+
+def _begin(environment: dict[str, str], folder: Path, log: Path) -> None:
+    """Be a process of one's own, in this folder, that writes to this file."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable()
+    gc.freeze()  # what has been imported: a collection that looks at it takes half a second, and there are many

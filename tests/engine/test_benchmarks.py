@@ -1,23 +1,18 @@
 """The benchmarks of the weight path run in one command, measure what they say, and end in a table."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.distributed.launch import run_script
 
 
 def run(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """The figures and the output of a benchmark of the smallest model."""
     file = folder / "figures.json"
-    command = [sys.executable, ROOT / "scripts" / "bench" / script, *arguments, "--json", file]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr
-    return json.loads(file.read_text()), done.stdout
+    printed = run_script(ROOT / "scripts" / "bench" / script, [*arguments, "--json", str(file)], folder, timeout=800)
+    return json.loads(file.read_text()), printed
 
 
 def test_weight_sync_measures_every_way_of_the_same_bytes(tmp_path: Path) -> None:
