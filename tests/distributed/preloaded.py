@@ -25,6 +25,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, NoReturn
 
+import setproctitle
+
 MODULES = ["trainer.loop", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 """What ranks and engines take long to import."""
 
@@ -124,6 +126,7 @@ def main() -> None:
 
     for module in MODULES:
         import_module(module)
+    setproctitle.getproctitle()  # it finds a process's name only before the environment is touched
     SubprocessHandler._popen = _fork_rank  # type: ignore[method-assign]
     runpy.run_module("trainer.launcher", run_name="__main__", alter_sys=True)
 

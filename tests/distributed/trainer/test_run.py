@@ -37,10 +37,7 @@ def side_by_side(recipe: Path) -> tuple[Run, Run]:
     """At the same time: a run of six steps on two ranks, with three evaluations, that nothing happens to but being
     watched; and two steps of the same with one engine for both ranks."""
     one_engine = ["--engine.tensor_parallel_size=2", "--run.steps=2", "--eval.every=0"]
-    runs = (
-        Run(recipe, "--run.profile", "[2, 3]", name="whole"),
-        Run(recipe, *one_engine, name="one-engine", preloaded=True),
-    )
+    runs = Run(recipe, "--run.profile", "[2, 3]", name="whole"), Run(recipe, *one_engine, name="one-engine")
     runs[0].watch_listening()
     for run in runs:
         assert run.wait() == 0, run.output()
