@@ -5,17 +5,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+from generation.images import ImageProcessor
 from tests.conftest import ROOT
 from tests.engine.trainer.test_generate import processes_with
+from tests.pictures import images
 from trainer.cli import main
 
 
@@ -50,11 +54,49 @@ def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
     assert processes_with(mark) == []
 
 
+def test_a_served_model_that_sees_answers_to_images_as_transformers_does(tiny_vlm: Callable[..., Path]) -> None:
+    folder, (image,) = tiny_vlm(), images((98, 70))
+    processor = ImageProcessor(folder)
+    ids, _ = processor.expand(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}], [image]
+    )
+    model, prompt = AutoModelForImageTextToText.from_pretrained(folder), torch.tensor([ids])
+    kinds = (prompt == model.config.image_token_id).long()
+    given = processor.features([image]) | {"mm_token_type_ids": kinds, "attention_mask": torch.ones_like(prompt)}
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=8, **given)[0, len(ids) :]
+    mark = {"HOTBUNK_TEST_MARK": str(time.monotonic_ns())}
+    words = ["serve", str(folder), "--port", "0", "--name", "mine", "--concurrent", "2", "--images", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", *words], cwd=ROOT, env=os.environ | mark, stdout=-1, text=True
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("mine answers at http://127.0.0.1:"), line
+    api = openai.OpenAI(base_url=line.split()[-1], api_key="none", max_retries=0)
+
+    def asked(*urls: str) -> Any:
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        messages: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
+        return api.chat.completions.create(model="mine", messages=messages, temperature=0, max_tokens=8)
+
+    try:
+        extra = asked(image.data_url()).choices[0].message.model_extra
+        assert (extra["prompt_token_ids"], extra["generation_token_ids"]) == (ids, expected.tolist())
+        with pytest.raises(openai.BadRequestError, match="at a remote address"):
+            asked("http://127.0.0.1:1/a.png")
+        with pytest.raises(openai.BadRequestError, match="has 2 images, more than"):
+            asked(*[image.data_url()] * 2)
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 128 + signal.SIGINT
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["absent/folder/of/mine"], "there is no folder absent/folder/of/mine"),
         (["MODEL", "--concurrent", "0"], "--concurrent must be at least 1"),
+        (["MODEL", "--images", "0"], "--images must be at least 1"),
         (["MODEL", "--port", "70000"], "--port from 0 to 65535"),
         (["MODEL", "--port", "http"], "invalid int value"),
         (["MODEL", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines ask: give an --api-key"),
