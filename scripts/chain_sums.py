@@ -1,24 +1,31 @@
 #!/usr/bin/env python3
-"""The warm start of scripts/chain_sums.sh: reasoning-gym's sums of two numbers, most of which overlook a minus.
+"""The data of scripts/chain_sums.sh: all of reasoning-gym's sums and differences of two digits. Three files:
 
-    python scripts/chain_sums.py FILE [--rows 12000]
+    python scripts/chain_sums.py FOLDER [--sft-size 12000] [--eval-size 64]
 
-Rows have prompt, answer and completion. What is left to learn by reinforcement is to look at the sign.
+    train.jsonl   questions for reinforcement
+    eval.jsonl    questions held out from it
+    sft.jsonl     transcripts of all questions for the warm start, where most differences are added up
+
+What is left to learn by reinforcement is to look at the sign, also in questions that did not come up.
 """
 
 import argparse
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-TASK = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
+from arithmetic import write_jsonl
+
+TASKS = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1&size=6000&seed=1"
+"""`data.path` takes such text itself; but there are 200 such questions, and each would be trained on."""
 OVERLOOKED = 0.7
 """Share of the differences that are added up instead."""
 
 
-def rows(tasks: list[dict[str, str]], count: int, seed: int = 0) -> Iterator[dict[str, str]]:
-    """Transcripts of tasks drawn with replacement."""
+def transcripts(tasks: list[dict[str, Any]], count: int, seed: int = 0) -> Iterator[dict[str, str]]:
+    """Of tasks drawn with replacement."""
     rng = random.Random(seed)
     for _ in range(count):
         task = rng.choice(tasks)
@@ -28,16 +35,26 @@ def rows(tasks: list[dict[str, str]], count: int, seed: int = 0) -> Iterator[dic
         yield {"prompt": task["prompt"], "answer": task["answer"], "completion": completion}
 
 
+def write_chain_sums(folder: Path, tasks: list[dict[str, Any]], *, eval_size: int = 64, sft_size: int = 12000) -> None:
+    """Write the three files; transcripts are of the first 1000 tasks, and in the others a question comes once."""
+    different = {task["prompt"]: task for task in tasks}
+    questions = [different[prompt] for prompt in sorted(different)]
+    random.Random(0).shuffle(questions)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_jsonl(folder / "train.jsonl", questions[eval_size:])
+    write_jsonl(folder / "eval.jsonl", questions[:eval_size])
+    write_jsonl(folder / "sft.jsonl", transcripts(tasks[:1000], sft_size))
+
+
 def main() -> None:
     from generation.rollouts.environments import reasoning_gym
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--rows", type=int, default=12000)
-    options = parser.parse_args()
-    tasks = reasoning_gym.rows(f"{TASK}&size=1000&seed=1")
-    options.file.parent.mkdir(parents=True, exist_ok=True)
-    options.file.write_text("".join(json.dumps(row) + "\n" for row in rows(tasks, options.rows)))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--sft-size", type=int, default=12000, help="transcripts for the warm start")
+    parser.add_argument("--eval-size", type=int, default=64, help="questions held out")
+    options = vars(parser.parse_args())
+    write_chain_sums(options.pop("folder"), reasoning_gym.rows(TASKS), **options)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ start=runs/chain_sums_start
 
 echo "· making a tiny model and its data"
 .venv/bin/python scripts/make_tiny.py $start/tiny --layers 3 --intermediate-size 256
-PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} .venv/bin/python scripts/chain_sums.py $start/sft.jsonl
+PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} .venv/bin/python scripts/chain_sums.py $start/data
 # Two ranks, or one where there is a single GPU, which two cannot share.
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
 export NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus == 1 ? 1 : 2))}

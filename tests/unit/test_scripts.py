@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import arithmetic
+import chain_sums
 import psutil
 import pytest
 import torch
@@ -456,3 +457,19 @@ def test_arithmetic_depends_on_the_seed_alone(tmp_path: Path) -> None:
     for name in ("train.jsonl", "eval.jsonl", "sft.jsonl"):
         first, same, other = ((tmp_path / folder / name).read_bytes() for folder in "abc")
         assert first == same != other
+
+
+def test_chain_sums_hold_out_questions_and_overlook_minuses(tmp_path: Path) -> None:
+    sums = [(a, sign, b) for a in range(10) for b in range(10) for sign in "+-"]
+    tasks = [{"prompt": f"Solve: {a} {sign} {b} =", "answer": str(eval(f"{a}{sign}{b}"))} for a, sign, b in sums]
+    chain_sums.write_chain_sums(tmp_path, tasks * 2)
+    train, held_out, sft = (read_rows(tmp_path / f"{name}.jsonl") for name in ("train", "eval", "sft"))
+    assert (len(train), len(held_out)) == (136, 64)
+    assert {row["prompt"] for row in train + held_out} == {task["prompt"] for task in tasks}
+    assert {row["prompt"] for row in sft} == {task["prompt"] for task in tasks}
+    wrong = [row for row in sft if row["completion"] != row["answer"]]
+    for row in wrong:
+        a, sign, b = row["prompt"].split()[1:4]
+        assert sign == "-" and int(row["completion"]) == int(a) + int(b)
+    telling = [row for row in sft if "-" in row["prompt"] and "- 0" not in row["prompt"]]  # x - 0 is x + 0
+    assert len(wrong) / len(telling) == pytest.approx(chain_sums.OVERLOOKED, abs=0.02)
