@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from generation.exact_ids import Generation
+from generation.engine.sampling import SamplingSettings
+from generation.exact_ids import Generation, History
 from generation.images import Image, ImageProcessor, ImageRules, Spans, StoredImage
 from generation.rollouts.agent import Agent, environment_rollout
-from generation.rollouts.episode import one_shot
+from generation.rollouts.episode import RolloutSettings, one_shot
+from generation.rollouts.sampler_prompts import Prompts, PromptText
 from generation.rollouts.tools import ToolLimits, ToolRunner, call_parser
 from generation.trajectory import Trajectory
 from tests.pictures import images, picture
@@ -99,3 +101,27 @@ def test_one_answer_keeps_the_rows_images_and_those_that_come_up_are_bounded(pro
     assert "bytes, more than rollout.max_image_mib" in failed.error
     failed, _ = episode(processor, said, most=2)
     assert "the episode has 3 images, more than data.max_images = 2" in failed.error
+
+
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+def test_the_image_of_a_samplers_next_turn_stands_behind_an_answer_that_has_ended_or_not(
+    processor: ImageProcessor, end: str
+) -> None:
+    tokenizer, messages = processor.tokenizer, [user("", "what?")]
+    ids, spans = processor.expand(messages, PICTURES[:1])
+    start = PromptText("?", ids, messages=messages, images=PICTURES[:1], image_spans=spans)
+    said = tokenizer("a star" + end, add_special_tokens=False)["input_ids"]
+    history, settings = History(), RolloutSettings(1, SamplingSettings(8), 0, 0, 0)
+    seen = {"images": start.images, "image_spans": spans}
+    answer = Generation(said, [0.0] * len(said), prompt_ids=ids, text="a star", prompt_text="?", **seen)
+    history.add(answer, start.messages)
+    prompts = Prompts(tokenizer, settings, [start], history, ImageRules(processor, most=2))
+    turns = [{"role": "assistant", "content": "a star"}, {"role": "user", "content": [picture_part(PICTURES[1])]}]
+    [request] = prompts.chat_requests([*start.messages, *turns], None, {})
+    told = [user("", "what?"), turns[0], user("")]
+    expected, places = processor.expand(told, PICTURES[:2])
+    assert request.parent is answer and (request.token_ids, request.seen.spans) == (expected, places)
+
+
+def picture_part(image: Image) -> dict[str, Any]:
+    return {"type": "image", "image": image}
