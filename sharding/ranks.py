@@ -7,7 +7,6 @@ Everything here runs on CPU tensors over gloo, on GPU machines too, so that a co
 kernel and a broken peer shows up as a connection error at once.
 """
 
-import json
 import math
 import os
 import socket
@@ -221,9 +220,8 @@ def all_reduce_max(values: dict[str, float]) -> dict[str, float]:
 
 def _columns(values: dict[str, float]) -> dict[str, list[float]]:
     """For each key, every rank's value in rank order."""
-    own = {key: float(value) for key, value in values.items()}
-    rows = [json.loads(row) for row in all_gather_bytes(json.dumps(own).encode())]
+    rows: list[dict[str, float]] = exchange({key: float(value) for key, value in values.items()})
     for who, row in enumerate(rows):
         if different := sorted(row.keys() ^ rows[0].keys()):
             raise RuntimeError(f"ranks 0 and {who} reduce different values; only one of them has {different}")
-    return {key: [row[key] for row in rows] for key in own}
+    return {key: [row[key] for row in rows] for key in values}

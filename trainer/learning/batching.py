@@ -1,6 +1,7 @@
 """From samples of unequal length to micro-batches of bounded size, the same number of them on every rank."""
 
 from collections.abc import Callable
+from heapq import heapreplace
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
     calls this with the same lengths gets the same answer. A rank is at most one sequence above the average. Gives for
     each rank the indices of its sequences, in ascending order; some ranks may have none.
     """
-    loads = [0] * ranks
+    loads = [(0, number) for number in range(ranks)]  # a heap
     assigned: list[list[int]] = [[] for _ in range(ranks)]
     for index in _longest_first(lengths):
-        rank = loads.index(min(loads))
-        loads[rank] += lengths[index]
-        assigned[rank].append(index)
+        load, number = loads[0]
+        heapreplace(loads, (load + lengths[index], number))
+        assigned[number].append(index)
     return [sorted(indices) for indices in assigned]
 
 

@@ -54,6 +54,10 @@ def test_assignment_is_balanced_and_complete(lengths: list[int], ranks: int) -> 
     assert sorted(i for rank in assigned for i in rank) == list(range(len(lengths)))
     loads = [sum(lengths[i] for i in rank) for rank in assigned]
     assert max(loads) - min(loads) <= max(lengths, default=0)
+    plain: list[list[int]] = [[] for _ in range(ranks)]
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        min(plain, key=lambda own: sum(lengths[i] for i in own)).append(index)  # the first of several
+    assert assigned == [sorted(own) for own in plain]
 
 
 @settings(deadline=None, max_examples=50)

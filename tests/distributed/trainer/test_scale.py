@@ -1,0 +1,36 @@
+"""What is counted of simulated ranks is what real ones count."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import scale_run
+
+from tests.conftest import ROOT
+from tests.distributed.launch import run_ranks
+
+COUNTED = ("ranks", "start", "step", "requests", "files")
+
+
+def really(folder: str, output: str) -> None:
+    sys.path.insert(0, str(ROOT / "scripts" / "bench"))
+    import scale_run
+
+    scale_run.really(folder, output)
+
+
+def test_real_ranks_call_send_receive_and_save_as_much_as_simulated_ones(tmp_path: Path) -> None:
+    scale_run.make_inputs(tmp_path)
+    (tmp_path / "apart").mkdir()
+    scale_run.make_inputs(tmp_path / "apart")
+    script = str(ROOT / "scripts/bench/scale.py")
+    simulated = [sys.executable, script, "--simulated", str(tmp_path / "apart"), "1,2,4", str(tmp_path / "simulated")]
+    done = subprocess.run(simulated, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = {found["ranks"]: found for found in json.loads((tmp_path / "simulated").read_text())}
+    for ranks in (1, 2, 4):
+        run_ranks(really, ranks, arguments=[str(tmp_path), str(tmp_path / f"{ranks}.json")])
+        found = json.loads((tmp_path / f"{ranks}.json").read_text())
+        for key in COUNTED:
+            assert found[key] == expected[ranks][key], f"{key} of {ranks} ranks"
