@@ -47,6 +47,9 @@ class _Context(ForkServerContext):
 def _begin(environment: dict[str, str], target: Callable[..., Any], **kwargs: Any) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()
+    # At its end a core collects everything (vllm/v1/engine/core.py, shutdown): it would copy all that it shares.
+    gc.unfreeze = lambda: None
     target(**kwargs)
 
 
