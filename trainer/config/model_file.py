@@ -103,9 +103,16 @@ def model_config(path: str) -> dict[str, Any]:
 
 
 def sees(path: str) -> bool:
-    """Whether a folder's config.json describes a model with a part for images; False where there is none."""
+    """Whether config.json describes a model with a part for images: a folder's, or what has been fetched from the hub
+    (`model_config` fetches it). False where there is none.
+    """
+    file: Any = Path(path) / "config.json"
     try:
-        return bool(json.loads((Path(path) / "config.json").read_bytes()).get("vision_config"))
+        if not os.path.exists(path) and HUB_NAME.fullmatch(path):
+            from huggingface_hub import try_to_load_from_cache
+
+            file = try_to_load_from_cache(path, "config.json")
+        return isinstance(file, str | Path) and bool(json.loads(Path(file).read_bytes()).get("vision_config"))
     except (OSError, ValueError, RecursionError, AttributeError):
         return False
 

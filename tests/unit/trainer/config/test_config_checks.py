@@ -12,7 +12,7 @@ import pytest
 from generation.engine import settings
 from trainer.config.checks import check_config, without_expandable_segments
 from trainer.config.machine import resolve_device
-from trainer.config.model_file import model_config
+from trainer.config.model_file import model_config, sees
 from trainer.config.schema import TrainConfig
 from trainer.data import load_rows
 from trainer.errors import UserError
@@ -429,7 +429,9 @@ def test_without_a_network_a_name_that_is_not_a_folder_is_refused_before_the_hub
     cached = tmp_path / "config.json"
     cached.write_text('{"hidden_size": 8}')
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(cached))
-    assert model_config("mine/modle") == {"hidden_size": 8}
+    assert model_config("mine/modle") == {"hidden_size": 8} and not sees("mine/modle")
+    cached.write_text('{"vision_config": {"depth": 1}}')
+    assert sees("mine/modle")
 
 
 def test_mcp_servers_have_a_command_or_an_address_and_a_rollout_that_calls_tools(config: dict) -> None:
