@@ -1,5 +1,6 @@
 """What all tests share: tiny models made once, GPU tests skipped elsewhere."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,8 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 # Engines are forked from this process while it has no process group (2 s instead of 12), and compile nothing.
 os.environ.setdefault("HOTBUNK_FORK_ENGINE", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+# At its end a core collects everything (vllm/v1/engine/core.py, shutdown): it would copy all that it shares.
+os.register_at_fork(after_in_child=lambda: setattr(gc, "unfreeze", lambda: None))
 
 # Tests of images need torchvision, which Transformers looks for once. What tests start finds it where told to.
 hotbunk_torchvision.show()
@@ -28,6 +31,8 @@ TinyModel = Callable[..., Path]
 
 STARTING_ENGINES = (
     "test_agent_run.py",
+    "test_apart_run.py",
+    "test_carried_run.py",
     "test_collective_ranks.py",
     "test_doctor.py",
     "test_doctor_trials.py",
@@ -39,11 +44,15 @@ STARTING_ENGINES = (
     "test_shift_ranks.py",
     "test_tool_ranks.py",
     "test_verifying_ranks.py",
+    "test_vision_run.py",
 )
 """Tests in tests/distributed of which some start engines, on a CPU."""
 
 LONGEST = (
     "test_run.py",
+    "test_vision_run.py",
+    "test_apart_run.py",
+    "test_carried_run.py",
     "test_doctor_trials.py",
     "test_lifetime.py",
     "test_reach.py",
