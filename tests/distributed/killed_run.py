@@ -159,8 +159,8 @@ def survived(recipe: Path, kills: list[tuple[int, str, str, float]], straight: R
 class DisturbedRun:
     """A recipe that is started as often as it takes."""
 
-    def __init__(self, recipe: Path, ranks: int, name: str, preloaded: bool = False) -> None:
-        self.recipe, self.ranks, self.name, self.preloaded = recipe, ranks, name, preloaded
+    def __init__(self, recipe: Path, ranks: int, name: str) -> None:
+        self.recipe, self.ranks, self.name = recipe, ranks, name
         self.phases = recipe.parent / f"{name}-phases"
         self.phases.mkdir(exist_ok=True)
         self.failures: list[str] = []
@@ -171,8 +171,7 @@ class DisturbedRun:
     def start(self) -> None:
         for file in self.phases.iterdir():
             file.unlink()
-        how: dict[str, Any] = {"phases": self.phases, "preloaded": self.preloaded}
-        self.run = Run(self.recipe, ranks=self.ranks, name=self.name, **how)
+        self.run = Run(self.recipe, ranks=self.ranks, name=self.name, phases=self.phases)
         self.runs.append((self.ranks, self.run))
 
     def done_on(self, ranks: int) -> int:
@@ -323,19 +322,10 @@ class DisturbedRun:
 
 
 def disturbed(
-    recipe: Path,
-    drawn: list[Disturbance],
-    ranks: int,
-    seed: int,
-    name: str = "broken",
-    then: int = 0,
-    preloaded: bool = False,
+    recipe: Path, drawn: list[Disturbance], ranks: int, seed: int, name: str = "broken", then: int = 0
 ) -> DisturbedRun:
-    """Go through everything that was drawn, on `then` ranks in its second half; the run is at its end then.
-
-    `preloaded`: see `preloaded.py`.
-    """
-    dice, run = random.Random(seed), DisturbedRun(recipe, ranks, name, preloaded)
+    """Go through everything that was drawn, on `then` ranks in its second half; the run is at its end then."""
+    dice, run = random.Random(seed), DisturbedRun(recipe, ranks, name)
     half = (len(drawn) + 1) // 2
     for number in range(1, len(drawn) + 1):
         run.ranks = then if then and number >= half else ranks  # of the next start

@@ -101,10 +101,8 @@ def _be_rank(args: tuple[str, ...], env: dict[str, str]) -> NoReturn:
         os.environ.update(env)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
-        from trainer.run import processes, watchdog
+        from trainer.run import processes
 
-        if "HOTBUNK_TEST_PHASES" in env:
-            import_module("sitecustomize").announce_phases(watchdog)
         guarded = processes.start_guardian
 
         def start_guardian(*kept: int) -> Any:

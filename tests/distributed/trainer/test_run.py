@@ -268,7 +268,7 @@ def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(re
     Bit for bit, with the engine's packed weights: unpacked ones go through MKL, whose last bit depends on how many
     requests happen to be decoded together. tests/distributed/killed_run.py does more of it.
     """
-    broken = disturbed(recipe, draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed", preloaded=True)
+    broken = disturbed(recipe, draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed")
     assert broken.failures == []
     assert unequal(whole, broken.run) == []
     outputs = [log.read_text() for log in recipe.parent.glob("disturbed-*.log")]
