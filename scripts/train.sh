@@ -65,17 +65,16 @@ if [ "$nodes" != 1 ]; then
 fi
 # A mistake in the recipe is reported once, in a sentence, before there are ranks. In the background, since Bash would keep a signal
 # that it alone is sent until the check has ended, and then go on.
-WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check &
-check=$!
 stop() {
-    kill "$check" 2>/dev/null || true
-    wait "$check" || true
+    [ -z "${!:-}" ] || kill "$!" 2>/dev/null || true
+    wait || true
     exit "$1"
 }
 trap 'stop 129' HUP
 trap 'stop 130' INT
 trap 'stop 143' TERM
-wait "$check" || exit
+WORLD_SIZE=$((nodes * ranks)) "$python" -m trainer "$command" "$@" --check &
+wait "$!" || exit
 trap - HUP INT TERM
 # Ranks that have not ended this long after SIGTERM are killed. They end themselves some seconds after checkpoint.grace_s, so
 # torchrun must only not be faster. It is a variable because older torchruns lack the flag.

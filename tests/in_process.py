@@ -121,10 +121,11 @@ class InProcess:
         **settings: Any,
     ) -> None:
         self.worker = model if isinstance(model, Worker) else Worker.of(model)
+        known: dict[str, Any] = {"verify": "full", "timeout": 20} | settings
         self.manager = ShardingManager(
             source,
             torch.device("cpu"),
-            SyncSettings(**({"verify": "full", "timeout": 20} | settings)),
+            SyncSettings(**known),
             folder,
             leader=Leader(OneWorker(self.worker), Thread()),  # type: ignore[arg-type]
             way=way,

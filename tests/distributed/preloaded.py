@@ -55,7 +55,8 @@ def _begin(environment: dict[str, str], target: Callable[..., Any], **kwargs: An
 
 def plant() -> None:
     """From now on vLLM's engines are forked from this process as it is now: call it before there are other threads."""
-    context, server = _Context(), multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    context = _Context()
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     for name in _STARTING:
         import_module(name).get_mp_context = lambda: context  # type: ignore[attr-defined]
     resource_tracker.ensure_running()
@@ -128,7 +129,7 @@ def main() -> None:
     for module in MODULES:
         import_module(module)
     setproctitle.getproctitle()  # it finds a process's name only before the environment is touched
-    SubprocessHandler._popen = _fork_rank  # type: ignore[method-assign]
+    SubprocessHandler._popen = _fork_rank  # type: ignore[method-assign, assignment]
     runpy.run_module("trainer.launcher", run_name="__main__", alter_sys=True)
 
 

@@ -22,7 +22,7 @@ from trainer.learning.batching import micro_batches
 from trainer.policy import FsdpPolicy
 from trainer.policy.routing import loads_of
 from trainer.run import checkpoint
-from trainer.types import MicroBatch
+from trainer.types import MicroBatch, Sample
 
 BUDGETS = (20, 33, 10_000)  # the longest sequence has 30 tokens
 
@@ -161,6 +161,10 @@ def check_goes_on_alone(folder: Path) -> None:
         torch.testing.assert_close(weight, wanted[name], atol=2e-5, rtol=1e-5)
 
 
+def transcripts(samples: list[Sample]) -> list[sft.Transcript]:
+    return [sft.Transcript(**vars(sample)) for sample in samples]
+
+
 def check_sft(folder: Path) -> None:
     """A supervised step changes the weights as one whose ranks share nothing; so is the held-out loss."""
     source, found = checks.model_folder(folder), []
@@ -170,9 +174,9 @@ def check_sft(folder: Path) -> None:
         policy = checks.make_policy(source, eps=1e-3)
         meter = SimpleNamespace(phase=lambda name: nullcontext())
         run = SimpleNamespace(config=config, policy=policy, tokenizer=SimpleNamespace(pad_token_id=0), meter=meter)
-        run.held_out = {"": checks.make_samples([5, 9, 4])}
+        run.held_out = {"": transcripts(checks.make_samples([5, 9, 4]))}
         held_out = sft.SftRun.evaluate(run)["eval/loss"]  # type: ignore[arg-type]
-        stats = sft.update(policy, checks.make_samples(), config, 0, 0)
+        stats = sft.update(policy, transcripts(checks.make_samples()), config, 0, 0)
         found.append(([stats.loss, stats.grad_norm, held_out], checks.weights(policy)))
     (figures, wanted), (shared_figures, weights) = found
     assert shared_figures == pytest.approx(figures, rel=1e-6)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import arithmetic
@@ -329,7 +330,9 @@ def test_a_signal_that_train_alone_is_sent_ends_the_check_and_starts_nothing(clo
     pid, environment = clone / "pid", {"PATH": str(clone / "bin"), "HOME": str(clone)}
     checks = f"*--check) echo $$ >{pid}; exec /bin/sleep 60 ;;"
     write_stub(clone / ".venv/bin/python", f'case "$*" in {checks} esac; echo on')
-    with subprocess.Popen(["bash", "scripts/train.sh", "r.yaml"], cwd=clone, env=environment, stdout=-1) as train:
+    heeded = partial(signal.signal, number, signal.SIG_DFL)  # Bash cannot trap what is ignored as it starts (nohup)
+    command = ["bash", "scripts/train.sh", "r.yaml"]
+    with subprocess.Popen(command, cwd=clone, env=environment, stdout=-1, preexec_fn=heeded) as train:
         deadline = time.monotonic() + 30
         while not (pid.exists() and pid.read_text().strip()):
             assert time.monotonic() < deadline

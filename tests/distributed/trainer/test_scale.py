@@ -1,6 +1,7 @@
 """What is counted of simulated ranks is what real ones count."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ def test_real_ranks_call_send_receive_and_save_as_much_as_simulated_ones(tmp_pat
     scale_run.make_inputs(tmp_path / "apart")
     script = str(ROOT / "scripts/bench/scale.py")
     simulated = [sys.executable, script, "--simulated", str(tmp_path / "apart"), "1,2,4", str(tmp_path / "simulated")]
-    done = subprocess.run(simulated, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(simulated, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     expected = {found["ranks"]: found for found in json.loads((tmp_path / "simulated").read_text())}
     for ranks in (1, 2, 4):
