@@ -8,7 +8,7 @@ from torch import Tensor
 from sharding.send.push import DigestCheck, gather
 from sharding.send.source import ShardedSource, WeightSource
 from sharding.send.ways import BucketPlan
-from sharding.wire.manifest import digest_tensors
+from sharding.wire.digests import digest_of
 from sharding.wire.staging import STAMP_BYTES
 
 
@@ -50,7 +50,7 @@ def assert_ranks_hold(source: ShardedSource, weights: dict[str, Tensor]) -> None
     """The digests of all ranks' own parts add up to those of these weights, and of no others. Collective."""
     check = DigestCheck(source, source.parameters(), "full", version=1)
     check.expect({name: [[0, list(weight.shape), list(weight.stride())]] for name, weight in weights.items()})  # type: ignore[list-item]
-    digests = {name: digest_tensors([weight], None) for name, weight in weights.items()}
+    digests = {name: digest_of([weight], None) for name, weight in weights.items()}
     assert check.different(digests) == [] and check.undigested == []
     last = next(reversed(weights))
-    assert check.different(digests | {last: digest_tensors([weights[last].neg()], None)}) == [last]
+    assert check.different(digests | {last: digest_of([weights[last].neg()], None)}) == [last]

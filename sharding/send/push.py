@@ -7,6 +7,7 @@ digests its own shards, straight from the policy's parameters, and the ranks' pa
 is trusted: not the cast, the gather, the staging buffer, nor what the worker recorded.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,7 +20,8 @@ from sharding.ranks import exchange
 from sharding.send.source import ShardedSource, WeightSource
 from sharding.send.ways import Bucket, BucketPlan, Way
 from sharding.wire.channel import Conversation, Look, SyncError
-from sharding.wire.manifest import MODULUS, SourceParameter, View, cut, digest, manifest_of, part_of
+from sharding.wire.digests import cut, digest, packed, part_of, sum_up
+from sharding.wire.manifest import SourceParameter, View, manifest_of
 from sharding.wire.staging import BUFFERS, STAMP_BYTES, stamp
 
 SAMPLED_SHARE = 16
@@ -269,7 +271,7 @@ class DigestCheck:
         }
         self.request: dict[str, Any] = {"weights": list(self._places), "seed": version if self._sampling else None}
         self.undigested: list[SourceParameter] = []
-        self._expected: dict[str, int] = {}
+        self._expected: dict[str, bytes] = {}
 
     def expect(self, views: dict[str, list[View]]) -> None:
         """Learn what this rank's worker should hold. Collective.
@@ -284,22 +286,20 @@ class DigestCheck:
             asked[name] += [reading] if reading not in asked[name] else []
         unknown = {self._places[name][0].name for name in asked if any(name not in r for r in readers)}
         self.undigested = [parameter for parameter in self._drawn if parameter.name in unknown]
-        parts = exchange({name: self._digests(name, ways) for name, ways in asked.items() if ways})
+        parts = exchange({name: self._sums(name, ways) for name, ways in asked.items() if ways})
         for name, own in views.items():
             which, holders = asked[name].index(own), self._source.holders(self._places[name][0].name)
-            self._expected[name] = sum(parts[holder][name][which] for holder in holders) % MODULUS
+            self._expected[name] = digest(parts[holder][name][which] for holder in holders)
 
-    def _digests(self, name: str, ways: list[list[View]]) -> list[int]:
-        """This rank's part of a weight's digest, for each way in which workers read it."""
+    def _sums(self, name: str, ways: list[list[View]]) -> list[bytes]:
+        """Those of this rank's part of a weight, for each way in which workers read it."""
         parameter, piece = self._places[name]
         dtype = getattr(torch, piece.dtype)
         first, values = self._source.own_values(parameter.name)
         first -= piece.offset // dtype.itemsize
-        return [
-            digest(part_of(p, values, first, dtype) for parts in cut(views, self.request["seed"]) for p in parts)
-            for views in ways
-        ]
+        cuts = [itertools.chain.from_iterable(cut(views, self.request["seed"])) for views in ways]
+        return [packed(sum_up((part_of(view, values, first) for view in views), dtype)) for views in cuts]
 
-    def different(self, held: dict[str, int]) -> list[str]:
+    def different(self, held: dict[str, bytes]) -> list[str]:
         """The weights whose digests, as the worker holds them, are not those of what the ranks have."""
         return [name for name, value in self._expected.items() if held.get(name) != value]

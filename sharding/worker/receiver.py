@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from sharding.wire.channel import Conversation, SyncError
-from sharding.wire.manifest import Manifest, NamedTensors, View, check_manifest, digest_tensors
+from sharding.wire.digests import digest_of
+from sharding.wire.manifest import Manifest, NamedTensors, View, check_manifest
 from sharding.wire.staging import open_memory, stamped_bucket
 from sharding.worker.adapter import AdapterLoader
 from sharding.worker.loader import WeightLoader
@@ -118,7 +119,7 @@ class Receiver:
                 self.outcome.unreplayable = self._loader.unreplayable()
                 self.outcome.left_out = self._loader.left_out
                 seed, sealed = self._verify.get("seed"), self._sealed.items()
-                answer = {"digests": {n: digest_tensors([target for _, target in c], seed) for n, c in sealed}}
+                answer = {"digests": {n: digest_of([target for _, target in c], seed) for n, c in sealed}}
             case "compare":
                 views = self._views(carrier.bucket(message), message)  # taken off the carrier in any case
                 answer = {"different": self._loader.compare(views) if self._loader.plain else []}

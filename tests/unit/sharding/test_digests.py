@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sharding.wire import manifest
-from sharding.wire.manifest import MODULUS, View, cut, digest, digest_tensors, part_of
+from sharding.wire import digests
+from sharding.wire.digests import cut, digest, digest_of, packed, part_of, sum_up
+from sharding.wire.manifest import View
 
 VIEWS = st.tuples(
     st.integers(0, 5), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=3)
@@ -22,8 +23,8 @@ VIEWS = st.tuples(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and windows so small that a few elements fill several."""
-    monkeypatch.setattr(manifest, "BLOCK", 8)
-    monkeypatch.setattr(manifest, "WINDOW", 4)
+    monkeypatch.setattr(digests, "BLOCK", 8)
+    monkeypatch.setattr(digests, "WINDOW", 4)
 
 
 def places(view: View) -> list[int]:
@@ -35,53 +36,78 @@ def places(view: View) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("columns", [12, 13])
-def test_a_digest_is_what_python_integers_give(dtype: torch.dtype, turned: bool, columns: int) -> None:
-    """Of two blocks, of which the second is shorter, behind an element that puts them off the words of memory."""
-    memory = (torch.randn(1 + 9 * columns, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
-    weight = memory[1:].view(9, columns)
+@pytest.mark.parametrize("columns", [1200, 1203])
+def test_sums_are_what_python_integers_give(dtype: torch.dtype, turned: bool, columns: int) -> None:
+    """Of two blocks, of which the second is shorter, behind an element that puts them off the words of memory; from 9
+    lines of words to more than a page.
+    """
+    memory = (torch.randn(1 + 90 * columns, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
+    weight = memory[1:].view(90, columns)
     blocks = [weight.t(), weight.t()[1:4]] if turned else [weight, weight[1:4]]
-    sums = [sum(m * w for m, w in zip(multipliers(), words(block), strict=False)) for block in blocks]
-    assert digest(blocks) == (sums[0] * manifest._STEP + sums[1]) % MODULUS
-    assert digest(blocks[::-1]) == (sums[1] * manifest._STEP + sums[0]) % MODULUS
+    lines = [line for block in blocks for line in lines_of(block)]
+    expected = [sum(column) for column in zip(*lines, strict=True)]
+    expected += [sum(sum(line) for line in lines[number::128]) for number in range(128)]
+    expected += [sum(sum(line) for line in lines[first : first + 128]) for first in range(0, len(lines), 128)]
+    assert [n % 2**64 for n in sum_up(blocks, dtype).tolist()] == [n % 2**64 for n in expected]
 
 
-def multipliers() -> list[int]:
-    found = manifest._multipliers(300, torch.device("cpu")).tolist()
-    whole = manifest._multipliers(2 * manifest.BLOCK, torch.device("cpu"))
-    assert all(multiplier % 2 for multiplier in found) and found == whole[:300].tolist()
-    return found
-
-
-def words(block: Tensor) -> tuple[int, ...]:
-    """By Python: the bytes of all elements in order, and zeros up to a whole word."""
+def lines_of(block: Tensor) -> list[tuple[int, ...]]:
+    """By Python: the bytes of all elements in order, and zeros up to a whole line of 128 words."""
     raw = bytes(block.contiguous().view(torch.uint8).flatten().tolist())
-    raw += bytes(-len(raw) % 4)
-    return struct.unpack(f"{len(raw) // 4}i", raw)
+    raw += bytes(-len(raw) % 1024)
+    return [struct.unpack("128q", raw[first : first + 1024]) for first in range(0, len(raw), 1024)]
+
+
+def test_elements_on_meta_count_as_zeros() -> None:
+    weight = torch.randn(3, 700)
+    parts = [weight[:1], torch.empty(1, 700, device="meta"), weight[2:]]
+    assert sum_up(parts, weight.dtype).equal(sum_up([weight[:1], torch.zeros(1, 700), weight[2:]], weight.dtype))
+    assert not sum_up([parts[1]], weight.dtype).any() and not sum_up([], weight.dtype).any()
 
 
 def test_every_single_bit_every_exchange_and_every_shift_changes_it() -> None:
     weight = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
     weight[1, 1] = -weight[0, 0]  # of which one could be taken for the other by all bits but the last
-    before = digest([weight])
+    before = digest_of([weight], None)
     for element, bit in itertools.product(range(24), range(32)):
         changed = weight.clone()
         changed.view(torch.int32).view(-1)[element] ^= torch.tensor(1 << bit).to(torch.int32)
-        assert digest([changed]) != before
+        assert digest_of([changed], None) != before
     for one, other in itertools.combinations(range(24), 2):
         order = list(range(24))
         order[one], order[other] = other, one
-        assert digest([weight.view(-1)[order].view(4, 6)]) != before
+        assert digest_of([weight.view(-1)[order].view(4, 6)], None) != before
     for changed in (weight.roll(1, 0), weight.roll(1, 1), weight.view(6, 4).t().contiguous(), weight.flip(0)):
-        assert digest([changed]) != before
-    assert digest([weight[2:], weight[:2]]) != digest([weight[:2], weight[2:]])
+        assert digest_of([changed], None) != before
+    assert digest_of([weight[2:], weight[:2]], None) != digest_of([weight[:2], weight[2:]], None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3 * 2**15 - 1), st.integers(0, 31)), min_size=1, max_size=3, unique=True))
+def test_up_to_three_wrong_bits_change_it_wherever_they_are(wrong: list[tuple[int, int]]) -> None:
+    weight = torch.zeros(3 * 2**15)  # three pages
+    for element, bit in wrong:
+        weight.view(torch.int32)[element] ^= torch.tensor(1 << bit).to(torch.int32)
+    assert sum_up([weight], weight.dtype).any()
+
+
+@pytest.mark.parametrize("far", [1, 2, 256, 2**15, 2**15 + 256, 2**15 + 258])
+def test_a_value_and_its_negative_that_changed_places_change_it(far: int) -> None:
+    """A word, a line, a page apart, and in several of these directions; their signs are alone at the top of words."""
+    weight = torch.zeros(3 * 2**15)
+    for first in (0, 1, 2**14 + 3):
+        weight.zero_()
+        weight[first], weight[first + far] = 1.5, -1.5
+        before = digest_of([weight], None)
+        weight[first], weight[first + far] = -1.5, 1.5
+        assert digest_of([weight], None) != before
 
 
 @settings(max_examples=200, deadline=None)
 @given(VIEWS)
 def test_blocks_are_a_view_once_and_never_more_than_fits(view: View) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "BLOCK", 8)
+        patch.setattr(digests, "BLOCK", 8)
         (blocks,) = map(list, cut([view], None))
     assert all(math.prod(shape) <= 8 for _, shape, _ in blocks)
     assert [place for block in blocks for place in places(block)] == places(view)
@@ -92,7 +118,7 @@ def test_blocks_are_a_view_once_and_never_more_than_fits(view: View) -> None:
 def test_a_window_is_part_of_a_view_and_the_same_of_all_views_of_its_shape(view: View, seed: int) -> None:
     shape = view[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "WINDOW", 4)
+        patch.setattr(digests, "WINDOW", 4)
         ((window,),) = map(list, cut([view], seed))
         plain = torch.arange(math.prod(shape)).view(shape)
         ((same,),) = map(list, cut([(0, shape, plain.stride())], seed))
@@ -117,16 +143,18 @@ def test_parts_of_ranks_add_up_to_the_digest_of_the_whole(dtype: torch.dtype, se
         bounds = [0, *sorted(draw.choices(range(67), k=3)), 66]
         for target in (weight[2:9], weight[:, 1:4], weight.t(), weight, weight[:, 2:3]):
             parts = [own_part(weight, begin, end, target, seed) for begin, end in itertools.pairwise(bounds)]
-            assert sum(parts) % MODULUS == digest_tensors([target.clone(memory_format=torch.contiguous_format)], seed)
+            assert digest(parts) == digest_of([target.clone(memory_format=torch.contiguous_format)], seed)
 
 
-def own_part(weight: Tensor, begin: int, end: int, read: Tensor, seed: int | None) -> int:
+def own_part(weight: Tensor, begin: int, end: int, read: Tensor, seed: int | None) -> bytes:
     """What a rank that holds [begin, end) of the flat weight says of a view of it."""
     views = [(int(read.storage_offset()), tuple(read.shape), read.stride())]
     values = weight.view(-1)[begin:end]
-    return digest(part_of(part, values, begin, weight.dtype) for parts in cut(views, seed) for part in parts)
+    blocks = (part_of(part, values, begin) for parts in cut(views, seed) for part in parts)
+    return packed(sum_up(blocks, weight.dtype))
 
 
 def test_parts_are_cast_as_they_are_sent() -> None:
     weight = torch.randn(50)
-    assert digest([part_of((0, (50,), (1,)), weight, 0, torch.bfloat16)]) == digest([weight.bfloat16()])
+    cast = digest([packed(sum_up([part_of((0, (50,), (1,)), weight, 0)], torch.bfloat16))])
+    assert cast == digest_of([weight.bfloat16()], None)
