@@ -47,6 +47,7 @@ def packed(sums: Tensor) -> bytes:
     return sums.cpu().numpy().tobytes()
 
 
+@torch.no_grad()
 def sum_up(blocks: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
     """The sums of all elements of these tensors in order, cast to `dtype`: int64 [128 + 128 + pages]; of columns, of
     lines, of pages. Each tensor holds at most `BLOCK`, and begins a line. Of one on meta all elements count as 0.
@@ -89,9 +90,9 @@ def cut(views: Iterable[View], seed: int | None) -> Iterator[Iterator[View]]:
     """For each view the parts that are digested: all of it in blocks, or one window that `seed` decides.
     Nothing but shapes and the seed decide: views of the same shapes are cut alike, whatever their strides.
     """
-    draw = random.Random(seed)
+    draw = None if seed is None else random.Random(seed)
     for view in views:
-        yield _blocks(view) if seed is None else iter([_window(view, draw)])
+        yield _blocks(view) if draw is None else iter([_window(view, draw)])
 
 
 def digest_of(tensors: list[Tensor], seed: int | None) -> bytes:
