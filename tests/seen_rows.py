@@ -58,10 +58,8 @@ def make_rows(processor: ImageProcessor) -> list[Sample]:
     return rows
 
 
-def plain_outputs(
-    model: PreTrainedModel, processor: ImageProcessor, sample: Sample, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of a row by itself from Transformers' own forward pass, [T-1]; 0 where masked."""
+def plain_forward(model: PreTrainedModel, processor: ImageProcessor, sample: Sample) -> Any:
+    """What Transformers' own forward pass of a row by itself gives, hidden states among it."""
     ids = torch.tensor([sample.input_ids])
     seen = torch.zeros_like(ids, dtype=torch.bool)
     for start, count in sample.image_spans:
@@ -75,9 +73,16 @@ def plain_outputs(
     told = ids.masked_fill(~seen & (ids == model.config.image_token_id), 5)
     hook = model.get_input_embeddings().register_forward_pre_hook(lambda *_: (ids,))
     try:
-        logits = model(input_ids=told, **arguments).logits[0, :-1] / temperature
+        return model(input_ids=told, output_hidden_states=True, **arguments)
     finally:
         hook.remove()
+
+
+def plain_outputs(
+    model: PreTrainedModel, processor: ImageProcessor, sample: Sample, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of a row by itself in plain Transformers, [T-1]; 0 where masked."""
+    ids, logits = torch.tensor([sample.input_ids]), plain_forward(model, processor, sample).logits[0, :-1] / temperature
     log_p, mask = torch.log_softmax(logits, dim=-1), torch.tensor(sample.loss_mask[1:])
     return log_p.gather(1, ids[0, 1:, None])[:, 0] * mask, -(log_p.exp() * log_p).sum(dim=-1) * mask
 

@@ -282,7 +282,7 @@ def _with_images(rows: "Dataset", path: str, config: DataConfig, rules: ImageRul
 
     for chunk in in_chunks(rows, path, read):
         for index, row, (content, images, ids, spans) in chunk:
-            stored = stored_images(rows, index, lambda row: parts(row)[1], images, rules)
+            stored = stored_images(rows, index, path, lambda row: parts(row)[1], images, rules)
             plain = {name: value for name, value in row.items() if name != config.image_key}
             if templated and not isinstance(prompt_content(row, config, templated), str):
                 plain[config.prompt_key if row.get(config.prompt_key) else config.messages_key] = content
@@ -312,17 +312,24 @@ def messages_and_images(
 def stored_images(
     rows: "Dataset",
     index: int,
+    path: str,
     sources: Callable[[dict[str, Any]], list[Any]],
     images: Sequence[Image],
     rules: ImageRules,
 ) -> tuple[StoredImage, ...]:
-    """A row's images, to be read anew from what `sources` gives of it."""
+    """A row's images, to be read anew from what `sources` gives of it; `path` is that of the data."""
 
     def source(number: int) -> Any:
         return sources(dict(rows[index]))[number]
 
     return tuple(
-        StoredImage(partial(source, number), image.digest, image.size, rules.limits)
+        StoredImage(
+            partial(source, number),
+            image.digest,
+            image.size,
+            rules.limits,
+            f"image {number + 1} of row {index} of {path}",
+        )
         for number, image in enumerate(images)
     )
 

@@ -42,9 +42,9 @@ class EngineImages:
         for number, (image, (start, length)) in enumerate(zip(images, spans, strict=True), start=1):
             item, tokens = await self._of(image)
             if ids[start : start + length] != tokens:
-                size = " x ".join(map(str, image.size))
+                name, (width, height) = image.name or f"image {number}", image.size
                 raise ImageCountError(
-                    f"image {number} ({size} pixels) takes {len(tokens)} tokens in the engine, but {length} in the "
+                    f"{name} ({width} x {height} pixels) takes {len(tokens)} tokens in the engine, but {length} in the "
                     "trainer, or others: both must have the same processor (preprocessor_config.json)"
                 )
             items.append(item)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.engine.slices import Turnstile
 from generation.engine.thread import EngineThread
+from generation.images import Image
 from generation.rollouts.episode import PolicyLLM
 from generation.rollouts.user_code import call_user
 from generation.trajectory import Trajectory, checked_reward
@@ -51,7 +52,7 @@ class CapturingServer(Protocol):
         seed: int,
         policy_version: int,
         turnstile: Turnstile | None,
-        row_images: frozenset[str],
+        row_images: tuple[Image, ...],
     ) -> str: ...
     def address(self, key: str) -> str: ...
     def lost_keys(self, key: str) -> int: ...
@@ -105,7 +106,7 @@ class ClientRollout:
             seed=sample_seed(*place),
             policy_version=llm.settings.policy_version,
             turnstile=llm.turnstile,
-            row_images=frozenset(image.digest for image in llm.images),
+            row_images=llm.images,
         )
         if llm.images:
             row = {**row, "images": [image.data_url() for image in llm.images]}

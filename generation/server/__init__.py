@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings
 from generation.engine.slices import Turnstile
+from generation.images import Image
 from generation.loopback import is_loopback
 from generation.server.bodies import Limits, error_response, sentence_of
 from generation.server.conversations import Conversations, TooManyConversations
@@ -81,15 +82,15 @@ class OpenAIServer:
         seed: int | None = None,
         policy_version: int | None = None,
         turnstile: Turnstile | None = None,
-        row_images: frozenset[str] = frozenset(),
+        row_images: tuple[Image, ...] = (),
     ) -> str:
         """Begin to capture answers under `key` (by default a new one that cannot be guessed); gives the key.
 
         A client sends it as its API key, or, where the settings allow it, in the header `x-hotbunk-trajectory`, which
         opens a trajectory by itself. `sampling` is by default the server's; where requests name no seed, theirs derives
         from `seed`; they are answered by weights of `policy_version` only, if given, or, with a `turnstile`, slice by
-        slice by the version that its gate is open for: they wait where it is closed. `row_images` are digests of images
-        that the client has from its row, which do not count among those that come up.
+        slice by the version that its gate is open for: they wait where it is closed. `row_images` are those that
+        the client has from its row, which do not count among those that come up.
         """
         sampling = self.settings.sampling if sampling is None else sampling
         conversation = self._conversations.open(

@@ -95,7 +95,7 @@ class Conversation:
         counts: of its own; see `FIGURES`.
         responses: those that further ones may continue.
         silent: turns, as JSON, that were answered by nothing: neither text nor calls.
-        row_images: digests of the images that the client was given with its row.
+        row_images: those that the client was given with its row.
         fatal: the error of a request after which no other would fare better.
     """
 
@@ -110,7 +110,7 @@ class Conversation:
     counts: Counter[str] = field(default_factory=Counter)
     responses: Responses = field(default_factory=Responses)
     silent: set[str] = field(default_factory=set)
-    row_images: frozenset[str] = frozenset()
+    row_images: tuple[Image, ...] = ()
     fatal: Exception | None = None
 
     @property
@@ -220,14 +220,15 @@ class Call:
     expanded: Seen | None = None
 
     def admit(self, images: tuple[Image, ...], rules: ImageRules) -> tuple[Image, ...]:
-        """Its images, those that the conversation has had before as the same objects. Raises ValueError, a sentence
-        about the request, where all of them together are too large.
+        """Its images, those that the row or the conversation has had before as the same objects. Raises ValueError, a
+        sentence about the request, where all of them together are too large.
         """
         if (own := self.conversation) is None:
             rules.check_bytes(images, ())
             return images
-        known = {image.digest: image for answer in own.history.generations for image in answer.images}
-        rules.check_bytes((*known.values(), *images), own.row_images)
+        before = (image for answer in own.history.generations for image in answer.images)
+        known = {image.digest: image for image in (*own.row_images, *before)}
+        rules.check_bytes((*known.values(), *images), {image.digest for image in own.row_images})
         return tuple(known.get(image.digest, image) for image in images)
 
     def count(self, name: str) -> bool:

@@ -71,7 +71,8 @@ def captured_gradients(model: ShardedModel, update: Callable[[], Any]) -> dict[s
     captured: dict[str, Tensor] = {}
 
     def capture(*_: Any) -> None:
-        captured.update({name: p.grad.full_tensor().clone() for name, p in model.trained().items()})
+        learned = {name: p.grad for name, p in model.trained().items() if p.grad is not None}
+        captured.update({name: gradient.full_tensor().clone() for name, gradient in learned.items()})
 
     handle = model.optimizer.register_step_pre_hook(capture)
     update()

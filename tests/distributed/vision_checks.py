@@ -1,23 +1,37 @@
 """What test_vision_ranks.py checks on two ranks: rows with images under FSDP2 and ZeRO-3 against one process."""
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForImageTextToText
+
 from generation.images import ImageProcessor
 from sharding.ranks import rank
+from tests.distributed import critic_checks, three_steps
 from tests.distributed import policy_checks as checks
-from tests.distributed import three_steps
 from tests.distributed.deepspeed_checks import zero_policy
-from tests.seen_rows import make_rows, plain_gradients
+from tests.seen_rows import make_rows, plain_forward, plain_gradients
 from trainer.distributed import init_process_group
 from trainer.learning.batching import micro_batches
 from trainer.parts import seeing
 from trainer.types import Sample
 
-CASES = ["fsdp packed", "fsdp padded", "fsdp recomputed", "fsdp frozen", "zero3 packed", "zero3 frozen"]
+CASES = ["fsdp packed", "fsdp padded", "fsdp recomputed", "fsdp frozen", "zero3 packed", "zero3 frozen", "critic"]
 KINDS = ["qwen2_5_vl", "llava"]
+
+
+def add_head(folder: Path) -> None:
+    """Make a reward model of the model in `folder`, beside it."""
+    shutil.copytree(folder, target := folder.with_name(f"{folder.name}_reward"))
+    weights = load_file(target / "model.safetensors")
+    weights["score.weight"] = torch.randn(1, 64, generator=torch.Generator().manual_seed(4))
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def own_rows(samples: list[Sample]) -> list[Sample]:
@@ -52,9 +66,30 @@ def check_gradients(folder: Path, case: str) -> None:
     checks.assert_gradients_equal(used, expected)
 
 
+def check_critic(folder: Path) -> None:
+    """Values and gradients of a critic with a trunk of its own are those of a plain one with a linear head."""
+    processor = ImageProcessor(str(folder))
+    samples, critic = make_rows(processor), critic_checks.make_critic(folder)
+    plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    head = nn.Parameter(load_file(folder / "model.safetensors")["score.weight"])
+    expected = [plain_forward(plain, processor, row).hidden_states[-1][0, :-1] @ head[0] for row in samples]
+    masks = [torch.tensor(row.loss_mask[1:]).bool() for row in samples]
+    mine = [number for number, row in enumerate(samples) if bool(row.images) == (rank() == 0)]
+    batches = micro_batches(own_rows(samples), 60, 0, checks.CPU, packing=True)
+    for batch, values in zip(batches, critic.score(batches), strict=True):
+        for row, number in enumerate(mine[index] for index in batch.rows):
+            wanted = expected[number].detach() * masks[number]
+            torch.testing.assert_close(values[row, : len(wanted)], wanted, atol=2e-5, rtol=1e-5)
+    got = critic_checks.captured_gradients(critic, lambda: critic.update(batches, critic_checks.squared_error(batches)))
+    errors = [(value[mask] - critic_checks.GOAL) ** 2 for value, mask in zip(expected, masks, strict=True)]
+    torch.cat(errors).mean().backward()
+    named = {name: p.grad for name, p in [*plain.named_parameters(), ("score.weight", head)] if p.grad is not None}
+    checks.assert_gradients_equal({name: value for name, value in got.items() if name in named or value.any()}, named)
+
+
 def two_ranks(models: str, results: str) -> None:
     init_process_group(60, "cpu")
     todo: dict[str, Callable[[], None]] = {
-        f"{kind} {case}": partial(check_gradients, Path(models) / kind, case) for kind in KINDS for case in CASES
-    }
+        f"{kind} {case}": partial(check_gradients, Path(models) / kind, case) for kind in KINDS for case in CASES[:-1]
+    } | {f"{kind} {CASES[-1]}": partial(check_critic, Path(models) / f"{kind}_reward") for kind in KINDS}
     checks._on_ranks(todo, results)

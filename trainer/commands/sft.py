@@ -71,7 +71,7 @@ class Transcript(Sample):
         try:
             return replace(self, images=tuple(image.read() for image in self.stored)) if self.stored else self
         except ValueError as error:
-            raise UserError(f"an image of the data {error}") from error
+            raise UserError(str(error)) from error
 
 
 @dataclass
@@ -300,7 +300,7 @@ def _seen_rows(rows: "Dataset", config: TrainConfig, rules: ImageRules, template
 
     for chunk in in_chunks(rows, data.path, read):
         for index, _, (sample, images) in ((index, row, found) for index, row, found in chunk if found is not None):
-            stored = stored_images(rows, index, sources, images, rules)
+            stored = stored_images(rows, index, data.path, sources, images, rules)
             yield replace(sample, stored=stored[: len(sample.image_spans)])
 
 

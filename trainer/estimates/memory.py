@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from generation.engine.settings import head_widths, kv_elements
 from sharding.send.ways import BucketPlan
@@ -32,6 +31,7 @@ from trainer.estimates.model_sizes import (
     shards_of,
 )
 from trainer.policy.logprobs import CPU_ELEMENTS, MIN_CHUNK, cuda_chunk_elements
+from trainer.policy.module import AutoValueModel
 
 GIB = 2**30
 _FLOAT32 = 4  # bytes: float32 weights, each of Adam's two moments, and gradients as they are summed
@@ -93,7 +93,7 @@ def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib
         parts.append(_frozen_part("reference", config, model, ranks))
     if algorithm.advantage_record.takes("values") and not config.critic.shared:
         path = config.critic.path or config.model.path
-        critic = model_sizes(config, path, kind=AutoModelForSequenceClassification, num_labels=1)
+        critic = model_sizes(config, path, kind=AutoValueModel, num_labels=1)
         learners.append(_Learner("critic", policy.model_copy(update={"backend": "fsdp"}), critic, whole=False))
         parts += _kept_parts(config, learners[1], ranks)
     if resolve_device(config) == "cuda":

@@ -225,7 +225,7 @@ def _unpack_images(data: bytes, pairs: list[tuple[Answer, Sample]]) -> None:
                 try:
                     images[stored.digest] = stored.read()
                 except ValueError as error:
-                    raise UserError(f"an image of prompt {answer.prompt_index} of the step {error}") from error
+                    raise UserError(str(error)) from error
         sample.images, sample.image_spans = tuple(images[digest] for digest in digests), spans
 
 

@@ -4,13 +4,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
 
 from trainer.config.schema import ModelConfig, PolicyConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.policy import hf_format
 from trainer.policy.fsdp import ShardedModel
-from trainer.policy.module import ValueModule, values
+from trainer.policy.module import AutoValueModel, ValueModule, values
 from trainer.types import MicroBatch, UpdateStats
 
 HEAD = "score.weight"
@@ -22,7 +21,7 @@ class Critic(ShardedModel):
     """Expected return of the state in which each token was sampled, under FSDP2 and with an optimizer of its own.
 
     In Transformers' terms it is a sequence classifier with one label, so it can start from the policy's checkpoint,
-    with a head of zeros, or from a reward model, with that model's head.
+    with a head of zeros, or from a reward model, with that model's head. It sees where the policy does.
     """
 
     def __init__(
@@ -31,8 +30,7 @@ class Critic(ShardedModel):
         """Build, shard and load the model; arguments as `FsdpPolicy`'s. Raises UserError for a type without a head."""
         source = hf_format.resolve_folder(model.path)
         try:
-            kind = AutoModelForSequenceClassification
-            built = hf_format.build_meta_model(source, model, torch.float32, device, kind, num_labels=1)
+            built = hf_format.build_meta_model(source, model, torch.float32, device, AutoValueModel, num_labels=1)
         except ValueError as error:
             lacks = "Transformers has no classifier of its type"
             raise UserError(f"{model.path} cannot be a critic: {lacks}; set critic.shared to true") from error

@@ -5,9 +5,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from trainer.flops import ModelFlops, Work, attended, model_flops
+from trainer.parts import sees
 from trainer.policy.attention import require_packing
 from trainer.policy.logprobs import target_logprobs
 from trainer.policy.routing import Routing
@@ -82,11 +88,29 @@ def _return_logprobs(head: nn.Linear, fp32_head: bool) -> None:
     head.forward = forward  # type: ignore[assignment, method-assign]
 
 
+class AutoValueModel:
+    """Makes a critic's model, as Transformers' automatic classes make theirs: a trunk with a head `score` of one label.
+
+    Transformers has classifiers of text. Of a model that sees it is the language model with that head for its own.
+    """
+
+    @staticmethod
+    def from_config(config: PretrainedConfig, **settings: Any) -> PreTrainedModel:
+        """Raises ValueError for a type that Transformers has no classifier of."""
+        if not sees(config):
+            found: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, **settings)
+            return found
+        model = AutoModelForImageTextToText.from_config(config, **settings)
+        model.lm_head = None
+        model.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False, dtype=settings["dtype"])
+        return cast(PreTrainedModel, model)
+
+
 class ValueModule(nn.Module):
     """A critic: a trunk and a head for the expected return of the state in which a target is sampled."""
 
     def __init__(self, model: PreTrainedModel, vision: "Vision | None" = None) -> None:
-        """`model`: a Transformers model for sequence classification with one label, as reward models are."""
+        """`model`: made by `AutoValueModel`, with one label, as reward models are."""
         super().__init__()
         self.model, self.vision = model, vision
         self.work = Work(sizes_of(model, vision))

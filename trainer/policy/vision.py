@@ -74,6 +74,7 @@ class Vision:
             spans = [(starts[place.row] + place.start, place.length) for place in places]
             inputs["named"] = {}
             inputs["lengths"] = [length for _, length in spans]
+            inputs["names"] = [place.image.name for place in places]
             inputs["places"] = torch.cat([torch.arange(start, start + length) for start, length in spans]).to(device)
             if hasattr(self._trunk, "get_rope_index"):
                 positions = self._positions(batch, sizes, found)
@@ -119,7 +120,8 @@ class Vision:
             return cast(Tensor, _Beside.apply(hidden, *_read(features)))
         lengths = [len(each) for each in features.pooler_output]
         if lengths != seen["lengths"]:  # https://github.com/verl-project/verl/issues/3469
-            raise ValueError(f"images have {lengths} features, and {seen['lengths']} tokens stand for them")
+            named = ", ".join(name or "an image" for name in seen["names"])
+            raise ValueError(f"{named}: they have {lengths} features, and {seen['lengths']} tokens stand for them")
         named = packing | seen["named"] | {"mm_encoder_outputs": {"image": features}}
         with _placeholders(self._trunk, inputs, seen["places"]):
             found = self._trunk(input_ids=inputs, use_cache=False, **named)

@@ -13,7 +13,7 @@ from trainer.commands.tiny_vlm import make_tiny_vlm
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("seeing")
     for kind in vision_checks.KINDS:
-        make_tiny_vlm(folder / kind, architecture=kind, hidden_size=64, vision_size=32)
+        vision_checks.add_head(make_tiny_vlm(folder / kind, architecture=kind, hidden_size=64, vision_size=32))
     file = folder / "found.json"
     run_ranks(vision_checks.two_ranks, 2, timeout=280, arguments=[str(folder), str(file)], images=True)
     return json.loads(file.read_text())

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,8 +218,9 @@ def test_another_count_than_the_engines_ends_the_rollout_of_a_client(
     seeing: Seeing, tiny_vlm: Callable[..., Path]
 ) -> None:
     other = ImageProcessor(str(tiny_vlm(largest_image=2)))  # to which that image has 2 tokens
-    with pytest.raises(ImageCountError, match=r"image 1 \(98 x 70 pixels\) takes 8 tokens in the engine, but 2 in"):
-        by_client(seeing, look_twice, PICTURES[:1], processor=other)
+    sentence = r"image 1 of row 5 of rows.jsonl \(98 x 70 pixels\) takes 8 tokens in the engine, but 2 in"
+    with pytest.raises(ImageCountError, match=sentence):  # though the client sends it as a data URL
+        by_client(seeing, look_twice, (replace(PICTURES[0], name="image 1 of row 5 of rows.jsonl"),), processor=other)
 
 
 def by_sampler(seeing: Seeing, sampler: Any, row: tuple[Image, ...], **rules: Any) -> list[Trajectory]:

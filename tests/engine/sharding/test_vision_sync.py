@@ -3,14 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from generation.engine.engine import Leader
+from generation.engine.engine import Engine, Leader
 from generation.engine.sampling import SamplingSettings
+from generation.engine.settings import EngineSettings
 from generation.exact_ids import Generation
 from generation.images import ImageProcessor
 from tests.colocated import Colocated, HfPolicy, start_engine, stop
@@ -42,10 +44,26 @@ class SeeingPolicy(HfPolicy):
         return float(batch.trained(apart).max())
 
 
+class Noting(Engine):
+    """Notes of each request how many tokens of its prompt vLLM found in its prefix cache."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        self.cached: list[int | None] = []
+
+    async def request(self, prompt: dict[str, Any], params: Any, **options: Any) -> Any:
+        output = await super().request(prompt, params, **options)
+        self.cached.append(output.num_cached_tokens)
+        return output
+
+
 def make_prompts(processor: ImageProcessor) -> list[Sample]:
-    """0, 1 and 3 images of different sizes, first and last; the last one is what a second turn brings."""
+    """0, 1 and 3 images of different sizes, first and last; the last one is what a second turn brings.
+
+    The first prompt has more than the 32 tokens of a block of the cache, the others have fewer.
+    """
     small, wide, high = noise(1, 28, 28), noise(2, 84, 28), noise(3, 56, 84)
-    contents = [[5, wide, 3], [9], [small, 2, high, wide], [high], [2, wide, 3]]
+    contents = [[5, wide, 30], [9], [small, 2, high, wide], [high], [2, wide, 3]]
     return [make_sample(processor, content, seed, sampled=0) for seed, content in enumerate(contents)]
 
 
@@ -99,7 +117,8 @@ def test_an_engine_sees_through_the_weights_that_it_was_sent(
     folder = tiny_vlm(architecture=kind, tied=tied)
     processor = ImageProcessor(str(folder))
     prompts, greedy = make_prompts(processor), SamplingSettings(max_tokens=12, temperature=0.0)
-    with Colocated(folder, shared=shared, policy=SeeingPolicy(folder), images=3) as both:
+    cache: Any = {"kind": Noting, "extra": {"block_size": 32}}
+    with Colocated(folder, shared=shared, policy=SeeingPolicy(folder), images=3, **cache) as both:
         both.manager.sleep()
         for seed in (1, 2):
             both.policy.randomise(seed)
@@ -108,7 +127,9 @@ def test_an_engine_sees_through_the_weights_that_it_was_sent(
                 assert report.verified == "full" and report.unreplayable == {}
                 behind = [name for name in report.left_out if ".layers.2." in name or ".post_layernorm." in name]
                 assert report.left_out == behind and bool(behind) == (kind == "llava")
+                both.leader.engine.cached = []
                 found = play(both, prompts, SamplingSettings(max_tokens=12, temperature=0.8))
+                assert both.leader.engine.cached == [0, 0, 0, 0, 32]  # the second turn's; nothing of other weights
                 answers = [complete(both.leader, prompt, greedy, 0, both.policy.version) for prompt in prompts]
             for packing in (True, False):
                 assert both.policy.gap(found, 0.8, packing) <= 1e-4

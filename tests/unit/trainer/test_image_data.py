@@ -74,6 +74,10 @@ def test_images_come_from_a_column_or_from_parts_of_messages_in_the_order_of_the
     assert "seen" not in data[0].row
     for prompt in data:
         assert [image.read().digest for image in prompt.images] == [image.digest for image in prompt.images]
+        row = f"of row {prompt.id} of {folder / 'rows.jsonl'}"
+        assert [image.read().name for image in prompt.images] == [
+            f"image {n + 1} {row}" for n in range(len(prompt.images))
+        ]
         assert [length for _, length in prompt.image_spans] == [
             rules.processor.tokens(image.size) for image in prompt.images
         ]
@@ -97,7 +101,7 @@ def test_data_with_another_image_has_another_fingerprint_and_a_changed_file_is_t
     before = load(folder, rules, row, image_key="image")
     picture(99, 70).resize((98, 70)).save(folder / "pictures/98.png")
     assert load(folder, rules, row, image_key="image").fingerprint != before.fingerprint
-    with pytest.raises(ValueError, match="has changed since the data were read"):
+    with pytest.raises(ValueError, match=r"image 1 of row 0 of .*rows.jsonl has changed since the data were"):
         before[0].images[0].read()
 
 
@@ -220,7 +224,7 @@ def test_a_warm_start_has_the_images_of_its_rows_where_rollouts_have_them(
     places = [(place.image.digest, place.length) for batch in batches for place in batch.images]
     assert sorted(places) == sorted((image.digest, rules.processor.tokens(image.size)) for image in pictures)
     picture(31, 31).save(folder / paths[0])
-    with pytest.raises((UserError, RemoteError), match="an image of the data has changed since the data were read"):
+    with pytest.raises((UserError, RemoteError), match="image 1 of row 0 of .* has changed since the data were read"):
         batches_of(found.samples, config, 0, policy)
     assert warm_start(folder, tiny_vlm(), *rows)[1].fingerprint() != found.fingerprint()
 

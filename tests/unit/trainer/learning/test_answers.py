@@ -258,5 +258,5 @@ def test_images_go_with_their_sequence_once_each_and_those_of_the_data_are_read_
         assert [image.data for image in found.images] == [image.data for image in expected.images]
     assert max(size // 100 for size in sizes) == 1 and not any(size % 100 for size in sizes)
     (tmp_path / "common.png").write_bytes(late.data)
-    with pytest.raises((UserError, RemoteError), match="an image of prompt . of the step has changed"):
+    with pytest.raises((UserError, RemoteError), match="an image of the data has changed"):
         on_ranks(2, mine)

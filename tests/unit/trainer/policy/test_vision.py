@@ -29,7 +29,7 @@ from trainer.policy.hf_format import (
     save_pretrained,
 )
 from trainer.policy.lora import add_adapters, factors
-from trainer.policy.module import PolicyModule, outputs
+from trainer.policy.module import AutoValueModel, PolicyModule, outputs
 from trainer.types import MicroBatch, Outputs, Sample
 
 TEMPERATURE = 0.7
@@ -150,9 +150,13 @@ def test_an_image_with_other_features_than_tokens_is_an_error(tiny_vlm: TinyMode
     module = make_module(tiny_vlm())
     [row] = make_rows(ImageProcessor(str(tiny_vlm())))[2:3]
     (first, one), (second, many) = row.image_spans[:2]
-    wrong = replace(row, image_spans=((first, one + 1), (second, many - 1), *row.image_spans[2:]))
-    [batch] = micro_batches([wrong], 10_000, 0, "cpu", packing=True)
-    with pytest.raises(ValueError, match=r"images have \[1, 6, 3\] features, and \[2, 5, 3\] tokens stand for them"):
+    named = replace(row.images[0], name="image 1 of row 5 of rows.jsonl")
+    spans = (first, one + 1), (second, many - 1), *row.image_spans[2:]
+    [batch] = micro_batches(
+        [replace(row, images=(named, *row.images[1:]), image_spans=spans)], 10_000, 0, "cpu", packing=True
+    )
+    sentence = r"image 1 of row 5 of rows.jsonl, an .* have \[1, 6, 3\] features, and \[2, 5, 3\] tokens stand for them"
+    with pytest.raises(ValueError, match=sentence):
         outputs(module, batch, TEMPERATURE)
 
 
@@ -253,9 +257,8 @@ def test_what_is_frozen_stays_as_it_was_where_the_policy_computes_with_an_engine
 
 def test_the_plan_knows_of_encoders(tiny_vlm: TinyModel) -> None:
     folder = tiny_vlm()
-    sizes = model_sizes(
-        TrainConfig.model_validate({"model": {"path": str(folder)}, "data": {"path": "unread"}}), str(folder)
-    )
+    config = TrainConfig.model_validate({"model": {"path": str(folder)}, "data": {"path": "unread"}})
+    sizes = model_sizes(config, str(folder))
     assert sizes.flops.image_token == 2.0
     model = make_module(folder).model
     assert sizes.total == sum(parameter.numel() for parameter in model.parameters())
@@ -264,6 +267,9 @@ def test_the_plan_knows_of_encoders(tiny_vlm: TinyModel) -> None:
     assert sum(shape.numel() for n in ("encoder.0", "encoder.1") for shape in sizes.units[n]) == blocks
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.base_model.language_model.layers]
     assert sizes.rest == sizes.total - sum(layers) - blocks
+    critic = model_sizes(config, str(folder), kind=AutoValueModel, num_labels=1)
+    head = dict(sizes.shapes)["lm_head.weight"].numel()
+    assert critic.head == 0 and critic.total == sizes.total - head + critic.shapes["score.weight"].numel()
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, "gemma3"])
