@@ -234,7 +234,9 @@ class RLTrainer:
         self.state.syncs_verified += bool(report.verified)
         if report.left_out != self.left_out:
             self.left_out = report.left_out
-            self.screen.note(f"vLLM leaves out {len(self.left_out)} weights of this model: {', '.join(self.left_out)}")
+            count = len(self.left_out)
+            weights = f"{count} weight{'s' * (count != 1)}"
+            self.screen.note(f"vLLM leaves out {weights} of this model: {', '.join(self.left_out)}")
 
     def sample(self, step: int) -> tuple[StepSampling, int]:
         """The step's prompts, from where the last step stopped, and all engines' answers to them with their rewards.

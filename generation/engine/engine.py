@@ -4,7 +4,7 @@ import asyncio
 import gc
 import itertools
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,13 +112,15 @@ class Engine:
         unfinished: Unfinished | None = None,
         images: Sequence[Image] = (),
         image_spans: Spans = (),
+        growing: Callable[[list[int]], None] | None = None,
     ) -> Generation:
         """Sample one response to one prompt, token ids in and token ids out. Raises EngineStateError unless awake with
         the weights of `policy_version`, and ValueError where the prompt leaves no room for a response, or vLLM refuses
         the request. `images` and their places among the ids are as of `Trajectory`.
 
         With a `turnstile`, the response grows slice by slice, each by weights of the version that the gate was opened
-        for, and goes on from `unfinished`, if given, with its seed and its budget.
+        for, and goes on from `unfinished`, if given, with its seed and its budget. Without one, `growing` is called
+        with all ids of the response so far whenever there are more.
         """
         budget = response_budget(len(prompt_ids), sampling.max_tokens, self.settings.max_model_len)
         if budget == 0:
@@ -134,7 +136,10 @@ class Engine:
             whole.routes = last.routed_experts  # of the last slice, whose prompt was all before it
             return whole
         prompt = await self.prompt(prompt_ids, images, image_spans)
-        return generations_of(await self.request(prompt, params, policy_version=policy_version), policy_version)[0]
+        if growing is not None:
+            params.output_kind = type(params.output_kind).CUMULATIVE
+        output = await self.request(prompt, params, policy_version=policy_version, growing=growing)
+        return generations_of(output, policy_version)[0]
 
     async def prompt(self, ids: list[int], images: Sequence[Image] = (), spans: Spans = ()) -> dict[str, Any]:
         """Ids, and images in their places among them, as vLLM takes a prompt. Raises ValueError where images are too
@@ -149,14 +154,21 @@ class Engine:
         return await self._images.prompt(ids, images, spans)
 
     async def request(
-        self, prompt: dict[str, Any], params: "SamplingParams", *, policy_version: int, **options: Any
+        self,
+        prompt: dict[str, Any],
+        params: "SamplingParams",
+        *,
+        policy_version: int,
+        growing: Callable[[list[int]], None] | None = None,
+        **options: Any,
     ) -> "RequestOutput":
         """One request in vLLM's own terms: its prompt dictionary in, its final output out.
 
-        `options` go to `AsyncLLM.generate`. Raises EngineStateError unless awake with the weights of `policy_version`.
+        `growing` is called with the first completion's ids of each output, as `params` ask for outputs; `options` go to
+        `AsyncLLM.generate`. Raises EngineStateError unless awake with the weights of `policy_version`.
         """
         self.state.check_can_generate(policy_version)
-        return await self._final_output(prompt, params, **options)
+        return await self._final_output(prompt, params, growing, **options)
 
     async def request_in_slices(
         self,
@@ -210,10 +222,18 @@ class Engine:
             length = len(output.prompt_token_ids or []) + len(completion.token_ids)
             completion.routed_experts = rows[: length - 1]  # the engine may have computed more than it returns
 
-    async def _final_output(self, prompt: dict[str, Any], params: "SamplingParams", **options: Any) -> "RequestOutput":
+    async def _final_output(
+        self,
+        prompt: dict[str, Any],
+        params: "SamplingParams",
+        growing: Callable[[list[int]], None] | None = None,
+        **options: Any,
+    ) -> "RequestOutput":
         final = None
         async for output in self.submit(prompt, params, f"hotbunk-{next(self._request_numbers)}", **options):
             final = output
+            if growing is not None:
+                growing(list(output.outputs[0].token_ids))
         if final is None:
             raise RuntimeError("vLLM ended a request without an output")
         return final

@@ -114,16 +114,42 @@ class Chat:
         return self.ids
 
 
+class Typing:
+    """Prints an answer while it grows."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._printed = tokenizer, ""
+
+    def grow(self, ids: list[int]) -> None:
+        """Print what the answer's ids so far say beyond what is printed, up to a character whose bytes are not all
+        there; nothing where their text is another now than it was.
+        """
+        text = self._tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
+        if text.startswith(self._printed):
+            print(text[len(self._printed) :], end="", flush=True)
+            self._printed = text
+
+    def finish(self, text: str) -> None:
+        """Print the rest of the whole answer, or all of it on a line of its own where another was printed."""
+        print(text[len(self._printed) :] if text.startswith(self._printed) else f"\n{text}", flush=True)
+        self._printed = ""
+
+
 def converse(settings: EngineSettings, chat: Chat, sampling: SamplingSettings) -> int:
-    """Answer the prompt that `chat` holds already, or else whatever is typed, until Ctrl-D."""
+    """Answer the prompt that `chat` holds already, or else whatever is typed, until Ctrl-D. On a terminal answers are
+    printed as they come.
+    """
+    typing = Typing(chat.tokenizer)
+    growing = typing.grow if sys.stdout.isatty() else None
 
     def job(leader: Leader) -> int:
         for prompt in [chat.ids] if chat.ids else _typed(chat):
-            request = leader.engine.complete(prompt, sampling, seed=int.from_bytes(os.urandom(7)), policy_version=0)
+            own = {"seed": int.from_bytes(os.urandom(7)), "policy_version": 0}
+            request = leader.engine.complete(prompt, sampling, **own, growing=growing)
             answer = leader.thread.run(request, 3600, "the answer")
             chat.ids = prompt + answer.token_ids
             text = chat.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-            print(f"{text} […]" if answer.finish_reason == "length" else text, flush=True)
+            typing.finish(f"{text} […]" if answer.finish_reason == "length" else text)
         return 0
 
     return on_checkpoint("generate", settings, job)

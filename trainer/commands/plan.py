@@ -110,6 +110,13 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
         kept = KEPT_BYTES / GIB
         yield "images", f"at most {answers * most:,} a step; {pixels:.3f} GiB each as the model takes it"
         yield "images in host memory", f"at most {host:.2f} GiB of a rank's share, and {kept:.2f} of an engine's"
+        rollout, episode = config.rollout, config.rollout.max_image_mib / 1024
+        if rollout.tools or rollout.mcp or rollout.code:
+            begun, trained = math.ceil(flying / max(engines, 1)), math.ceil(answers / max(training, 1))
+            asking = min(begun, config.engine.max_num_seqs + algorithm.group_size) * (rollout.client is not None)
+            came = f"at most {begun * episode:.2f} GiB of an engine's episodes, "
+            came += f"{3 * asking * episode:.2f} of requests to its server, in base64, "
+            yield "images that come up", came + f"and {trained * episode:.2f} of a rank that trains"
     yield "updates", f"{updates} a step, {updates * config.run.steps} in {config.run.steps} steps"
     ways = config.policy.sequence_parallel
     who = "rank" if ways == 1 else f"{ways} ranks that share them"

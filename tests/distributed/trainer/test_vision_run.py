@@ -1,15 +1,19 @@
-"""A whole run of a model that sees, in slices and with pass@k: killed in the middle, beside one that was not.
+"""Whole runs of a model that sees: in slices and with pass@k, killed in the middle beside one that was not; a client's.
 
-tests/distributed/killed_run.py --images does more of it.
+tests/distributed/killed_run.py --images does more of the first.
 """
 
+import json
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.killed_run import Disturbance, disturbed, unequal
-from tests.distributed.real_run import Run, seeing_sections, write_recipe
+from tests.distributed.launch import run_ranks
+from tests.distributed.real_run import ROOT, Run, seeing_sections, write_recipe
+from trainer.commands import sft
+from trainer.config.recipe import load_config
 
 
 @pytest.mark.timeout(1500)
@@ -37,3 +41,36 @@ def test_a_run_with_images_that_is_killed_ends_as_one_that_was_not(tmp_path: Pat
     assert any(row.get("carry/answers") for row in rows) and all("eval/pass@2" in rows[step] for step in (0, 2, 4))
     broken = disturbed(recipe, [Disturbance("rollout", "rank", signal.SIGKILL, 2, 0.05)], ranks=1, seed=0)
     assert broken.failures == [] and unequal(straight, broken.run) == []
+
+
+def warm_start(recipe: str) -> None:
+    sft.main(load_config(Path(recipe), ["run.name=warm"]))
+
+
+@pytest.mark.timeout(600)
+def test_a_client_that_shows_more_goes_on_from_a_warm_start_with_images(tmp_path: Path) -> None:
+    """The example of scripts/, in two steps at level 6 from the model of `hotbunk sft` on the same rows."""
+    model, sections = seeing_sections(tmp_path)
+    rows = [{"prompt": "Name it: ", "image": f"{28 * n}.png", "answer": str(n)} for n in (1, 2, 3)] * 4
+    data = tmp_path / "named.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = sections["data"] | {"path": str(data), "eval_path": None, "answer_key": "answer"}
+    recipe = write_recipe(
+        tmp_path,
+        model,
+        data=keys,
+        engine={"max_model_len": 128},
+        run={"steps": 2, "device": "cpu"},
+        sft={"steps": 3, "batch_size": 6, "lr": 1e-3},
+        rollout={"client": f"{ROOT}/scripts/examples/second_glance.py:agent", "max_error_rate": 0.0},
+        reward={"functions": []},
+    )
+    said = run_ranks(warm_start, 1, timeout=120, arguments=[str(recipe)], images=True)
+    warm = tmp_path / "runs/warm/model"
+    assert f"the model is in {warm}" in said
+    run = Run(recipe, "--model.path", str(warm), ranks=1, name="shown")
+    assert run.wait() == 0, run.output()
+    run.assert_gone()
+    assert [row["gap/max"] <= 1e-4 for row in run.rows()] == [True, True]
+    shown = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    assert len(shown) > 4 and {len(answer["images"]) for answer in shown} == {2}

@@ -4,10 +4,13 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings, sample_seed
@@ -18,6 +21,7 @@ from generation.trajectory import Trajectory
 from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import TinyModel
 from trainer import engines
+from trainer.commands import generate
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.learning.groups import to_sample
@@ -67,6 +71,27 @@ def run(
     finished = leader.thread.run(rollout(leader.engine, prompts, settings, claim, note), 60, "a rollout")
     assert sorted(map(id, finished)) == sorted(map(id, seen))
     return sorted(finished, key=lambda t: (t.prompt_index, t.sample_index))
+
+
+def test_on_a_terminal_an_answer_is_printed_as_it_comes(
+    leader: Leader, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, the answer that is printed at once elsewhere; a character comes once all its bytes are there."""
+    asked, sampling = PROMPTS[0], SamplingSettings(max_tokens=40, temperature=0.0)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    monkeypatch.setattr(generate, "on_checkpoint", lambda command, settings, job: job(leader))
+    pieces: dict[bool, list[str]] = {True: [], False: []}
+    for terminal, printed in pieces.items():
+        chat = generate.Chat(tokenizer)
+        chat.ids = asked
+        monkeypatch.setattr(
+            sys, "stdout", SimpleNamespace(isatty=lambda t=terminal: t, write=printed.append, flush=int)
+        )
+        generate.converse(leader.engine.settings, chat, sampling)
+        assert len(chat.ids) == len(asked) + 40
+    assert "".join(pieces[True]) == "".join(pieces[False]) and len(pieces[False]) == 2  # the text, and the line's end
+    assert not any(piece.endswith("\ufffd") for piece in pieces[True][:-2])  # of the last, the answer is cut
+    assert len(list(filter(None, pieces[True]))) > 10
 
 
 @pytest.mark.covers("P12", "P13", "P22")
