@@ -144,8 +144,8 @@ def converse(settings: EngineSettings, chat: Chat, sampling: SamplingSettings) -
 
     def job(leader: Leader) -> int:
         for prompt in [chat.ids] if chat.ids else _typed(chat):
-            own = {"seed": int.from_bytes(os.urandom(7)), "policy_version": 0}
-            request = leader.engine.complete(prompt, sampling, **own, growing=growing)
+            seed = int.from_bytes(os.urandom(7))
+            request = leader.engine.complete(prompt, sampling, seed=seed, policy_version=0, growing=growing)
             answer = leader.thread.run(request, 3600, "the answer")
             chat.ids = prompt + answer.token_ids
             text = chat.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
