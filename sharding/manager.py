@@ -219,9 +219,7 @@ class ShardingManager:
     async def _receive(self, engine: Engine, version: int) -> list[dict[str, Any]]:
         """On the leader's engine: one update. When it ends well, the engine holds `version`."""
         session, timeout = self._session, self._settings.timeout
-        outcomes = await engine.receive("update_weights_via_ipc_zmq", session, timeout, version=version)
-        engine.adapter = None if self._adapter is None else session
-        return outcomes
+        return await engine.receive("update_weights_via_ipc_zmq", session, timeout, version=version)
 
     def _send(self, link: Link, version: int, check: DigestCheck) -> list[str]:
         """Returns the weights that a worker does not hold as the ranks do."""

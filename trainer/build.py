@@ -21,7 +21,7 @@ from sharding.send.pull import Pull
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
 from sharding.send.ways import Staged, Way, ZeroCopy
 from sharding.wire.group import own_address
-from trainer.apart import OwnRounds, RolloutsApart
+from trainer.apart import OwnRounds, OwnSlices, RolloutsApart, SlicesApart
 from trainer.carried import SlicedRollouts
 from trainer.config.apart import training_ranks
 from trainer.config.machine import resolve_device
@@ -171,10 +171,11 @@ def build_rollouts(
     options: dict[str, Any] = {"engines": world_size() // config.engine.tensor_parallel_size}
     options["max_error_rate"] = config.rollout.max_error_rate
     if config.engine.apart:
-        own = leader, tokenizer, rewards, store(), level
+        own, cut = (leader, tokenizer, rewards, store(), level), config.rollout.slice_tokens is not None
         if isinstance(sharding, EnginesApart):
-            return RolloutsApart(config, sharding, *own, start=start, **options)
-        return OwnRounds(*own, **options)
+            kind = SlicesApart if cut else RolloutsApart
+            return kind(config, sharding, *own, start=start, **options)
+        return OwnSlices(config, *own, start=start, **options) if cut else OwnRounds(*own, **options)
     if config.rollout.slice_tokens is None:
         if start is not None and any(start.glob(CARRIED_FILES)):
             say(f"{start} has unfinished answers, which are left out, since rollout.slice_tokens is null now")
@@ -189,10 +190,13 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
     dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
     adapters = config.lora.engines_apply
     source = adapter_source(policy, dtype) if adapters else weight_source(policy, dtype)
+    adapter = adapter_format(policy.model, config.lora) if adapters else None
     if config.engine.apart:
         with all_crews():
             generating = range(training_ranks(config, world_size()), world_size())
-        return EnginesApart(source, policy.device, sync_settings(config), generating, store(), weights_host())
+        return EnginesApart(
+            source, policy.device, sync_settings(config), generating, store(), weights_host(), adapter=adapter
+        )
     return ShardingManager(
         source,
         policy.device,
@@ -200,7 +204,7 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
         processes.private_folder(),
         tensor_parallel_size=config.engine.tensor_parallel_size,
         leader=leader,
-        adapter=adapter_format(policy.model, config.lora) if adapters else None,
+        adapter=adapter,
         way=sync_way(config, policy, source),
     )
 

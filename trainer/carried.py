@@ -52,6 +52,7 @@ class SlicedRollouts(Rollouts):
         self._pool: CarriedEpisodes | None = None
         self._step, self._version, self._preemptions = 0, 0, 0
         self._figures: dict[str, float] = {}
+        self._taken: list[int] = []  # the places of the groups that were taken last
         self._number = rank() * self._engines // world_size()  # of this rank's engine
         # The groups of a checkpoint until they go on, and those of the last step's end, for `take_back`.
         self._resumed: list[CarriedGroup] = []
@@ -116,8 +117,8 @@ class SlicedRollouts(Rollouts):
             unfinished, preemptions = sum(each for _, each, _ in told), sum(each for _, _, each in told)
         places = sorted(place for place, flight in self._flights.items() if flight.complete)[:count]
         flights = [self._flights.pop(place) for place in places]
-        self._version = settings.policy_version
-        answers = gather_answers(self._trajectories(places), terms.details, self._version)
+        self._taken, self._version = places, settings.policy_version
+        answers = self._gathered(self._trajectories(places), terms, self._version)
         self._steps_old += [settings.step - flight.born for flight in flights]
         self._tokens += [(answer.old, answer.sampled) for answer in answers]
         old, sampled = (sum(numbers) for numbers in zip(*self._tokens, strict=True))
@@ -154,6 +155,10 @@ class SlicedRollouts(Rollouts):
 
     def untrained(self) -> list[Answer]:
         """Of each engine some answers that wait or are unfinished and have tokens of the present version."""
+        return gather_answers(self._present(), version=self._version)
+
+    def _present(self) -> list[Trajectory]:
+        """This engine's part of `untrained`."""
         found: list[Trajectory] = []
         # An unfinished answer has no routes yet, if it is to have an engine's; where there may be images, those of the
         # turns before it are the episode's own.
@@ -166,7 +171,7 @@ class SlicedRollouts(Rollouts):
             found.append(Trajectory(place, sample, so_far.prompt_ids, *tokens, versions=so_far.versions, **images))
         found += [t for group in self._now() for done in group.done.values() for t in done if not t.error]
         present = [t for t in found if t.weight_version == self._version and any(t.loss_mask)]
-        return gather_answers(present[:_MEASURED], version=self._version)
+        return present[:_MEASURED]
 
     def close(self) -> None:
         """End the episodes under way, too."""
@@ -247,25 +252,30 @@ class SlicedRollouts(Rollouts):
 
 
 @dataclass
-class _WithImages:
-    """Groups, and the images of their answers by digest, which are empty in them."""
+class _More:
+    """Groups, and the images of their answers by digest, which are empty in them.
+
+    Attributes:
+        ready: what engines apart have sampled ahead; see `trainer.apart`.
+    """
 
     groups: list[CarriedGroup]
     images: dict[str, bytes]
+    ready: bytes = b""
 
 
-def packed_groups(groups: list[CarriedGroup]) -> bytes:
-    """As a checkpoint has them."""
+def packed_groups(groups: list[CarriedGroup], ready: bytes = b"") -> bytes:
+    """As a checkpoint has them; `ready`: see `read_ready`."""
     images = {image.digest: image.data for t in _done(groups) for image in t.images}
 
     def bare(trajectory: Trajectory) -> Trajectory:
         return replace(trajectory, images=tuple(replace(image, data=b"") for image in trajectory.images))
 
-    if not images:
+    if not images and not ready:
         return msgspec.msgpack.encode(groups, enc_hook=plain)
     done = [{sample: [*map(bare, own)] for sample, own in group.done.items()} for group in groups]
     stripped = [replace(group, done=own) for group, own in zip(groups, done, strict=True)]
-    return msgspec.msgpack.encode(_WithImages(stripped, images), enc_hook=plain)
+    return msgspec.msgpack.encode(_More(stripped, images, ready), enc_hook=plain)
 
 
 def _done(groups: list[CarriedGroup]) -> list[Trajectory]:
@@ -274,12 +284,25 @@ def _done(groups: list[CarriedGroup]) -> list[Trajectory]:
 
 def read_groups(checkpoint: Path) -> list[CarriedGroup]:
     """All groups that a checkpoint has, whichever engine had them, the oldest first."""
+    return joined_groups([file.read_bytes() for file in checkpoint.glob(CARRIED_FILES)])
+
+
+def joined_groups(packed: list[bytes]) -> list[CarriedGroup]:
+    """All groups of several engines, the oldest first."""
     groups: list[CarriedGroup] = []
-    for file in checkpoint.glob(CARRIED_FILES):
-        found = msgspec.msgpack.decode(file.read_bytes(), type=list[CarriedGroup] | _WithImages, dec_hook=array)
-        if isinstance(found, _WithImages):
-            for t in _done(found.groups):
-                t.images = tuple(replace(image, data=found.images[image.digest]) for image in t.images)
-            found = found.groups
-        groups += found
+    for found in map(_unpacked, packed):
+        for t in _done(found.groups):
+            t.images = tuple(replace(image, data=found.images[image.digest]) for image in t.images)
+        groups += found.groups
     return sorted(groups, key=lambda group: group.place)
+
+
+def read_ready(checkpoint: Path) -> list[bytes]:
+    """What the ranks that train had of engines apart, in the order of the ranks; nothing where that was nothing."""
+    files = sorted(checkpoint.glob(CARRIED_FILES))
+    return [ready for file in files if (ready := _unpacked(file.read_bytes()).ready)]
+
+
+def _unpacked(packed: bytes) -> _More:
+    found = msgspec.msgpack.decode(packed, type=list[CarriedGroup] | _More, dec_hook=array)
+    return found if isinstance(found, _More) else _More(found, {})

@@ -7,7 +7,7 @@ from typing import Any
 
 from generation.engine.sampling import NotFiniteError
 from sharding.ranks import RemoteError, all_crews, rank, world_size
-from trainer.apart import GIVEN_UP, OwnRounds, hand_over
+from trainer.apart import GIVEN_UP, Handed, OwnRounds, hand_over
 from trainer.build import build_rollouts, build_trainers, joined, rank_device
 from trainer.config.apart import training_ranks
 from trainer.config.schema import TrainConfig
@@ -92,10 +92,10 @@ class EngineCrew(RLTrainer):
             word = str(error)
         except Exception as error:
             failure = error
-        assert isinstance(self.rollouts, OwnRounds)
-        rounds, self.rollouts.rounds = self.rollouts.rounds, []
         self.meter.take()
-        hand_over(self.training, rounds, word, failure)
+        assert isinstance(self.rollouts, OwnRounds)
+        done = not word and failure is None
+        hand_over(self.training, self.rollouts.handed(self.told) if done else Handed(word), failure)
 
     def sample_held_outs(self, step: int) -> None:
         """Answers to all held-out prompts; see `RLTrainer.evaluate`."""

@@ -249,7 +249,7 @@ class Rollouts:
             return self._sample(leader, prompts, settings, terms.timeout, voting, order)
 
         own = self._on_leaders(sample, terms, settings.step)
-        answers = gather_answers(own or [], terms.details, settings.policy_version if self._ages else None)
+        answers = self._gathered(own or [], terms, settings.policy_version if self._ages else None)
         return self._checked(answers, prompts, terms.lengths)
 
     def take(
@@ -319,6 +319,10 @@ class Rollouts:
         if any(given_up for given_up, _ in outcomes):
             raise StepAbandoned(f"the rollouts of step {step} were given up")
         return own
+
+    def _gathered(self, own: list[Trajectory], terms: Terms, version: int | None) -> list[Answer]:
+        """The answers of a round, of which this rank's engine has sampled `own`; see `gather_answers`."""
+        return gather_answers(own, terms.details, version)
 
     def _checked(self, answers: list[Answer], prompts: list[Prompt], lengths: dict[int, int] | None) -> list[Answer]:
         """The answers, unless too many have failed; what they say of the prompts' lengths is noted. Collective."""

@@ -56,7 +56,7 @@ class Engine:
 
     Attributes:
         state: which memory the engine holds, and the version of its weights.
-        adapter: number of the LoRA adapter that requests are answered with; set by whoever sent the adapter.
+        adapter: number of the LoRA adapter that requests are answered with, which the latest update has brought.
         not_finite: the first NaN or infinite log-probability of a sampled token since this was last set to None.
         preemptions: how often vLLM has taken the KV cache from an answer since the start and computed it again, for
             want of room; counted with `settings.keyed_noise` only.
@@ -329,6 +329,7 @@ class Engine:
             sent = max(outcome.get("version", -1) for outcome in outcomes)
             if version is None and sent >= 0:
                 update.version = sent
+        self.adapter = next((outcome.get("adapter") for outcome in outcomes), None)
         return outcomes
 
     async def sleep(self, level: int = 2) -> None:

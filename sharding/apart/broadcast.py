@@ -18,6 +18,7 @@ from torch.distributed import Work
 
 from sharding.ranks import agree, agreed, exchange, rank
 from sharding.send.push import (
+    AdapterFormat,
     Link,
     NullPeer,
     SyncReport,
@@ -239,9 +240,12 @@ class CollectiveSender:
         workers: int,
         host: str = "127.0.0.1",
         port: int = 0,
+        adapter: AdapterFormat | None = None,
     ) -> None:
-        """Listen on `host` for `workers` workers, all engines together; loopback by default."""
-        self._source, self._settings = source, settings
+        """Listen on `host` for `workers` workers, all engines together; loopback by default. `adapter`: weights are the
+        factors of one.
+        """
+        self._source, self._settings, self._adapter = source, settings, adapter
         self._parameters = source.parameters()
         self._plan = BucketPlan(self._parameters, settings.bucket_bytes)
         self._session, self._stamps = 0, itertools.count(1)
@@ -297,7 +301,9 @@ class CollectiveSender:
         return report
 
     def _update(self, peer: Workers | NullPeer, report: SyncReport) -> None:
-        answer = announce(peer, self._parameters, report.version, self._settings.replay)
+        # The session is a number that no adapter had before, so nothing cached by number or name can be an old one's.
+        adapter = None if self._adapter is None else {"number": self._session, "config": self._adapter.config}
+        answer = announce(peer, self._parameters, report.version, self._settings.replay, adapter)
         push(self._source, self._plan, self._way, peer, "bucket", self._stamps)
         peer.post("finish")
         peer.collect()

@@ -17,7 +17,7 @@ from generation.engine.engine import Engine, Leader
 from sharding.apart.broadcast import TRAIN_WORLD_SIZE, CollectiveSender
 from sharding.probe import Probe, Tenant, VersionedPolicy, compare_with, draw_probe, vocabulary_of
 from sharding.ranks import all_crews, exchange, is_main, rank
-from sharding.send.push import SyncReport, SyncSettings
+from sharding.send.push import AdapterFormat, SyncReport, SyncSettings
 from sharding.send.source import WeightSource
 from sharding.wire.channel import SyncError
 from sharding.wire.group import GroupStore, StoreChannel
@@ -64,13 +64,15 @@ class EnginesApart:
         ranks: range,
         store: dist.Store,
         host: str = "127.0.0.1",
+        adapter: AdapterFormat | None = None,
     ) -> None:
         """`ranks`: those that generate, by their numbers in the run, each with a worker. Collective among the others,
-        of which rank 0 listens on `host`.
+        of which rank 0 listens on `host`. `adapter`: `source` has the factors of one.
         """
-        self._source, self._settings, self._ranks = source, settings, ranks
+        self._settings, self._ranks = settings, ranks
         self._lines = [_line(store, number, outwards=True) for number in ranks] if is_main() else []
-        self._sender = CollectiveSender(source, device, settings, len(ranks), host)
+        self._sender = CollectiveSender(source, device, settings, len(ranks), host, adapter=adapter)
+        self._vocabulary = vocabulary_of(source.parameters()) if adapter is None else adapter.vocabulary
         self._policy: VersionedPolicy | None = None
         self.report = SyncReport(version=-1)
         self.then: Callable[[], None] | None = None
@@ -106,7 +108,7 @@ class EnginesApart:
         self.report = self._sender.send(policy.version, self._halves())
         probe: Probe | None = None
         if self._settings.verify != "off" and not self.report.verified:
-            probe = draw_probe(policy, vocabulary_of(self._source.parameters()))
+            probe = draw_probe(policy, self._vocabulary)
             self.report.verified = "probe"
         for line in self._lines:
             line.send("probe", probe=probe)

@@ -47,6 +47,7 @@ class Outcome:
     """The outcome of an update on this worker; the extension returns it as a dictionary.
     `error`: None when everything arrived and was accounted for; else what went wrong, and on which worker.
     `nbytes`: of the weights, without padding.
+    `adapter`: the number of the LoRA adapter that came, not whole weights.
     `left_out`: weights that the model takes nothing of, on purpose.
     `unreplayable`: weights that went through vLLM's loaders, and always will, and why; None: they all did.
     """
@@ -55,6 +56,7 @@ class Outcome:
     version: int = -1
     tensors: int = 0
     nbytes: int = 0
+    adapter: int | None = None
     unreplayable: dict[str, str] | None = None
     left_out: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -133,6 +135,7 @@ class Receiver:
         self.weights = {name: [list(shape), dtype] for name, (shape, dtype) in message["weights"].items()}
         check_manifest(self.weights, self._promised, engine_dtype(self._worker))
         if (adapter := message.get("adapter")) is not None:
+            self.outcome.adapter = adapter["number"]
             self._loader = AdapterLoader(self._worker.model_runner, adapter["number"], adapter["config"])
         self._loader.begin(self.weights, message.get("replay", True))
         self.outcome.version, self.outcome.tensors = message["version"], len(self.weights)

@@ -2,7 +2,7 @@
 
     python tests/distributed/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
                                            [--runs 1] [--slices N] [--lora R] [--mixture | --images]
-                                           [--then RANKS | --alone]
+                                           [--then RANKS | --alone [--apart]]
 
 It trains a tiny model once without disturbance, and once with signals to a random process (the launcher, a rank, an
 engine, a guardian, a reward worker) at a random moment, from the start to the export; what has ended is started again
@@ -15,7 +15,7 @@ bfloat16, with a balance loss; with `--images` one that sees, whose rows have 0 
 
 With `--alone` nobody starts anything again: all signals are SIGKILL, at most two a step, and the run has to come to its
 end by itself, with engines that start again in place, and a supervisor (RESTARTS) for all else. It prints the seconds
-that each kill has cost.
+that each kill has cost. With `--apart` the last of the ranks only generates, by weights of one step before.
 """
 
 import argparse
@@ -395,7 +395,10 @@ def main() -> int:
     parser.add_argument("--alone", action="store_true", help="nobody starts anything again")
     parser.add_argument("--mixture", action="store_true", help="of experts, with its engine's routes")
     parser.add_argument("--images", action="store_true", help="a model that sees, and rows with images")
+    parser.add_argument("--apart", action="store_true", help="the last rank only generates, a step ahead; with --alone")
     options = parser.parse_args()
+    if options.apart and not options.alone:
+        parser.error("--apart: an engine's death ends such a run, which the supervisor of --alone starts again")
     folder = options.folder
     all_drawn = [draw(options.kills, options.stops, options.seed + run) for run in range(options.runs)]
     folder.mkdir(parents=True)  # a run that is there already would be gone on with
@@ -415,7 +418,7 @@ def main() -> int:
         checkpoint={"every": 1, "keep": 2},
         eval={"every": 0},
         data=seen.get("data", {}),
-        engine={"restarts": 1000}
+        engine={"restarts": 1000, "apart": int(options.apart)}
         | seen.get("engine", {})
         | ({} if options.lora else {"load_format": "dummy"})
         | ({"dtype": "bfloat16"} if options.mixture else {}),
@@ -423,7 +426,8 @@ def main() -> int:
         policy={"lr": 1e-4},  # so slowly that there is something to learn in all steps
         reward={"functions": [{"name": REWARD}]},
         sampling={"max_tokens": 24 if options.slices else 6},
-        rollout={"slice_tokens": options.slices, "ahead": 1.0} if options.slices else {},
+        rollout=({"slice_tokens": options.slices, "ahead": 1.0} if options.slices else {})
+        | {"lag": int(options.apart)},
         **(routed if options.mixture else {}),
     )
     ranks, then, failures = options.ranks, options.then, 0

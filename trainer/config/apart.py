@@ -37,13 +37,6 @@ def check_apart(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[st
         f"policy.offload is {policy.offload}, but there is nothing to make room for: leave it out": (
             policy.offload != "none"
         ),
-        "policy.backend is deepspeed, which takes all ranks for its own: set it to fsdp": policy.backend != "fsdp",
-        "lora.sync is adapter, which is sent to engines of the same ranks only: set it to merged": (
-            config.lora.engines_apply
-        ),
-        "rollout.slice_tokens is set, whose answers go on within the same ranks only: leave it out": (
-            rollout.slice_tokens is not None
-        ),
         "checkpoint.rollouts is set, which keeps answers of the same ranks only: leave it out": (
             config.checkpoint.rollouts
         ),

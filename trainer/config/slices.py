@@ -16,13 +16,13 @@ def oldest_age(config: TrainConfig) -> int:
     """The most steps between an answer's first token and its training; 0 where answers are not cut.
 
     An answer is finished in the step that brings its last slice, and waits then while older groups are trained, of
-    which there are at most as many as were ahead of it. Code of one's own (`rollout.custom`, `rollout.client`) is taken
-    to ask for `rollout.max_turns` answers at most.
+    which there are at most as many as were ahead of it. With a lag it begins so many steps earlier.
+    Code of one's own (`rollout.custom`, `rollout.client`) is taken to ask for `rollout.max_turns` answers at most.
     """
     slice_tokens = config.rollout.slice_tokens
     if slice_tokens is None:
         return 0
-    return math.ceil(longest_answer(config) / slice_tokens) - 1 + math.ceil(config.rollout.ahead)
+    return math.ceil(longest_answer(config) / slice_tokens) - 1 + math.ceil(config.rollout.ahead) + config.rollout.lag
 
 
 def prompts_ahead(config: TrainConfig) -> int:

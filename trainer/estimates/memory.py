@@ -125,7 +125,7 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
     fitting = f"{tokens:,} tokens: {tokens // engine.max_model_len} answers of {engine.max_model_len}"
     if config.rollout.slice_tokens is not None:  # more than fit are preempted, and computed again
         answers = (config.batch.prompts_per_step + prompts_ahead(config)) * config.algorithm.group_size
-        each = math.ceil(answers * engine.tensor_parallel_size / ranks)
+        each = math.ceil(answers * engine.tensor_parallel_size / (engine.apart or ranks))
         fitting += f"; at most {min(each, engine.max_num_seqs)} run at a time"
     asleep = 0 if engine.sleep else 1
     first, later = (staging_bytes(config, model, ranks, cut) for cut in (False, True))

@@ -162,12 +162,17 @@ def _rollout(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengt
     return Cost("rollout", prefill + decode, remark=f"prompts {prefill:.1f}, then {full + last:,.0f} engine steps")
 
 
+def _sent_elements(config: TrainConfig, model: ModelSizes) -> int:
+    """Elements that an update brings: those of all weights, or of the adapters alone."""
+    return sum(shape.numel() for shape in (model.adapters if config.lora.engines_apply else model.shapes).values())
+
+
 def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Iterator[Cost]:
     """Weights in the engine's dtype: gathered, written to staging, read and written by the worker; and the shift. Where
     the worker reads the masters themselves, float32, it is one copy.
     """
     policy, shards = config.policy, shards_of(config.policy, ranks)
-    elements = sum(shape.numel() for shape in (model.adapters if config.lora.engines_apply else model.shapes).values())
+    elements = _sent_elements(config, model)
     size = engine_dtype(config).itemsize * elements
     if config.sync.way == "pull":
         yield Cost("sync", (4 * elements + size) / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB")
@@ -183,7 +188,7 @@ def _broadcast(config: TrainConfig, model: ModelSizes, training: int, ranks: int
     """Weights to engines apart: gathered among the ranks that train, then sent through a chain of all engines, and once
     more, or some of them, to be verified; read and written by the worker.
     """
-    size = engine_dtype(config).itemsize * sum(shape.numel() for shape in model.shapes.values())
+    size = engine_dtype(config).itemsize * _sent_elements(config, model)
     sent = size * {"off": 1.0, "sample": 1 + 1 / SAMPLED_SHARE, "full": 2.0}[config.sync.verify]
     rate = gpu.link_rate if ranks <= NODE else gpu.network_rate
     gather = _ring(sent, shards_of(config.policy, training), gpu, len(model.units))

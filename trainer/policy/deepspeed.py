@@ -145,9 +145,12 @@ class DeepSpeedPolicy(Offloadable, Policy):
         """A model like `empty`, with its weights, each cut as soon as it is made."""
         with (
             no_init_weights(),
+            # A group that is not named and has one rank would be taken for a mistake where torchrun has started more,
+            # and memory-efficient linear would replace torch's in the whole process
+            # (deepspeed/runtime/zero/partition_parameters.py).
             self._deepspeed.zero.Init(
-                config_dict_or_path=self._settings(), mem_efficient_linear=False
-            ),  # it would replace torch's linear in the whole process (deepspeed/runtime/zero/partition_parameters.py)
+                config_dict_or_path=self._settings(), data_parallel_group=dist.group.WORLD, mem_efficient_linear=False
+            ),
         ):
             built = hf_format.model_kind(empty.config).from_config(
                 empty.config,

@@ -5,14 +5,22 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from arithmetic import correct
 from safetensors.torch import load_file
 
 from tests.conftest import TinyModel
 from tests.distributed.killed_run import unequal
-from tests.distributed.real_run import Run, differences, write_recipe
+from tests.distributed.real_run import ROOT, Run, differences, write_recipe
 
 APART = ["--engine.apart", "1"]
+CUT: dict[str, dict[str, Any]] = {
+    "sampling": {"max_tokens": 12},
+    "rollout": {"slice_tokens": 5, "ahead": 2.0},
+    "lora": {"rank": 4},
+}
+"""Adapters by themselves, and answers that go on from step to step."""
+TURNS = {"custom": f"{ROOT}/scripts/examples/second_look.py:second_look", "kwargs": {"looks": 1, "bonus": 0.5}}
 
 
 def small_recipe(folder: Path, model: Path, **overrides: dict[str, Any]) -> Path:
@@ -34,22 +42,43 @@ def finished(recipe: Path, *arguments: str, ranks: int, name: str) -> Run:
     return run
 
 
+def together_and_apart(recipe: Path, *arguments: str) -> tuple[Run, Run]:
+    together = finished(recipe, *arguments, ranks=1, name="together")
+    return together, finished(recipe, *arguments, *APART, ranks=2, name="apart")
+
+
 def test_without_a_lag_engines_apart_are_bit_for_bit_those_of_the_same_rank(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    recipe = small_recipe(tmp_path, tiny_model())
-    together = finished(recipe, ranks=1, name="together")
-    apart = finished(recipe, *APART, ranks=2, name="apart")
+    together, apart = together_and_apart(small_recipe(tmp_path, tiny_model()))
     assert len(apart.rows()) == 4 and not unequal(together, apart)
 
 
-def test_with_a_lag_a_run_that_goes_on_from_a_checkpoint_ends_as_the_undisturbed_one(
+def test_so_they_are_with_deepspeed_adapters_answers_in_slices_several_turns_and_dynamic_sampling(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    recipe = small_recipe(tmp_path, tiny_model())
-    lag = [*APART, "--rollout.lag", "1", "--eval.every", "0", "--checkpoint.every", "2"]
+    sections = CUT | {"rollout": CUT["rollout"] | TURNS, "engine": {"max_model_len": 128}}
+    sections |= {"algorithm": {"sampling_rounds": 3, "oversampling": 1.5}}
+    zero = ["--policy.backend", "deepspeed", "--policy.zero_stage", "3"]
+    together, apart = together_and_apart(small_recipe(tmp_path, tiny_model(), **sections), *zero)
+    assert not unequal(together, apart)
+    rows = apart.rows()
+    assert any(row["carry/answers"] for row in rows[1:]) and any(row["stale/share"] for row in rows[1:])
+
+
+@pytest.mark.parametrize("sections", [{}, CUT], ids=["", "adapters, answers in slices"])
+def test_with_a_lag_a_run_that_goes_on_from_a_checkpoint_ends_as_the_undisturbed_one(
+    sections: dict[str, dict[str, Any]], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    recipe = small_recipe(tmp_path, tiny_model(), **sections)
+    lag = [*APART, "--rollout.lag", "1", "--eval.every", "0", "--checkpoint.every", "2", "--run.steps", "4"]
     one = finished(recipe, *lag, ranks=2, name="one")
-    assert one.rows()[0]["gap/max"] <= 1e-4 and all(row["stale/log_ratio_1"] > 1e-3 for row in one.rows()[1:])
+    rows = one.rows()
+    assert rows[0]["gap/max"] <= 1e-4 and all(row["stale/log_ratio"] > 1e-3 for row in rows[1:])
+    if sections:
+        assert [row["stale/share"] for row in rows] == [0, 1, 1, 1] and rows[0]["stale/age_max"] == 0
+        assert all(row["stale/age_mean"] >= 1 for row in rows[1:])
+        assert any(row["carry/answers"] for row in rows)
     shown = [json.loads(line) for line in (one.folder / "completions.jsonl").read_text().splitlines()]
     assert shown and all(row["answer"] == correct(*map(int, re.findall(r"\d+", row["prompt"])[:2])) for row in shown)
     resume = ["--checkpoint.resume", str(one.folder / "checkpoints" / "step_2")]

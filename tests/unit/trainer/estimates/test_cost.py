@@ -170,8 +170,8 @@ def test_layouts_are_compared_where_they_fit_and_the_fastest_is_named(tiny_qwen2
     assert lines[2].endswith(f"{abs(change):.0%} {'faster' if change > 0 else 'slower'}")
     assert [each.apart % 8 for each in compared(plan, BILLION, 32, GPU, lengths)] == [0, 0, 0], "whole nodes"
     assert not any(compared(plan, BILLION, 8, replace(GPU, memory_gib=1.0), lengths)), "none fits"
-    sliced = config(tiny_qwen2, rollout={"slice_tokens": 8})
-    assert "rollout.slice_tokens is set" in list(comparison(sliced, BILLION, 8, GPU, lengths))[-1]
+    kept = config(tiny_qwen2, checkpoint={"rollouts": True})
+    assert "checkpoint.rollouts is set" in list(comparison(kept, BILLION, 8, GPU, lengths))[-1]
 
 
 def test_a_plan_for_a_gpu_has_seconds_and_mfu(
