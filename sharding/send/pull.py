@@ -3,7 +3,8 @@
 The workers' record says where each element of a weight goes, and the ranks know which elements each of them holds: so a
 worker copies each piece from a rank's shard to where it belongs, and casts it on the way. Nothing is gathered, staged
 or sent, and a tensor-parallel worker reads no more than its slices. The ranks' shards lie in memory that is exported
-once for the life of the run. What vLLM's loaders compute, or vLLM re-processes, is staged in the same update.
+once for the life of the run. Where adapters are merged into weights, workers read the factors, too, and add block by
+block (`sharding.wire.low_rank`). What vLLM's loaders compute, or vLLM re-processes, is staged in the same update.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -113,16 +114,18 @@ class Pull(Staged):
     ) -> None:
         """`aliases`: all tensors that share memory with the parameters of `source`, which `writers` change."""
         super().__init__(device)
-        self._source, self.export = source, Export(source.shards, aliases, device)
+        self._source, self._held = source, source.in_memory()
+        self.export = Export(self._held.shards, aliases, device)
         for writer in writers:
             writer.register_step_pre_hook(lambda *_: self.export.stamp(0))
         self._sources: list[dict[str, Any]] = []
         self._parts: dict[str, list[list[Any]]] = {}
+        self._added: dict[str, list[Any]] = {}
 
     def connect(self, call: Call | None) -> None:
         """See `Way`. Raises SyncError: ranks that hold parts of a weight are on several machines."""
-        shards = self._source.shards()
-        holders = {name: self._source.holders(name) for name in shards}
+        shards = self._held.shards()
+        holders = {name: self._held.holders(name) for name in shards}
         here = sorted({rank(), *(who for some in holders.values() for who in some)})
         own = {
             "machine": machine(),
@@ -135,24 +138,37 @@ class Pull(Staged):
                 raise SyncError(f"shards of rank {away[0]} are on another machine: set sync.way to staged")
         self._sources = [{"rank": who, "handle": ranks[who]["handles"][str(rank())]} for who in here]
         places = {who: ranks[who]["places"] for who in here}
-        self._parts = {
-            parameter.name: [
+        held = {parameter.name: parameter for parameter in self._held.parameters() if parameter.name in shards}
+        parts = {
+            name: [
                 part
-                for who in holders[parameter.name]
-                if parameter.name in places[who]
-                for part in _parts(parameter, here.index(who), *places[who][parameter.name])
+                for who in holders[name]
+                if name in places[who]
+                for part in _parts(parameter, here.index(who), *places[who][name])
             ]
+            for name, parameter in held.items()
+        }
+        additions = self._source.additions()
+        self._added = {
+            name: [held[name].pieces[0].name, scale, *([held[f].pieces[0].shape, parts[f]] for f in (b, a))]
+            for name, (scale, b, a) in additions.items()
+            if {name, b, a} <= parts.keys() and len(held[name].pieces) == 1
+        }
+        self._parts = {
+            parameter.name: parts[parameter.name]
             for parameter in self._source.parameters()
-            if parameter.name in shards
+            if parameter.name in (self._added if parameter.name in additions else parts)
         }
 
     def _elements(self, name: str) -> tuple[int, str]:
         """The number of this rank's first element of a parameter, and the dtype it is kept in."""
-        first, values = self._source.own_values(name)
+        first, values = self._held.own_values(name)
         return first, str(values.dtype).removeprefix("torch.")
 
     def others(self, parameters: list[SourceParameter], whole: Collection[str]) -> list[SourceParameter]:
-        """The parameters that cannot be pulled: those with a weight in `whole`, and what is computed for the engine."""
+        """The parameters that cannot be pulled: those with a weight in `whole`, and those that no rank holds as runs
+        of elements.
+        """
         return [p for p in parameters if p.name not in self._parts or any(piece.name in whole for piece in p.pieces)]
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
@@ -172,11 +188,13 @@ class Pull(Staged):
 
     def message(self, session: int, staged: Collection[str]) -> dict[str, Any]:
         """What this rank's worker has to know to read all parameters but those `staged`: the ranks' memory with the
-        stamp it bears (`sources`); of each weight the elements that a rank holds, and where (`parts`).
+        stamp it bears (`sources`); of each weight the elements that a rank holds, and where (`parts`); and for those
+        with an adapter its scale, and of B and A the shapes and parts (`added`).
         """
         sources = [source | {"stamp": _mark(session, source["rank"])} for source in self._sources]
-        parts = [part for name, some in self._parts.items() if name not in staged for part in some]
-        return {"sources": sources, "parts": parts}
+        pulled = {name: some for name, some in self._parts.items() if name not in staged}
+        added = [adapter for name, adapter in self._added.items() if name in pulled]
+        return {"sources": sources, "parts": [part for some in pulled.values() for part in some], "added": added}
 
     def finish(self, release: bool) -> None:
         """See `Way`."""

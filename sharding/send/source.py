@@ -8,7 +8,7 @@ itself, with the padding behind it: no copy and no extra memory. The same holds 
 parameter into equal stretches, the last one padded, and of a part of a parameter that is too large for a bucket: the
 same stretch of every rank's shard.
 
-Weights with low-rank adapters are sent as if they had been trained whole: W + scale · B A (arXiv 2106.09685, eq. 3).
+Weights with low-rank adapters are sent as if they had been trained whole: W + scale · B A (`sharding.wire.low_rank`).
 The sum is made anew for every sync, in float32, of the elements that a rank holds; the weights themselves are never
 touched, so that no rounding adds up.
 """
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sharding.ranks import rank
 from sharding.wire.channel import SyncError
+from sharding.wire.low_rank import Factors
 from sharding.wire.manifest import Manifest, Piece, SourceParameter
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
@@ -32,6 +33,9 @@ LARGE_BYTES = 1 << 20
 allgather_coalesced): that takes a fifth of the time where parameters are some KiB and mostly wait for messages, and
 more time where they are large. NCCL makes no copies.
 """
+
+Addition = tuple[float, str, str]
+"""A scale, and the names under which `FsdpWeightSource.in_memory` has the factors B and A of what is added."""
 
 PieceLayout = Callable[[str, torch.Size], Sequence[tuple[str, int, tuple[int, ...]]]]
 """(parameter name, shape) -> [(checkpoint name, offset in elements, shape)]: contiguous runs that cover the parameter.
@@ -113,8 +117,8 @@ class FsdpWeightSource:
     @torch.no_grad()
     def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
         if (group := shard_group(self._tensors[name])) is None:
-            target, first = slot.view(self._dtype), start // self._dtype.itemsize
-            target.copy_(self.own_values(name)[1][first : first + target.numel()])
+            target = slot.view(self._dtype)
+            target.copy_(self._stretch(name, start // self._dtype.itemsize, target.numel()))
         else:
             all_gather(slot, self._padded_shard(name, slot.numel() // dist.get_world_size(group), start), group=group)
 
@@ -131,21 +135,38 @@ class FsdpWeightSource:
 
     @torch.no_grad()
     def own_values(self, name: str) -> tuple[int, torch.Tensor]:
+        first, values = self._own_part(name)
+        return first, self._to_send(name, values, first)
+
+    def _own_part(self, name: str) -> tuple[int, torch.Tensor]:
+        """As `own_values`, as it lies in this rank's memory."""
         tensor = self._tensors[name]
         if (group := shard_group(tensor)) is None:
-            return 0, self._to_send(name, _whole(tensor).reshape(-1), 0)
-        local = local_part(tensor).reshape(-1)
+            return 0, _whole(tensor).reshape(-1)
         first = dist.get_rank(group) * _largest_shard(tensor, dist.get_world_size(group))
-        return first, self._to_send(name, local, first)
+        return first, local_part(tensor).reshape(-1)
+
+    def _stretch(self, name: str, begin: int, count: int) -> torch.Tensor:
+        """Elements [begin, begin + count) of `own_values`, as many as there are of them."""
+        first, values = self._own_part(name)
+        return self._to_send(name, values[begin : begin + count], first + begin)
 
     @torch.no_grad()
     def shards(self) -> dict[str, torch.Tensor]:
-        """This rank's parts of those parameters that are sent as they lie in its memory, cast: name -> flat."""
-        return {name: local_part(tensor).view(-1) for name, tensor in self._tensors.items() if self._lies(name, tensor)}
+        """This rank's parts of those parameters that need no gather, as they lie in its memory: name -> flat."""
+        return {
+            name: local_part(tensor).view(-1)
+            for name, tensor in self._tensors.items()
+            if shard_group(tensor) is not None or not _is_cut(tensor)
+        }
 
-    def _lies(self, name: str, tensor: torch.Tensor) -> bool:
-        """True if ranks hold what is sent of a parameter, so that nothing has to be computed or gathered for it."""
-        return shard_group(tensor) is not None or not _is_cut(tensor)
+    def in_memory(self) -> "FsdpWeightSource":
+        """The source of what ranks hold, before anything is made of it: here this one."""
+        return self
+
+    def additions(self) -> dict[str, Addition]:
+        """What is added to some parameters on their way, by name: nothing here."""
+        return {}
 
     def holders(self, name: str) -> list[int]:
         group = shard_group(self._tensors[name])
@@ -158,11 +179,9 @@ class FsdpWeightSource:
         return values
 
     def _padded_shard(self, name: str, nbytes: int, start: int = 0) -> torch.Tensor:
-        """This rank's shard in the engine's dtype from byte `start` on, as uint8 [nbytes]; zeros where it has ended.
-        What is added to a shard is added to all of it: bits of a product can depend on how many rows are multiplied.
-        """
-        begin, count = start // self._dtype.itemsize, nbytes // self._dtype.itemsize
-        local = self.own_values(name)[1][begin : begin + count]
+        """This rank's shard in the engine's dtype from byte `start` on, as uint8 [nbytes]; zeros where it has ended."""
+        count = nbytes // self._dtype.itemsize
+        local = self._stretch(name, start // self._dtype.itemsize, count)
         if local.dtype == self._dtype and local.numel() == count:
             return local.view(torch.uint8)
         shard = torch.zeros(count, dtype=self._dtype, device=local.device)
@@ -297,13 +316,13 @@ class LowRank(NamedTuple):
         """The sum for the weight's elements [offset, offset + n), as a new float32 tensor [n]. Collective.
         `values` [n] may reach beyond the weight's end, as the padding of a last shard does; that is left as it is.
         """
-        a, b = gathered(self.a).float(), gathered(self.b).float()
-        width = a.shape[1]
-        end = min(offset + values.numel(), b.shape[0] * width)
-        first, last = offset // width, math.ceil(end / width)
-        delta = (self.scale * (b[first:last] @ a)).reshape(-1)[offset - first * width : end - first * width]
+        a, b = (gathered(factor).to(torch.float32, copy=True) for factor in (self.a, self.b))
         summed = values.to(torch.float32, copy=True)
-        summed[: delta.numel()] += delta
+
+        def take(first: int, sums: torch.Tensor) -> None:
+            summed[first - offset : first - offset + len(sums)] = sums
+
+        Factors(a, b, self.scale).add(values, offset, take)
         return summed
 
 
@@ -326,8 +345,19 @@ class MergingWeightSource(FsdpWeightSource):
     def _to_send(self, name: str, values: torch.Tensor, offset: int) -> torch.Tensor:
         return self._adapters[name].added_to_stretch(values, offset) if name in self._adapters else values
 
-    def _lies(self, name: str, tensor: torch.Tensor) -> bool:
-        return name not in self._adapters and super()._lies(name, tensor)
+    def in_memory(self) -> FsdpWeightSource:
+        """Bases and factors."""
+        factors: dict[str, torch.Tensor] = {}
+        for name, (a, b, _) in self._adapters.items():
+            factors |= {f"A of {name}": a, f"B of {name}": b}
+        return FsdpWeightSource(
+            [*self._tensors.items(), *factors.items()],
+            self._dtype,
+            lambda name, shape: one_piece(name, shape) if name in factors else self._layout(name, shape),
+        )
+
+    def additions(self) -> dict[str, Addition]:
+        return {name: (adapter.scale, f"B of {name}", f"A of {name}") for name, adapter in self._adapters.items()}
 
 
 def gathered(tensor: Any) -> torch.Tensor:

@@ -8,8 +8,11 @@ quantised, products of MLA's weights), through vLLM's layerwise reload
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from sharding.wire.channel import SyncError
+from sharding.wire.low_rank import Factors
 from sharding.wire.manifest import Manifest, NamedTensors, Part, checkpoint_manifest, first_names
 from sharding.worker.recording import LoadWatcher, Recording, storage_key
 
@@ -258,10 +262,29 @@ class WeightLoader:
         self._arrivals.check_off_parts(parts)
         self._replay_parts(parts)
 
-    def pull(self, parts: list[Part]) -> int:
-        """As `load_parts`, out of memory that holds them in any dtype; returns their bytes in the model's dtype."""
+    def pull(self, parts: list[Part], added: dict[str, Callable[[], Factors]]) -> int:
+        """As `load_parts`, out of memory that holds them in any dtype; returns their bytes in the model's dtype.
+        `added`: weights of which parts of W come, and W + scale · B A is wanted, in the order of `parts`.
+        """
         self._arrivals.check_off_parts(parts, cast=True)
-        return self._replay_parts(parts)
+        nbytes = self._replay_parts([part for part in parts if part[0] not in added])
+        for name, some in groupby((part for part in parts if part[0] in added), key=itemgetter(0)):
+            factors = added[name]()
+            nbytes += sum(self._add(part, factors) for part in some)
+        return nbytes
+
+    def _add(self, part: Part, factors: Factors) -> int:
+        """Load a part of a weight with its addition; returns its bytes in the model's dtype."""
+        name, offset, values = part
+        loaded = [self._replay_parts([(name, offset, values[:0])])]  # a worker may need nothing of it
+        assert self.recording is not None
+        factors.add(
+            values,
+            offset,
+            lambda first, sums: loaded.append(self._replay_parts([(name, first, sums)])),
+            partial(self.recording.reads, name),
+        )
+        return sum(loaded)
 
     def _replay_parts(self, parts: list[Part]) -> int:
         recording = self.recording

@@ -161,7 +161,7 @@ class Receiver:
         if not isinstance(carrier, ChannelCarrier) or not isinstance(self._loader, WeightLoader):
             raise SyncError("shards were announced, but this worker cannot read any")
         shards = carrier.shards
-        self.outcome.nbytes += self._loader.pull(shards.parts(message))
+        self.outcome.nbytes += self._loader.pull(shards.parts(message), shards.factors(message))
         if self._worker.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         shards.check(message, "changed while they were read")

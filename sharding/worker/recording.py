@@ -181,6 +181,10 @@ class Recording:
         _copy_all([(copy.target, copy.source(values)) for copies, values in pairs for copy in copies])
         return [[copy.target for copy in copies] for copies in found]
 
+    def reads(self, name: str, first: int, count: int) -> bool:
+        """True if some of these elements of a weight are copied."""
+        return bool(self._copies_within(name, first, count))
+
     def _copies_within(self, name: str, first: int, count: int) -> list[Copy]:
         key = (name, first, count)
         if key not in self.parts:

@@ -1,11 +1,15 @@
 """The shards of a machine's ranks, mapped by a worker that copies weights straight out of them."""
 
 import gc
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from sharding.wire.channel import SyncError
+from sharding.wire.low_rank import Factors
 from sharding.wire.manifest import Part
 from sharding.wire.staging import open_memory, stamped
 
@@ -32,6 +36,23 @@ class MappedShards:
         if message["parts"] != self._layout:
             self._layout, self._parts = message["parts"], [self._part(*part) for part in message["parts"]]
         return self._parts
+
+    def factors(self, message: dict[str, Any]) -> dict[str, Callable[[], Factors]]:
+        """Of each weight with an adapter, what puts its factors together; after `parts`."""
+        return {name: partial(self._factors, *adapter) for name, *adapter in message["added"]}
+
+    def _factors(self, scale: float, b: list[Any], a: list[Any]) -> Factors:
+        return Factors(self._whole(*a), self._whole(*b), scale)
+
+    def _whole(self, shape: list[int], parts: list[list[Any]]) -> torch.Tensor:
+        """A tensor whose elements ranks hold, in float32."""
+        found = [self._part(*part) for part in parts]
+        if (held := sum(values.numel() for _, _, values in found)) != math.prod(shape):
+            raise SyncError(f"ranks hold {held} elements of a factor of shape {shape}")
+        whole = torch.empty(shape, dtype=torch.float32, device=self._device)
+        for _, first, values in found:
+            whole.view(-1)[first : first + values.numel()].copy_(values)
+        return whole
 
     def check(self, message: dict[str, Any], complaint: str) -> None:
         """Raise SyncError, with the `complaint`, where a stamp is not the one that was announced."""

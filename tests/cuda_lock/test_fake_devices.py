@@ -28,6 +28,7 @@ from sharding.send.push import gather
 from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import BucketPlan
 from sharding.wire.digests import sum_up
+from sharding.wire.low_rank import Factors
 from sharding.wire.staging import STAMP_BYTES
 from sharding.worker import loader
 from sharding.worker.loader import WeightLoader
@@ -234,9 +235,16 @@ def test_a_worker_records_replays_and_digests_without_waiting_but_for_what_it_re
     with Waits() as waits:
         third.begin(manifest)
         pulled = [(name, 0, shards[name]) for name in ("b", "columns", "norm")]
-        third.pull([("a", 0, shards["a"][:50]), ("a", 50, neighbour[50:]), *pulled])
+        third.pull([("a", 0, shards["a"][:50]), ("a", 50, neighbour[50:]), *pulled], {})
         third.load([("scaled", weights["scaled"])])
         third.finish()
+    assert not waits.found
+
+    factors = Factors(device.fake(torch.zeros(2, 6)), device.fake(torch.zeros(12, 2)), 0.5)
+    fourth = WeightLoader(model, config, recording=first.recording)
+    with Waits() as waits:
+        fourth.begin(manifest)
+        fourth.pull([("a", 0, shards["a"][:50]), ("a", 50, neighbour[50:])], {"a": lambda: factors})
     assert not waits.found
 
     with Waits() as waits:

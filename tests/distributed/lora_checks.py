@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -26,10 +27,12 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 RATE, DECAY = 1e-3, 0.1
 
 
-def lora_policy(source: Path, backend: str) -> Policy:
+def lora_policy(source: Path, backend: str, targets: Any = "all-linear") -> Policy:
     zero = {"backend": "deepspeed", "zero_stage": int(backend[-1])} if backend != "fsdp" else {}
     settings = PolicyConfig(dtype="float32", lr=RATE, weight_decay=DECAY, max_grad_norm=1e9, **zero)  # type: ignore[arg-type]
-    return make_policy(ModelConfig(path=str(source)), settings, checks.CPU, 10, LORA)
+    return make_policy(
+        ModelConfig(path=str(source)), settings, checks.CPU, 10, LORA.model_copy(update={"target_modules": targets})
+    )
 
 
 class Reference:

@@ -17,13 +17,20 @@ from sharding.send.pull import Pull
 from sharding.send.source import ShardedSource
 from tests.distributed import policy_checks as checks
 from tests.distributed.deepspeed_checks import zero_policy
+from tests.distributed.lora_checks import lora_policy
 from trainer.build import weight_source
 from trainer.distributed import init_process_group
+
+ADAPTED: dict[str, Any] = {
+    "qwen2_tied": "all-linear",
+    "deepseek_v2_untied": ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+}
+"""Which layers have adapters; of `kv_b_proj` vLLM keeps products, so that it is staged."""
 
 
 def on_ranks(models: str, results: str, *cases: str) -> None:
     """Each case, "fsdp 2" or "zero3 1", is a backend of the policy and the engines' tensor-parallel size; "hsdp" is
-    FSDP2 on pairs of ranks.
+    FSDP2 on pairs of ranks. In "fsdp 2 lora", the models of `ADAPTED` are trained by adapters, which are merged.
     """
     init_process_group(120, "cpu")
     from vllm.v1.worker import cpu_model_runner
@@ -36,10 +43,12 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
     cpu_model_runner._set_torch_accelerator_to_noop()
     todo: dict[str, Callable[[], None]] = {}
     for case in cases:
-        backend, size = case.split()
+        backend, size, *adapted = case.split()
         for folder in sorted(Path(models).iterdir()):
+            if adapted and folder.name not in ADAPTED:
+                continue
             saved = Path(results).parent / f"saved {case} {folder.name}"
-            todo[f"{folder.name} {case}"] = partial(check_apart, folder, backend, int(size), saved)
+            todo[f"{folder.name} {case}"] = partial(check_apart, folder, backend, int(size), saved, bool(adapted))
     group = f"reach-{os.environ['MASTER_PORT']}"
     os.environ["VLLM_DIST_IDENT"] = group  # names the memory that workers share, which an engine would remove
     try:
@@ -59,20 +68,19 @@ def check_apart(*arguments: Any) -> None:
         parallel_state.destroy_model_parallel()
 
 
-def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: Path) -> None:
+def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: Path, adapted: bool) -> None:
     """The first sync records, the second replays; in between the policy gets other weights, which it then saves. At
     last all that vLLM's model holds is wiped out, and read from the ranks' shards.
     """
     from tests.in_process import InProcess
 
-    rows = {"shard_size": 2} if backend == "hsdp" else {}
-    policy = zero_policy(folder, stage=3) if backend == "zero3" else checks.make_policy(folder, **rows)
+    policy = make_policy(folder, backend, adapted)
     source = weight_source(policy, torch.float32)
     worker = vllm_worker(folder, tensor_parallel_size)
     with tempfile.TemporaryDirectory() as private:
         both = InProcess(source, worker, Path(private))
         both.sync(1)
-        change(source)
+        change(source.in_memory())
         both.sync(2)
         both.manager.close()
     policy.save_pretrained(saved)
@@ -98,11 +106,20 @@ def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: P
     assert not different, ("pulled", different)
 
 
+def make_policy(folder: Path, backend: str, adapted: bool) -> Any:
+    """With adapters, or without."""
+    if adapted:
+        return lora_policy(folder, "zero 3" if backend == "zero3" else backend, ADAPTED[folder.name])
+    if backend == "zero3":
+        return zero_policy(folder, stage=3)
+    return checks.make_policy(folder, **({"shard_size": 2} if backend == "hsdp" else {}))
+
+
 def change(source: ShardedSource) -> None:
-    """Other values in every rank's part of every parameter."""
+    """Other values in every rank's part of every parameter; of factors as well, of which B are 0 at first."""
     for parameter in source.parameters():
         _, values = source.own_values(parameter.name)
-        values.mul_(torch.empty_like(values).uniform_(0.5, 1.5))
+        values.add_(0.1 * parameter.name.startswith("B of ")).mul_(torch.empty_like(values).uniform_(0.5, 1.5))
 
 
 def vllm_worker(folder: Path, tensor_parallel_size: int) -> Any:

@@ -162,7 +162,7 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     packed = device == "cpu" and not config.engine.plain_cpu_weights
     whole = [name for name in travels if packed or any(part in name for part in REPROCESSED[device])]
     way = config.sync.way
-    if cut and way == "pull" and not config.lora.rank:
+    if cut and way == "pull":
         parameters = [parameter for parameter in parameters if parameter.name in whole]
     plan = BucketPlan(
         parameters, config.sync.bucket_mib << 20, whole if cut and config.sync.replay and way != "storage" else None

@@ -8,7 +8,7 @@ import pytest
 from tests.distributed import policy_checks as checks
 from tests.distributed.launch import run_ranks
 
-NAMES = ("fsdp float32", "fsdp bfloat16", "zero3 float32", "zero3 bfloat16", "uneven", "writer", "moved")
+NAMES = ("fsdp float32", "fsdp bfloat16", "zero3 float32", "zero3 bfloat16", "uneven", "adapters", "writer", "moved")
 
 
 def check_trains_alike(folder: Path, backend: str, dtype: str) -> None:
@@ -47,9 +47,10 @@ def two_ranks(models: str, results: str) -> None:
 
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     from sharding.ranks import RemoteError, rank
+    from sharding.send.source import LowRank, MergingWeightSource
     from sharding.worker import extension, recording
     from tests.in_process import InProcess, SmallModel, small_weights
     from trainer.build import sync_way
@@ -59,9 +60,20 @@ def two_ranks(models: str, results: str) -> None:
     extension._PLAIN_ON_CPU = True
     mesh = init_device_mesh("cpu", (2,))
 
-    def started(ranks: int, dtype: torch.dtype) -> InProcess:
-        """Engines of so many workers; nothing of five or seven rows can be halved."""
-        tensors = {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in small_weights(0).items()}
+    def halved(weights: dict[str, torch.Tensor]) -> dict[str, DTensor]:
+        return {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in weights.items()}
+
+    def factors(seed: int) -> dict[str, torch.Tensor]:
+        """A and B of two weights, three rows and columns."""
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {"A of a": (3, 6), "B of a": (12, 3), "A of columns": (3, 8), "B of columns": (5, 3)}
+        return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+    def started(ranks: int, dtype: torch.dtype, *adapted: str) -> InProcess:
+        """Engines of so many workers; nothing of five or seven rows can be halved. `adapted`: weights with adapters."""
+        weights = halved(small_weights(0))
+        added = halved({name: factor for name, factor in factors(0).items() if name[5:] in adapted})
+        tensors = weights | added
         policy = SimpleNamespace(
             device=checks.CPU,
             model=torch.nn.Module(),
@@ -69,9 +81,8 @@ def two_ranks(models: str, results: str) -> None:
             shard_tensors=lambda: [tensor._local_tensor for tensor in tensors.values()],
             optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
         )
-        from sharding.send.source import FsdpWeightSource
-
-        source = FsdpWeightSource(list(tensors.items()), dtype)
+        adapters = {name: LowRank(added[f"A of {name}"], added[f"B of {name}"], 0.5) for name in adapted}
+        source = MergingWeightSource(list(weights.items()), adapters, dtype)
         sync = SimpleNamespace(way="pull", timeout_s=20)
         way = sync_way(SimpleNamespace(sync=sync), policy, source)  # type: ignore[arg-type]
         model = SmallModel(rank() % ranks, ranks, dtype)
@@ -81,10 +92,12 @@ def two_ranks(models: str, results: str) -> None:
         return both
 
     def train_and_sync(both: InProcess, version: int) -> None:
-        weights, model = small_weights(version), both.worker.model
+        weights, added, model = small_weights(version), factors(version), both.worker.model
         for name, tensor in both.tensors.items():  # type: ignore[attr-defined]
-            tensor.copy_(distribute_tensor(weights[name], mesh, [Shard(0)]))
+            tensor.copy_(distribute_tensor((weights | added)[name], mesh, [Shard(0)]))
         both.sync(version)
+        for name in (name for name in weights if f"A of {name}" in both.tensors):  # type: ignore[attr-defined]
+            weights[name] += 0.5 * (added[f"B of {name}"] @ added[f"A of {name}"])
         fresh = SmallModel(model.rank, model.ranks, model.norm.dtype)
         fresh.load_weights((name, weight.to(model.norm.dtype)) for name, weight in weights.items())
         for name, parameter in fresh.named_parameters():
@@ -102,6 +115,15 @@ def two_ranks(models: str, results: str) -> None:
                 assert both.manager.report.staging_bytes == 2 * 512
             assert mapped() == before + 3, "this rank's shards, and its worker's view of both ranks'"
             del both.worker.hotbunk_rank.shards._memory[:]  # type: ignore[union-attr]
+            both.manager.close()
+
+    def adapters() -> None:
+        """Rank 1 has the last of three rows of each factor A."""
+        for ranks, dtype in ((1, torch.float32), (2, torch.bfloat16)):
+            both = started(ranks, dtype, "a", "columns")
+            for version in (2, 3):
+                train_and_sync(both, version)
+                assert both.manager.report.staging_bytes == 2 * 512
             both.manager.close()
 
     def writer() -> None:
@@ -139,7 +161,7 @@ def two_ranks(models: str, results: str) -> None:
         for backend in ("fsdp", "zero3")
         for dtype in ("float32", "bfloat16")
     }
-    checks._on_ranks(todo | {"uneven": uneven, "writer": writer, "moved": moved}, results)
+    checks._on_ranks(todo | {"uneven": uneven, "adapters": adapters, "writer": writer, "moved": moved}, results)
 
 
 @pytest.fixture(scope="module")

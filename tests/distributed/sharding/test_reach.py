@@ -32,6 +32,7 @@ SEEING = [("qwen2_5_vl", True), ("qwen3_vl", False), ("llava", False)]
 SEEING_CASES = ("fsdp 2", "zero3 1")
 CASES = {2: ("fsdp 1", "fsdp 2", "zero3 1", "zero3 2"), 4: ("fsdp 1", "fsdp 2", "hsdp 1", "hsdp 2")}
 """Ranks -> the policy's backend and the engines' tensor-parallel size."""
+WITH_ADAPTERS = ("fsdp 1 lora", "fsdp 2 lora", "zero3 1 lora", "zero3 2 lora")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]
     results = {}
     for ranks, cases in CASES.items():
         file = tmp_path_factory.mktemp("results") / "found.json"
-        run_ranks(reach_checks.on_ranks, ranks, timeout=900, arguments=[str(models), str(file), *cases])
+        adapted = WITH_ADAPTERS if ranks == 2 else ()
+        run_ranks(reach_checks.on_ranks, ranks, timeout=900, arguments=[str(models), str(file), *cases, *adapted])
         results[ranks] = json.loads(file.read_text())
     return results
 
@@ -72,3 +74,13 @@ def test_what_ranks_send_of_models_that_see_is_what_vllm_loads(
 @pytest.mark.covers("P8")
 def test_what_ranks_send_is_what_vllm_loads(found: dict[int, dict[str, str]], ranks: int, case: str, name: str) -> None:
     assert found[ranks][f"{name} {case}"] == ""
+
+
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("name", reach_checks.ADAPTED)
+@pytest.mark.parametrize("case", WITH_ADAPTERS)
+@pytest.mark.covers("P8", "P9")
+def test_what_workers_add_up_of_bases_and_adapters_is_what_vllm_loads_of_the_merged_checkpoint(
+    found: dict[int, dict[str, str]], case: str, name: str
+) -> None:
+    assert found[2][f"{name} {case}"] == ""

@@ -184,11 +184,12 @@ def test_a_run_in_shared_memory_learns_and_is_continued_by_one_that_copies(
     assert rows[3]["eval/reward"] != rows[0]["eval/reward"]
 
 
-@pytest.mark.covers("P8")
+@pytest.mark.parametrize("lora", [{}, {"rank": 4, "sync": "merged"}])
+@pytest.mark.covers("P8", "P9")
 def test_a_run_whose_engines_read_the_ranks_shards_is_the_run_that_stages_them(
-    tiny_model: TinyModel, tmp_path: Path
+    tiny_model: TinyModel, tmp_path: Path, lora: dict[str, object]
 ) -> None:
-    """In bfloat16, so that weights are cast on the way; with an evaluation and a checkpoint."""
+    """In bfloat16, so that weights are cast on the way; with an evaluation and a checkpoint; also with adapters."""
     recipe = write_recipe(
         tmp_path,
         tiny_model(),
@@ -197,6 +198,7 @@ def test_a_run_whose_engines_read_the_ranks_shards_is_the_run_that_stages_them(
         engine={"plain_cpu_weights": True},
         checkpoint={"every": 2},
         eval={"every": 3},
+        lora=lora,
     )
     runs = [Run(recipe, "--sync.way", way, name=way, preloaded=True) for way in ("auto", "staged")]
     for run in runs:

@@ -9,9 +9,11 @@ import torch
 
 from sharding.ranks import RemoteError
 from sharding.send.pull import Pull
-from sharding.send.source import FsdpWeightSource
+from sharding.send.source import FsdpWeightSource, LowRank, MergingWeightSource
+from sharding.wire import low_rank
 from sharding.wire.channel import SyncError
 from sharding.worker import extension, recording
+from sharding.worker.shards import MappedShards
 from tests.in_process import InProcess, SmallModel, small_weights
 
 CPU = torch.device("cpu")
@@ -33,11 +35,18 @@ class Pulled(InProcess):
         rank: int = 0,
         ranks: int = 1,
         own: torch.dtype = torch.float32,
+        adapted: tuple[str, ...] = (),
     ) -> None:
+        """`adapted`: the weights with an adapter."""
         self.weights = {name: weight.to(own) for name, weight in small_weights(0).items()}
+        self.adapters = {
+            name: LowRank(torch.randn(2, self.weights[name].shape[1]), torch.randn(len(self.weights[name]), 2), 0.5)
+            for name in adapted
+        }
         self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-        source = FsdpWeightSource(list(self.weights.items()), dtype)
-        self.way = Pull(CPU, source, self.weights.values(), [self.optimizer])
+        source = MergingWeightSource(list(self.weights.items()), self.adapters, dtype)
+        factors = (factor for a, b, _ in self.adapters.values() for factor in (a, b))
+        self.way = Pull(CPU, source, [*self.weights.values(), *factors], [self.optimizer])
         super().__init__(source, SmallModel(rank, ranks, dtype), folder, way=self.way)
         self.sync(1)
         self.shards = self.worker.hotbunk_rank.shards  # type: ignore[union-attr]
@@ -46,12 +55,22 @@ class Pulled(InProcess):
         """Other weights, and a model that has loaded them by itself to compare with."""
         for name, weight in small_weights(version).items():
             self.weights[name].copy_(weight)
+        for a, b, _ in self.adapters.values():
+            a.normal_(), b.normal_()
         self.sync(version)
         model = self.worker.model
         fresh = SmallModel(model.rank, model.ranks, model.norm.dtype)
-        fresh.load_weights((name, weight.to(model.norm.dtype)) for name, weight in self.weights.items())
+        fresh.load_weights((name, self.merged(name).to(model.norm.dtype)) for name in self.weights)
         for name, parameter in fresh.named_parameters():
             assert torch.equal(model.get_parameter(name), parameter), name
+
+    def merged(self, name: str) -> torch.Tensor:
+        """A weight with its adapter, if it has one, a row at a time."""
+        weight = self.weights[name]
+        if name not in self.adapters:
+            return weight
+        a, b, scale = self.adapters[name]
+        return torch.stack([row.float() + scale * (left[None] @ a)[0] for row, left in zip(weight, b, strict=True)])
 
 
 @pytest.fixture
@@ -84,6 +103,54 @@ def test_a_worker_reads_what_it_needs_and_only_computed_weights_are_staged(
         report = both.manager.report
         assert (report.verified, report.staging_bytes) == ("full", BUCKETS)
     assert mapped() == 2
+    both.manager.close()
+
+
+@pytest.mark.parametrize(("own", "dtype"), DTYPES)
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
+@pytest.mark.covers("P8", "P9")
+def test_a_worker_adds_the_adapters_of_what_it_reads_and_nothing_more_is_staged(
+    tmp_path: Path, own: torch.dtype, dtype: torch.dtype, rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(low_rank, "BLOCK", 1)  # a row at a time
+    both = Pulled(tmp_path, dtype, rank, ranks, own, adapted=("a", "columns"))
+    for version in (2, 3):
+        both.train_and_sync(version)
+        report = both.manager.report
+        assert (report.verified, report.staging_bytes) == ("full", BUCKETS)
+    both.manager.close()
+
+
+@pytest.mark.parametrize("factor", [0, 1])
+def test_a_wrong_byte_in_what_is_read_of_a_factor_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: int
+) -> None:
+    both = Pulled(tmp_path, adapted=("columns",))
+    both.train_and_sync(2)
+    read = MappedShards._whole
+
+    def spoiled(self: MappedShards, shape: list[int], parts: list) -> torch.Tensor:
+        whole = read(self, shape, parts)
+        if shape[factor] == 2:
+            whole.view(torch.uint8)[0, 1] ^= 4
+        return whole
+
+    with monkeypatch.context() as patch, pytest.raises(RemoteError, match="not hold what was sent: columns differ"):
+        patch.setattr(MappedShards, "_whole", spoiled)
+        both.sync(3)
+    both.train_and_sync(4)
+    both.manager.close()
+
+
+def test_a_factor_of_which_a_part_is_missing_is_not_read(tmp_path: Path) -> None:
+    both = Pulled(tmp_path, adapted=("columns",))
+    [[_, parts]] = [factor for _, _, *factors in both.way._added.values() for factor in factors[:1]]
+    both.train_and_sync(2)
+    parts[0][3] -= 1
+    with pytest.raises(RemoteError, match=r"ranks hold 9 elements of a factor of shape \[5, 2\]"):
+        both.sync(3)
+    parts[0][3] += 1
+    both.train_and_sync(4)
     both.manager.close()
 
 

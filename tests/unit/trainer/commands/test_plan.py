@@ -180,10 +180,12 @@ def test_where_engines_read_shards_only_what_they_re_process_is_staged(tiny_qwen
     experts = {"layers.0.mlp.experts.down_proj": torch.Size([128, 2048, 2000])}
     latent = {"layers.0.self_attn.kv_b_proj.weight": torch.Size([128 * 256, 512 * 125])}
     pulled = recipe(tiny_qwen2, engine={"plain_cpu_weights": True}, sync={"way": "pull"})
+    merging = pulled.model_copy(update={"lora": pulled.lora.model_copy(update={"rank": 8, "sync": "merged"})})
     for more, later in (({}, 0), (experts, 0), (experts | latent, 2 * 4 * 128 * 256 * 512 * 125)):
         sizes = ModelSizes(config={}, shapes=shapes | more, layer=0, rest=0)
         assert staging_bytes(pulled, sizes, 2, cut=True) == later
         assert staging_bytes(pulled, sizes, 2, cut=False) >= 2 * 4 * 152_064 * 3584
+        assert staging_bytes(merging, sizes, 2, cut=True) == later, "factors are read, too"
 
 
 @pytest.mark.parametrize(
