@@ -11,6 +11,7 @@ from generation.engine.engine import Engine, Leader
 from generation.engine.logits import engine_arguments, uses_v2
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places
+from generation.engine.vllm_compat import fork_engines
 from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.ranks import all_crews, rank, world_size
 from trainer.config.apart import training_ranks
@@ -72,10 +73,14 @@ def fetch_model(config: TrainConfig) -> None:
 def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
     """On the first rank of each engine group: start the engine. None on the other ranks."""
     with all_crews():
-        trains = config.engine.apart and rank() < training_ranks(config, world_size())
-    if trains or rank() % config.engine.tensor_parallel_size:
-        return None
-    return _start(engine_settings(config, on_cuda), config.engine.start_timeout_s)
+        leads = leads_engine(config, rank(), world_size())
+    return _start(engine_settings(config, on_cuda), config.engine.start_timeout_s) if leads else None
+
+
+def leads_engine(config: TrainConfig, number: int, ranks: int) -> bool:
+    """Whether this rank, one of so many, is the first of an engine group."""
+    generating = number - (training_ranks(config, ranks) if config.engine.apart else 0)
+    return generating >= 0 and generating % config.engine.tensor_parallel_size == 0
 
 
 def _start(settings: EngineSettings, timeout: float) -> Leader:
@@ -96,6 +101,8 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
 
     Returns the job's exit status; 2, with a sentence on stderr, for mistakes that the user can mend.
     """
+    if settings.on_cpu:
+        fork_engines()
     processes.install_signal_handlers(lambda: command)
     print(f"starting vLLM with {settings.model}", file=sys.stderr)
     leader = None

@@ -15,13 +15,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from generation.engine import forkserver
 from generation.engine.devices import full_uuids
 from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, routes_problem
 
@@ -40,13 +41,17 @@ _TORCHRUN = (
 _TRITON_LOG = "torch._library.triton"
 
 
+def _quiet_environment() -> dict[str, str]:
+    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines of no use here
+    return env | {"TORCH_LOGS": ",".join(filter(None, (os.environ.get("TORCH_LOGS"), f"-{_TRITON_LOG}")))}
+
+
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
     """Variables that the engine's processes start with."""
-    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    env = _quiet_environment()
     env["GLOO_SOCKET_IFNAME"] = "lo"  # an engine is on one machine, whatever the trainer is on
     env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing is unpickled that came over a socket
-    env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines of no use here
-    env["TORCH_LOGS"] = ",".join(filter(None, (os.environ.get("TORCH_LOGS"), f"-{_TRITON_LOG}")))
     if settings.images:
         env["HOTBUNK_IMAGES"] = "1"  # hotbunk_torchvision.py: vLLM looks at models in a process of its own
     if not settings.on_cpu:
@@ -99,13 +104,13 @@ def _apart_from_other_ranks() -> dict[str, str]:
 
 
 @contextmanager
-def started_with(settings: EngineSettings) -> Iterator[None]:
-    """The environment an engine is started in: torchrun's variables hidden, the engine's own set; restored on exit."""
+def _environment(changed: dict[str, str]) -> Iterator[None]:
+    """torchrun's variables hidden, and these changed; restored on exit."""
     import torch
 
     logging.getLogger(_TRITON_LOG).setLevel(logging.ERROR)
     before, cudnn_attention = dict(os.environ), torch.backends.cuda.cudnn_sdp_enabled()
-    os.environ.update(engine_environment(settings))
+    os.environ.update(changed)
     for name in [name for name in os.environ if name in _TORCHRUN or name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
     try:
@@ -117,6 +122,24 @@ def started_with(settings: EngineSettings) -> Iterator[None]:
             del os.environ[name]
         for name in (name for name, value in before.items() if os.environ.get(name) != value):
             os.environ[name] = before[name]
+
+
+def started_with(settings: EngineSettings) -> AbstractContextManager[None]:
+    """The environment an engine is started in: torchrun's variables hidden, the engine's own set; restored on exit."""
+    return _environment(engine_environment(settings))
+
+
+def fork_engines() -> None:
+    """From now on engines on CPU are forked from what this process has imported, which saves each 10 s of imports.
+
+    Call it before there are other threads, and a process group. Without vLLM's build for CPUs nothing is done.
+    """
+    with _environment(_quiet_environment()), suppress(ImportError):
+        check_version()
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            forkserver.start()
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:

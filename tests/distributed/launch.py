@@ -29,14 +29,14 @@ from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 import hotbunk_torchvision
-from tests.distributed import preloaded
+from generation.engine import forkserver
 from trainer.run import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 _DONE = "HOTBUNK_TEST_DONE"  # the folder in which each rank leaves its number at its end
 _GRACE_SECONDS = 3.0  # what the others have to tell and leave by themselves, when a rank has failed
 
-multiprocessing.set_forkserver_preload(["pytest", *preloaded.MODULES])
+multiprocessing.set_forkserver_preload(["pytest", "trainer.loop", *forkserver.MODULES])
 
 
 def run_ranks(
@@ -144,7 +144,7 @@ def _run_rank(
     """What each rank is, from its first line to its end."""
     _begin(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, ROOT, log)
     if forked:
-        preloaded.plant()
+        forkserver.start()
 
     def main() -> int:
         target(*arguments)
@@ -158,7 +158,7 @@ def _run_rank(
 
 def _run_script(_: int, environment: dict[str, str], log: Path, script: Path, arguments: list[str]) -> NoReturn:
     _begin(environment, log.parent, log)
-    preloaded.plant()
+    forkserver.start()
     sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.parent)]
 
     def main() -> int:

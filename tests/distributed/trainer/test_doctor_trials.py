@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import preloaded
+from generation.engine import forkserver
 from tests.distributed.launch import run_ranks
 from trainer.commands import doctor_trials
 from trainer.run import processes
@@ -14,7 +14,7 @@ from trainer.run import processes
 def one_trial(name: str, findings: str) -> None:
     """A rank."""
     processes.start_guardian()
-    preloaded.plant()
+    forkserver.start()
     assert doctor_trials.main(name, "cpu", Path(findings)) == 0
 
 

@@ -1,0 +1,96 @@
+"""Engine cores on CPU are forked from what this process has imported, instead of importing it again for 10 s.
+
+vLLM starts a core by Python's `spawn`. Here it is Python's own fork server that starts them, itself forked from this
+process before that has threads, a process group or anything of the policy: a copy of those could hang a core, or keep
+a store open. Cores so begin with the modules, and with nothing else; their workers are forked in the same way.
+
+On CUDA they are spawned, as nothing that was forked from a process which has counted its devices can use them
+(https://github.com/pytorch/pytorch/issues/40403).
+"""
+
+import ctypes
+import gc
+import multiprocessing.forkserver
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing import resource_tracker
+from multiprocessing.connection import arbitrary_address
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+MODULES = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+"""What takes a process that starts an engine, and its core, long to import."""
+
+_STARTING = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")  # start engine cores and their workers
+_PR_SET_PDEATHSIG = 1
+_ERROR = 2  # of c10/util/logging_is_not_google_glog.h
+
+
+class _Context(ForkServerContext):
+    """Its processes have the environment of the one that starts them, as spawned ones have."""
+
+    def Process(  # type: ignore[override]
+        self, *, target: Callable[..., Any], kwargs: dict[str, Any], name: str | None = None, daemon: bool | None = None
+    ) -> ForkServerProcess:
+        given = (dict(os.environ), target)
+        return ForkServerProcess(target=_begin, args=given, kwargs=kwargs, name=name, daemon=daemon)
+
+
+def _begin(environment: dict[str, str], target: Callable[..., Any], **kwargs: Any) -> None:
+    """A core, from its first line. What libraries read of the environment as they are imported is done again."""
+    os.environ.clear()
+    os.environ.update(environment)
+    import torch
+    import torch._dynamo.config as dynamo
+
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    dynamo.disable = environment.get("TORCH_COMPILE_DISABLE") == "1"
+    if environment.get("PYTHONWARNINGS") == "ignore":
+        warnings.simplefilter("ignore")
+    if environment.get("TORCH_CPP_LOG_LEVEL") == "ERROR":
+        c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = _ERROR
+    gc.freeze()
+    # At its end a core collects everything (vllm/v1/engine/core.py, shutdown): it would copy all that it shares.
+    gc.unfreeze = lambda: None
+    target(**kwargs)
+
+
+def start() -> None:
+    """From now on vLLM's cores are forked from this process as it is now. Call it before there are other threads."""
+    import setproctitle
+
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    for name in MODULES:
+        import_module(name)
+    setproctitle.getproctitle()  # it finds a process's name only before the environment is touched
+    context = _Context()
+    for name in _STARTING:
+        import_module(name).get_mp_context = lambda: context  # type: ignore[attr-defined]
+    resource_tracker.ensure_running()
+    server.ensure_running = lambda: None  # it runs: also as a core sees it that starts workers
+    own, listener = os.getpid(), socket.socket(socket.AF_UNIX)
+    listener.bind(arbitrary_address("AF_UNIX"))  # in a folder that is this user's alone: what it is told is unpickled
+    listener.listen()
+    alive, held = os.pipe()  # the server ends when all have ended that hold the other end
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    gc.freeze()  # a collection in the copy would touch, and so copy, everything
+    if not (copy := os.fork()):
+        try:
+            os.close(held)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() == own:
+                multiprocessing.forkserver.main(listener.detach(), alive, [])  # type: ignore[attr-defined]
+        finally:
+            os._exit(0)
+    gc.unfreeze()
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = listener.getsockname(), held, copy
+    listener.close()
+    os.close(alive)
