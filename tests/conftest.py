@@ -1,6 +1,5 @@
 """What all tests share: tiny models made once, GPU tests skipped elsewhere."""
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -17,11 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
-# Engines are forked from this process while it has no process group (2 s instead of 12), and compile nothing.
-os.environ.setdefault("HOTBUNK_FORK_ENGINE", "1")
+# Engines compile nothing.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-# At its end a core collects everything (vllm/v1/engine/core.py, shutdown): it would copy all that it shares.
-os.register_at_fork(after_in_child=lambda: setattr(gc, "unfreeze", lambda: None))
 
 # Tests of images need torchvision, which Transformers looks for once. What tests start finds it where told to.
 hotbunk_torchvision.show()

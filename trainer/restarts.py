@@ -10,7 +10,6 @@ An `Engine` is started again in its own object, so that rollouts, server and car
 What has not been trained is sampled anew, with the same seeds: the run ends as if nothing had happened.
 """
 
-import gc
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -82,8 +81,6 @@ class EngineRestarts:
                     break
                 except RemoteError as another:
                     failure = another
-        gc.collect()
-        gc.freeze()  # as the loop does once everything is built: an engine's start takes it back
 
     def _death(self) -> str:
         """How this rank's engine has died, if it leads one that has. Its processes are gone then."""

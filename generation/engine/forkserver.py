@@ -81,16 +81,15 @@ def start() -> None:
     alive, held = os.pipe()  # the server ends when all have ended that hold the other end
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    gc.freeze()  # a collection in the copy would touch, and so copy, everything
     if not (copy := os.fork()):
         try:
+            gc.freeze()  # a collection would touch, and so copy, everything
             os.close(held)
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == own:
                 multiprocessing.forkserver.main(listener.detach(), alive, [])  # type: ignore[attr-defined]
         finally:
             os._exit(0)
-    gc.unfreeze()
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = listener.getsockname(), held, copy
     listener.close()
     os.close(alive)

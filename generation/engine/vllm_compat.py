@@ -9,11 +9,9 @@ docs/vllm-notes.md lists what is relied on here, with upstream's issues and file
 """
 
 import dataclasses
-import gc
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
@@ -207,37 +205,8 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if settings.keyed_noise:
             check_keyed_noise(settings, config)
-        if _may_fork(settings):
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vllm/platforms/cpu.py has just forced "spawn"
-            # Imported anew in the child, it goes by the child's environment.
-            sys.modules.pop((settings.worker_extension or "").rpartition(".")[0], None)
-        with inheritance_untouched():
-            return AsyncLLM.from_vllm_config(
-                config, stat_loggers=stat_loggers, disable_log_stats=arguments["disable_log_stats"]
-            )
-
-
-def _may_fork(settings: EngineSettings) -> bool:
-    """Tests ask for a core that is forked instead of spawned, which saves the 5 s of its imports.
-
-    Only from a process without a process group: a child that inherits one may take it for its own, or wait at its end
-    for threads that only the parent has.
-    """
-    from torch import distributed
-
-    asked = os.environ.get("HOTBUNK_FORK_ENGINE") == "1" and settings.on_cpu and settings.tensor_parallel_size == 1
-    return asked and not distributed.is_initialized()
-
-
-@contextmanager
-def inheritance_untouched() -> Iterator[None]:
-    """A child forked inside never collects what it inherits: a process group's end waits for the parent's threads."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+        quiet = arguments["disable_log_stats"]
+        return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=quiet)
 
 
 def stop_async_llm(engine: "AsyncLLM") -> None:

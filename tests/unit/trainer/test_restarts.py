@@ -1,8 +1,7 @@
 """Which failures start engines again, on which ranks, and when there have been too many. Without an engine."""
 
 import asyncio
-import gc
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +15,6 @@ from trainer.errors import UserError
 from trainer.restarts import EngineRestarts
 from trainer.rollouts import StepAbandoned
 from trainer.run.watchdog import Watchdog
-
-
-@pytest.fixture(autouse=True)
-def _collected() -> Iterator[None]:
-    yield
-    gc.unfreeze()
 
 
 class Engine:

@@ -1,0 +1,17 @@
+"""Engines of these tests are forked, as those of ranks are."""
+
+import sys
+
+import pytest
+
+from generation.engine.vllm_compat import fork_engines
+from sharding import WORKER_EXTENSION
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_engines() -> None:
+    extension = WORKER_EXTENSION.rpartition(".")[0]
+    imported = sys.modules.pop(extension, None)  # an engine's goes by the environment that it is imported in
+    fork_engines()
+    if imported is not None:
+        sys.modules[extension] = imported
