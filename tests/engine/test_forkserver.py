@@ -1,0 +1,44 @@
+"""What an engine's core begins with, where it is forked."""
+
+import json
+import os
+import sys
+import warnings
+from multiprocessing import forkserver as python
+from pathlib import Path
+
+import pytest
+
+from generation.engine import forkserver
+
+
+def tell(path: str) -> None:
+    """In a process that is started as cores are."""
+    import torch
+    from torch._dynamo import config
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.warn("of a library", stacklevel=1)
+    imported = [module for module in forkserver.MODULES if module in sys.modules]
+    told = [os.getppid(), imported, os.environ["HOTBUNK_TEST"], torch.get_num_threads(), config.disable, len(caught)]
+    Path(path).write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize(("threads", "disabled", "warnings"), [("2", "0", "default"), ("1", "1", "ignore")])
+def test_what_is_forked_has_all_modules_and_goes_by_the_environment_it_is_started_in(
+    threads: str, disabled: str, warnings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a library has read that as it was imported, before."""
+    from vllm.v1.engine import utils
+
+    changed = {"OMP_NUM_THREADS": threads, "TORCH_COMPILE_DISABLE": disabled, "PYTHONWARNINGS": warnings}
+    for name, value in (changed | {"HOTBUNK_TEST": threads}).items():
+        monkeypatch.setenv(name, value)
+    process = utils.get_mp_context().Process(target=tell, kwargs={"path": str(tmp_path / "told")}, daemon=True)
+    process.start()
+    process.join(60)
+    parent, imported, name, *settings = json.loads((tmp_path / "told").read_text())
+    assert parent == python._forkserver._forkserver_pid and parent != os.getpid()  # type: ignore[attr-defined]
+    assert imported == list(forkserver.MODULES) and name == threads
+    assert settings == [int(threads), disabled == "1", int(warnings != "ignore")]
+    assert process.exitcode == 0
