@@ -20,9 +20,11 @@ from collections.abc import Callable
 from importlib import import_module
 from multiprocessing import resource_tracker
 from multiprocessing.connection import arbitrary_address
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnProcess
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 MODULES = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
 """What takes a process that starts an engine, and its core, long to import."""
@@ -32,20 +34,46 @@ _PR_SET_PDEATHSIG = 1
 _ERROR = 2  # of c10/util/logging_is_not_google_glog.h
 
 
+_server: Any = multiprocessing.forkserver.ForkServer()  # beside the one that others may use in this process
+_server.ensure_running = lambda: None
+
+
+class _Process(ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        if not _runs(_server._forkserver_pid):
+            return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+        others = multiprocessing.forkserver.connect_to_new_process
+        multiprocessing.forkserver.connect_to_new_process = _server.connect_to_new_process
+        try:
+            return ForkServerProcess._Popen(process_obj)  # type: ignore[attr-defined]
+        finally:
+            multiprocessing.forkserver.connect_to_new_process = others
+
+
 class _Context(ForkServerContext):
     """Its processes have the environment of the one that starts them, as spawned ones have."""
 
     def Process(  # type: ignore[override]
         self, *, target: Callable[..., Any], kwargs: dict[str, Any], name: str | None = None, daemon: bool | None = None
     ) -> ForkServerProcess:
-        given = (dict(os.environ), target)
-        return ForkServerProcess(target=_begin, args=given, kwargs=kwargs, name=name, daemon=daemon)
+        return _Process(target=_begin, args=(dict(os.environ), target), kwargs=kwargs, name=name, daemon=daemon)
+
+
+def _runs(pid: int) -> bool:
+    """False where the server has been killed: what it would fork is spawned then."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _begin(environment: dict[str, str], target: Callable[..., Any], **kwargs: Any) -> None:
     """A core, from its first line. What libraries read of the environment as they are imported is done again."""
     os.environ.clear()
     os.environ.update(environment)
+    own: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    _server._forkserver_alive_fd = own._forkserver_alive_fd  # for workers of this core
     import torch
     import torch._dynamo.config as dynamo
 
@@ -66,7 +94,6 @@ def start() -> None:
     """From now on vLLM's cores are forked from this process as it is now. Call it before there are other threads."""
     import setproctitle
 
-    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     for name in MODULES:
         import_module(name)
     setproctitle.getproctitle()  # it finds a process's name only before the environment is touched
@@ -74,22 +101,24 @@ def start() -> None:
     for name in _STARTING:
         import_module(name).get_mp_context = lambda: context  # type: ignore[attr-defined]
     resource_tracker.ensure_running()
-    server.ensure_running = lambda: None  # it runs: also as a core sees it that starts workers
     own, listener = os.getpid(), socket.socket(socket.AF_UNIX)
     listener.bind(arbitrary_address("AF_UNIX"))  # in a folder that is this user's alone: what it is told is unpickled
     listener.listen()
+    _server._forkserver_address = listener.getsockname()
     alive, held = os.pipe()  # the server ends when all have ended that hold the other end
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if not (copy := os.fork()):
         try:
-            gc.freeze()  # a collection would touch, and so copy, everything
             os.close(held)
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == own:
+                gc.freeze()  # a collection would touch, and so copy, everything
+                setproctitle.setproctitle("hotbunk: forkserver")
+                _server._forkserver_pid = os.getpid()
                 multiprocessing.forkserver.main(listener.detach(), alive, [])  # type: ignore[attr-defined]
         finally:
             os._exit(0)
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = listener.getsockname(), held, copy
+    _server._forkserver_alive_fd, _server._forkserver_pid = held, copy
     listener.close()
     os.close(alive)

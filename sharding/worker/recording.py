@@ -296,7 +296,7 @@ def _runs(view: View) -> View:
 
 
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
-_Range = tuple[int, int, str]  # first address, address behind the last, name
+_Range = tuple[int, int, str, StorageWeakRef]  # first address, address behind the last, name, memory
 
 
 @dataclass
@@ -331,10 +331,18 @@ class LoadWatcher(TorchDispatchMode):
         self._derived: dict[int, tuple[str, Any]] = {}  # storages computed from a weight, such as a cast of it
 
     def expect(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Announce weights about to be loaded; earlier ones whose memory they took over are forgotten."""
+        """Announce weights about to be loaded; earlier ones whose memory they took over are forgotten.
+
+        So are those whose memory is given back meanwhile: it may soon hold what a loader computes of other weights.
+        """
         self._origins = {n: Origin(storage_key(t), int(t.storage_offset()), t.numel()) for n, t in tensors}
-        fresh = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if t.numel())
-        self._ranges = sorted([r for r in self._ranges if not _overlaps(r, fresh)] + fresh)
+        fresh = [
+            (t.data_ptr(), t.data_ptr() + t.nbytes, name, StorageWeakRef(t.untyped_storage()))
+            for name, t in tensors
+            if t.numel()
+        ]
+        fresh.sort(key=_place)
+        self._ranges = sorted([r for r in self._ranges if not _overlaps(r, fresh)] + fresh, key=_place)
 
     def note_replayed(self, name: str, targets: Iterable[torch.Tensor]) -> None:
         """A weight was copied to these targets without its loader."""
@@ -348,8 +356,11 @@ class LoadWatcher(TorchDispatchMode):
             return None
         if (derived := self._derived.get(storage_key(tensor))) is not None:
             return derived[0]
-        at = bisect.bisect_right(self._ranges, (tensor.data_ptr(), float("inf"), "")) - 1
-        return self._ranges[at][2] if at >= 0 and tensor.data_ptr() < self._ranges[at][1] else None
+        at = bisect.bisect_right(self._ranges, tensor.data_ptr(), key=lambda place: place[0]) - 1
+        if at < 0:
+            return None
+        _, last, name, memory = self._ranges[at]
+        return name if tensor.data_ptr() < last and not memory.expired() else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and (name := self.source_name(args[1])) is not None:
@@ -398,9 +409,13 @@ class LoadWatcher(TorchDispatchMode):
                 return
 
 
+def _place(memory: _Range) -> tuple[int, int, str]:
+    return memory[:3]
+
+
 def _overlaps(old: _Range, fresh: list[_Range]) -> bool:
     """True if memory of an earlier weight now belongs to one of the sorted `fresh` ones."""
-    at = bisect.bisect_left(fresh, (old[1], 0, ""))  # the first that starts behind the old one
+    at = bisect.bisect_left(fresh, old[1], key=lambda place: place[0])  # the first that starts behind the old one
     return at > 0 and fresh[at - 1][1] > old[0]
 
 

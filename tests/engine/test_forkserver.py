@@ -2,9 +2,9 @@
 
 import json
 import os
+import subprocess
 import sys
 import warnings
-from multiprocessing import forkserver as python
 from pathlib import Path
 
 import pytest
@@ -38,7 +38,21 @@ def test_what_is_forked_has_all_modules_and_goes_by_the_environment_it_is_starte
     process.start()
     process.join(60)
     parent, imported, name, *settings = json.loads((tmp_path / "told").read_text())
-    assert parent == python._forkserver._forkserver_pid and parent != os.getpid()  # type: ignore[attr-defined]
+    assert parent == forkserver._server._forkserver_pid and parent != os.getpid()
     assert imported == list(forkserver.MODULES) and name == threads
     assert settings == [int(threads), disabled == "1", int(warnings != "ignore")]
     assert process.exitcode == 0
+
+
+def test_where_the_server_was_killed_cores_are_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine import utils
+
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(forkserver._server, "_forkserver_pid", gone.pid)
+    monkeypatch.setenv("HOTBUNK_TEST", "spawned")
+    process = utils.get_mp_context().Process(target=tell, kwargs={"path": str(tmp_path / "told")}, daemon=True)
+    process.start()
+    process.join(120)
+    parent, imported, name, *_ = json.loads((tmp_path / "told").read_text())
+    assert (parent, imported, name) == (os.getpid(), [], "spawned")

@@ -13,6 +13,7 @@ import torch
 
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings
+from generation.engine.vllm_compat import engine_processes
 from sharding.ranks import RemoteError
 from sharding.send.push import Link, parameters_to_verify
 from sharding.send.ways import BucketPlan
@@ -313,10 +314,10 @@ def test_verifying_samples_compares_other_weights_each_time_and_all_in_the_end(
 @pytest.mark.covers("P24")
 def test_a_worker_killed_in_the_middle_ends_the_update_with_its_name(tiny_model: TinyModel) -> None:
     """An engine of its own, since nothing repairs it."""
-    in_use, others = staging_in_use(), set(psutil.Process().children())
+    in_use = staging_in_use()
     with Colocated(tiny_model()) as both:
         both.manager.sleep()
-        (core,) = set(psutil.Process().children()) - others
+        (core,) = engine_processes(both.leader.engine.llm)
         gather, calls = both.source.gather_into, []
 
         def kill_on_the_way(names: list[str], slots: list[torch.Tensor]) -> None:

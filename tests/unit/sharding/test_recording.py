@@ -150,6 +150,20 @@ def test_a_wrong_offset_is_not_what_the_loaders_make_of_it(wrong: int) -> None:
     assert watcher.different == {"k", "scaled", "narrow"}  # the latter two were not sent a second time
 
 
+def test_memory_that_was_a_weights_and_holds_something_else_is_not_the_weight() -> None:
+    """Copies of weights are given back once they are loaded, and a later loader's results may lie where they lay."""
+    watcher = LoadWatcher()
+    memory = torch.zeros(8)
+    weight = torch.frombuffer(memory.numpy(), dtype=torch.float32)  # a storage of its own, in the same memory
+    watcher.expect([("k", weight)])
+    assert watcher.source_name(weight) == watcher.source_name(weight[2:]) == "k"
+    assert watcher.source_name(memory) == "k"
+    del weight
+    assert watcher.source_name(memory) is None
+    watcher.expect([("q", memory[:4])])
+    assert [watcher.source_name(part) for part in (memory[:4], memory[4:])] == ["q", None]
+
+
 VIEWS = st.lists(
     st.tuples(st.integers(0, 12), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 6)), min_size=1, max_size=3)),
     max_size=4,
