@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing import resource_tracker
-from multiprocessing.connection import arbitrary_address
+from multiprocessing.connection import arbitrary_address  # type: ignore[attr-defined]
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnProcess
 from pathlib import Path
 from typing import Any
