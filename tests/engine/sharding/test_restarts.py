@@ -1,17 +1,29 @@
 """An engine that dies is started again in its place, and answers as if nothing had happened."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+from torch.distributed import HashStore
+from transformers import AutoTokenizer
 
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import Generation
+from generation.rollouts.agent import Agent, environment_rollout
+from generation.rollouts.run import RolloutSettings
+from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner
 from sharding.ranks import RemoteError
 from tests import shared_memory
 from tests.colocated import Colocated
 from tests.conftest import TinyModel
+from trainer.config.schema import RewardConfig
+from trainer.data import Prompt
+from trainer.rewards.pool import RewardPool
+from trainer.rollouts import Rollouts, Terms
 
 PROMPT = [14, 50, 77, 120, 9]
 SAMPLING = SamplingSettings(max_tokens=24)
@@ -81,13 +93,89 @@ def die_and_come_back(both: Colocated, dying: Callable[[Colocated, Callable[[], 
         assert both.gap(PROMPT, both.complete(PROMPT, SAMPLING), 1.0) < 1e-4
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["staged", "zero-copy"])
-def test_an_engine_that_is_killed_anywhere_answers_as_before_once_it_has_started_again(
-    tiny_model: TinyModel, shared: bool
-) -> None:
+@pytest.fixture(scope="module", params=[False, True], ids=["staged", "zero-copy"])
+def both(tiny_model: TinyModel, request: pytest.FixtureRequest) -> Iterator[Colocated]:
     before = shared_memory.files()
-    with Colocated(tiny_model(), shared=shared) as both:
+    with Colocated(tiny_model(), shared=request.param) as both:
         both.manager.sleep()
-        for dying in (asleep, in_a_rollout, falling_asleep, *([] if shared else [in_the_update])):
-            die_and_come_back(both, dying)
+        yield both
     shared_memory.assert_none_left(before)
+
+
+def test_an_engine_that_is_killed_anywhere_answers_as_before_once_it_has_started_again(
+    both: Colocated, request: pytest.FixtureRequest
+) -> None:
+    ways = [asleep, in_a_rollout, falling_asleep]
+    for dying in ways if "zero-copy" in request.node.name else [*ways, in_the_update]:
+        die_and_come_back(both, dying)
+
+
+class Desks:
+    """Environments whose tool comes back once all trajectories are in it; when `kill` is set, which is called then, it
+    comes back from every other one only.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count, self.kill = count, None
+        self.inside, self.opened, self.closed = 0, 0, 0
+        desks = self
+
+        class Desk:
+            """The environment."""
+
+            def reset(self) -> None:
+                desks.opened += 1
+                self.number = desks.opened
+
+            async def look(self) -> str:
+                """At the desk."""
+                desks.inside += 1
+                if desks.inside == desks.count:
+                    if desks.kill:
+                        desks.kill()
+                    desks.all_in.set()
+                await desks.all_in.wait()
+                if desks.kill and self.number % 2:
+                    await asyncio.Event().wait()
+                return "42"
+
+            def close(self) -> None:
+                desks.closed += 1
+
+        self.environment = Desk
+
+    def rolled_out(self, rollouts: Rollouts, prompts: list[Prompt], settings: RolloutSettings) -> dict[Any, Any]:
+        """By prompt and sample, what was sampled."""
+        self.inside, self.opened, self.closed, self.all_in = 0, 0, 0, asyncio.Event()
+        answers = rollouts.run(prompts, settings, Terms(60))
+        assert len(answers) == self.opened == self.closed == self.count
+        told = {(a.prompt_index, a.sample_index): a.trajectory for a in answers}
+        assert len(told) == self.count and all(t and not t.error and t.turns == 2 for t in told.values())
+        return {place: (t.response_ids, t.loss_mask, t.metrics["tools/calls"]) for place, t in told.items() if t}
+
+
+@pytest.mark.parametrize("both", [False], indirect=True, ids=["staged"])
+def test_of_64_trajectories_whose_engine_dies_while_they_are_in_tools_none_is_lost_and_none_comes_twice(
+    both: Colocated,
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(both.leader.engine.settings.model)
+    desks, rewards = Desks(64), RewardPool(RewardConfig(functions=[]))
+    agent = Agent(ToolRunner(ToolLimits(max_concurrency=64), tokenizer), lambda _: [ToolCall("look", {})], 2)
+    function = environment_rollout(desks.environment, {}, agent)
+    level: Any = SimpleNamespace(function=function, image_rules=None, messages=lambda prompts: None)
+    rollouts = Rollouts(both.leader, tokenizer, rewards, HashStore(), level)
+    prompts = [Prompt(n, (*PROMPT, n), {}) for n in range(16)]
+    ends = [*range(0, both.policy.model.config.vocab_size, 2)]  # an answer that is cut off calls nothing
+    settings = RolloutSettings(4, SamplingSettings(40, stop_token_ids=ends), both.policy.version, seed=1, step=1)
+    with both.manager.generation_shift(both.policy):
+        expected = desks.rolled_out(rollouts, prompts, settings)
+    both.manager.wake(both.policy)
+    desks.kill = both.leader.engine._processes[0].kill
+    with pytest.raises(RemoteError, match="EngineDeadError"):
+        desks.rolled_out(rollouts, prompts, settings)
+    assert desks.inside == desks.opened == desks.closed == 64
+    desks.kill = None
+    restart(both)
+    rollouts.take_back(1)
+    with both.manager.generation_shift(both.policy):
+        assert desks.rolled_out(rollouts, prompts, settings) == expected
