@@ -1,10 +1,11 @@
 """The worker's half of weight_sync.py; runs inside vLLM's worker."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import TIMEOUT, in_turns, plain_copy, seconds, total
+from common import TIMEOUT, in_turns, plain_copy, seconds, timed, total
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -23,6 +24,15 @@ class BenchWorker(VllmInternalWorkerExtension):
     """
 
     bench_channel: Channel | None = None
+    bench_memory: Callable[[], None] | None = None
+
+    def bench_copy(self, nbytes: int) -> float:
+        """Seconds of a copy of so many bytes."""
+        worker: Any = self
+        if self.bench_memory is None:
+            self.bench_memory = plain_copy(nbytes, worker.device)
+            self.bench_memory()
+        return timed(self.bench_memory, worker.device)
 
     def bench_load(self, rounds: int) -> dict[str, list[float]]:
         """Seconds of each way to load weights that lie in this process already. An update must have brought all."""

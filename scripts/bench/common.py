@@ -201,11 +201,16 @@ def weight_source(policy: FsdpPolicy, dtype: str) -> FsdpWeightSource:
 
 
 def connected_manager(
-    source: FsdpWeightSource, device: torch.device, settings: SyncSettings, leader: Leader, way: Way | None = None
+    source: FsdpWeightSource,
+    device: torch.device,
+    settings: SyncSettings,
+    leader: Leader | None,
+    way: Way | None = None,
+    tensor_parallel_size: int = 1,
 ) -> ShardingManager:
     """A sharding manager between the two, as training has it; weights are staged unless they go another `way`."""
     folder = Path(tempfile.mkdtemp(dir=processes.private_folder()))
-    manager = ShardingManager(source, device, settings, folder, leader=leader, way=way)
+    manager = ShardingManager(source, device, settings, folder, tensor_parallel_size, leader, way=way)
     manager.connect()
     return manager
 

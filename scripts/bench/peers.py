@@ -42,11 +42,13 @@ class Way:
         seconds: of each round.
         staging: the most memory it took in between, on both sides together, in bytes; None: it moves nothing.
         messages: from the trainer to the worker.
+        floor: seconds of a memcpy in each of the same rounds; None: see the row of its own.
     """
 
     seconds: list[float]
     staging: int | None = None
     messages: int | None = None
+    floor: list[float] | None = None
 
 
 def trl(leader: Leader, rounds: int) -> Way:

@@ -4,15 +4,16 @@ projects' ways, in the same run.
 
     python scripts/bench/weight_sync.py [--presets 1M 10M 0.2B] [--dtype bfloat16] [--packed] [--plot FILE.png] ...
     torchrun --standalone --nproc-per-node 2 scripts/bench/weight_sync.py ...     (two ranks, two engines)
+    torchrun ... scripts/bench/weight_sync.py --tensor-parallel 2 --only sync pull     (two ranks, one engine of both)
 
 One engine a rank and size is started with random weights (nothing is read from disk) and serves every measurement:
 
-    memcpy       the floor: a copy of the same bytes between two resident buffers, in the worker
+    memcpy       the floor: a copy of the same bytes between two resident buffers, in every worker at once
     load: ...    weights that lie in the worker already into its model: by replaying the copies that vLLM's loaders were
                  seen to make, by the loaders under watch, and by them alone, one weight at a time. In turns with memcpy
     transport    staging filled by us and copied out by another process, two buffers in turn; neither trainer nor vLLM
     gather       the policy's shards, cast and gathered into staging; no process reads them
-    sync         all of it as in training, for each setting of sync.verify; the engine stays awake
+    sync         all of it as in training, for each setting of sync.verify, in turns with memcpy; the engine stays awake
     after sleep  the same, but the engine has given its memory back before, as in training
     pull         sync.way pull: the worker reads the shards of all ranks, for each setting of sync.verify
     zero copy    sync.way zero_copy: the policy computes with the engine's own weights; one rank, unpacked weights
@@ -26,6 +27,7 @@ import dataclasses
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,8 +56,9 @@ from common import (
 )
 from peers import IPC_ARGUMENTS, IPC_ENVIRONMENT, Verl, VllmIpc, Way, trl
 
+from generation.engine.engine import Leader
 from sharding.manager import SyncReport, SyncSettings
-from sharding.ranks import is_main, world_size
+from sharding.ranks import exchange, is_main, rank, world_size
 from sharding.send import push
 from sharding.send import ways as weight_ways
 from sharding.send.pull import Pull
@@ -68,6 +71,8 @@ from trainer.policy.zero_copy import InPlacePolicy
 from trainer.run import processes
 
 GIB = 2**30
+VERIFY: tuple[Verify, ...] = ("off", "sample", "full")
+SECTIONS = ["load", "move", "sync", "sleep", "peers", "pull", "zero copy"]
 LOADS = {"replay": "load: replay", "loaders": "load: vLLM's, watched", "one by one": "load: vLLM's, one by one"}
 
 
@@ -90,29 +95,42 @@ class Bench:
     def begin(self, shared: bool = False, **engine: Any) -> None:
         """Start the engine and build the policy; `shared`: for one memory of both."""
         dtype, plain = self.options.dtype, not self.options.packed
-        self.leader = start_engine(
-            self.folder, self.device, dtype=dtype, plain_cpu_weights=plain, shared_weights=shared, **engine
-        )
+        group = self.options.tensor_parallel
+        self.leader: Leader | None = None
+        if rank() % group == 0:
+            self.leader = start_engine(
+                self.folder,
+                self.device,
+                dtype=dtype,
+                plain_cpu_weights=plain,
+                shared_weights=shared,
+                tensor_parallel_size=group,
+                **engine,
+            )
         self.policy = random_policy(self.folder, dtype, self.device, in_place=shared)
         self.source = weight_source(self.policy, dtype)
 
     def run(self) -> None:
-        """Everything."""
-        self.update("off", 1)  # from it the worker knows what comes, and what its loaders do with it
-        self.load()
-        self.move()
-        for verify in ("off", "sample", "full"):
-            self.sync(f"sync, verify {verify}", verify)
-        self.sync("after sleep, verify off", "off", sleep=True)
-        if self.options.peers and not self.options.packed and not self.mixture:
-            self.peers()
-        if not self.options.packed:
-            self.pull()
-        if world_size() == 1 and not self.options.packed and not self.mixture:
-            self.share()
+        """Everything that was asked for and is possible."""
+        self.update(1)  # from it the worker knows what comes, and what its loaders do with it
+        whole, plain = self.options.tensor_parallel == 1, not self.options.packed
+        sections: dict[str, tuple[Callable[[], None], bool]] = {
+            "load": (self.load, whole),
+            "move": (self.move, True),
+            "sync": (lambda: self.sync("sync"), True),
+            "sleep": (self.after_sleep, True),
+            "peers": (self.peers, whole and plain and not self.mixture),
+            "pull": (self.pull, plain),
+            "zero copy": (self.share, world_size() == 1 and plain and not self.mixture),
+        }
+        for name in self.options.only:
+            action, possible = sections[name]
+            if possible:
+                action()
 
     def load(self) -> None:
         """Measure the ways that need no trainer."""
+        assert self.leader is not None
         times = ask_worker(self.leader, "bench_load", self.options.rounds)
         self.ways["memcpy"] = Way(times["memcpy"])
         self.ways |= {name: Way(times[way]) for way, name in LOADS.items() if way in times}
@@ -128,27 +146,53 @@ class Bench:
         self.ways["gather"] = Way(seconds(lambda: gather(self.source, self.plan, staging), rounds, self.device), room)
         staging.close()
 
-    def sync(self, name: str, verify: Verify, sleep: bool = False, way: weight_ways.Way | None = None) -> None:
-        """Time syncs; the first one, which maps memory, does not count."""
-        reports = self.update(verify, self.options.rounds + 1, sleep, way)[1:]
-        phases = {p: [r.seconds.get(p, 0.0) for r in reports] for p in ("sleep", "wake", "sync", "verify")}
-        times = [sum(parts) for parts in zip(phases["wake"], phases["sync"], phases["verify"], strict=True)]
-        self.ways[name] = Way(times, reports[-1].staging_bytes, reports[-1].messages)
-        if sleep:
-            self.shift = phases
+    def sync(self, row: str, way: weight_ways.Way | None = None) -> None:
+        """Time syncs of each `verify` and the floor, in turns; the first ones, which map memory, do not count."""
+        floors: list[float] = []
+        reports = self.update(self.options.rounds + 1, VERIFY, way, between=lambda: floors.append(self.floor()))
+        for number, verify in enumerate(VERIFY):
+            found = reports[len(VERIFY) + number :: len(VERIFY)]
+            self.ways[f"{row}, verify {verify}"] = Way(*seconds_of(found), floor=floors[1 : self.options.rounds + 1])
+
+    def after_sleep(self) -> None:
+        """The same for engines that have slept."""
+        reports = self.update(self.options.rounds + 1, sleep=True)[1:]
+        self.ways["after sleep, verify off"] = Way(*seconds_of(reports))
+        self.shift = {p: [r.seconds.get(p, 0.0) for r in reports] for p in ("sleep", "wake", "sync", "verify")}
+
+    def floor(self) -> float:
+        """Seconds of a memcpy of its weights in every worker of all engines at once: of the slowest."""
+        exchange(None)  # all ranks are here
+        nbytes = self.plan.nbytes // self.options.tensor_parallel
+        found = [0.0]
+        if self.leader is not None:
+            call = self.leader.engine.call_workers("bench_copy", nbytes)
+            found = self.leader.thread.run(call, TIMEOUT, "bench_copy")
+        return max(max(times) for times in exchange(found))
 
     def update(
-        self, verify: Verify, count: int, sleep: bool = False, way: weight_ways.Way | None = None
+        self,
+        count: int,
+        verify: Sequence[Verify] = ("off",),
+        way: weight_ways.Way | None = None,
+        sleep: bool = False,
+        between: Callable[[], object] = lambda: None,
     ) -> list[SyncReport]:
-        """As many syncs as in training, by a manager of their own."""
-        engine = self.leader.engine
-        engine.settings = dataclasses.replace(engine.settings, sleep=sleep)
-        settings = SyncSettings(verify, self.options.bucket_mib << 20)
+        """So many times a sync for each `verify`, as in training, by a manager of their own; `between` before each."""
+        if self.leader is not None:
+            engine = self.leader.engine
+            engine.settings = dataclasses.replace(engine.settings, sleep=sleep)
+        settings = SyncSettings("off", self.options.bucket_mib << 20)
         if isinstance(self.policy, InPlacePolicy):
             way = weight_ways.ZeroCopy(self.device, self.source.parameters(), self.policy.compute_in, TIMEOUT)
-        manager = connected_manager(self.source, self.device, settings, self.leader, way)
+        group = self.options.tensor_parallel
+        manager = connected_manager(self.source, self.device, settings, self.leader, way, group)
         reports = []
-        for _ in range(count):
+        for chosen in [None, *verify] * count:
+            if chosen is None:
+                between()
+                continue
+            manager._settings = dataclasses.replace(settings, verify=chosen)
             self.policy.updates.applied += 1
             manager.sleep()
             went_to_sleep = manager.report.seconds["sleep"]
@@ -160,19 +204,23 @@ class Bench:
 
     def pull(self) -> None:
         """From here on the policy's shards lie in memory that workers map."""
-        way = Pull(self.device, self.source, self.policy.shard_tensors(), [self.policy.optimizer])
-        for verify in ("off", "sample", "full"):
-            self.sync(f"pull, verify {verify}", verify, way=way)
+        self.sync("pull", Pull(self.device, self.source, self.policy.shard_tensors(), [self.policy.optimizer]))
 
     def share(self) -> None:
         """With an engine and a policy of its own: the first update copies, the others need not."""
-        self.leader.engine.close()
+        self.close()
         del self.policy, self.source
-        self.begin(shared=True)
-        self.sync("zero copy, verify sample", "sample")
+        self.begin(shared=True, worker_extension="bench_worker.BenchWorker")
+        self.sync("zero copy")
+
+    def close(self) -> None:
+        """End the engine."""
+        if self.leader is not None:
+            self.leader.engine.close()
 
     def peers(self) -> None:
         """Measure the peers' ways that are possible here."""
+        assert self.leader is not None
         rounds = self.options.rounds
         weights: list[tuple[str, torch.Tensor]] = [*self.policy.named_parameters()]
         if find_spec("trl") is not None:
@@ -181,6 +229,12 @@ class Bench:
         if self.device.type == "cuda":
             engine = VllmIpc(self.leader, weights, self.dtype, self.device)
             self.ways[f"vLLM {version('vllm')}, packed IPC"] = engine.measure(rounds)
+
+
+def seconds_of(reports: list[SyncReport]) -> tuple[list[float], int, int]:
+    """What `Way` says of syncs: seconds of each, bytes of staging, messages."""
+    times = [sum(r.seconds.get(phase, 0.0) for phase in ("wake", "sync", "verify")) for r in reports]
+    return times, reports[-1].staging_bytes, reports[-1].messages
 
 
 class Reader:
@@ -244,23 +298,28 @@ def present(bench: Bench) -> dict[str, Any]:
     middle = {name: median(way.seconds) for name, way in ways.items()}
     rows = []
     for name, way in ways.items():
-        speed, ratio = f"{nbytes / middle[name] / GIB:.2f}", f"{middle[name] / middle['memcpy']:.2f}"
+        floor = median(way.floor) if way.floor else middle.get("memcpy")
+        ratio = f"{middle[name] / floor:.2f}" if floor else ""
         staging = "" if way.staging is None else f"{way.staging / 2**20:.1f}"
         messages = "" if way.messages is None else str(way.messages)
-        best = f"{min(way.seconds) * 1e3:.2f}"
-        rows.append([name, f"{middle[name] * 1e3:.2f}", best, speed, ratio, staging, messages])
+        cells = [f"{middle[name] * 1e3:.2f}", f"{min(way.seconds) * 1e3:.2f}", f"{nbytes / middle[name] / GIB:.2f}"]
+        rows.append([name, *cells, ratio, staging, messages])
     layout = "packed" if options.packed else "plain"
-    title = f"{bench.preset} {options.dtype}, {layout} weights, {world_size()} rank(s)"
+    engines = f"{world_size()} rank(s), TP {options.tensor_parallel}"
+    title = f"{bench.preset} {options.dtype}, {layout} weights, {engines}"
     notes = [
         f"{nbytes / 2**20:.1f} MiB in {len(bench.plan.buckets)} buckets; medians of {options.rounds} rounds, "
-        f"{torch.get_num_threads()} thread(s) on either side",
-        "after sleep: " + ", ".join(f"{phase} {median(times) * 1e3:.1f} ms" for phase, times in bench.shift.items()),
-        f"transport at {middle['memcpy'] / middle['transport']:.0%} of memcpy's bandwidth",
+        f"{torch.get_num_threads()} thread(s) on either side"
     ]
+    if bench.shift:
+        phases = (f"{phase} {median(times) * 1e3:.1f} ms" for phase, times in bench.shift.items())
+        notes.append("after sleep: " + ", ".join(phases))
+    if "memcpy" in middle and "transport" in middle:
+        notes.append(f"transport at {middle['memcpy'] / middle['transport']:.0%} of memcpy's bandwidth")
     if "load: replay" in middle:
         gain = middle["load: vLLM's, one by one"] / middle["load: replay"]
         notes.append(f"replay {gain:.1f} x as fast as vLLM's load_weights of one weight at a time")
-    if options.peers and not bench.mixture:
+    if "peers" in options.only and not bench.mixture:
         notes += peers_notes(bench)
     show(title, ["what", "ms", "best ms", "GiB/s", "x memcpy", "staging MiB", "messages"], rows, notes)
     figures = {"title": title, "preset": bench.preset, "nbytes": nbytes, "shift": bench.shift}
@@ -308,7 +367,7 @@ def benchmark(options: argparse.Namespace) -> None:
             if is_main():
                 sizes.append(present(bench))
         finally:
-            bench.leader.engine.close()
+            bench.close()
     if is_main():
         save(options.json, {"bucket_mib": options.bucket_mib, "sizes": sizes})
         if options.plot is not None:
@@ -324,7 +383,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's weights")
     parser.add_argument("--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN")
     parser.add_argument("--bucket-mib", type=int, default=64, help="size of a staging buffer (default: 64)")
-    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure others' ways")
+    parser.add_argument(
+        "--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION", help=f"of {', '.join(SECTIONS)}"
+    )
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share an engine (default: 1)")
     parser.add_argument("--plot", type=Path, help="draw seconds against bytes into this file")
     return parser.parse_args()
 

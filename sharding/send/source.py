@@ -13,6 +13,7 @@ The sum is made anew for every sync, in float32, of the elements that a rank hol
 touched, so that no rounding adds up.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -84,6 +85,7 @@ class FsdpWeightSource:
         self, named_parameters: list[tuple[str, torch.Tensor]], dtype: torch.dtype, layout: PieceLayout = one_piece
     ) -> None:
         self._tensors, self._dtype, self._layout = dict(named_parameters), dtype, layout
+        self._lying: list[str] | None = None
 
     def parameters(self) -> list[SourceParameter]:
         return [self._describe(name, tensor) for name, tensor in self._tensors.items()]
@@ -153,12 +155,10 @@ class FsdpWeightSource:
 
     @torch.no_grad()
     def shards(self) -> dict[str, torch.Tensor]:
-        """This rank's parts of those parameters that need no gather, as they lie in its memory: name -> flat."""
-        return {
-            name: local_part(tensor).view(-1)
-            for name, tensor in self._tensors.items()
-            if shard_group(tensor) is not None or not _is_cut(tensor)
-        }
+        if self._lying is None:  # found out once, since asking DTensors takes milliseconds
+            lying = (shard_group(tensor) is not None or not _is_cut(tensor) for tensor in self._tensors.values())
+            self._lying = [*itertools.compress(self._tensors, lying)]
+        return {name: local_part(self._tensors[name]).view(-1) for name in self._lying}
 
     def in_memory(self) -> "FsdpWeightSource":
         """The source of what ranks hold, before anything is made of it: here this one."""

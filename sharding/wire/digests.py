@@ -34,6 +34,7 @@ WINDOW = 1 << 14
 
 _LINE = 128  # words
 _LINE_BYTES = 8 * _LINE
+_FEW = 1 << 16  # bytes
 
 
 def digest(parts: Iterable[bytes]) -> bytes:
@@ -63,21 +64,24 @@ def sum_up(blocks: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
             columns = lines.sum(0) if columns is None else columns.add_(lines.sum(0))
     if columns is None:  # nothing is here
         columns = torch.zeros(_LINE, dtype=torch.int64)
-    every = torch.cat([columns.new_zeros(sums) if isinstance(sums, int) else sums for sums in [*found, 0]])
-    pages = pad(every, (0, -len(every) % _LINE)).view(-1, _LINE)
+    every = [columns.new_zeros(sums) if isinstance(sums, int) else sums for sums in found]
+    every.append(columns.new_zeros(-sum(map(len, every)) % _LINE))
+    pages = torch.cat(every).view(-1, _LINE)
     return torch.cat([columns, pages.sum(0), pages.sum(1)])
 
 
 def _lines(block: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A block's bytes as int64 [n, 128], and those behind the last whole line with zeros after them as [1, 128]."""
+    """A block's bytes as int64 [n, 128], and those behind the last whole line once more so, with zeros after them. Few
+    bytes are copied rather than looked at twice.
+    """
     if block.dtype != dtype or not block.is_contiguous() or block.storage_offset() * dtype.itemsize % 8:
         block = _scratch(BLOCK, dtype, block.device)[: block.numel()].view(block.shape).copy_(block)
     raw = block.view(-1).view(torch.uint8)
-    whole = len(raw) // _LINE_BYTES * _LINE_BYTES
-    if whole:
-        yield raw[:whole].view(torch.int64).view(-1, _LINE)
-    if whole < len(raw):
-        yield pad(raw[whole:], (0, whole + _LINE_BYTES - len(raw))).view(torch.int64)[None]
+    end = len(raw) // _LINE_BYTES * _LINE_BYTES if len(raw) > _FEW else 0
+    if end:
+        yield raw[:end].view(torch.int64).view(-1, _LINE)
+    if end < len(raw):
+        yield pad(raw[end:], (0, -len(raw) % _LINE_BYTES)).view(torch.int64).view(-1, _LINE)
 
 
 @functools.lru_cache
