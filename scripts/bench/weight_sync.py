@@ -11,6 +11,7 @@ One engine a rank and size is started with random weights (nothing is read from 
     memcpy       the floor: a copy of the same bytes between two resident buffers, in every worker at once
     load: ...    weights that lie in the worker already into its model: by replaying the copies that vLLM's loaders were
                  seen to make, by the loaders under watch, and by them alone, one weight at a time. In turns with memcpy
+    digest       what the worker's half of sync.verify: full takes; in turns with memcpy, too
     transport    staging filled by us and copied out by another process, two buffers in turn; neither trainer nor vLLM
     gather       the policy's shards, cast and gathered into staging; no process reads them
     sync         all of it as in training, for each setting of sync.verify, in turns with memcpy; the engine stays awake
@@ -73,7 +74,12 @@ from trainer.run import processes
 GIB = 2**30
 VERIFY: tuple[Verify, ...] = ("off", "sample", "full")
 SECTIONS = ["load", "move", "sync", "sleep", "peers", "pull", "zero copy"]
-LOADS = {"replay": "load: replay", "loaders": "load: vLLM's, watched", "one by one": "load: vLLM's, one by one"}
+LOADS = {
+    "digest": "digest",
+    "replay": "load: replay",
+    "loaders": "load: vLLM's, watched",
+    "one by one": "load: vLLM's, one by one",
+}
 
 
 class Bench:

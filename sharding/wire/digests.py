@@ -64,8 +64,8 @@ def sum_up(blocks: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
             columns = lines.sum(0) if columns is None else columns.add_(lines.sum(0))
     if columns is None:  # nothing is here
         columns = torch.zeros(_LINE, dtype=torch.int64)
+    found.append(-sum(sums if isinstance(sums, int) else sums.numel() for sums in found) % _LINE)
     every = [columns.new_zeros(sums) if isinstance(sums, int) else sums for sums in found]
-    every.append(columns.new_zeros(-sum(map(len, every)) % _LINE))
     pages = torch.cat(every).view(-1, _LINE)
     return torch.cat([columns, pages.sum(0), pages.sum(1)])
 
@@ -76,12 +76,12 @@ def _lines(block: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """
     if block.dtype != dtype or not block.is_contiguous() or block.storage_offset() * dtype.itemsize % 8:
         block = _scratch(BLOCK, dtype, block.device)[: block.numel()].view(block.shape).copy_(block)
-    raw = block.view(-1).view(torch.uint8)
-    end = len(raw) // _LINE_BYTES * _LINE_BYTES if len(raw) > _FEW else 0
+    raw, nbytes = block.view(-1).view(torch.uint8), block.nbytes
+    end = nbytes // _LINE_BYTES * _LINE_BYTES if nbytes > _FEW else 0
     if end:
         yield raw[:end].view(torch.int64).view(-1, _LINE)
-    if end < len(raw):
-        yield pad(raw[end:], (0, -len(raw) % _LINE_BYTES)).view(torch.int64).view(-1, _LINE)
+    if end < nbytes:
+        yield pad(raw[end:], (0, -nbytes % _LINE_BYTES)).view(torch.int64).view(-1, _LINE)
 
 
 @functools.lru_cache
