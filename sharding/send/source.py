@@ -13,7 +13,6 @@ The sum is made anew for every sync, in float32, of the elements that a rank hol
 touched, so that no rounding adds up.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -155,9 +154,10 @@ class FsdpWeightSource:
 
     @torch.no_grad()
     def shards(self) -> dict[str, torch.Tensor]:
+        """This rank's parts of those parameters that need no gather, as they lie in its memory: name -> flat."""
         if self._lying is None:  # found out once, since asking DTensors takes milliseconds
-            lying = (shard_group(tensor) is not None or not _is_cut(tensor) for tensor in self._tensors.values())
-            self._lying = [*itertools.compress(self._tensors, lying)]
+            tensors = self._tensors.items()
+            self._lying = [name for name, t in tensors if shard_group(t) is not None or not _is_cut(t)]
         return {name: local_part(self._tensors[name]).view(-1) for name in self._lying}
 
     def in_memory(self) -> "FsdpWeightSource":
