@@ -26,16 +26,22 @@ class MappedShards:
 
     def parts(self, message: dict[str, Any]) -> list[Part]:
         """What ranks hold of each weight: views of their memory, in the dtypes that they keep. See `Pull.message`.
-        Raises SyncError: memory does not bear the stamp that was announced.
+        Raises SyncError: memory is gone, or does not bear the stamp that was announced.
         """
         handles = [source["handle"] for source in message["sources"]]
         if handles != self._handles:
             self.close()
-            self._memory, self._handles = [open_memory(handle, self._device) for handle in handles], handles
+            self._memory, self._handles = [self._open(source) for source in message["sources"]], handles
         self.check(message, "is not the memory that was announced")
         if message["parts"] != self._layout:
             self._layout, self._parts = message["parts"], [self._part(*part) for part in message["parts"]]
         return self._parts
+
+    def _open(self, source: dict[str, Any]) -> list[torch.Tensor]:
+        try:
+            return open_memory(source["handle"], self._device)
+        except (OSError, RuntimeError) as error:
+            raise SyncError(f"rank {source['rank']}'s shards are not there to be mapped any more: {error}") from error
 
     def factors(self, message: dict[str, Any]) -> dict[str, Callable[[], Factors]]:
         """Of each weight with an adapter, what puts its factors together; after `parts`."""

@@ -1,5 +1,6 @@
 """Weights that a worker reads out of the trainer's own memory: what arrives, what is found out, what is left mapped."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -214,6 +215,15 @@ def test_a_worker_that_maps_other_memory_reads_nothing(
     monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
     pulled.train_and_sync(4)
     other.manager.close()
+
+
+def test_shards_whose_memory_was_given_back_are_named(tmp_path: Path) -> None:
+    both = Pulled(tmp_path)
+    os.close(both.way.export._file._fd)
+    with pytest.raises(RemoteError, match="rank 0's shards are not there to be mapped any more"):
+        both.sync(2)
+    assert mapped() == 1, "the rank's own"
+    both.manager.close()
 
 
 def test_what_lies_behind_the_end_of_a_shard_is_not_read(pulled: Pulled) -> None:
