@@ -67,7 +67,8 @@ def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterato
         number, ranks = rank(), world_size()
     if lock is not None:
         lock.share(number, ranks)
-    with Watchdog(store(), number, ranks) as watchdog:
+    far = int(os.environ.get("GROUP_RANK", "0")) > 0  # the first node's launcher holds the store
+    with Watchdog(store(), number, ranks, far=far) as watchdog:
         processes.install_signal_handlers(watchdog.current_phase)
         yield watchdog
     destroy_process_group()

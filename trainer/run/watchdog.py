@@ -7,6 +7,10 @@ stacks, and exits. It does not depend on collectives, which is what a hung rank 
 Each rank listens to the beat of the next one, so that one whose process or machine is gone is noticed even when no rank
 gets an error: on several nodes each launcher sees its own ranks only, and a kernel that waits for a peer keeps waiting.
 
+A machine that has lost its power closes no connection, and a call to the store that it held would not return for many
+minutes. A second thread counts for how long one has not; it does so on the other machines alone, as a launcher on this
+one may just be stopped (Ctrl-Z).
+
 A rank that is asked to end informs the others in the same way, and learns whether they are alive (`call_all`).
 
 A Python thread cannot run while C code keeps the interpreter's lock. For that, the same deadline plus a margin is set
@@ -34,6 +38,7 @@ EXIT_CODE = 124  # what timeout(1) exits with
 _POLL_SECONDS = 0.5
 _LAST_WORDS_SECONDS = 3.0  # how long the ranks wait for each other's stacks before they exit
 _STORE_GONE_SECONDS = 5.0  # how long the main thread has to end by itself when the store has gone
+_STORE_SILENT_SECONDS = 25.0  # without an answer, of one that another machine holds
 _HELD_LOCK_MARGIN_SECONDS = 30.0
 _ALARM = "watchdog/alarm"
 _WHY = "watchdog/why"
@@ -63,11 +68,16 @@ class _Phase:
 class Watchdog:
     """Watches this rank's phases, and through a clone of `store` all ranks'. Close it before the process group.
 
-    `exit_process` is called last; a test passes its own.
+    `far`: another machine holds the store. `exit_process` is called last; a test passes its own.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, exit_process: Callable[[int], object] = os._exit
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        exit_process: Callable[[int], object] = os._exit,
+        far: bool = False,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -81,8 +91,11 @@ class Watchdog:
         self._heard, self._missed = b"", 0  # the next rank's latest beat, and how many of our own there were since
         self._beat_at = time.monotonic()
         self._closed = threading.Event()
+        self._answers = 0  # rounds of questions to the store that have been answered
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
+        if far:
+            threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True).start()
 
     @contextmanager
     def phase(self, name: str, seconds: float, waits_for: Callable[[], str] = str) -> Iterator[None]:
@@ -171,18 +184,33 @@ class Watchdog:
             except RuntimeError as gone:
                 # Its holder has died, so no collective can end well; the main thread may know already.
                 if not self._closed.wait(_STORE_GONE_SECONDS):
-                    why = "lost the store that the ranks share, so its holder has ended"
-                    leave_word("RemoteError", why)
-                    _say(f"rank {self._rank}: {why}: {gone}\n")
-                    self._describe()
-                    self._exit(EXIT_CODE)
+                    self._leave("lost the store that the ranks share, so its holder has ended", f": {gone}")
                 return
+            self._answers += 1
             if alarm:
                 with suppress(RuntimeError):  # the store is gone
                     if self._store.check([_WHY]):
                         leave_word("Deadline", self._store.get(_WHY).decode())
                 self._last_words()
                 return
+
+    def _watch_store(self) -> None:
+        """Leave where a question is not answered for long. Counted in polls: what stops this process does not count."""
+        answers, silent = -1, 0.0
+        while not self._closed.wait(_POLL_SECONDS):
+            silent = silent + _POLL_SECONDS if answers == self._answers else 0.0
+            answers = self._answers
+            if silent >= _STORE_SILENT_SECONDS:
+                why = f"has had no answer from the first machine for {silent:g} s: it is gone, or the way to it"
+                self._leave(why)
+                return
+
+    def _leave(self, why: str, details: str = "") -> None:
+        """Without the store, through which the others could be told."""
+        leave_word("RemoteError", why)
+        _say(f"rank {self._rank}: {why}{details}\n")
+        self._describe()
+        self._exit(EXIT_CODE)
 
     def _post(self) -> None:
         """Put this rank's phase and its beginning (wall clock) into the store, if they have changed."""

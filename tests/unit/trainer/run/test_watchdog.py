@@ -110,6 +110,49 @@ def test_a_rank_of_which_nothing_is_heard_any_more_ends_the_run(
     assert ("rank 0 has heard nothing of rank 1 for 0.5 s; phases of all ranks:" in text) == (end == "vanished")
 
 
+class Unplugged:
+    """A store that answers no more: the machine that held it closed no connection."""
+
+    def __init__(self, answers: int) -> None:
+        self.answers, self.closed, self.kept = answers, threading.Event(), dist.HashStore()
+
+    def clone(self) -> "Unplugged":
+        return self
+
+    def set_timeout(self, _: object) -> None:
+        pass
+
+    def set(self, key: str, value: str) -> None:
+        self.kept.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self.answers -= 1
+        if self.answers < 0:
+            self.closed.wait()
+        return self.kept.check(keys)
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_a_store_on_another_machine_that_answers_no_more_is_left(
+    far: bool, codes: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And one of this machine is waited for: its process may be stopped for a while."""
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(module, "_STORE_SILENT_SECONDS", 0.4)
+    store, left = Unplugged(answers=60), threading.Event()
+
+    def exit_process(code: int) -> None:
+        assert store.answers < 0, "left while it answered"
+        codes.append(code)
+        left.set()
+
+    with Watchdog(store, 1, 1, exit_process, far=far):  # type: ignore[arg-type]
+        assert left.wait(60 if far else 3) == far
+        store.closed.set()
+    assert codes == [EXIT_CODE] * far
+    assert ("rank 1: has had no answer from the first machine for 0.4 s" in capfd.readouterr().err) == far
+
+
 def test_other_ranks_alarm_ends_this_one(codes: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     store = dist.HashStore()
     ended = threading.Event()
