@@ -17,6 +17,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 import sharding
 from generation.compat.torchrl.arguments import PromptErrors, as_settings
 from generation.compat.torchrl.service import AsyncVLLM, make_async_vllm_engine
+from generation.engine import forkserver
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.vllm_compat import engine_arguments
 from sharding.apart.broadcast import CollectiveSender
@@ -50,7 +51,8 @@ def service(model: Path) -> Iterator[AsyncVLLM]:
 def engine_processes() -> list[psutil.Process]:
     children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     helpers = ("resource_tracker", "forkserver")  # of this process's own multiprocessing
-    return [p for p in children if not any(helper in " ".join(p.cmdline()) for helper in helpers)]
+    engines = [p for p in children if p.pid != forkserver._server._forkserver_pid]
+    return [p for p in engines if not any(helper in " ".join(p.cmdline()) for helper in helpers)]
 
 
 def nothing_unfinished(service: AsyncVLLM) -> bool:
