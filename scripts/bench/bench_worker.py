@@ -11,7 +11,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from sharding.wire.channel import Channel, connect
-from sharding.wire.digests import digest_of
+from sharding.wire.digests import digests_of
 from sharding.wire.manifest import Manifest, NamedTensors
 from sharding.wire.staging import open_memory
 from sharding.worker.extension import _PLAIN_ON_CPU, VllmInternalWorkerExtension
@@ -52,7 +52,7 @@ class BenchWorker(VllmInternalWorkerExtension):
                 model.load_weights([weight])
 
         ways: dict[str, Any] = {"memcpy": plain_copy(sum(tensor.nbytes for _, tensor in weights), worker.device)}
-        ways["digest"] = lambda: [digest_of([tensor], None) for _, tensor in weights]
+        ways["digest"] = lambda: digests_of({name: [tensor] for name, tensor in weights}, None)
         ways["loaders"] = lambda: update(replay=False)
         if not apart:
             ways |= {"replay": lambda: update(replay=True), "one by one": one_by_one}

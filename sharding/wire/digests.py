@@ -17,7 +17,9 @@ import functools
 import hashlib
 import math
 import random
+import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import torch
@@ -75,7 +77,9 @@ def _lines(block: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     bytes are copied rather than looked at twice.
     """
     if block.dtype != dtype or not block.is_contiguous() or block.storage_offset() * dtype.itemsize % 8:
-        block = _scratch(BLOCK, dtype, block.device)[: block.numel()].view(block.shape).copy_(block)
+        block = (
+            _scratch(BLOCK, dtype, block.device, threading.get_ident())[: block.numel()].view(block.shape).copy_(block)
+        )
     raw, nbytes = block.view(-1).view(torch.uint8), block.nbytes
     end = nbytes // _LINE_BYTES * _LINE_BYTES if nbytes > _FEW else 0
     if end:
@@ -85,8 +89,8 @@ def _lines(block: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 @functools.lru_cache
-def _scratch(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for a block that is cast, or does not lie in one piece: fresh pages take longer than all the rest."""
+def _scratch(count: int, dtype: torch.dtype, device: torch.device, _thread: int) -> Tensor:
+    """A thread's memory for a block that is cast, or lies in pieces: fresh pages take longer than all the rest."""
     return torch.empty(count, dtype=dtype, device=device)
 
 
@@ -105,6 +109,20 @@ def digest_of(tensors: list[Tensor], seed: int | None) -> bytes:
     pairs = zip(tensors, cut(views, seed), strict=True)
     blocks = (t.as_strided(shape, stride, offset) for t, parts in pairs for offset, shape, stride in parts)
     return digest([packed(sum_up(blocks, tensors[0].dtype if tensors else torch.uint8))])
+
+
+def digests_of(weights: dict[str, list[Tensor]], seed: int | None) -> dict[str, bytes]:
+    """The digest of each weight, of all that these tensors hold of it. On a CPU two threads share whole weights: the
+    rank waits meanwhile, so its cores are idle.
+    """
+    on_cpu = all(tensor.device.type == "cpu" for tensors in weights.values() for tensor in tensors)
+    each = _threads().map if on_cpu and seed is None else map
+    return dict(zip(weights, each(lambda tensors: digest_of(tensors, seed), weights.values()), strict=True))
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, "digests", torch.set_num_threads, (torch.get_num_threads(),))
 
 
 def _blocks(view: View) -> Iterator[View]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from sharding.wire.channel import Conversation, SyncError
-from sharding.wire.digests import digest_of
+from sharding.wire.digests import digests_of
 from sharding.wire.manifest import Manifest, NamedTensors, View, check_manifest
 from sharding.wire.staging import open_memory, stamped_bucket
 from sharding.worker.adapter import AdapterLoader
@@ -120,8 +120,8 @@ class Receiver:
                 self._loader.finish()
                 self.outcome.unreplayable = self._loader.unreplayable()
                 self.outcome.left_out = self._loader.left_out
-                seed, sealed = self._verify.get("seed"), self._sealed.items()
-                answer = {"digests": {n: digest_of([target for _, target in c], seed) for n, c in sealed}}
+                held = {name: [target for _, target in copies] for name, copies in self._sealed.items()}
+                answer = {"digests": digests_of(held, self._verify.get("seed"))}
             case "compare":
                 views = self._views(carrier.bucket(message), message)  # taken off the carrier in any case
                 answer = {"different": self._loader.compare(views) if self._loader.plain else []}

@@ -3,7 +3,7 @@ weight accounted for, none cast in silence) live in the package `sharding`, whic
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,6 +185,7 @@ class WeightUpdates:
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}, but must be at least 1")
         calls = self._updates("load_weights_from_storage", str(path), num_threads)
+        wait(calls, 2 * UPDATE_SECONDS)  # also where one has failed: the next update finds none at it still
         versions = results_of(calls, 2 * UPDATE_SECONDS, "loading weights")
         if len(set(versions)) > 1:  # the trainer wrote meanwhile
             raise RuntimeError(f"engines loaded versions {sorted(set(versions))}, since the folder changed: load again")

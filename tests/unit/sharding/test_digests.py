@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sharding.wire import digests
-from sharding.wire.digests import cut, digest, digest_of, packed, part_of, sum_up
+from sharding.wire.digests import cut, digest, digest_of, digests_of, packed, part_of, sum_up
 from sharding.wire.manifest import View
 
 VIEWS = st.tuples(
@@ -158,3 +158,14 @@ def test_parts_are_cast_as_they_are_sent() -> None:
     weight = torch.randn(50)
     cast = digest([packed(sum_up([part_of((0, (50,), (1,)), weight, 0)], torch.bfloat16))])
     assert cast == digest_of([weight.bfloat16()], None)
+
+
+def test_weights_that_threads_share_have_the_digests_that_they_have_one_by_one() -> None:
+    """Also where they lie in pieces, so that each is copied to a thread's own memory first."""
+    generator = torch.Generator().manual_seed(3)
+    weights = {str(n): [torch.randn(600, 500, generator=generator)[:, n : n + 400]] for n in range(60)}
+    expected = {name: digest_of(tensors, None) for name, tensors in weights.items()}
+    assert len(set(expected.values())) == 60
+    for _ in range(5):
+        assert digests_of(weights, None) == expected
+    assert digests_of(weights, 7) == {name: digest_of(tensors, 7) for name, tensors in weights.items()}

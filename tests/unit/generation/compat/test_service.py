@@ -5,6 +5,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -399,6 +400,17 @@ def test_a_cancelled_prompt_says_why() -> None:
     future: Future[Any] = Future()
     future.cancel()
     assert "the service was shut down before" in str(answer_or_error(future, 0))
+
+
+def test_a_load_from_a_folder_that_fails_on_one_engine_is_over_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next one would find an engine that is at it still."""
+    slow: Future[int] = Future()
+    failed = ended(RuntimeError("the folder is empty"))
+    monkeypatch.setattr(AsyncVLLM, "_updates", lambda *_: [failed, slow])
+    threading.Timer(0.2, slow.set_result, [3]).start()
+    with pytest.raises(RuntimeError, match="the folder is empty"):
+        AsyncVLLM.__new__(AsyncVLLM).load_weights_from_storage("nothing")
+    assert slow.done()
 
 
 @pytest.mark.covers("T20", "D25")
