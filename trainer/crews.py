@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from generation.engine import forkserver
 from generation.engine.sampling import NotFiniteError
 from generation.engine.vllm_compat import fork_engines
 from sharding.ranks import RemoteError, all_crews, rank, world_size
@@ -32,6 +33,7 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
     longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
     with joined(config, longest, lock) as watchdog, ExitStack() as resources:
+        resources.callback(forkserver.stop)
         with all_crews():
             generates = rank() >= training_ranks(config, world_size())
         with watchdog.phase("start-up", config.run.first_step_deadline_s):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from generation.engine import forkserver
 from generation.engine.engine import Engine, Leader
 from generation.engine.logits import engine_arguments, uses_v2
 from generation.engine.sampling import SamplingSettings
@@ -116,6 +117,7 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
         return 2
     finally:
         stop_engine(leader)
+        forkserver.stop()
 
 
 def training_sampling(config: TrainConfig, stop_token_ids: list[int]) -> SamplingSettings:

@@ -17,6 +17,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing import resource_tracker
 from multiprocessing.connection import arbitrary_address  # type: ignore[attr-defined]
@@ -122,3 +123,12 @@ def start() -> None:
     _server._forkserver_alive_fd, _server._forkserver_pid = held, copy
     listener.close()
     os.close(alive)
+
+
+def stop() -> None:
+    """End the server, if it was started; cores that are started later are spawned."""
+    if _server._forkserver_pid is None:
+        return
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(_server._forkserver_pid, signal.SIGKILL)
+        os.waitpid(_server._forkserver_pid, 0)

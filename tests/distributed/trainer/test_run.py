@@ -96,6 +96,7 @@ def test_a_run_to_which_nothing_happens_says_nothing_but_its_own_lines(side_by_s
             strange.append(line)
         above = line
     assert strange == []
+    assert "forkse" not in side_by_side[1].output()  # it ends with the engines
 
 
 def test_a_run_listens_on_loopback_alone(whole: Run) -> None:
