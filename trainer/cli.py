@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import hotbunk_torchvision
+from generation.importing import without_collections
 from trainer.config.checks import check_config
 from trainer.config.machine import check_torch_libraries
 from trainer.config.model_file import sees
@@ -42,9 +43,9 @@ def _dispatch(argv: list[str]) -> int:
         hotbunk_torchvision.show()
     arguments = parse(argv)
     command = arguments.command
-    module = _module(command)
     if command not in ("train", "sft"):
-        return module.main(arguments) or 0
+        return _module(command).main(arguments) or 0
+    check_torch_libraries()
     config = training_config(arguments)
     check_config(config, command)
     if arguments.check:
@@ -65,7 +66,7 @@ def _dispatch(argv: list[str]) -> int:
     def locked() -> int:
         if os.environ.get("RANK", "0") == "0":
             lock.take(config.checkpoint.grace_s + 60)  # one that has been asked to end may take so long
-        return module.main(config, lock) or 0
+        return _module(command).main(config, lock) or 0
 
     return processes.run(lambda: _reporting(locked))
 
@@ -246,7 +247,8 @@ def _commands() -> dict[str, str]:
 
 def _module(command: str) -> ModuleType:
     check_torch_libraries()
-    return import_module("trainer.crews" if command == "train" else f"trainer.commands.{command}")
+    with without_collections():
+        return import_module("trainer.crews" if command == "train" else f"trainer.commands.{command}")
 
 
 def _reporting(action: Callable[[], int]) -> int:

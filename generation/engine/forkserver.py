@@ -27,6 +27,8 @@ from typing import Any
 
 import psutil
 
+from generation.importing import without_collections
+
 MODULES = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
 """What takes a process that starts an engine, and its core, long to import."""
 
@@ -95,8 +97,9 @@ def start() -> None:
     """From now on vLLM's cores are forked from this process as it is now. Call it before there are other threads."""
     import setproctitle
 
-    for name in MODULES:
-        import_module(name)
+    with without_collections():
+        for name in MODULES:
+            import_module(name)
     setproctitle.getproctitle()  # it finds a process's name only before the environment is touched
     context = _Context()
     for name in _STARTING:
