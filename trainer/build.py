@@ -14,6 +14,7 @@ from generation.importing import load
 from generation.rollouts.client import CapturingServer
 from sharding.apart.broadcast import Broadcast
 from sharding.apart.crews import EnginesApart, TrainersApart
+from sharding.apart.replicas import ReplicasApart, TrainersOfReplicas
 from sharding.apart.storage import Storage
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import all_crews, rank, world_size
@@ -23,7 +24,7 @@ from sharding.send.ways import Staged, Way, ZeroCopy
 from sharding.wire.group import own_address
 from trainer.apart import OwnRounds, OwnSlices, RolloutsApart, SlicesApart
 from trainer.carried import SlicedRollouts
-from trainer.config.apart import training_ranks
+from trainer.config.apart import apart_ranks, training_ranks
 from trainer.config.machine import resolve_device
 from trainer.config.schema import ModelConfig, TrainConfig
 from trainer.data import load_tokenizer
@@ -62,7 +63,7 @@ def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterato
 
     A collective may take `timeout` seconds; `lock` is that of the run's folder, which rank 0 has taken.
     """
-    init_process_group(timeout, resolve_device(config), config.engine.apart)
+    init_process_group(timeout, resolve_device(config), apart_ranks(config), config.engine.apart != "ray")
     with all_crews():
         number, ranks = rank(), world_size()
     if lock is not None:
@@ -75,8 +76,10 @@ def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterato
 
 
 def rank_device(config: TrainConfig) -> torch.device:
-    """The device this rank trains on."""
-    if resolve_device(config) == "cpu":
+    """The device this rank trains on, or its engine is on."""
+    with all_crews():
+        has_none = config.engine.apart == "ray" and rank() >= training_ranks(config, world_size())
+    if resolve_device(config) == "cpu" or has_none:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -127,7 +130,7 @@ def check_model(config: TrainConfig) -> None:
 
 def check_budget(config: TrainConfig) -> None:
     """Raise UserError, with the numbers, unless trainer and engine fit on this rank's GPU together."""
-    if resolve_device(config) == "cuda":
+    if rank_device(config).type == "cuda":
         sizes, total = model_sizes(config, config.model.path, config.lora), torch.cuda.mem_get_info()[1] / GIB
         with all_crews():
             ranks = training_ranks(config, world_size())
@@ -169,7 +172,8 @@ def build_rollouts(
     """The rollouts of this rank; `start` is the checkpoint that the run, of that identity, resumes from, if it does.
     `sharding`: what brings the engines this rank's policy, if it has one.
     """
-    options: dict[str, Any] = {"engines": world_size() // config.engine.tensor_parallel_size}
+    size = 1 if config.engine.apart == "ray" else config.engine.tensor_parallel_size  # of ranks
+    options: dict[str, Any] = {"engines": world_size() // size}
     options["max_error_rate"] = config.rollout.max_error_rate
     if config.engine.apart:
         own, cut = (leader, tokenizer, rewards, store(), level), config.rollout.slice_tokens is not None
@@ -195,9 +199,8 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
     if config.engine.apart:
         with all_crews():
             generating = range(training_ranks(config, world_size()), world_size())
-        return EnginesApart(
-            source, policy.device, sync_settings(config), generating, store(), weights_host(), adapter=adapter
-        )
+        kind = ReplicasApart if config.engine.apart == "ray" else EnginesApart
+        return kind(source, policy.device, sync_settings(config), generating, store(), weights_host(), adapter=adapter)
     return ShardingManager(
         source,
         policy.device,
@@ -214,7 +217,8 @@ def build_trainers(config: TrainConfig, leader: Leader | None) -> TrainersApart:
     """The same path, for a rank that only generates."""
     with all_crews():
         number = rank()
-    return TrainersApart(leader, store(), number, sync_settings(config))
+    kind = TrainersOfReplicas if config.engine.apart == "ray" else TrainersApart
+    return kind(leader, store(), number, sync_settings(config))
 
 
 def sync_settings(config: TrainConfig) -> SyncSettings:

@@ -28,7 +28,7 @@ from trainer.run.meters import PhaseMeter
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     """One rank from start to end: join the others, train, leave with them. A failure on one rank ends all."""
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if resolve_device(config) == "cpu" and leads_engine(config, number, ranks):
+    if resolve_device(config) == "cpu" and leads_engine(config, number, ranks) and config.engine.apart != "ray":
         fork_engines()
     # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
     longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)

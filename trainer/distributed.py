@@ -67,7 +67,9 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not among the classes that ranks exchange")
 
 
-def init_process_group(timeout_seconds: float, device: str = "auto", apart: int = 0) -> None:
+def init_process_group(
+    timeout_seconds: float, device: str = "auto", apart: int = 0, apart_have_devices: bool = True
+) -> None:
     """Join the ranks: gloo for CPU tensors, and NCCL for CUDA ones if `device` is "cuda" (or "auto" and CUDA works).
 
     Under torchrun the ranks meet through its environment variables; without it this process is the only rank.
@@ -85,6 +87,8 @@ def init_process_group(timeout_seconds: float, device: str = "auto", apart: int 
         _store, rank_, world = next(dist.rendezvous("env://", timeout=timeout))
     else:
         _store, rank_, world = dist.HashStore(), 0, 1
+    if rank_ >= world - apart and not apart_have_devices:
+        cuda = False
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"

@@ -10,12 +10,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from generation.engine import forkserver
 from generation.engine.engine import Engine, Leader
 from generation.engine.logits import engine_arguments, uses_v2
+from generation.engine.replicas import ReplicatedEngine, join_cluster
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places
 from generation.engine.vllm_compat import fork_engines
 from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.ranks import all_crews, rank, world_size
 from trainer.config.apart import training_ranks
+from trainer.config.machine import resolve_device
 from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.policy.hf_format import resolve_folder
@@ -29,6 +31,8 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     group = range(local_rank, local_rank + size)
+    if engine.apart == "ray":  # an actor sees its own devices alone, and may be on any machine
+        group, local_ranks = range(size), engine.replicas * size
     places = cpu_places(group, local_ranks)
     try:
         needed = engine_arguments(engine.logits_processors, uses_v2(on_cpu=not on_cuda, environ=os.environ))
@@ -52,7 +56,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         trust_remote_code=config.model.trust_remote_code,
         device_indices=tuple(group) if on_cuda else (),
         cpu_threads=places["cpu_threads"],
-        cpu_cores=() if on_cuda else places["cpu_cores"],
+        cpu_cores=() if on_cuda or engine.apart == "ray" else places["cpu_cores"],
         plain_cpu_weights=engine.plain_cpu_weights,
         fp32_head=config.policy.fp32_head,
         lora_rank=config.lora.rank if config.lora.engines_apply else 0,
@@ -75,18 +79,25 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
     """On the first rank of each engine group: start the engine. None on the other ranks."""
     with all_crews():
         leads = leads_engine(config, rank(), world_size())
-    return _start(engine_settings(config, on_cuda), config.engine.start_timeout_s) if leads else None
+    if not leads:
+        return None
+    engine = config.engine
+    if engine.apart != "ray":
+        return _start(Engine(engine_settings(config, on_cuda)), engine.start_timeout_s)
+    settings = engine_settings(config, resolve_device(config) == "cuda")  # this rank itself has no device
+    join_cluster(engine.replicas * engine.tensor_parallel_size)
+    return _start(ReplicatedEngine(settings, engine.replicas, engine.restarts), engine.start_timeout_s)
 
 
 def leads_engine(config: TrainConfig, number: int, ranks: int) -> bool:
     """Whether this rank, one of so many, is the first of an engine group."""
-    generating = number - (training_ranks(config, ranks) if config.engine.apart else 0)
+    generating = number - training_ranks(config, ranks) if config.engine.apart else number
     return generating >= 0 and generating % config.engine.tensor_parallel_size == 0
 
 
-def _start(settings: EngineSettings, timeout: float) -> Leader:
+def _start(engine: Engine, timeout: float) -> Leader:
     try:
-        return Leader.start(Engine(settings), timeout)
+        return Leader.start(engine, timeout)
     except (ValueError, TimeoutError) as error:  # vLLM's own complaint about its settings
         raise UserError(f"the engine does not start with these settings of engine and model: {error}") from error
 
@@ -109,7 +120,7 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
     leader = None
     try:
         with Progress(0, enabled=True, console=Console(stderr=True)).follow(lambda: "starting"):
-            leader = _start(settings, timeout)
+            leader = _start(Engine(settings), timeout)
         leader.engine.state.adopt_checkpoint(0)
         return job(leader)
     except (UserError, ValueError) as error:  # also a prompt that is too long, or a port that is taken

@@ -28,6 +28,7 @@ from trainer.build import (
     rank_device,
     start_server,
 )
+from trainer.config.apart import engine_workers
 from trainer.config.schema import TrainConfig
 from trainer.config.ways import local_ranks, settled
 from trainer.data import load_prompts, load_tokenizer
@@ -144,7 +145,7 @@ class RLTrainer:
         (https://github.com/vllm-project/vllm/issues/56830).
         """
         config, size = self.config, self.config.engine.tensor_parallel_size
-        count = (config.engine.apart or world_size()) // size
+        count = engine_workers(config, world_size()) // size
         self.screen.note(f"starting {count} engine(s) for {config.model.path}")
         with all_crews(), agreed("fetching the model"):
             fetch_model(config)

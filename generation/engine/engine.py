@@ -252,6 +252,10 @@ class Engine:
         positions = zip(final.prompt_logprobs[1:], token_ids[1:], strict=True)
         return [position[token].logprob for position, token in positions]
 
+    async def prompt_logprobs_of_all(self, token_ids: list[int]) -> list[list[float]]:
+        """The same of each engine, where this stands for several."""
+        return [await self.prompt_logprobs(token_ids)]
+
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """Call a method of every worker of the group; results in worker order, plain types only."""
         return await self._unless_dead(self.llm.collective_rpc(method, timeout=timeout, args=args, kwargs=kwargs))

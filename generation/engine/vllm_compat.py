@@ -25,6 +25,7 @@ from generation.engine.devices import full_uuids
 from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, routes_problem
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -189,24 +190,62 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
     there, or an entry of `settings.extra` is not an engine argument.
     """
     with started_with(settings):
-        check_version()
-        check_build(settings)
-        check_worker_classes(settings)
-        check_routes(settings)
-        from vllm.engine.arg_utils import AsyncEngineArgs
+        config = _checked_config(settings)
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = engine_arguments(settings)
-        known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
-        if unknown := sorted(set(arguments) - known):
-            import vllm
-
-            raise ValueError(f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
-        config = AsyncEngineArgs(**arguments).create_engine_config()
-        if settings.keyed_noise:
-            check_keyed_noise(settings, config)
-        quiet = arguments["disable_log_stats"]
+        quiet = engine_arguments(settings)["disable_log_stats"]
         return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=quiet)
+
+
+def _checked_config(settings: EngineSettings) -> "VllmConfig":
+    """vLLM's configuration for these settings; raises as `start_async_llm`, inside whose environment it is called."""
+    check_version()
+    check_build(settings)
+    check_worker_classes(settings)
+    check_routes(settings)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    arguments = engine_arguments(settings)
+    known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
+    if unknown := sorted(set(arguments) - known):
+        import vllm
+
+        raise ValueError(f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    if settings.keyed_noise:
+        check_keyed_noise(settings, config)
+    return config
+
+
+def frontend(settings: EngineSettings) -> "AsyncLLM":
+    """An `AsyncLLM` without an engine: all that vLLM's server asks of it but answers, for engines in other processes.
+
+    Of `AsyncLLM.__init__` (vllm/v1/engine/async_llm.py) what comes before the engine core. Raises as `start_async_llm`.
+    """
+    with started_with(settings):
+        config = _checked_config(settings)
+        from vllm.renderers import renderer_from_config
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        class Frontend(AsyncLLM):
+            errored = False  # type: ignore[assignment]
+            admission_stats = None
+            log_requests = log_stats = False
+
+            def __init__(self) -> None:
+                self.vllm_config, self.model_config = config, config.model_config
+                self.scheduler_config, self.observability_config = config.scheduler_config, config.observability_config
+                self.renderer = renderer_from_config(config)
+                self.input_processor = InputProcessor(config, self.renderer)
+
+            async def get_supported_tasks(self) -> tuple[str, ...]:
+                return ("generate",)
+
+            def shutdown(self, timeout: float | None = None) -> None:
+                pass
+
+        return Frontend()
 
 
 def stop_async_llm(engine: "AsyncLLM") -> None:

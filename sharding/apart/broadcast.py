@@ -230,6 +230,7 @@ class CollectiveSender:
     Weights are verified by passing through the workers' loaders a second time, except those of an iterator
     (`StreamSource`), which are gone by then.
     `ip`, `port`, `world_size`, `train_world_size`: arguments of the engines' `init_collective`.
+    `session`: the number of the latest update.
     """
 
     def __init__(
@@ -241,14 +242,15 @@ class CollectiveSender:
         host: str = "127.0.0.1",
         port: int = 0,
         adapter: AdapterFormat | None = None,
+        session: int = 0,
     ) -> None:
         """Listen on `host` for `workers` workers, all engines together; loopback by default. `adapter`: weights are the
-        factors of one.
+        factors of one. `session`: that of a sender before, some of whose workers join this one.
         """
         self._source, self._settings, self._adapter = source, settings, adapter
         self._parameters = source.parameters()
         self._plan = BucketPlan(self._parameters, settings.bucket_bytes)
-        self._session, self._stamps = 0, itertools.count(1)
+        self.session, self._stamps = session, itertools.count(1)
         self._way = Broadcast(device, workers, settings.timeout, host, port)
         self._way.listen()
         self.ip, self.port = self._way.ip, self._way.port
@@ -278,12 +280,12 @@ class CollectiveSender:
         repairs it; when a worker was lost, a new sender and a new `init_collective` are needed, and it says so.
         """
         report, start = SyncReport(version), time.perf_counter()
-        self._session += 1
+        self.session += 1
         with agreed("starting the update"):
             self._way.begin(version, self._plan)
         peer: Workers | NullPeer = NullPeer()
         if rank() == 0:
-            peer = Workers(self._channels, self._session, self._settings.timeout, lambda: raise_if_failed(calls))
+            peer = Workers(self._channels, self.session, self._settings.timeout, lambda: raise_if_failed(calls))
         try:
             self._update(peer, report)
         except BaseException as error:
@@ -302,7 +304,7 @@ class CollectiveSender:
 
     def _update(self, peer: Workers | NullPeer, report: SyncReport) -> None:
         # The session is a number that no adapter had before, so nothing cached by number or name can be an old one's.
-        adapter = None if self._adapter is None else {"number": self._session, "config": self._adapter.config}
+        adapter = None if self._adapter is None else {"number": self.session, "config": self._adapter.config}
         answer = announce(peer, self._parameters, report.version, self._settings.replay, adapter)
         push(self._source, self._plan, self._way, peer, "bucket", self._stamps)
         peer.post("finish")

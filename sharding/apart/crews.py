@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ class EnginesApart:
         """
         self._settings, self._ranks = settings, ranks
         self._lines = [_line(store, number, outwards=True) for number in ranks] if is_main() else []
-        self._sender = CollectiveSender(source, device, settings, len(ranks), host, adapter=adapter)
+        self._new_sender = partial(CollectiveSender, source, device, settings, adapter=adapter)
+        self._sender = self._new_sender(len(ranks), host)
         self._vocabulary = vocabulary_of(source.parameters()) if adapter is None else adapter.vocabulary
         self._policy: VersionedPolicy | None = None
         self.report = SyncReport(version=-1)
@@ -105,7 +107,7 @@ class EnginesApart:
         assert policy is not None
         for line in self._lines:
             line.send(kind, version=policy.version, **order)
-        self.report = self._sender.send(policy.version, self._halves())
+        self.report = self._bring(policy.version)
         probe: Probe | None = None
         if self._settings.verify != "off" and not self.report.verified:
             probe = draw_probe(policy, self._vocabulary)
@@ -113,6 +115,9 @@ class EnginesApart:
         for line in self._lines:
             line.send("probe", probe=probe)
         return policy.version
+
+    def _bring(self, version: int) -> SyncReport:
+        return self._sender.send(version, self._halves())
 
     def sleep(self) -> None:
         """The shift is over; engines apart stay awake."""
@@ -149,11 +154,15 @@ class TrainersApart:
 
     def receive(self, version: int) -> None:
         """Have the engine hold weights of this version, and no others, or raise."""
-        method, timeout = "update_weights_from_collective", self._settings.timeout
-        self._half("receiving weights", lambda engine: engine.receive(method, timeout, version=version))
+        self._take(version)
+        timeout = self._settings.timeout
         probe = self._line.receive(timeout, "probe of the weights")["probe"]
         if probe is not None and self._leader is not None:
             compare_with(self._leader, probe, timeout)
+
+    def _take(self, version: int) -> None:
+        method, timeout = "update_weights_from_collective", self._settings.timeout
+        self._half("receiving weights", lambda engine: engine.receive(method, timeout, version=version))
 
     def _half(self, what: str, action: Callable[[Engine], Coroutine[Any, Any, Any]]) -> None:
         """This rank's half of what rank 0 waits for; its error goes there, too."""

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from generation.engine.devices import cuda_problem
 from generation.engine.images import KEPT_BYTES
-from trainer.config.apart import engine_ranks, training_ranks
+from trainer.config.apart import engine_workers, training_ranks
 from trainer.config.checks import find_problems
 from trainer.config.machine import host_gib, rank_count, resolve_device
 from trainer.config.model_file import EXPERT_KEYS, model_config
@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
 def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     """The arithmetic of a step."""
     batch, algorithm, training = config.batch, config.algorithm, training_ranks(config, ranks)
-    engines = engine_ranks(config, ranks) // config.engine.tensor_parallel_size
+    engines = engine_workers(config, ranks) // config.engine.tensor_parallel_size
     answers, share = batch.prompts_per_step * algorithm.group_size, answers_per_update(config, training)
     flying = answers + prompts_ahead(config) * algorithm.group_size
     updates = batch.updates_per_step * algorithm.num_iterations

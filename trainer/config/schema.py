@@ -146,9 +146,11 @@ class EngineConfig(Section):
     """The vLLM engines."""
 
     tensor_parallel_size: Held = key(1, "consecutive ranks that form one engine")
-    apart: Natural = key(
-        0, "the last so many ranks generate and do nothing else, and the others train (docs/apart.md); 0: all do both"
-    )
+    apart: Natural | Literal["ray"] = key(
+        0, "the last so many ranks generate and do nothing else, and the others train (docs/apart.md); 0: all do both",
+        ray="the last rank generates, by engines in actors of the Ray cluster at RAY_ADDRESS, or of one of its own",
+    )  # fmt: skip
+    replicas: Held = key(1, "with apart: ray: engines; the run begins with those that there is room for")
     max_model_len: Count = key(2048, "prompt and answer together, in tokens")
     kv_cache_gib: Positive | None = key(None, "KV cache of each worker; null: gpu_memory_utilization decides")
     gpu_memory_utilization: Portion = key(

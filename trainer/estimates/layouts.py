@@ -25,7 +25,7 @@ def with_engines(config: TrainConfig, apart: int, lag: int) -> TrainConfig:
     way = "broadcast" if apart else "staged" if config.engine.apart else config.sync.way
     policy = config.policy.model_copy(update={"offload": "none"} if apart else {})
     changed = {
-        "engine": config.engine.model_copy(update={"apart": apart}),
+        "engine": config.engine.model_copy(update={"apart": apart, "replicas": 1}),
         "rollout": config.rollout.model_copy(update={"lag": lag}),
         "sync": config.sync.model_copy(update={"way": way}),
         "policy": policy,

@@ -17,6 +17,7 @@ from generation.engine.settings import head_widths, kv_elements
 from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS
+from trainer.config.apart import engine_workers
 from trainer.config.machine import resolve_device
 from trainer.config.model_file import REPROCESSED
 from trainer.config.schema import PolicyConfig, TrainConfig
@@ -125,7 +126,7 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
     fitting = f"{tokens:,} tokens: {tokens // engine.max_model_len} answers of {engine.max_model_len}"
     if config.rollout.slice_tokens is not None:  # more than fit are preempted, and computed again
         answers = (config.batch.prompts_per_step + prompts_ahead(config)) * config.algorithm.group_size
-        each = math.ceil(answers * engine.tensor_parallel_size / (engine.apart or ranks))
+        each = math.ceil(answers * engine.tensor_parallel_size / engine_workers(config, ranks))
         fitting += f"; at most {min(each, engine.max_num_seqs)} run at a time"
     asleep = 0 if engine.sleep else 1
     first, later = (staging_bytes(config, model, ranks, cut) for cut in (False, True))

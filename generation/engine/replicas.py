@@ -1,0 +1,298 @@
+"""One engine that is several: replicas in Ray actors, wherever a cluster has room (`engine.apart: ray`).
+
+Two ways were weighed. Each replica could be a rank of the run, which could then neither lose nor gain one. Or, as here,
+one rank holds them all behind the methods of a single `Engine`: rollouts, slices, tools and servers know nothing of it.
+A request goes to the replica that has the fewest; where that one dies, it is asked of another, with the same seed. One
+that has died is started anew, and one that has started gets weights with the next update (`sharding.apart.replicas`),
+and requests from then on. Ray carries calls and answers; it is imported when the first replica is made, not before.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from generation.engine.engine import Engine, first_not_finite
+from generation.engine.lifecycle import EngineLifecycle
+from generation.engine.settings import EngineSettings
+from generation.engine.vllm_compat import frontend
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 15.0  # more than `Engine.death` takes
+_LOOK_SECONDS = 0.5
+_HOUR = 3600.0
+_LONGEST_FOLDER = 45  # of characters: Ray has sockets 60 below it, of which Linux takes paths of 107
+
+
+class ReplicaDied(RuntimeError):
+    """The process of a replica, or its engine, has ended."""
+
+
+class ActorEngine(Engine):
+    """The engine in an actor, on whose event loop all of its coroutines run."""
+
+    async def shutdown(self) -> None:
+        """Stop the engine's processes; safe to call twice."""
+        await asyncio.to_thread(self.close)  # it stops a task of this loop, too
+
+
+class Replica:
+    """An engine in an actor. `requests`: that it is answering; `started`: when it has been placed and can answer."""
+
+    def __init__(self, settings: EngineSettings, name: str) -> None:
+        """Ask Ray for the actor and start its engine; on the loop that will use it. It takes all devices of its engine
+        as one bundle, so that they are on one node, where Ray tells it which by CUDA_VISIBLE_DEVICES.
+        """
+        import ray
+
+        workers = settings.tensor_parallel_size
+        needs = {"num_cpus": workers, "num_gpus": workers if settings.device_indices else 0}
+        actor = ray.remote(ActorEngine).options(max_concurrency=1 << 16, **needs)  # the engine queues, not Ray
+        self.name, self.requests = name, 0
+        self._ray, self._actor = ray, actor.remote(settings)
+        self.placed = asyncio.ensure_future(self.call("__ray_ready__"))
+        self.started = asyncio.ensure_future(self.call("start"))
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A coroutine method of the engine. Raises what it raises, and ReplicaDied."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        answer = getattr(self._actor, method).remote(*args, **kwargs)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._ray.cancel(answer)
+            raise
+        except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, EngineDeadError):
+                raise ReplicaDied(f"{self.name}: its engine has ended") from error
+            raise error.cause from error  # the engine's own
+        except self._ray.exceptions.RayError as error:
+            raise ReplicaDied(f"{self.name}: {str(error).splitlines()[0]}") from error
+
+    def kill(self) -> None:
+        """End the actor, and its engine with it."""
+        for task in (self.placed, self.started):
+            task.cancel()
+        self._ray.kill(self._actor)
+
+    def stop(self) -> Any:
+        """Have the engine stop; what Ray is to wait for."""
+        return self._actor.shutdown.remote()
+
+
+class ReplicatedEngine(Engine):
+    """Replicas as one engine. `members`: those that have the weights of the latest update, or are to get them."""
+
+    def __init__(self, settings: EngineSettings, count: int, restarts: int) -> None:
+        """`count` replicas with these settings each, of which `restarts` may die within an hour and are replaced."""
+        super().__init__(settings)
+        self._count, self._restarts = count, restarts
+        self.members: list[Replica] = []
+        self._coming: list[Replica] = []
+        self._numbers = itertools.count()
+        self._calls: list[asyncio.Future[Any]] = []
+        self._deaths: list[float] = []
+        self._changed = False  # since `join`
+        self._closed = True
+
+    async def start(self, stat_loggers: list[Any] | None = None) -> None:
+        """Start all replicas that there is room for; others when there is."""
+        self.state, self.adapter, self._closed = EngineLifecycle(), None, False
+        for _ in range(self._count):
+            self._begin_another()
+        while not (started := [r for r in self._coming if r.started.done()]) or len(started) < sum(
+            r.placed.done() for r in self._coming
+        ):
+            await asyncio.wait([r.started for r in self._coming], timeout=_LOOK_SECONDS)
+            for replica in [r for r in self._coming if r.started.done() and r.started.exception()]:
+                await replica.started  # settings that vLLM does not take are not mended by another start
+
+    def _begin_another(self) -> None:
+        self._coming.append(Replica(self.settings, f"engine {next(self._numbers)}"))
+
+    async def join(self) -> bool:
+        """Make members of those that have started, and wait for one where there is none; whether members are others
+        than at the last call. Raises RuntimeError: too many have died.
+        """
+        while True:
+            for replica in [r for r in self._coming if r.started.done()]:
+                try:
+                    await replica.started
+                except ReplicaDied as death:
+                    self._lose(replica, str(death))
+                else:
+                    self._coming.remove(replica)
+                    self.members.append(replica)
+                    if self.state.latest >= 0:
+                        log.warning("%s has joined: %d of %d", replica.name, len(self.members), self._count)
+                    self._changed = True
+            if self.members:
+                changed, self._changed = self._changed, False
+                return changed
+            await asyncio.wait([r.started for r in self._coming], return_when=asyncio.FIRST_COMPLETED)
+
+    def _lose(self, replica: Replica, how: str) -> None:
+        """Replace a replica that has died, if it was not done yet. Raises RuntimeError: too many have."""
+        if replica not in (*self.members, *self._coming):
+            return
+        own = self.members if replica in self.members else self._coming
+        own.remove(replica)
+        replica.kill()
+        self._changed, now = True, time.monotonic()
+        self._deaths = [at for at in self._deaths if now - at < _HOUR] + [now]
+        left = self._restarts - len(self._deaths)
+        if left < 0:
+            raise RuntimeError(
+                f"{len(self._deaths)} replicas have died within an hour, more than engine.restarts={self._restarts} "
+                f"allows; the last: {how}"
+            )
+        log.warning("%s: another is started, %d of engine.restarts left in this hour", how, left)
+        self._begin_another()
+
+    async def settle(self) -> bool:
+        """After a call to all that has failed: wait for its end on each, and replace those that have died; whether any
+        has since `join`.
+        """
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        for replica in [*self.members]:
+            try:
+                died = await asyncio.wait_for(replica.call("death"), _ANSWER_SECONDS)
+            except (ReplicaDied, TimeoutError) as error:
+                died = str(error) or f"{replica.name} does not answer"
+            if died:
+                self._lose(replica, died)
+        return self._changed
+
+    async def _all(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """What all members say; the first error is raised at once, while `settle` waits for the others."""
+        self._calls = [asyncio.ensure_future(call) for call in calls]
+        return await asyncio.gather(*self._calls)
+
+    async def submit(
+        self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any
+    ) -> AsyncGenerator["RequestOutput", None]:
+        """See `Engine`; the whole output comes at once."""
+        options.pop("lora_request", None)  # a replica knows the adapter that the latest update has brought
+        whole = params.clone()
+        whole.output_kind = type(whole.output_kind).FINAL_ONLY
+        while True:
+            if not self.members:
+                raise RuntimeError("all replicas of the engine have died, and with them the weights of this step")
+            replica = min(self.members, key=lambda each: each.requests)
+            replica.requests += 1
+            try:
+                version = self.state.usable_version()
+                output = await replica.call("request", prompt, whole, policy_version=version, **options)
+                break
+            except ReplicaDied as death:
+                self._lose(replica, str(death))
+            finally:
+                replica.requests -= 1
+        if self.not_finite is None:
+            self.not_finite = first_not_finite(output)
+        yield output
+
+    async def prompt_logprobs_of_all(self, token_ids: list[int]) -> list[list[float]]:
+        return await self._all([each.call("prompt_logprobs", token_ids) for each in self.members])
+
+    async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+        """See `Engine`; the workers of all members."""
+        kwargs["timeout"] = timeout
+        told = await self._all([each.call("call_workers", method, *args, **kwargs) for each in self.members])
+        return [*itertools.chain(*told)]
+
+    async def join_group(self, ip: str, port: int, world_size: int, train_world_size: int, timeout: float) -> None:
+        """Have the workers of all members join a weights group, in the order of the members. Raises as `_all`."""
+        size, group = self.settings.tensor_parallel_size, (ip, port, world_size, train_world_size, timeout)
+        places = enumerate(self.members)
+        await self._all([each.call("ask_workers", "init_collective", n * size, *group) for n, each in places])
+
+    async def receive(self, method: str, *args: Any, version: int | None = None) -> list[dict[str, Any]]:
+        """See `Engine`: an update of all members. `version` has to be given."""
+        assert version is not None
+        self.state.begin_sync()
+        try:
+            told = await self._all([each.call("receive", method, *args, version=version) for each in self.members])
+        except BaseException:
+            self.state.fail_sync()
+            raise
+        self.state.finish_sync(version)
+        outcomes = [*itertools.chain(*told)]
+        self.adapter = next((outcome.get("adapter") for outcome in outcomes), None)
+        return outcomes
+
+    @property
+    def llm(self) -> "AsyncLLM":
+        """What servers ask an `AsyncLLM` besides answers."""
+        if self._llm is None:
+            self._llm = frontend(self.settings)
+        return self._llm
+
+    async def death(self) -> str:
+        """See `Engine`: one lives while any of its replicas does."""
+        return "" if self.members or self._coming else "all its replicas have died"
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Stop all replicas, and the cluster where it is this run's own; safe to call twice."""
+        if not self._closed:
+            import ray
+
+            self._closed, replicas = True, [*self.members, *self._coming]
+            self.members, self._coming = [], []
+            with suppress(ray.exceptions.RayError):
+                ray.wait([r.stop() for r in replicas], num_returns=len(replicas), timeout=_ANSWER_SECONDS)
+            for replica in replicas:
+                with suppress(ray.exceptions.RayError):
+                    replica.kill()
+            self.state.close()
+            ray.shutdown()
+
+
+def join_cluster(cpus: int) -> None:
+    """Connect this process to the cluster of RAY_ADDRESS, or to one of this machine and this process alone.
+
+    The latter is on loopback, has no dashboard, takes nobody who does not know its secret, and ends with the thread
+    that calls this (prctl(2), PR_SET_PDEATHSIG). Raises ImportError, with the remedy, without Ray.
+    """
+    alone = not os.environ.get("RAY_ADDRESS")
+    if alone:  # else its processes would yield to whatever else the machine does
+        os.environ["RAY_worker_niceness"] = "0"
+        if "ray" not in sys.modules:  # it reads this once
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("engine.apart is ray, but Ray is not installed: pip install ray") from error
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "hotbunk"}
+    if not alone:
+        ray.init(**quiet)
+        return
+    folder = f"{tempfile.gettempdir()}/ray"
+    own = {"_temp_dir": folder} if len(folder) <= _LONGEST_FOLDER else {}
+    cores = max(cpus, os.cpu_count() or 1)
+    ray.init("local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1", **own, **quiet)
+
+
+def cluster_address() -> str:
+    """Where the cluster's other machines reach its first one, HOST:PORT; "" where there is no other machine."""
+    import ray
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return ray.get_runtime_context().gcs_address if len({node["NodeManagerHostname"] for node in nodes}) > 1 else ""
