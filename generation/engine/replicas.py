@@ -80,7 +80,7 @@ class Replica:
                 raise ReplicaDied(f"{self.name}: its engine has ended") from error
             raise error.cause from error  # the engine's own
         except self._ray.exceptions.RayError as error:
-            raise ReplicaDied(f"{self.name}: {str(error).splitlines()[0]}") from error
+            raise ReplicaDied(f"{self.name}: {str(error).splitlines()[0].rstrip('.')}") from error
 
     def kill(self) -> None:
         """End the actor, and its engine with it."""
@@ -121,7 +121,15 @@ class ReplicatedEngine(Engine):
                 await replica.started  # settings that vLLM does not take are not mended by another start
 
     def _begin_another(self) -> None:
-        self._coming.append(Replica(self.settings, f"engine {next(self._numbers)}"))
+        replica = Replica(self.settings, f"engine {next(self._numbers)}")
+        replica.started.add_done_callback(lambda _: self._note_start(replica))
+        self._coming.append(replica)
+
+    def _note_start(self, replica: Replica) -> None:
+        """Say so in the midst of a run."""
+        if self.state.latest >= 0 and not replica.started.cancelled() and replica.started.exception() is None:
+            ready = len(self.members) + sum(each.started.done() for each in self._coming)
+            log.warning("%s has started: %d of %d from the next update on", replica.name, ready, self._count)
 
     async def join(self) -> bool:
         """Make members of those that have started, and wait for one where there is none; whether members are others
@@ -136,8 +144,6 @@ class ReplicatedEngine(Engine):
                 else:
                     self._coming.remove(replica)
                     self.members.append(replica)
-                    if self.state.latest >= 0:
-                        log.warning("%s has joined: %d of %d", replica.name, len(self.members), self._count)
                     self._changed = True
             if self.members:
                 changed, self._changed = self._changed, False
@@ -273,14 +279,14 @@ def join_cluster(cpus: int) -> None:
     """
     alone = not os.environ.get("RAY_ADDRESS")
     if alone:  # else its processes would yield to whatever else the machine does
-        os.environ["RAY_worker_niceness"] = "0"
+        os.environ |= {"RAY_worker_niceness": "0"}
         if "ray" not in sys.modules:  # it reads this once
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
         import ray
     except ImportError as error:
         raise ImportError("engine.apart is ray, but Ray is not installed: pip install ray") from error
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "hotbunk"}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "CRITICAL", "namespace": "hotbunk"}
     if not alone:
         ray.init(**quiet)
         return

@@ -5,6 +5,8 @@ group; where one is lost while weights travel, the update begins again with thos
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from generation.engine.replicas import ReplicatedEngine, cluster_address
@@ -12,6 +14,7 @@ from sharding.apart.broadcast import TRAIN_WORLD_SIZE
 from sharding.apart.crews import EnginesApart, TrainersApart
 from sharding.ranks import RemoteError, agreed, exchange
 from sharding.send.push import SyncReport
+from sharding.wire.channel import SyncError
 from sharding.wire.group import own_address
 
 
@@ -53,6 +56,8 @@ class ReplicasApart(EnginesApart):
             for line in self._lines:
                 while told["kind"] != kind:
                     told = line.receive(math.inf, f"word of {kind} replicas")
+                if error := told.get("error"):
+                    raise SyncError(error)
         return exchange(told)[0]  # type: ignore[no-any-return]
 
 
@@ -64,19 +69,31 @@ class TrainersOfReplicas(TrainersApart):
 
     def _take(self, version: int) -> None:
         assert self._leader is not None and isinstance(self._leader.engine, ReplicatedEngine)
-        engine, thread, timeout = self._leader.engine, self._leader.thread, self._settings.timeout
+        engine, timeout = self._leader.engine, self._settings.timeout
         while True:
-            joined = thread.submit(engine.join()).result()
-            workers = len(engine.members) * engine.settings.tensor_parallel_size
-            self._line.send("members", workers=workers, joined=joined, reached_from=cluster_address())
+            with self._telling("members") as told:
+                told["joined"] = self._leader.thread.submit(engine.join()).result()
+                told["workers"] = len(engine.members) * engine.settings.tensor_parallel_size
+                told["reached_from"] = cluster_address()
             try:
-                if joined:
+                if told["joined"]:
                     place = self._line.receive(timeout, "place of the weights group")["place"]
                     group = (*place, TRAIN_WORLD_SIZE, timeout)
                     self._half("joining the weights group", lambda _: engine.join_group(*group))  # noqa: B023
                 return super()._take(version)
             except Exception:
-                again = thread.run(engine.settle(), timeout, "looking after the replicas")
-                self._line.send("settled", again=again)
-                if not again:
+                with self._telling("settled") as told:
+                    told["again"] = self._leader.thread.run(engine.settle(), timeout, "looking after the replicas")
+                if not told["again"]:
                     raise
+
+    @contextmanager
+    def _telling(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Tell rank 0 what the block has found out, or its error."""
+        told: dict[str, Any] = {}
+        try:
+            yield told
+        except Exception as error:
+            self._line.send(kind, error=f"{type(error).__name__}: {error}")
+            raise
+        self._line.send(kind, **told)

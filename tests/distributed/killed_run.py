@@ -133,10 +133,12 @@ class Survivor:
             print(f"{number:>2} step {step}: {done}; {self.lost[-1]:.1f} s lost", flush=True)
 
 
-def draw_kills(count: int, steps: int, seed: int) -> list[tuple[int, str, str, float]]:
-    """What `Survivor.go_through` takes: at most two kills a step, the second up to a start's length after the first."""
+def draw_kills(count: int, steps: int, seed: int, most: int = 2) -> list[tuple[int, str, str, float]]:
+    """What `Survivor.go_through` takes: at most so many kills a step, the second up to a start's length after the
+    first. Engines apart are a step ahead, so that one's death fails the next step, and a third failure would end all.
+    """
     dice, drawn = random.Random(seed), []
-    for step in sorted(dice.sample([step for step in range(1, steps) for _ in range(2)], count)):
+    for step in sorted(dice.sample([step for step in range(1, steps) for _ in range(most)], count)):
         second = bool(drawn) and drawn[-1][0] == step
         moment = "" if second else dice.choice(["generation shift", "rollout", "update", "checkpoint"])
         victim = dice.choice(["engine", "engine", "rank", "launcher", "guardian", "reward worker"])
@@ -437,7 +439,8 @@ def main() -> int:
     straight = None if then else undisturbed(recipe, ranks)
     for seed in range(options.seed, options.seed + options.runs) if options.alone else ():
         assert straight is not None, "--then is for runs that are started again by this script"
-        found = survived(recipe, draw_kills(options.kills, steps, seed), straight, ranks, f"alone-{seed}")
+        most = 1 if options.apart else 2
+        found = survived(recipe, draw_kills(options.kills, steps, seed, most), straight, ranks, f"alone-{seed}")
         print("\n".join(found) or "equal, bit for bit: rows, answers, weights", flush=True)
         failures += len(found)
     for seed, drawn in enumerate([] if options.alone else all_drawn, options.seed):

@@ -1,0 +1,161 @@
+"""Replicas that come and go, without Ray: whom requests and weights reach, and what two ranks say to each other."""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch.distributed as dist
+from vllm import SamplingParams
+
+from generation.engine import replicas as engine_replicas
+from generation.engine.engine import Leader, WorkerError
+from generation.engine.replicas import ReplicaDied, ReplicatedEngine
+from generation.engine.settings import EngineSettings
+from generation.engine.thread import EngineThread
+from sharding.apart import replicas
+from sharding.apart.replicas import ReplicasApart, TrainersOfReplicas
+from sharding.ranks import RemoteError
+from sharding.send.push import SyncReport, SyncSettings
+
+SETTINGS = SyncSettings(verify="full", timeout=20.0)
+RECEIVE = "update_weights_from_collective"
+
+
+class FakeReplica:
+    """In the place of a `Replica`; `dying` names the call in which one dies, `wrong` the one that says an error."""
+
+    dying: ClassVar[dict[str, str]] = {}
+    wrong: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, settings: EngineSettings, name: str) -> None:
+        self.name, self.requests, self.dead = name, 0, False
+        self.answered: list[dict[str, Any]] = []
+        self.placed, self.started = (asyncio.ensure_future(self.call(m)) for m in ("__ray_ready__", "start"))
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0)
+        what = args[0] if method in ("ask_workers", "receive") else method
+        if self.dead or self.dying.get(self.name) == what:
+            self.dead = True
+            raise ReplicaDied(f"{self.name} in {what}")
+        if self.wrong.get(self.name) == what:
+            raise WorkerError("a weight is missing")
+        if method == "request":
+            self.answered.append(args[0])
+            return SimpleNamespace(outputs=[], by=self.name, version=kwargs["policy_version"])
+        return {"death": "", "receive": [{"adapter": None}]}.get(method)
+
+    def kill(self) -> None:
+        self.dead = True
+
+
+class Sender:
+    """In the place of a `CollectiveSender`: it notes with how many workers it sends which session."""
+
+    sent: ClassVar[list[tuple[int, int]]] = []
+
+    def __init__(self, workers: int, host: str, session: int = 0) -> None:
+        self.ip, self.port, self.world_size, self.session = host, 1, 1 + workers, session
+
+    def connect(self, calls: list[Any]) -> None:
+        if any(call.exception() for call in calls):
+            raise RemoteError("connecting the engines")
+
+    def send(self, version: int, calls: list[Any]) -> SyncReport:
+        self.session += 1
+        self.sent.append((self.world_size - 1, self.session))
+        if any(call.exception() for call in calls):
+            raise RemoteError("sending weights")
+        return SyncReport(version)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplicatedEngine]:
+    """Two replicas, of which one may die."""
+    monkeypatch.setattr(engine_replicas, "Replica", FakeReplica)
+    monkeypatch.setattr(replicas, "cluster_address", str)
+    FakeReplica.dying, FakeReplica.wrong, Sender.sent = {}, {}, []
+    return ReplicatedEngine(EngineSettings("no model", max_model_len=64), count=2, restarts=1)
+
+
+@pytest.fixture
+def leader(engine: ReplicatedEngine) -> Iterator[Leader]:
+    leader = Leader(engine, EngineThread())
+    leader.thread.run(engine.start(), 20, "starting")
+    yield leader
+    leader.thread.close()
+
+
+def updates(leader: Leader, count: int) -> list[Future[Any]]:
+    """So many updates, at both ends."""
+    store = dist.HashStore()
+    train = ReplicasApart.__new__(ReplicasApart)
+    train._settings, train._ranks = SETTINGS, range(1, 2)
+    train._lines = [replicas_line(store, outwards=True)]
+    train._new_sender = Sender  # type: ignore[assignment]
+    train._sender = Sender(1, "127.0.0.1")  # type: ignore[assignment]
+    generate = TrainersOfReplicas(leader, store, 1, SETTINGS)
+    ends = [lambda: [train._bring(v) for v in range(count)], lambda: [generate._take(v) for v in range(count)]]
+    with ThreadPoolExecutor(2) as pool:
+        return [pool.submit(end) for end in ends]
+
+
+def replicas_line(store: dist.Store, outwards: bool) -> Any:
+    from sharding.apart.crews import _line
+
+    return _line(store, 1, outwards=outwards)
+
+
+@pytest.mark.parametrize("call", ["init_collective", RECEIVE])
+def test_an_update_begins_again_with_those_that_are_left_and_those_that_have_started(
+    leader: Leader, engine: ReplicatedEngine, call: str
+) -> None:
+    FakeReplica.dying = {"engine 0": call}
+    for end in updates(leader, 2):
+        end.result()
+    assert {member.name for member in engine.members} == {"engine 1", "engine 2"}
+    # A number is never used twice, by whichever group: vLLM keeps adapters by their number.
+    expected = [(2, 1), (2, 2)] if call == "init_collective" else [(2, 1), (2, 2), (2, 3)]
+    assert [(workers, session) for workers, session in Sender.sent] == expected
+    assert engine.state.version == 1
+
+
+def test_what_is_no_death_is_an_error_on_both_ranks(leader: Leader) -> None:
+    FakeReplica.wrong = {"engine 1": RECEIVE}
+    train, generate = updates(leader, 1)
+    assert isinstance(train.exception(), RemoteError)
+    with pytest.raises(WorkerError, match="a weight is missing"):
+        generate.result()
+
+
+def test_requests_of_a_replica_that_dies_are_answered_once_by_another(leader: Leader, engine: ReplicatedEngine) -> None:
+    for end in updates(leader, 1):
+        end.result()
+    FakeReplica.dying = {"engine 1": "request"}
+
+    async def ask(number: int) -> Any:
+        prompt = {"prompt_token_ids": [number]}
+        return [output async for output in engine.submit(prompt, SamplingParams(max_tokens=1), str(number))]
+
+    async def ask_all() -> list[Any]:
+        return [output for [output] in await asyncio.gather(*(ask(number) for number in range(8)))]
+
+    answers = leader.thread.run(ask_all(), 20, "asking")
+    assert {answer.by for answer in answers} == {"engine 0"} and {answer.version for answer in answers} == {0}
+    [left] = engine.members
+    asked = [prompt["prompt_token_ids"][0] for prompt in left.answered]  # type: ignore[attr-defined]
+    assert sorted(asked) == list(range(8)) and left.requests == 0
+    assert leader.thread.run(engine.join(), 20, "joining") and len(engine.members) == 2
+
+
+def test_one_death_more_than_engine_restarts_ends_it(leader: Leader) -> None:
+    FakeReplica.dying = {"engine 0": RECEIVE, "engine 1": RECEIVE}
+    for end in updates(leader, 1):
+        with pytest.raises(RuntimeError, match=r"2 replicas have died within an hour, more than engine\.restarts=1"):
+            end.result()
