@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
-from vllm import SamplingParams
 
 from generation.engine import replicas as engine_replicas
 from generation.engine.engine import Leader, WorkerError
@@ -16,9 +16,23 @@ from generation.engine.replicas import ReplicaDied, ReplicatedEngine
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
 from sharding.apart import replicas
+from sharding.apart.crews import _line
 from sharding.apart.replicas import ReplicasApart, TrainersOfReplicas
 from sharding.ranks import RemoteError
 from sharding.send.push import SyncReport, SyncSettings
+
+
+class Params:
+    """Of a `SamplingParams` what a request takes; importing vLLM here would change what later tests find."""
+
+    class Kind(Enum):
+        DELTA, FINAL_ONLY = range(2)
+
+    output_kind = Kind.DELTA
+
+    def clone(self) -> "Params":
+        return Params()
+
 
 SETTINGS = SyncSettings(verify="full", timeout=20.0)
 RECEIVE = "update_weights_from_collective"
@@ -44,6 +58,7 @@ class FakeReplica:
         if self.wrong.get(self.name) == what:
             raise WorkerError("a weight is missing")
         if method == "request":
+            assert args[1].output_kind is Params.Kind.FINAL_ONLY
             self.answered.append(args[0])
             return SimpleNamespace(outputs=[], by=self.name, version=kwargs["policy_version"])
         return {"death": "", "receive": [{"adapter": None}]}.get(method)
@@ -97,19 +112,13 @@ def updates(leader: Leader, count: int) -> list[Future[Any]]:
     store = dist.HashStore()
     train = ReplicasApart.__new__(ReplicasApart)
     train._settings, train._ranks = SETTINGS, range(1, 2)
-    train._lines = [replicas_line(store, outwards=True)]
+    train._lines = [_line(store, 1, outwards=True)]
     train._new_sender = Sender  # type: ignore[assignment]
     train._sender = Sender(1, "127.0.0.1")  # type: ignore[assignment]
     generate = TrainersOfReplicas(leader, store, 1, SETTINGS)
     ends = [lambda: [train._bring(v) for v in range(count)], lambda: [generate._take(v) for v in range(count)]]
     with ThreadPoolExecutor(2) as pool:
         return [pool.submit(end) for end in ends]
-
-
-def replicas_line(store: dist.Store, outwards: bool) -> Any:
-    from sharding.apart.crews import _line
-
-    return _line(store, 1, outwards=outwards)
 
 
 @pytest.mark.parametrize("call", ["init_collective", RECEIVE])
@@ -139,9 +148,11 @@ def test_requests_of_a_replica_that_dies_are_answered_once_by_another(leader: Le
         end.result()
     FakeReplica.dying = {"engine 1": "request"}
 
+    params: Any = Params()
+
     async def ask(number: int) -> Any:
         prompt = {"prompt_token_ids": [number]}
-        return [output async for output in engine.submit(prompt, SamplingParams(max_tokens=1), str(number))]
+        return [output async for output in engine.submit(prompt, params, str(number))]
 
     async def ask_all() -> list[Any]:
         return [output for [output] in await asyncio.gather(*(ask(number) for number in range(8)))]
