@@ -33,6 +33,12 @@ log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 15.0  # more than `Engine.death` takes
 _LOOK_SECONDS = 0.5
 _HOUR = 3600.0
+_OF_ONE_MACHINE = {
+    "RAY_worker_niceness": "0",  # else its processes yield to whatever else the machine does
+    # Else it takes the machine's address on the network for 127.0.0.1, and listens there and everywhere
+    # (ray/_private/services.py, get_node_ip_address).
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
 _LONGEST_FOLDER = 45  # of characters: Ray has sockets 60 below it, of which Linux takes paths of 107
 
 
@@ -278,9 +284,9 @@ def join_cluster(cpus: int) -> None:
     that calls this (prctl(2), PR_SET_PDEATHSIG). Raises ImportError, with the remedy, without Ray.
     """
     alone = not os.environ.get("RAY_ADDRESS")
-    if alone:  # else its processes would yield to whatever else the machine does
-        os.environ |= {"RAY_worker_niceness": "0"}
-        if "ray" not in sys.modules:  # it reads this once
+    if alone:
+        os.environ |= _OF_ONE_MACHINE
+        if "ray" not in sys.modules:  # it reads these once
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
         import ray
@@ -290,6 +296,9 @@ def join_cluster(cpus: int) -> None:
     if not alone:
         ray.init(**quiet)
         return
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False  # where somebody has imported it before
     folder = f"{tempfile.gettempdir()}/ray"
     own = {"_temp_dir": folder} if len(folder) <= _LONGEST_FOLDER else {}
     cores = max(cpus, os.cpu_count() or 1)

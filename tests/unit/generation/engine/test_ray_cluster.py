@@ -1,0 +1,54 @@
+"""The Ray cluster that a run starts for itself."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.distributed.real_run import GONE_SECONDS, ROOT
+
+STARTED = """
+import json, time
+import psutil
+from generation.engine.replicas import cluster_address, join_cluster
+join_cluster(1)
+import ray
+
+@ray.remote
+def one():
+    return 1
+
+ray.get(one.remote())
+everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
+heard = [c.laddr.ip for p in everyone for c in p.net_connections("inet") if c.status == "LISTEN"]
+address = ray.get_runtime_context().gcs_address
+print(json.dumps({"heard": heard, "address": address, "others": cluster_address()}), flush=True)
+input()
+"""
+STRANGER = "import sys, ray; ray.init(sys.argv[1], logging_level='CRITICAL', log_to_driver=False)"
+
+
+@pytest.mark.timeout(300)
+def test_a_cluster_of_ones_own_is_on_loopback_takes_no_stranger_and_ends_with_its_process() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as started:
+        assert started.stdout is not None
+        told = json.loads(started.stdout.readline())
+        assert len(told["heard"]) >= 5  # the store, the raylet's two, its agent's, the worker's
+        assert {address.removeprefix("::ffff:") for address in told["heard"]} == {"127.0.0.1"}
+        assert told["others"] == ""
+        command = [sys.executable, "-c", STRANGER, told["address"]]
+        near = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # else it looks for loopback on the network
+        stranger = subprocess.run(command, capture_output=True, text=True, timeout=120, env=near)
+        assert stranger.returncode and "AuthenticationError" in stranger.stderr
+        started.kill()
+    host, _, port = told["address"].rpartition(":")
+    deadline = time.monotonic() + GONE_SECONDS
+    while socket.socket().connect_ex((host, int(port))) == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
