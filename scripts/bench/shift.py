@@ -180,11 +180,16 @@ def parse() -> argparse.Namespace:
     parser = command_line(__doc__, rounds=10)
     add_model(parser, "10M")
     parser.add_argument("--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN")
-    parser.add_argument("--offload", choices=["none", "optimizer", "all"], default="all", help="policy.offload")
+    offload = "policy.offload (default: all; optimizer with --way pull, which reads weights where they lie)"
+    parser.add_argument("--offload", choices=["none", "optimizer", "all"], help=offload)
     parser.add_argument("--verify", choices=["off", "sample", "full"], default="sample", help="sync.verify")
     parser.add_argument("--way", choices=["staged", "pull"], default="staged", help="sync.way")
     parser.add_argument("--bucket-mib", type=int, default=64, help="size of a staging buffer (default: 64)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.way == "pull" and options.offload == "all":
+        parser.error("--way pull reads weights where they lie: they cannot be moved by --offload all")
+    options.offload = options.offload or ("optimizer" if options.way == "pull" else "all")
+    return options
 
 
 if __name__ == "__main__":
