@@ -39,7 +39,7 @@ from trainer.rollouts import StepAbandoned, Terms
 
 
 def problems(ranks: int = 4, neighbours: int = 4, **sections: dict[str, Any]) -> list[str]:
-    recipe = {"model": {"path": "m"}, "data": {"path": "d"}} | sections
+    recipe = {"model": {"path": "m"}} | sections | {"data": {"path": "d"} | sections.get("data", {})}
     return list(check_apart(TrainConfig.model_validate(recipe), ranks, neighbours))
 
 
@@ -48,6 +48,7 @@ def test_what_goes_with_engines_apart_is_accepted() -> None:
     assert not problems(engine={"apart": 2, "tensor_parallel_size": 2}, rollout={"lag": 1})
     assert not problems(engine={"apart": 1}, lora={"rank": 4, "sync": "merged"}, sync={"way": "broadcast"})
     assert not problems(engine={"apart": 1}, lora={"rank": 4}, rollout={"slice_tokens": 8, "lag": 1})
+    assert not problems(engine={"apart": "ray", "replicas": 7, "tensor_parallel_size": 8})
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,8 @@ def test_what_goes_with_engines_apart_is_accepted() -> None:
     [
         ({"rollout": {"lag": 1}}, "rollout.lag"),
         ({"engine": {"apart": 4}}, "engine.apart is 4"),
+        ({"engine": {"apart": 1, "replicas": 2}}, "engine.replicas is 2"),
+        ({"engine": {"apart": "ray"}, "data": {"max_images": 1}}, "images do not go to actors"),
         ({"engine": {"apart": 1, "tensor_parallel_size": 2}}, "engine.tensor_parallel_size"),
         ({"engine": {"apart": 1}, "sync": {"way": "zero_copy"}}, "sync.way"),
         ({"engine": {"apart": 1}, "policy": {"offload": "all"}}, "policy.offload"),
