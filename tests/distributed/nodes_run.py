@@ -144,7 +144,7 @@ def main() -> int:
     model = make_tiny_model(options.folder / "model", layers=2, intermediate_size=128)
     steps = 2 + 2 * len(options.only)
     recipe = nodes_recipe(options.folder, model, steps)
-    straight = Run(recipe, ranks=options.nodes, name="straight")
+    straight = Run(recipe, ranks=options.nodes, name="straight", preloaded=True)
     assert straight.wait(1200) == 0, straight.output()
     with (
         tempfile.TemporaryDirectory(dir="/var/tmp") as own,
