@@ -2,7 +2,7 @@
 
     python tests/distributed/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
                                            [--runs 1] [--slices N] [--lora R] [--mixture | --images]
-                                           [--then RANKS | --alone [--apart]]
+                                           [--then RANKS | --alone [--apart]] [--pull]
 
 It trains a tiny model once without disturbance, and once with signals to a random process (the launcher, a rank, an
 engine, a guardian, a reward worker) at a random moment, from the start to the export; what has ended is started again
@@ -13,9 +13,10 @@ last bits of sums depend on the number of ranks. `--lora R` trains adapters of
 rank R, which engines apply. With `--mixture` it is a mixture of experts that learns by the routes of an engine in
 bfloat16, with a balance loss; with `--images` one that sees, whose rows have 0 to 2 images.
 
-With `--alone` nobody starts anything again: all signals are SIGKILL, at most two a step, and the run has to come to its
-end by itself, with engines that start again in place, and a supervisor (RESTARTS) for all else. It prints the seconds
-that each kill has cost. With `--apart` the last of the ranks only generates, by weights of one step before.
+With `--alone` nobody starts anything again: all signals are SIGKILL, at most two a step, and the run has to come to
+its end by itself, with engines that start again in place, and a supervisor (RESTARTS) for all else. It prints the
+seconds that each kill has cost. With `--apart` the last of the ranks only generates, by weights of one step before.
+With `--pull` engines read the ranks' shards, adapters merged.
 """
 
 import argparse
@@ -401,6 +402,7 @@ def main() -> int:
     parser.add_argument("--mixture", action="store_true", help="of experts, with its engine's routes")
     parser.add_argument("--images", action="store_true", help="a model that sees, and rows with images")
     parser.add_argument("--apart", action="store_true", help="the last rank only generates, a step ahead; with --alone")
+    parser.add_argument("--pull", action="store_true", help="sync.way; adapters are merged")
     options = parser.parse_args()
     if options.apart and not options.alone:
         parser.error("--apart: an engine's death ends such a run, which the supervisor of --alone starts again")
@@ -426,8 +428,10 @@ def main() -> int:
         engine={"restarts": 1000, "apart": int(options.apart)}
         | seen.get("engine", {})
         | ({} if options.lora else {"load_format": "dummy"})
+        | ({"plain_cpu_weights": True} if options.pull else {})
         | ({"dtype": "bfloat16"} if options.mixture else {}),
-        lora={"rank": options.lora},
+        lora={"rank": options.lora, "sync": "merged" if options.pull else "adapter"},
+        sync={"way": "pull" if options.pull else "auto"},
         policy={"lr": 1e-4},  # so slowly that there is something to learn in all steps
         reward={"functions": [{"name": REWARD}]},
         sampling={"max_tokens": 24 if options.slices else 6},
