@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 15.0  # more than `Engine.death` takes
 _LOOK_SECONDS = 0.5
+_ROOM_SECONDS = 20.0  # in which an actor is placed where there is room
 _HOUR = 3600.0
 _OF_ONE_MACHINE = {
     "RAY_worker_niceness": "0",  # else its processes yield to whatever else the machine does
@@ -119,12 +120,23 @@ class ReplicatedEngine(Engine):
         self.state, self.adapter, self._closed = EngineLifecycle(), None, False
         for _ in range(self._count):
             self._begin_another()
+        no_room = asyncio.get_running_loop().call_later(_ROOM_SECONDS, self._note_no_room)
         while not (started := [r for r in self._coming if r.started.done()]) or len(started) < sum(
             r.placed.done() for r in self._coming
         ):
             await asyncio.wait([r.started for r in self._coming], timeout=_LOOK_SECONDS)
             for replica in [r for r in self._coming if r.started.done() and r.started.exception()]:
                 await replica.started  # settings that vLLM does not take are not mended by another start
+        no_room.cancel()
+
+    def _note_no_room(self) -> None:
+        if not any(each.placed.done() for each in self._coming):
+            import ray
+
+            workers, on_gpus = self.settings.tensor_parallel_size, bool(self.settings.device_indices)
+            needed = f"{workers} {'GPUs and CPUs' if on_gpus else 'CPUs'}, all of one machine"
+            has = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
+            log.warning("waiting for room on the Ray cluster: an engine needs %s, and free are %s in all", needed, has)
 
     def _begin_another(self) -> None:
         replica = Replica(self.settings, f"engine {next(self._numbers)}")
