@@ -1,5 +1,6 @@
 """What all tests share: tiny models made once, GPU tests skipped elsewhere."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -10,6 +11,7 @@ import pytest
 
 import hotbunk_torchvision
 
+gc.disable()  # until all is imported: to look for garbage in that takes seconds, each time
 ROOT = Path(__file__).resolve().parent.parent
 # Before anything imports torch: several processes share few cores, and nothing asks the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,6 +89,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ]
         for item in engines:
             item.add_marker(pytest.mark.skip(reason="starts engines on a CPU: needs vLLM's build for it"))
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected, but what has been imported is not looked through again."""
+    gc.freeze()
+    gc.enable()
 
 
 def has_cpu_build() -> bool:
