@@ -73,6 +73,11 @@ def _runs(pid: int) -> bool:
 
 def _begin(environment: dict[str, str], target: Callable[..., Any], **kwargs: Any) -> None:
     """A core, from its first line. What libraries read of the environment as they are imported is done again."""
+    # It ends with the server, and that with the rank: else one whose guardians were killed, too, would keep the rank's
+    # descriptors open, and with them the lock of the run.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not _runs(_server._forkserver_pid):
+        os._exit(1)
     os.environ.clear()
     os.environ.update(environment)
     own: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]

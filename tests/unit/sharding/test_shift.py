@@ -39,9 +39,9 @@ class FakeEngine:
         self.state.memory = Memory.ASLEEP
         self.events.append("engine sleeps" if level == 2 else "KV cache sleeps")
 
-    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+    async def prompt_logprobs_of_all(self, token_ids: list[int]) -> list[list[float]]:
         self.events.append("engine is probed")
-        return [-1.0] * (len(token_ids) - 1)
+        return [[-1.0] * (len(token_ids) - 1)]
 
 
 class FakeThread:
