@@ -230,6 +230,7 @@ class ReplicatedEngine(Engine):
         yield output
 
     async def prompt_logprobs_of_all(self, token_ids: list[int]) -> list[list[float]]:
+        """See `Engine`; those of each member."""
         return await self._all([each.call("prompt_logprobs", token_ids) for each in self.members])
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
@@ -271,6 +272,7 @@ class ReplicatedEngine(Engine):
 
     @property
     def is_closed(self) -> bool:
+        """See `Engine`."""
         return self._closed
 
     def close(self) -> None:
