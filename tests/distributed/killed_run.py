@@ -47,6 +47,7 @@ VICTIMS = ("launcher", "rank", "engine", "guardian", "reward worker")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 LONGEST_DELAY = {"start": 8.0, "engine start": 8.0}  # seconds from the moment's beginning; of the others:
 DELAY = 0.15
+QUICKER = 8  # is a start of a run that is forked
 END_SECONDS = 90.0  # from a signal to the launcher's end; a rank that is asked to end is given time to save
 STOPPED_SECONDS = 5.0
 REWARD = f"{ROOT}/tests/distributed/digit_reward.py:LeavesProcesses"
@@ -79,12 +80,13 @@ def draw(kills: int, stops: int, seed: int) -> list[Disturbance]:
 class Survivor:
     """A run under a supervisor, which goes on by itself whatever is killed below that."""
 
-    def __init__(self, recipe: Path, ranks: int, name: str, restarts: int) -> None:
+    def __init__(self, recipe: Path, ranks: int, name: str, restarts: int, **how: Any) -> None:
         self.phases = recipe.parent / f"{name}-phases"
         self.phases.mkdir(exist_ok=True)
         os.environ["RESTARTS"] = str(restarts)
         try:
-            self.run = Run(recipe, "--engine.restarts", str(restarts), ranks=ranks, name=name, phases=self.phases)
+            most = ["--engine.restarts", str(restarts)]
+            self.run = Run(recipe, *most, ranks=ranks, name=name, phases=self.phases, **how)
         finally:
             del os.environ["RESTARTS"]
         self.lost: list[float] = []  # seconds, of each kill
@@ -147,11 +149,13 @@ def draw_kills(count: int, steps: int, seed: int, most: int = 2) -> list[tuple[i
     return drawn
 
 
-def survived(recipe: Path, kills: list[tuple[int, str, str, float]], straight: Run, ranks: int, name: str) -> list[str]:
-    """Everything that is wrong with a run that had to get through these kills by itself."""
+def survived(
+    recipe: Path, kills: list[tuple[int, str, str, float]], straight: Run, ranks: int, name: str, **how: Any
+) -> list[str]:
+    """Everything that is wrong with a run that had to get through these kills by itself. `how` is `Run`'s."""
     usual = [row["time/step"] for row in straight.rows() if "time/step" in row]
     began = time.monotonic()
-    survivor = Survivor(recipe, ranks, name, restarts=60)
+    survivor = Survivor(recipe, ranks, name, restarts=60, **how)
     survivor.go_through(kills, sum(usual) / len(usual))
     failures = [] if survivor.run.wait(1200) == 0 else [survivor.run.output()]
     whole = time.monotonic() - began
@@ -164,8 +168,8 @@ def survived(recipe: Path, kills: list[tuple[int, str, str, float]], straight: R
 class DisturbedRun:
     """A recipe that is started as often as it takes."""
 
-    def __init__(self, recipe: Path, ranks: int, name: str) -> None:
-        self.recipe, self.ranks, self.name = recipe, ranks, name
+    def __init__(self, recipe: Path, ranks: int, name: str, **how: Any) -> None:
+        self.recipe, self.ranks, self.name, self.how = recipe, ranks, name, how
         self.phases = recipe.parent / f"{name}-phases"
         self.phases.mkdir(exist_ok=True)
         self.failures: list[str] = []
@@ -176,7 +180,7 @@ class DisturbedRun:
     def start(self) -> None:
         for file in self.phases.iterdir():
             file.unlink()
-        self.run = Run(self.recipe, ranks=self.ranks, name=self.name, phases=self.phases)
+        self.run = Run(self.recipe, ranks=self.ranks, name=self.name, phases=self.phases, **self.how)
         self.runs.append((self.ranks, self.run))
 
     def done_on(self, ranks: int) -> int:
@@ -215,7 +219,7 @@ class DisturbedRun:
                 break  # it is past that
             time.sleep(0.003)
         if wanted.moment in (*STARTS, "export"):
-            time.sleep(wanted.delay)
+            time.sleep(wanted.delay / (QUICKER if "preloaded" in self.how and wanted.moment in STARTS else 1))
 
     def hit(self, wanted: Disturbance, victim: psutil.Process) -> str:
         """Send the signal, in a step as soon as the moment is there again; returns what the run was doing."""
@@ -327,10 +331,17 @@ class DisturbedRun:
 
 
 def disturbed(
-    recipe: Path, drawn: list[Disturbance], ranks: int, seed: int, name: str = "broken", then: int = 0
+    recipe: Path,
+    drawn: list[Disturbance],
+    ranks: int,
+    seed: int,
+    name: str = "broken",
+    then: int = 0,
+    **how: Any,
 ) -> DisturbedRun:
-    """Go through everything that was drawn, on `then` ranks in its second half; the run is at its end then."""
-    dice, run = random.Random(seed), DisturbedRun(recipe, ranks, name)
+    """Go through everything that was drawn, on `then` ranks in its second half; the run is at its end then. `how` it is
+    started is `Run`'s."""
+    dice, run = random.Random(seed), DisturbedRun(recipe, ranks, name, **how)
     half = (len(drawn) + 1) // 2
     for number in range(1, len(drawn) + 1):
         run.ranks = then if then and number >= half else ranks  # of the next start

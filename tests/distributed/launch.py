@@ -13,7 +13,6 @@ the suite's, on imports. What torchrun itself does to ranks, test_run.py and tes
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import runpy
 import sys
@@ -22,21 +21,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import psutil
 from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
-import hotbunk_torchvision
 from generation.engine import forkserver
+from tests.distributed import preloaded
 from trainer.run import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 _DONE = "HOTBUNK_TEST_DONE"  # the folder in which each rank leaves its number at its end
 _GRACE_SECONDS = 3.0  # what the others have to tell and leave by themselves, when a rank has failed
-
-multiprocessing.set_forkserver_preload(["pytest", "trainer.loop", *forkserver.MODULES])
 
 
 def run_ranks(
@@ -50,7 +46,7 @@ def run_ranks(
     """Run a function on `nproc` ranks; returns what they printed, stdout and stderr together.
 
     `lost` are ranks that leave in the middle of the function, for a test of what the others make of it. With `images`
-    they are started one by one, and find torchvision.
+    they find torchvision.
 
     Raises AssertionError with the output when a rank fails, or when `timeout` seconds have passed; then every process
     is killed first.
@@ -68,10 +64,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as done:
         log = Path(done) / "output"
         log.touch()
-        given = (environment | {_DONE: done}, log, not images, target, arguments or [])
-        with patch.dict(os.environ, {hotbunk_torchvision.SHOWN: "1"} if images else {}):
-            method = "spawn" if images else "forkserver"
-            ranks = start_processes(_run_rank, given, nproc, join=False, start_method=method)
+        given = (environment | {_DONE: done}, log, target, arguments or [])
+        with preloaded.server(images):
+            ranks = start_processes(_run_rank, given, nproc, join=False, start_method="forkserver")
         assert ranks is not None
         failure = _wait(ranks, timeout)
         output = log.read_text(errors="replace")
@@ -90,7 +85,8 @@ def run_script(script: Path, arguments: list[str], folder: Path, timeout: float)
     """
     log = folder / f"{script.stem}.log"
     given = (os.environ | {"PYTHONPATH": str(ROOT)}, log, script, arguments)
-    process = start_processes(_run_script, given, 1, join=False, start_method="forkserver")
+    with preloaded.server(images=False):
+        process = start_processes(_run_script, given, 1, join=False, start_method="forkserver")
     assert process is not None
     failure = _wait(process, timeout)
     printed = log.read_text(errors="replace")
@@ -139,12 +135,11 @@ def _kill_tree(pid: int) -> None:
 
 
 def _run_rank(
-    rank: int, environment: dict[str, str], log: Path, forked: bool, target: Callable[..., Any], arguments: list[str]
+    rank: int, environment: dict[str, str], log: Path, target: Callable[..., Any], arguments: list[str]
 ) -> NoReturn:
     """What each rank is, from its first line to its end."""
     _begin(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, ROOT, log)
-    if forked:
-        forkserver.start()
+    forkserver.start()
 
     def main() -> int:
         target(*arguments)

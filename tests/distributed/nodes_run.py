@@ -129,7 +129,7 @@ class NodesRun:
 EVENTS = ("power", "cut", "long-cut", "slow", "first")
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """The undisturbed run, the one on nodes, and what they differ in."""
     from trainer.commands.tiny_model import make_tiny_model
 
@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--only", nargs="+", choices=EVENTS, default=EVENTS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if why := missing():
         raise SystemExit(f"this machine cannot play several: {why}")
     options.folder.mkdir(parents=True)  # a run that is there already would be gone on with

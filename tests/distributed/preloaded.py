@@ -1,50 +1,139 @@
-"""Ranks that are forked from a launcher that has imported everything, for tests of what they compute.
+"""Whole runs that are forked from a process that has imported everything, for tests of what they compute.
 
-A rank imports for 12 s of CPU time: of many runs that would be most of the time.
+A rank imports for 10 s of CPU time: of many runs that would be most of the time. Here it is the server that all forked
+ranks come from (`launch.py`) that has imported it, once for all tests of a process.
 
-    python -m tests.distributed.preloaded --nproc-per-node 2 -m trainer train RECIPE   # what scripts/train.sh ends in
-
-The launcher is the real one, with torchrun's own agent, whose ranks are forked instead of exec'd. What a test does to
-processes, and what it learns of them from their command lines, it does to runs of `scripts/train.sh` itself.
+The launcher is the real one, with torchrun's own agent, whose ranks are forked instead of exec'd. What starts a run
+otherwise, and what processes learn from their command lines, is tried with runs of `scripts/train.sh` itself.
 """
 
 import gc
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import setproctitle
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+import hotbunk_torchvision
 from generation.engine import forkserver
+from trainer.run import processes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+MODULES = [
+    __name__,
+    "pytest",
+    "trainer.crews",
+    "torch.distributed.run",
+    *forkserver.MODULES,
+    "datasets",
+    "matplotlib.pyplot",
+]
+"""What the server imports that all ranks are forked from."""
+
+_seeing: Any = multiprocessing.forkserver.ForkServer()  # another, which finds torchvision
+
+setproctitle.getproctitle()  # it finds a process's name only before the environment is touched
 
 
-def _fork_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """In place of torchrun's `SubprocessHandler._popen`."""
+@contextmanager
+def server(images: bool) -> Iterator[None]:
+    """Processes that are started by `forkserver` come from what has imported all, for `images` torchvision, too."""
+    if not images:
+        multiprocessing.set_forkserver_preload(MODULES)
+        yield
+        return
+    _seeing.set_forkserver_preload(
+        [*MODULES, "trainer.policy.vision", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
+    )
+    connect = patch.object(multiprocessing.forkserver, "connect_to_new_process", _seeing.connect_to_new_process)
+    with patch.dict(os.environ, {hotbunk_torchvision.SHOWN: "1"}), connect:
+        yield
 
-    class Forked(subprocess.Popen[bytes]):
-        def _execute_child(self, *_: Any) -> None:
-            sys.stdout.flush()
-            self.pid = os.fork()
-            self._child_created = True
-            if not self.pid:
-                _be_rank(args[args.index("-m") + 1 :], env)
 
-    return Forked(args)
+class Launcher:
+    """A launcher, or the supervisor above it, and what tests use of a `subprocess.Popen`."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path, images: bool) -> None:
+        context = multiprocessing.get_context("forkserver")
+        given = (arguments, environment, log)
+        self._process = context.Process(target=_be_launcher, args=given, daemon=True)  # else a test that fails hangs
+        with server(images):
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if (code := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired("the launcher", timeout or 0.0)
+        return code
 
 
-def _be_rank(args: tuple[str, ...], env: dict[str, str]) -> NoReturn:
+def _be_launcher(arguments: list[str], environment: dict[str, str], log: Path) -> NoReturn:
+    processes.die_with(os.getppid())  # the server, which ends with the tests
+    multiprocessing.current_process().daemon = False  # it has children
+    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    tracker._fd = None  # the run's shared memory is not for the tests' own to remove
+    os.chdir(ROOT)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    assert subprocess_handler.Popen is subprocess.Popen
+    subprocess.Popen = subprocess_handler.Popen = _Popen  # type: ignore[misc, assignment, attr-defined]
+    _be(arguments, environment)
+
+
+class _Popen(subprocess.Popen[bytes]):
+    """What starts launchers and ranks: those are forked."""
+
+    def _execute_child(  # type: ignore[override]
+        self, args: Any, executable: Any, preexec_fn: Any, close: Any, keep: Any, cwd: Any, env: Any, *others: Any
+    ) -> None:
+        begin = args.index("-m") + 1 if args[0] == sys.executable and "-m" in args else 0
+        if not begin or args[begin] not in ("trainer", "trainer.launcher"):
+            super()._execute_child(args, executable, preexec_fn, close, keep, cwd, env, *others)  # type: ignore[misc]
+            return
+        sys.stdout.flush()
+        self.pid = os.fork()
+        self._child_created = True
+        if not self.pid:
+            _be([*args[begin:]], env, preexec_fn)
+
+
+def _be(args: list[str], environment: dict[str, str], preexec: Callable[[], None] | None = None) -> NoReturn:
+    """Go on as `python -m` with these arguments, in a session of one's own."""
     code: Any = 1
     try:
         gc.freeze()
         os.setsid()
-        os.environ.clear()
-        os.environ.update(env)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        if preexec:
+            preexec()
+        setproctitle.setproctitle(" ".join([sys.executable, "-m", *args]))
+        os.environ.clear()
+        os.environ.update(environment)
+        import_module("tests.distributed.changing.sitecustomize").change_what_is_loaded()
         sys.argv = list(args)
         runpy.run_module(args[0], run_name="__main__", alter_sys=True)
     except SystemExit as leaving:
@@ -54,17 +143,3 @@ def _be_rank(args: tuple[str, ...], env: dict[str, str]) -> NoReturn:
     finally:
         sys.stdout.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-def main() -> None:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    for module in ("trainer.loop", *forkserver.MODULES):
-        import_module(module)
-    setproctitle.getproctitle()  # it finds a process's name only before the environment is touched
-    SubprocessHandler._popen = _fork_rank  # type: ignore[method-assign, assignment]
-    runpy.run_module("trainer.launcher", run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    import_module("tests.distributed.preloaded").main()  # what is pickled must be found again under that name

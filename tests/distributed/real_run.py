@@ -18,6 +18,7 @@ import psutil
 import yaml
 
 from tests import shared_memory
+from tests.distributed.preloaded import Launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300.0
@@ -30,6 +31,8 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
     from arithmetic import write_arithmetic
 
     write_arithmetic(folder / "data", eval_size=16, sft_size=8)
+    rows = (folder / "data" / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "data" / "train.jsonl").write_text("".join(rows[:1024]))  # each rank reads them all
     recipe: dict[str, dict[str, Any]] = {
         "run": {"output_dir": str(folder / "runs"), "steps": 4, "step_deadline_s": 120, "first_step_deadline_s": 240},
         "model": {"path": str(model)},
@@ -87,11 +90,12 @@ class Run:
         stale: str | None = None,
         imports: Path | None = None,
         preloaded: bool = False,
+        images: bool = False,
     ) -> None:
         """`phases` is a folder in which each rank keeps the name of the phase it is in. `stale` is VERSION:TOKEN: with
         weights of that version, engines have the token's embedding of the one before, which no verification sees.
         `imports` is a file in which every process notes what it imports to see images. `preloaded`: ranks and engines
-        are forked (see `preloaded.py`), where processes are not what is looked at.
+        are forked (see `preloaded.py`), where how they start is not what is looked at; with `images` they see.
         """
         self.folder = recipe.parent / "runs" / name
         self.mark = uuid.uuid4().hex
@@ -111,12 +115,16 @@ class Run:
             if value is not None:
                 paths = [str(ROOT / "tests/distributed/changing"), *filter(None, [os.environ.get("PYTHONPATH")])]
                 environment |= {variable: str(value), "PYTHONPATH": ":".join(paths)}
-        command = ["bash", str(ROOT / "scripts/train.sh"), str(recipe), "--run.name", name, *arguments]
+        options = [str(recipe), "--run.name", name, *arguments]
         if preloaded:
-            launch = ["-m", "tests.distributed.preloaded", "--nproc-per-node", str(ranks), "-m", "trainer", "train"]
-            command = [sys.executable, *launch, *command[2:]]
-            paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-            environment |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": ":".join(paths)}
+            self.log.touch()
+            restarts = os.environ.get("RESTARTS")  # as in scripts/train.sh
+            launch = ["trainer.run.supervisor", restarts] if restarts else ["trainer.launcher"]
+            launch += ["--nproc-per-node", str(ranks), "-m", "trainer", "train", *options]
+            environment |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+            self.process: Any = Launcher(launch, environment, self.log, images)
+            return
+        command = ["bash", str(ROOT / "scripts/train.sh"), *options]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -175,9 +183,11 @@ class Run:
             try:
                 line = " ".join(process.cmdline())
                 ours = number in line or process.environ().get("HOTBUNK_TEST_RUN") == self.mark
+                # A process that was forked has its server's environment, but the run's standard error.
+                ours = ours or os.readlink(f"/proc/{process.pid}/fd/2") == str(self.log)
                 if ours and name in line and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess, OSError):
                 continue
         return found
 

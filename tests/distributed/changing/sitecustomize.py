@@ -8,6 +8,8 @@ HOTBUNK_TEST_STALE=VERSION:TOKEN  with weights of that version, engines keep the
 import os
 import re
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
@@ -46,6 +48,19 @@ CHANGES = {
 }
 
 
+def asked_for(name: str) -> Callable[[ModuleType], None] | None:
+    """The change of a module, if there is to be one in this process."""
+    asked, change = CHANGES.get(name, ("", None))
+    return None if asked not in os.environ or (change is announce_phases and "RANK" not in os.environ) else change
+
+
+def change_what_is_loaded() -> None:
+    """In a rank that was forked."""
+    for name in CHANGES:
+        if change := asked_for(name):
+            change(import_module(name))
+
+
 OF_IMAGES = re.compile(
     r"torchvision|trainer\.policy\.vision|transformers\.models\.(?!auto)\w+\.(image_)?processing_\w+"
 )
@@ -58,8 +73,8 @@ class _Changer:
         if OF_IMAGES.fullmatch(name) and (noted := os.environ.get("HOTBUNK_TEST_IMPORTS")):
             with open(noted, "a") as file:
                 file.write(f"{name}\n")
-        asked, change = CHANGES.get(name, ("", None))
-        if asked not in os.environ or change is None or (change is announce_phases and "RANK" not in os.environ):
+        change = asked_for(name)
+        if change is None:
             return None
         spec = PathFinder.find_spec(name, path, target)
         assert spec is not None and spec.loader is not None
@@ -73,4 +88,5 @@ class _Changer:
         return spec
 
 
-sys.meta_path.insert(0, _Changer())  # type: ignore[arg-type]
+if __name__ == "sitecustomize":
+    sys.meta_path.insert(0, _Changer())  # type: ignore[arg-type]

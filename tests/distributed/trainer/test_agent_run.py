@@ -15,8 +15,7 @@ def test_episodes_of_several_turns_train_on_two_ranks(tiny_model: TinyModel, tmp
     masks, same weights. The rollout is the example's, named by its file, with a setting of its own."""
     rollout = {"custom": f"{ROOT}/scripts/examples/second_look.py:second_look", "kwargs": {"looks": 2, "bonus": 0.5}}
     sizes = {"engine": {"max_model_len": 128}, "run": {"steps": 3}, "algorithm": {"kl_coef": 0.01}}
-    noted = tmp_path / "imports"
-    run = Run(write_recipe(tmp_path, tiny_model(), rollout=rollout, **sizes), imports=noted)
+    run = Run(write_recipe(tmp_path, tiny_model(), rollout=rollout, **sizes), preloaded=True)
     assert run.wait() == 0, run.output()
     run.assert_gone()
     rows = run.rows()
@@ -28,4 +27,3 @@ def test_episodes_of_several_turns_train_on_two_ranks(tiny_model: TinyModel, tmp
     completions = list(map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines()))
     assert all(completion["text"].count("Look again.") == 2 for completion in completions)
     assert [row["sync/version"] for row in rows] == [1.0, 2.0, 3.0]
-    assert not noted.exists(), "no process of a run with text alone imports anything to see images"

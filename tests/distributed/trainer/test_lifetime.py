@@ -109,7 +109,7 @@ class Run:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if self.mark in " ".join([*process.environ().values(), *process.cmdline()]):
-                    found += [str(process)] * (process.status() != psutil.STATUS_ZOMBIE)
+                    found += [f"{process.pid} {process.name()}"] * (process.status() != psutil.STATUS_ZOMBIE)
         return found
 
     def guardians(self, rank: int) -> list[psutil.Process]:

@@ -37,7 +37,11 @@ def side_by_side(recipe: Path) -> tuple[Run, Run]:
     """At the same time: a run of six steps on two ranks, with three evaluations, that nothing happens to but being
     watched; and two steps of the same with one engine for both ranks."""
     one_engine = ["--engine.tensor_parallel_size=2", "--run.steps=2", "--eval.every=0"]
-    runs = Run(recipe, "--run.profile", "[2, 3]", name="whole"), Run(recipe, *one_engine, name="one-engine")
+    noted = recipe.parent / "imports"
+    runs = (
+        Run(recipe, "--run.profile", "[2, 3]", name="whole", imports=noted),
+        Run(recipe, *one_engine, name="one-engine", imports=noted),
+    )
     runs[0].watch_listening()
     for run in runs:
         assert run.wait() == 0, run.output()
@@ -99,6 +103,10 @@ def test_a_run_to_which_nothing_happens_says_nothing_but_its_own_lines(side_by_s
     assert "forkse" not in side_by_side[1].output()  # it ends with the engines
 
 
+def test_no_process_of_a_run_with_text_alone_imports_anything_to_see_images(recipe: Path, whole: Run) -> None:
+    assert whole.rows() and not (recipe.parent / "imports").exists()
+
+
 def test_a_run_listens_on_loopback_alone(whole: Run) -> None:
     assert list(whole.listened) == ["start-up", "steps", "with a checkpoint"]
     for moment, addresses in whole.listened.items():
@@ -119,7 +127,7 @@ def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(
     monkeypatch.setenv("RESTARTS", "2")
     hanging = f"{ROOT}/tests/distributed/hanging_rollout.py:hangs_in_step_4"
     settings = ["--rollout.custom", hanging, "--policy.offload", "all", "--checkpoint.grace_s", "12"]
-    asked = Run(recipe, *settings, name="broken")
+    asked = Run(recipe, *settings, name="broken", preloaded=True)
     asked.wait_for(lambda: "3/6 " in asked.output(), "step 3")
     asked.left_behind()
     asked.ranks()[1].send_signal(signal.SIGTERM)
@@ -136,7 +144,7 @@ def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(
     content = bytearray(shards.read_bytes())
     content[len(content) // 2] ^= 1
     shards.write_bytes(content)
-    resumed = Run(recipe, name="broken")
+    resumed = Run(recipe, name="broken", preloaded=True)
     resumed.wait_for(lambda: "starting 2 engine(s)" in resumed.output(), "start of the engines")  # it takes seconds
     resumed.ranks()[1].send_signal(signal.SIGKILL)
     assert resumed.wait() == 0, resumed.output()
@@ -271,7 +279,7 @@ def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(re
     Bit for bit, with the engine's packed weights: unpacked ones go through MKL, whose last bit depends on how many
     requests happen to be decoded together. tests/distributed/killed_run.py does more of it.
     """
-    broken = disturbed(recipe, draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed")
+    broken = disturbed(recipe, draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed", preloaded=True)
     assert broken.failures == []
     assert unequal(whole, broken.run) == []
     outputs = [log.read_text() for log in recipe.parent.glob("disturbed-*.log")]
@@ -282,7 +290,7 @@ def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(re
 def test_a_run_comes_to_its_end_by_itself_when_an_engine_and_the_launcher_are_killed(recipe: Path, whole: Run) -> None:
     """Under a supervisor. tests/distributed/killed_run.py --alone kills forty times."""
     kills = [(2, "engine", "rollout", 0.05), (4, "launcher", "update", 0.0)]
-    assert survived(recipe, kills, whole, ranks=2, name="alone") == []
+    assert survived(recipe, kills, whole, ranks=2, name="alone", preloaded=True) == []
 
 
 def test_a_step_over_its_deadline_names_ranks_phases_and_stacks(overdue: Run) -> None:
