@@ -8,10 +8,12 @@ kernel and a broken peer shows up as a connection error at once.
 """
 
 import math
+import operator
 import os
 import socket
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -77,29 +79,72 @@ def is_main() -> bool:
     return in_run(rank()) == 0
 
 
-def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's payload, in rank order, on every rank. Lengths may differ and may be 0. Every rank must call it.
-    `group` is another group of all ranks, for a thread whose exchanges must not mix with the main thread's.
+def settle(own: Any, merge: Callable[[Any, Any], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """What `merge` makes of every rank's own, on every rank: plain types, which travel as msgpack. Collective.
+
+    `merge(lower, higher)` takes what two runs of neighbouring ranks have come to, is bracketed alike on all ranks, and
+    must not raise. Each rank swaps what it knows with those whose numbers differ from its own in one bit, bit after
+    bit: log2(ranks) messages each way. Where the number of ranks is no power of two, the first ones are paired to make
+    it one, and the even one of a pair speaks for both: two messages more. `group` is another group of all ranks, for a
+    thread whose exchanges must not mix with the main thread's.
+
+    Raises RuntimeError where a connection breaks, also on ranks that do not use that one: they are told.
     """
-    if world_size() == 1:
-        return [payload]
-    lengths = _gather(torch.tensor([len(payload)], dtype=torch.int64), group)
-    counts = [int(length) for length in lengths]
-    if not any(counts):  # known to all ranks alike, so none is left waiting in the second gather
-        return [b""] * len(counts)
-    padded = torch.zeros(max(counts), dtype=torch.uint8)
-    if payload:
-        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return [row[:count].numpy().tobytes() for row, count in zip(_gather(padded, group), counts, strict=True)]
+    me, steps = rank(), world_size().bit_length() - 1
+    pairs = world_size() - (1 << steps)
+    paired, speaks = me < 2 * pairs, me >= 2 * pairs or me % 2 == 0
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(["", own]))  # what has broken, and what is known
+
+    def join(whom: int) -> list[Any]:
+        heard = _swap(told, whom, group)
+        (lost, lower), (lost_too, higher) = (told, heard) if me < whom else (heard, told)
+        broken = lost or lost_too
+        return [broken, None if broken else merge(lower, higher)]
+
+    if paired:
+        told = join(me ^ 1)
+    if speaks:
+        place = me // 2 if paired else me - pairs
+        for other in (place ^ 1 << bit for bit in range(steps)):
+            told = join(2 * other if other < pairs else other + pairs)
+    if paired:
+        heard = _swap(told, me ^ 1, group)
+        told = told if speaks else heard
+    broken, known = told
+    if broken:
+        raise RuntimeError(broken)
+    return known
 
 
-def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(world_size())]
-    if group is None and (everybody := _inside.get()) is not None:
-        everybody.allgather([parts], [tensor]).wait()
-    else:
-        dist.all_gather(parts, tensor, group=group)
-    return parts
+_SHORT = 1024  # bytes, of which four tell how many there are: what is longer takes a second message
+
+
+def _framed(message: bytes) -> list[torch.Tensor]:
+    framed = bytearray(struct.pack("<I", len(message)) + message).ljust(_SHORT, b"\0")
+    parts = torch.frombuffer(framed, dtype=torch.uint8).split([_SHORT, len(framed) - _SHORT])
+    return [part for part in parts if len(part)]
+
+
+def _swap(told: list[Any], whom: int, group: dist.ProcessGroup | None) -> list[Any]:
+    """What that rank tells this one, and is told at the same time; or how the connection broke, and nothing."""
+    channel: Any = group or _inside.get() or dist.group.WORLD
+    try:
+        first = torch.empty(_SHORT, dtype=torch.uint8)
+        works = [channel.recv([first], whom, 0)]  # before sending: gloo sends what the other end is ready for
+        works += [channel.send([part], whom, 0) for part in _framed(msgspec.msgpack.encode(told))]
+        works[0].wait()
+        heard = first.numpy().tobytes()
+        (length,) = struct.unpack_from("<I", heard)
+        if length + 4 > _SHORT:
+            rest = torch.empty(length + 4 - _SHORT, dtype=torch.uint8)
+            channel.recv([rest], whom, 0).wait()
+            heard += rest.numpy().tobytes()
+        for work in works[1:]:
+            work.wait()
+    except RuntimeError as error:
+        return [str(error), None]
+    found: list[Any] = msgspec.msgpack.decode(heard[4 : 4 + length])
+    return found
 
 
 def all_to_all_bytes(payloads: list[bytes]) -> list[bytes]:
@@ -126,7 +171,7 @@ def _all_to_all(incoming: torch.Tensor, outgoing: torch.Tensor, coming: list[int
 
 
 def send_to_all(payload: bytes) -> list[bytes]:
-    """As `all_gather_bytes`, without padding, for payloads of very different sizes. Every rank must call it."""
+    """Every rank's payload, in rank order, on every rank, each straight from its rank. Every rank must call it."""
     return all_to_all_bytes([payload] * world_size())
 
 
@@ -137,9 +182,10 @@ def sum_counts(counts: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-def exchange(own: Any) -> list[Any]:
-    """Every rank's, in rank order: plain types, which travel as msgpack. Collective."""
-    return [msgspec.msgpack.decode(packed) for packed in all_gather_bytes(msgspec.msgpack.encode(own))]
+def exchange(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's, in rank order: plain types, see `settle`. Collective."""
+    found: list[Any] = settle([own], operator.add, group=group)
+    return found
 
 
 def agree(error: BaseException | None, phase: str, group: dist.ProcessGroup | None = None) -> None:
@@ -149,16 +195,15 @@ def agree(error: BaseException | None, phase: str, group: dist.ProcessGroup | No
     has ended is noticed by its closed connection, and named by those on its machine; a rank that hangs is noticed by
     the process group's timeout.
     """
-    payload = b"" if error is None else f"{type(error).__name__}: {error}"[:_MESSAGE_LIMIT].encode()
+    words = "" if error is None else f"{type(error).__name__}: {error}"
+    short = words[:_MESSAGE_LIMIT].encode(errors="replace").decode()
     try:
-        answers = all_gather_bytes(payload, group)
+        failures = settle([f"rank {in_run(rank())}: {short}"] * bool(words), operator.add, group=group)
     except RuntimeError as broken:
-        own = f"; its own error was {type(error).__name__}: {error}" if error is not None else ""
+        own = f"; its own error was {words}" if words else ""
         whom = dead_ranks() or "another rank"
         message = f"rank {in_run(rank())} lost contact with {whom} at the end of phase {phase}: {broken}{own}"
         raise RemoteError(message) from (error or broken)
-    told = [(in_run(who), answer.decode(errors="replace")) for who, answer in enumerate(answers) if answer]
-    failures = [f"rank {who}: {words}" for who, words in told]
     if failures:
         raise RemoteError(f"phase {phase} failed on " + "; ".join(failures)) from error
 
@@ -209,19 +254,35 @@ def all_reduce_sum(values: dict[str, float]) -> dict[str, float]:
     """The sum over ranks of each value, added in rank order: bit-equal on all ranks and in every run.
     Raises RuntimeError, on all ranks, when their keys differ.
     """
-    return {key: sum(column) for key, column in _columns(values).items()}
+    return {key: sum(column) for key, column in _columns(values, operator.add).items()}
 
 
 def all_reduce_max(values: dict[str, float]) -> dict[str, float]:
     """The largest over ranks of each value; NaN wherever one rank has NaN. Keys must be the same on all ranks."""
-    columns = _columns(values)
-    return {key: math.nan if any(map(math.isnan, column)) else max(column) for key, column in columns.items()}
+    return {key: largest for key, (largest,) in _columns(values, lambda a, b: [list(map(_larger, *a, *b))]).items()}
 
 
-def _columns(values: dict[str, float]) -> dict[str, list[float]]:
-    """For each key, every rank's value in rank order."""
-    rows: list[dict[str, float]] = exchange({key: float(value) for key, value in values.items()})
-    for who, row in enumerate(rows):
-        if different := sorted(row.keys() ^ rows[0].keys()):
-            raise RuntimeError(f"ranks 0 and {who} reduce different values; only one of them has {different}")
-    return {key: [row[key] for row in rows] for key in values}
+def _larger(a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+_Rows = list[list[float]]  # values in the order of their sorted keys
+
+
+def _columns(values: dict[str, float], join: Callable[[_Rows, _Rows], _Rows]) -> dict[str, tuple[float, ...]]:
+    """For each key, what is left of all ranks' values, in rank order, where `join` takes two runs of neighbours'."""
+
+    def merge(lower: Any, higher: Any) -> Any:
+        who, keys, rows, wrong = lower
+        other, others, more, wrong_there = higher
+        if not (wrong := wrong or wrong_there) and keys != others:
+            different = sorted(set(keys) ^ set(others))
+            wrong = f"ranks {who} and {other} reduce different values; only one of them has {different}"
+        return [who, keys, [] if wrong else join(rows, more), wrong]
+
+    keys = sorted(values)
+    *_, rows, wrong = settle([in_run(rank()), keys, [[float(values[key]) for key in keys]], ""], merge)
+    if wrong:
+        raise RuntimeError(wrong)
+    columns = dict(zip(keys, zip(*rows, strict=True), strict=True))
+    return {key: columns[key] for key in values}

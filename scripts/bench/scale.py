@@ -31,7 +31,7 @@ from trainer.estimates.time import update_traffic
 
 REAL = (1, 2, 4)
 RANKS = (*REAL, 64, 512, 4096)
-CONTROL = ("agree", "exchange", "all_reduce_sum", "all_reduce_max", "send_to_all", "all_gather_bytes")
+SETTLED = ("agree", "exchange", "all_reduce_sum", "all_reduce_max", "settle")
 BEGIN, END = "<!-- made by scripts/bench/scale.py -->", "<!-- end of what it made -->"
 
 
@@ -72,10 +72,12 @@ def table(columns: list[dict[str, Any]], model: ModelSizes) -> str:
     by_eight = bf16.model_copy(update={"shard_size": 8})
     lines: dict[str, Callable[[dict[str, Any]], str]] = {
         "": lambda c: f"{c['ranks']:,}",
-        "exchanges of words and figures": lambda c: str(sum(c["step"].get(k, [0])[0] for k in CONTROL)),
-        "received by them": bytes_of(*CONTROL),
+        "messages of words and figures, sent and received": lambda c: str(
+            sum(c["step"].get(k, [0])[0] for k in SETTLED)
+        ),
+        "received by them": bytes_of(*SETTLED),
         "of which agreements that all went well": bytes_of("agree"),
-        "of which rows of all answers": bytes_of("send_to_all"),
+        "rows of all answers": bytes_of("send_to_all"),
         "samples to train on": bytes_of("all_to_all_bytes"),
         "histograms of figures": bytes_of("sum_counts"),
         "Qwen2.5-7B: a micro-batch's weights and gradients": lambda c: tensors(c, bf16),

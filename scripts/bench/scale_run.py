@@ -124,6 +124,9 @@ def traffic(name: str, args: Any) -> tuple[int, int]:
     elif name == "allreduce":
         count = dist.ProcessGroup.unbox(args[1]).size()
         around = 2 * sum(t.nbytes for t in args[0]) * (count - 1) // count
+    elif name in ("send", "recv"):
+        there = args[0][0].nbytes
+        return (there, 0) if name == "send" else (0, there)
     elif name == "barrier":
         around = 0
     else:
@@ -319,6 +322,7 @@ def others_speak(counted: Counted) -> Iterator[None]:
             return hand_over(answers, shares, sample, routes)
 
     with (
+        mock.patch.object(exchanges, "_swap", swap),
         mock.patch.object(answers_of, "send_to_all", send_to_all),
         mock.patch("trainer.learning.groups.hand_over", handing_over),
         mock.patch("trainer.learning.shown.all_to_all_bytes", show),
@@ -328,6 +332,15 @@ def others_speak(counted: Counted) -> Iterator[None]:
         mock.patch.object(default_planner, "_validate_global_plan", return_value=[]),
     ):
         yield
+
+
+def swap(told: list[Any], whom: int, group: dist.ProcessGroup | None) -> list[Any]:
+    """As `sharding.ranks._swap` of ranks that all tell the same."""
+    channel: Any = group or dist.group.WORLD
+    for part in exchanges._framed(msgspec.msgpack.encode(told)):
+        channel.recv([torch.empty_like(part)], whom, 0)
+        channel.send([part], whom, 0)
+    return told
 
 
 def of_rank(packed: bytes, number: int) -> bytes:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from generation.trajectory import Trajectory
+from sharding import ranks
 from sharding.ranks import exchange, is_main, rank, world_size
 from tests.unit.learning_steps import TablePolicy, make_config
 from trainer.distributed import destroy_process_group, init_process_group
@@ -41,24 +43,25 @@ class Received:
     def __init__(self) -> None:
         self.bytes = 0  # but of what is summed, of which a ring of ranks passes on less than twice its size
         self.summed = 0
-        self._all_to_all, self._all_gather, self._all_reduce = dist.all_to_all_single, dist.all_gather, dist.all_reduce
+        self._all_to_all, self._swap, self._all_reduce = dist.all_to_all_single, ranks._swap, dist.all_reduce
 
     def all_to_all_single(self, output: Any, own: Any, incoming: Any = None, outgoing: Any = None) -> None:
         self._all_to_all(output, own, incoming, outgoing)
         kept = incoming[rank()] if incoming else output.numel() // world_size()
         self.bytes += (output.numel() - kept) * output.element_size()
 
-    def all_gather(self, parts: list[Any], tensor: Any, group: Any = None) -> None:
-        self._all_gather(parts, tensor, group=group)
-        self.bytes += (len(parts) - 1) * tensor.numel() * tensor.element_size()
+    def swap(self, told: list[Any], whom: int, group: Any) -> list[Any]:
+        heard = self._swap(told, whom, group)
+        self.bytes += len(msgspec.msgpack.encode(heard))
+        return heard
 
     def all_reduce(self, tensor: Any) -> None:
         self._all_reduce(tensor)
         self.summed += tensor.numel() * tensor.element_size()
 
     def during(self, block: Callable[[], Any]) -> Any:
-        names = ("all_to_all_single", "all_gather", "all_reduce")
-        with patch.multiple(dist, **{name: getattr(self, name) for name in names}):
+        dispatched = {name: getattr(self, name) for name in ("all_to_all_single", "all_reduce")}
+        with patch.multiple(dist, **dispatched), patch.object(ranks, "_swap", self.swap):
             return block()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharding.ranks import all_gather_bytes, rank, world_size
+from sharding.ranks import exchange, rank, world_size
 from trainer.config.algorithm import PRESETS
 from trainer.config.checks import check_config
 from trainer.config.recipe import load_config
@@ -69,7 +69,7 @@ def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy,
     before, critic_before = weights(trainer.policy), weights(critic)
     for _ in range(STEPS):
         trainer.train_step(trainer.state.step + 1)
-    everywhere = [json.loads(row) for row in all_gather_bytes(json.dumps(rows).encode())]
+    everywhere = [json.loads(row) for row in exchange(json.dumps(rows))]
     return {
         "rows": rows,
         "ranks agree": all(learned(other) == learned(rows) for other in everywhere),

@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from generation.trajectory import Trajectory
-from sharding.ranks import all_gather_bytes, all_reduce_sum, rank, world_size
+from sharding.ranks import all_reduce_sum, exchange, rank, world_size
 from trainer.config.schema import TrainConfig
 from trainer.flops import ModelFlops, Work
 from trainer.learning.answers import Answer, gather_answers
@@ -93,7 +95,7 @@ class _Table:
             loss.backward()
             totals = {k: totals.get(k, 0.0) + batch.counts * v.item() for k, v in {"loss": loss, **sums}.items()}
         assert table.grad is not None
-        parts = all_gather_bytes(table.grad.numpy().tobytes())
+        parts = exchange(table.grad.numpy().tobytes())
         gradient = torch.stack([torch.frombuffer(bytearray(part), dtype=torch.float64) for part in parts]).sum(dim=0)
         self.table = self.table - self.rate * gradient.view_as(table)
         totals = all_reduce_sum(totals)
@@ -148,8 +150,12 @@ class _ThreadedRanks:
 
     def __init__(self, count: int) -> None:
         self._count, self._local = count, threading.local()
+        self.group = SimpleNamespace(WORLD=self)
         self._barrier = threading.Barrier(count, timeout=30)
         self._slots: list[Any] = [None] * count
+        self._posted: list[list[SimpleQueue[Tensor | None]]] = [
+            [SimpleQueue() for _ in range(count)] for _ in range(count)
+        ]
 
     def is_initialized(self) -> bool:
         return True
@@ -160,9 +166,18 @@ class _ThreadedRanks:
     def get_world_size(self) -> int:
         return self._count
 
-    def all_gather(self, parts: list[Tensor], tensor: Tensor, group: None = None) -> None:
-        for part, slot in zip(parts, self._everyones(tensor.clone()), strict=True):
-            part.copy_(slot)
+    def send(self, tensors: list[Tensor], whom: int, tag: int) -> Any:
+        self._posted[self.get_rank()][whom].put(tensors[0].clone())
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(self, tensors: list[Tensor], whom: int, tag: int) -> Any:
+        def wait() -> None:
+            found = self._posted[whom][self.get_rank()].get(timeout=30)
+            if found is None:
+                raise EOFError
+            tensors[0].copy_(found)
+
+        return SimpleNamespace(wait=wait)
 
     def _everyones(self, own: Any) -> list[Any]:
         self._slots[self.get_rank()] = own
@@ -186,6 +201,8 @@ class _ThreadedRanks:
             return function()
         except BaseException:
             self._barrier.abort()
+            for posted in self._posted[rank]:
+                posted.put(None)
             raise
 
 
@@ -195,6 +212,6 @@ def on_ranks(count: int, function: Callable[[], T]) -> list[T]:
     with patch("sharding.ranks.dist", ranks), ThreadPoolExecutor(count) as pool:
         ended = [pool.submit(ranks.run, rank, function) for rank in range(count)]
         errors = [error for error in (each.exception() for each in ended) if error is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError | EOFError)):
             raise error  # a rank that was on its way out of a barrier when another one failed does not say why
         return [each.result() for each in ended]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from generation.trajectory import by_episode
-from sharding.ranks import all_reduce_max, all_reduce_sum, exchange, sum_counts
+from sharding.ranks import all_reduce_max, all_reduce_sum, exchange, settle, sum_counts
 from trainer.algorithms.corrections import correction_metrics
 from trainer.algorithms.losses import LEVELS
 from trainer.config.schema import AlgorithmConfig, TrainConfig
@@ -225,17 +225,20 @@ def named_sums(own: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]
     for name, number in own:
         numbers.setdefault(name, []).append(number)
     sums = {name: (_exact_sum(each), len(each)) for name, each in numbers.items()}
-    totals: dict[str, tuple[list[str], int]] = {}
-    for found in exchange(sums):
-        for name, (total, number) in found.items():
-            texts, seen = totals.get(name, ([], 0))
-            totals[name] = [*texts, total], seen + number
-    return {name: (_total(texts), number) for name, (texts, number) in sorted(totals.items())}
+    totals = settle(sums, _both_sums)
+    return {name: (float(Fraction(total)) if total else math.nan, n) for name, (total, n) in sorted(totals.items())}
 
 
-def _exact_sum(numbers: list[float]) -> str:  # as a fraction; empty where there is none
+_Sums = dict[str, tuple[str, int]]  # by name a sum as a fraction, empty where there is none, and the count
+
+
+def _exact_sum(numbers: Iterable[float]) -> str:
     return str(sum(map(Fraction, numbers))) if all(map(math.isfinite, numbers)) else ""
 
 
-def _total(sums: list[str]) -> float:
-    return float(sum(map(Fraction, sums))) if all(sums) else math.nan
+def _both_sums(one: _Sums, other: _Sums) -> _Sums:
+    both = dict(one)
+    for name, (more, number) in other.items():
+        total, seen = both.get(name, ("0", 0))
+        both[name] = str(Fraction(total) + Fraction(more)) if total and more else "", seen + number
+    return both

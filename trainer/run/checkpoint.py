@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from sharding.ranks import agreed, all_gather_bytes, exchange, is_main, rank, world_size
+from sharding.ranks import agreed, exchange, is_main, rank, world_size
 from trainer.config.checks import COMPLETE_MARKER
 from trainer.distributed import say
 from trainer.errors import UserError
@@ -113,7 +113,7 @@ def write(folder: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = No
             own.append(CARRIED_FILES.replace("*", str(rank())))
             write_whole(temporary / own[-1], snapshot.carried)
         lines = "".join(_digest_line(temporary, name) for name in own + is_main() * [METADATA, _EXTRA])
-    digests = b"".join(all_gather_bytes(lines.encode(), group))
+    digests = "".join(exchange(lines, group))
     with agreed("checkpoint (publish)", group):
         if is_main():
             _publish(temporary, final, digests)
@@ -304,7 +304,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _publish(temporary: Path, final: Path, digests: bytes) -> None:
+def _publish(temporary: Path, final: Path, digests: str) -> None:
     """Make the folder visible under its name, then complete; everything in it is on disk by then."""
     replaced = final.with_name(f"{final.name}.old.tmp")
     shutil.rmtree(replaced, ignore_errors=True)

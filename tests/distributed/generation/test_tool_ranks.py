@@ -15,7 +15,7 @@ import yaml
 from generation.compat.broadcast import broadcast_across_tp
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.run import RolloutSettings
-from sharding.ranks import agreed, all_gather_bytes, all_reduce_sum, rank
+from sharding.ranks import agreed, all_reduce_sum, exchange, rank
 from tests.distributed.launch import run_ranks
 from trainer.config.recipe import load_config
 from trainer.data import Prompt, load_tokenizer
@@ -88,7 +88,7 @@ def rollout_on_two_ranks(recipe: str) -> None:
     masked = [tokenizer.decode([i for i, m in zip(t.response_ids, t.loss_mask, strict=True) if not m]) for t in here]
     assert all(len(text) >= 32 * (TURNS - 1) for text in masked)
     assert len(set(masked)) == (2 if rank() == 0 else 0)
-    own, other = all_gather_bytes(msgspec.msgpack.encode([replace(t, trajectory=None) for t in found]))
+    own, other = exchange(msgspec.msgpack.encode([replace(t, trajectory=None) for t in found]))
     assert own == other
     calls = import_module(RandomTool.HOME).CALLS["tool"]  # this file is loaded twice: as a script, and by the recipe
     assert all_reduce_sum({"calls": calls}) == {"calls": 2 * (TURNS - 1)}

@@ -17,10 +17,10 @@ from sharding.ranks import (
     RemoteError,
     agree,
     agreed,
-    all_gather_bytes,
     all_reduce_max,
     all_reduce_sum,
     all_to_all_bytes,
+    exchange,
     send_to_all,
     sum_counts,
 )
@@ -53,8 +53,8 @@ def exchanges(path: str) -> None:
     assert ranks.world_size() == RANKS and ranks.is_main() == (rank == 0)
 
     payloads = [b"", bytes(range(256)) * 1000, b"x"]
-    assert all_gather_bytes(payloads[rank]) == payloads
-    assert all_gather_bytes(b"") == [b""] * RANKS
+    assert exchange(payloads[rank]) == payloads
+    assert exchange((rank, None)) == [[who, None] for who in range(RANKS)]
     between = [[f"{a} to {b}, ".encode() * (a * b) for b in range(RANKS)] for a in range(RANKS)]
     assert all_to_all_bytes(between[rank]) == [row[rank] for row in between]
     assert send_to_all(payloads[rank]) == payloads and send_to_all(b"") == [b""] * RANKS
@@ -107,27 +107,35 @@ def disagreement() -> None:
     with pytest.raises(RemoteError, match="rank 2: RuntimeError: long long") as caught:
         agree(RuntimeError("long " * 100_000) if rank == 2 else None, "end")
     assert len(str(caught.value)) < 10_000
+    with pytest.raises(RemoteError, match=r"rank 1: ValueError: half a pair: \?$"):
+        agree(ValueError("half a pair: \ud83d") if rank == 1 else None, "names")
     distributed.destroy_process_group()
 
 
-def test_a_rank_that_died_is_noticed_at_the_next_agreement(tmp_path: Path) -> None:
-    run_ranks(death, RANKS, arguments=[str(tmp_path)], lost=(1,))
-    for rank in (0, 2):
-        said = (tmp_path / str(rank)).read_text()
-        expected = rf"rank {rank} lost contact with rank 1, whose process \d+ has ended, at the end of phase reward"
-        assert re.match(expected, said), said
+def test_a_rank_that_died_is_noticed_at_the_next_agreement_also_by_those_that_never_talk_to_it(tmp_path: Path) -> None:
+    ranks, dead = 5, 3  # which talks to rank 2 alone, which is told of by rank 0
+    run_ranks(death, ranks, arguments=[str(tmp_path), str(ranks), str(dead)], lost=(dead,))
+    for rank in {*range(ranks)} - {dead}:
+        for phase, said in zip(("reward", "update"), (tmp_path / str(rank)).read_text().split("\n"), strict=True):
+            expected = (
+                rf"rank {rank} lost contact with rank {dead}, whose process \d+ has ended, at the end of phase {phase}"
+            )
+            assert re.match(expected, said), said
 
 
-def death(folder: str) -> None:
+def death(folder: str, ranks_there: str, dead: str) -> None:
     distributed.init_process_group(60, device="cpu")
     agree(None, "start")
-    if ranks.rank() == 1:
+    if ranks.rank() == int(dead):
         os._exit(0)
-    try:
-        agree(None, "reward")
-    except RemoteError as error:
-        (Path(folder) / str(ranks.rank())).write_text(str(error))
-    while len(list(Path(folder).iterdir())) < RANKS - 1:  # a survivor that has left would be named, too
+    said = []
+    for phase in ("reward", "update"):  # what is broken stays so
+        with pytest.raises(RemoteError) as caught:
+            agree(None, phase)
+        said.append(str(caught.value).replace("\n", " "))
+    (Path(folder) / f"{ranks.rank()}.tmp").write_text("\n".join(said))
+    (Path(folder) / f"{ranks.rank()}.tmp").rename(Path(folder) / str(ranks.rank()))
+    while len(list(Path(folder).glob("?"))) < int(ranks_there) - 1:  # a survivor that has left would be named, too
         time.sleep(0.01)
     leave()
 
