@@ -6,6 +6,7 @@ resumes from the other's.
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -54,6 +55,8 @@ class DeepSpeedPolicy(Offloadable, Policy):
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param
 
+        # It calls what torch 2.13 has renamed (deepspeed/comm/torch.py): lines of every rank in every step.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         if device.type == "cpu":
             # Else it compiles an all-reduce for inference over shared memory, which takes a minute, and waits without
             # end for the lock of a process that was killed while compiling. Training does not use it
