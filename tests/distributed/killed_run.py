@@ -16,7 +16,8 @@ bfloat16, with a balance loss; with `--images` one that sees, whose rows have 0 
 With `--alone` nobody starts anything again: all signals are SIGKILL, at most two a step, and the run has to come to
 its end by itself, with engines that start again in place, and a supervisor (RESTARTS) for all else. It prints the
 seconds that each kill has cost. With `--apart` the last of the ranks only generates, by weights of one step before.
-With `--pull` engines read the ranks' shards, adapters merged.
+With `--pull` engines read the ranks' shards, adapters merged, in bfloat16: of plain weights in float32 MKL's last bit
+depends on which requests happen to be decoded together.
 """
 
 import argparse
@@ -443,7 +444,8 @@ def main() -> int:
         | ({"dtype": "bfloat16"} if options.mixture else {}),
         lora={"rank": options.lora, "sync": "merged" if options.pull else "adapter"},
         sync={"way": "pull" if options.pull else "auto"},
-        policy={"lr": 1e-4},  # so slowly that there is something to learn in all steps
+        # So slowly that there is something to learn in all steps.
+        policy={"lr": 1e-4, "dtype": "bfloat16" if options.pull else "float32"},
         reward={"functions": [{"name": REWARD}]},
         sampling={"max_tokens": 24 if options.slices else 6},
         rollout=({"slice_tokens": options.slices, "ahead": 1.0} if options.slices else {})
