@@ -16,11 +16,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from sharding.ranks import exchange
+from sharding.ranks import settle
 from sharding.send.source import ShardedSource, WeightSource
 from sharding.send.ways import Bucket, BucketPlan, Way
 from sharding.wire.channel import Conversation, Look, SyncError
-from sharding.wire.digests import cut, digest, packed, part_of, sum_up
+from sharding.wire.digests import add, cut, digest, packed, part_of, sum_up
 from sharding.wire.manifest import SourceParameter, View, manifest_of
 from sharding.wire.staging import BUFFERS, STAMP_BYTES, stamp
 
@@ -280,16 +280,16 @@ class DigestCheck:
         """
         if not self._drawn:
             return
-        readers: list[dict[str, list[View]]] = exchange(views)
-        asked: dict[str, list[list[View]]] = {name: [] for name in self._places}  # each reading once
-        for name, reading in ((name, r[name]) for r in readers for name in self._places if name in r):
-            asked[name] += [reading] if reading not in asked[name] else []
-        unknown = {self._places[name][0].name for name in asked if any(name not in r for r in readers)}
+        ways = {name: [views[name]] for name in self._places if name in views}
+        asked, lacking = settle([ways, sorted(self._places.keys() - ways.keys())], _join_ways)
+        unknown = {self._places[name][0].name for name in lacking}
         self.undigested = [parameter for parameter in self._drawn if parameter.name in unknown]
-        parts = exchange({name: self._sums(name, ways) for name, ways in asked.items() if ways})
-        for name, own in views.items():
-            which, holders = asked[name].index(own), self._source.holders(self._places[name][0].name)
-            self._expected[name] = digest(parts[holder][name][which] for holder in holders)
+        holders = {name: self._source.holders(self._places[name][0].name) for name in asked}
+        own = {name: {str(holders[name][0]): self._sums(name, readings)} for name, readings in asked.items()}
+        sums = own | settle({name: part for name, part in own.items() if len(holders[name]) > 1}, _join_sums)
+        for name in ways:
+            of_each_way = sums[name][str(holders[name][0])]
+            self._expected[name] = digest(of_each_way[asked[name].index(views[name])])
 
     def _sums(self, name: str, ways: list[list[View]]) -> list[bytes]:
         """Those of this rank's part of a weight, for each way in which workers read it."""
@@ -303,3 +303,22 @@ class DigestCheck:
     def different(self, held: dict[str, bytes]) -> list[str]:
         """The weights whose digests, as the worker holds them, are not those of what the ranks have."""
         return [name for name, value in self._expected.items() if held.get(name) != value]
+
+
+def _join_ways(lower: Any, higher: Any) -> Any:
+    """By weight the ways in which some worker reads it, each once; and the weights that some worker does not read."""
+    ways: dict[str, list[Any]] = dict(lower[0])
+    for name, more in higher[0].items():
+        ways[name] = (known := ways.get(name, [])) + [way for way in more if way not in known]
+    return [ways, sorted({*lower[1], *higher[1]})]
+
+
+def _join_sums(lower: Any, higher: Any) -> Any:
+    """By weight, by the first of the ranks that hold it together, and by way: the sums of all their parts."""
+    found: dict[str, dict[str, list[bytes]]] = {}
+    for name in lower:
+        found[name] = lower[name] | higher[name]
+        for first in lower[name].keys() & higher[name].keys():
+            both = zip(lower[name][first], higher[name][first], strict=True)
+            found[name][first] = [add(one, other) for one, other in both]
+    return found

@@ -39,10 +39,14 @@ _LINE_BYTES = 8 * _LINE
 _FEW = 1 << 16  # bytes
 
 
-def digest(parts: Iterable[bytes]) -> bytes:
-    """Of a weight, from the sums that ranks have of their parts of it, or one process of all."""
-    total = functools.reduce(numpy.add, (numpy.frombuffer(part, numpy.int64) for part in parts))
-    return hashlib.blake2b(total.tobytes(), digest_size=16).digest()
+def digest(sums: bytes) -> bytes:
+    """Of a weight, from the sums of all of it."""
+    return hashlib.blake2b(sums, digest_size=16).digest()
+
+
+def add(one: bytes, other: bytes) -> bytes:
+    """The sums of two parts of a weight, together."""
+    return (numpy.frombuffer(one, numpy.int64) + numpy.frombuffer(other, numpy.int64)).tobytes()
 
 
 def packed(sums: Tensor) -> bytes:
@@ -108,7 +112,7 @@ def digest_of(tensors: list[Tensor], seed: int | None) -> bytes:
     views = [(int(t.storage_offset()), tuple(t.shape), t.stride()) for t in tensors]
     pairs = zip(tensors, cut(views, seed), strict=True)
     blocks = (t.as_strided(shape, stride, offset) for t, parts in pairs for offset, shape, stride in parts)
-    return digest([packed(sum_up(blocks, tensors[0].dtype if tensors else torch.uint8))])
+    return digest(packed(sum_up(blocks, tensors[0].dtype if tensors else torch.uint8)))
 
 
 def digests_of(weights: dict[str, list[Tensor]], seed: int | None) -> dict[str, bytes]:

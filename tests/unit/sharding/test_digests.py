@@ -1,5 +1,6 @@
 """Digests against Python's own integers, and what must change them."""
 
+import functools
 import itertools
 import math
 import random
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sharding.wire import digests
-from sharding.wire.digests import cut, digest, digest_of, digests_of, packed, part_of, sum_up
+from sharding.wire.digests import add, cut, digest, digest_of, digests_of, packed, part_of, sum_up
 from sharding.wire.manifest import View
 
 VIEWS = st.tuples(
@@ -143,7 +144,9 @@ def test_parts_of_ranks_add_up_to_the_digest_of_the_whole(dtype: torch.dtype, se
         bounds = [0, *sorted(draw.choices(range(67), k=3)), 66]
         for target in (weight[2:9], weight[:, 1:4], weight.t(), weight, weight[:, 2:3]):
             parts = [own_part(weight, begin, end, target, seed) for begin, end in itertools.pairwise(bounds)]
-            assert digest(parts) == digest_of([target.clone(memory_format=torch.contiguous_format)], seed)
+            assert digest(functools.reduce(add, parts)) == digest_of(
+                [target.clone(memory_format=torch.contiguous_format)], seed
+            )
 
 
 def own_part(weight: Tensor, begin: int, end: int, read: Tensor, seed: int | None) -> bytes:
@@ -156,7 +159,7 @@ def own_part(weight: Tensor, begin: int, end: int, read: Tensor, seed: int | Non
 
 def test_parts_are_cast_as_they_are_sent() -> None:
     weight = torch.randn(50)
-    cast = digest([packed(sum_up([part_of((0, (50,), (1,)), weight, 0)], torch.bfloat16))])
+    cast = digest(packed(sum_up([part_of((0, (50,), (1,)), weight, 0)], torch.bfloat16)))
     assert cast == digest_of([weight.bfloat16()], None)
 
 
