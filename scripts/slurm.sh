@@ -25,7 +25,8 @@ export MASTER_ADDR
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # two jobs on one node do not meet
 
 out_of_time=
-trap 'out_of_time=yes; kill -TERM "$ranks"' USR1 # to this shell alone (--signal=B:); srun hands SIGTERM on to all nodes
+# To this shell alone (--signal=B:), perhaps before the next line but one; srun hands SIGTERM on to all nodes.
+trap 'out_of_time=yes; [ -z "${!:-}" ] || kill -TERM "$!"' USR1
 # All cores of the node: left to itself, Slurm may bind a task to one (https://slurm.schedmd.com/srun.html, --cpus-per-task).
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c 'NODE_RANK=$SLURM_NODEID exec bash scripts/train.sh "$@"' train.sh "$@" &
 ranks=$!

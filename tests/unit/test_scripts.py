@@ -304,7 +304,7 @@ def test_a_slurm_job_that_is_out_of_time_saves_and_is_queued_again(clone: Path, 
     """Unless the run has come to its end meanwhile."""
     programs = clone / "bin"
     write_stub(programs / "scontrol", 'if [ "$1" = show ]; then echo node7; else echo "scontrol $@"; fi')
-    ends = f"trap 'echo saved; exit {code}' TERM\nkill -USR1 $PPID\nfor i in {{1..600}}; do sleep 0.1; done"
+    ends = f"trap 'echo saved; exit {code}' TERM\nkill -USR1 $PPID\nfor i in {{1..600}}; do /bin/sleep 0.1; done"
     write_stub(programs / "srun", ends)
     write_stub(clone / "scripts" / "setup.sh", ":")
     job = {"SUBMIT_DIR": str(clone), "JOB_NUM_NODES": "1", "JOB_NODELIST": "node7", "JOB_ID": "30007"}
