@@ -16,6 +16,7 @@ words of 4 bytes as float64, 1.5 to 2.0. Hashes of bytes know no parts, and have
 import functools
 import hashlib
 import math
+import os
 import random
 import threading
 from collections.abc import Iterable, Iterator
@@ -127,6 +128,9 @@ def digests_of(weights: dict[str, list[Tensor]], seed: int | None) -> dict[str, 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, "digests", torch.set_num_threads, (torch.get_num_threads(),))
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has the pool without its threads, and would wait
 
 
 def _blocks(view: View) -> Iterator[View]:

@@ -3,7 +3,9 @@
 import functools
 import itertools
 import math
+import os
 import random
+import signal
 import struct
 
 import pytest
@@ -172,3 +174,13 @@ def test_weights_that_threads_share_have_the_digests_that_they_have_one_by_one()
     for _ in range(5):
         assert digests_of(weights, None) == expected
     assert digests_of(weights, 7) == {name: digest_of(tensors, 7) for name, tensors in weights.items()}
+
+
+def test_a_fork_has_threads_of_its_own() -> None:
+    weights = {str(n): [torch.randn(600, 500)] for n in range(4)}
+    expected = digests_of(weights, None)
+    if not (child := os.fork()):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        os._exit(0 if digests_of(weights, None) == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
