@@ -177,11 +177,14 @@ VLLM_NAMES = {
 def cpu_places(workers: Sequence[int], processes: int) -> dict[str, Any]:
     """`cpu_threads` and `cpu_cores` of an engine on CPU, within the cores that this process may use.
 
-    `workers` are the engine's among all of the machine's: worker k gets core k. `processes` share the cores.
+    `workers` are the engine's among all of the machine's: worker k gets core k. `processes` share the cores, with at
+    most OMP_NUM_THREADS threads each where that is set.
     """
     cores = sorted(os.sched_getaffinity(0))
     bound = tuple(cores[k % len(cores)] for k in workers) if len(workers) > 1 else ()
-    return {"cpu_threads": max(1, len(cores) // processes), "cpu_cores": bound}
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # what is no number OpenMP ignores, too
+    threads = min(len(cores) // processes, int(told) if told.isdecimal() else len(cores))
+    return {"cpu_threads": max(1, threads), "cpu_cores": bound}
 
 
 def head_widths(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 Every key is taken with its meaning or refused with a sentence; none is dropped.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
@@ -153,8 +152,6 @@ def engine_settings(
     if on_cpu and arguments.get("kv_cache_memory_bytes") is None:
         arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(config)
     places = cpu_places(range(size), size * replicas(config)) if on_cpu else {}
-    if threads := os.environ.get("OMP_NUM_THREADS"):
-        places["cpu_threads"] = min(places.get("cpu_threads", 1), int(threads))
     return EngineSettings.from_vllm(arguments, sleep=colocated(config), device_indices=tuple(device_indices), **places)
 
 

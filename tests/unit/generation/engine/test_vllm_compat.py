@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from generation.engine.settings import EngineSettings
+from generation.engine.settings import EngineSettings, cpu_places
 from generation.engine.vllm_compat import (
     check_build,
     check_keyed_noise,
@@ -58,6 +58,17 @@ def test_an_engine_on_cpu_keeps_a_bounded_number_of_compiled_products(monkeypatc
     assert int(engine_environment(CPU)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024  # what oneDNN keeps by itself
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "5")
     assert engine_environment(CPU)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("said", "processes", "threads"), [("", 1, 8), ("", 3, 2), ("3", 1, 3), ("3,2", 4, 2), ("9", 9, 1), ("few", 2, 4)]
+)
+def test_an_engine_on_cpu_has_its_share_of_the_cores_or_the_threads_it_is_told_to(
+    said: str, processes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert cpu_places([0], processes)["cpu_threads"] == threads
 
 
 def test_engines_do_not_tell_that_triton_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
