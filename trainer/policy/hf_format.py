@@ -34,7 +34,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from sharding.ranks import agreed, is_main
 from trainer.config.model_file import LOGIT_CHANGES
@@ -119,6 +120,9 @@ def build_meta_model(
                 for name in module._non_persistent_buffers_set:
                     module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
                 owner._init_weights(module)  # computes the buffers; parameters are on meta, where this does nothing
+    # As `revert_weight_conversion` would find it, among all modules again for each parameter.
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
     return model
 
 

@@ -214,6 +214,8 @@ def test_checkpoint_views_of_fused_experts(models: Path) -> None:
         piece = plain.flatten()[view.offset : view.offset + stored[view.name].numel()].view(view.shape)
         assert torch.equal(piece, stored[view.name])
     assert checkpoint_views(model, "model.norm.weight", (32,)) == [("model.norm.weight", 0, (32,))]
+    model._weight_conversions = None  # Transformers then looks for them itself
+    assert checkpoint_views(model, name, (5, 48, 32)) == views
 
 
 def test_checkpoint_views_refuse_what_is_no_contiguous_part(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
