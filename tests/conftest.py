@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import hotbunk_torchvision
+from tests import forked
 
 gc.disable()  # until all is imported: to look for garbage in that takes seconds, each time
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +50,8 @@ STARTING_ENGINES = (
 
 LONGEST = (
     "test_run.py",
+    "test_nodes.py",
+    "test_ray_run.py",
     "test_vision_run.py",
     "test_apart_run.py",
     "test_carried_run.py",
@@ -64,6 +68,16 @@ LONGEST = (
     "test_ray_service.py",
 )
 """Files that take longest, the first first. They come before all others, or one process would end with them alone."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In the first of pytest's processes; the others are forked as what they test is, unless they may need a GPU."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    forked.start_servers()
+    if has_cpu_build():
+        seeing = f"popen//python=env {hotbunk_torchvision.SHOWN}=1 {shlex.join(forked.PYTHON)}"
+        config.option.tx = [seeing for _ in getattr(config.option, "tx", None) or []]
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is heeded

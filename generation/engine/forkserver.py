@@ -29,7 +29,12 @@ import psutil
 
 from generation.importing import without_collections
 
-MODULES = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+MODULES = (
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.layers.quantization.online.base",
+)
 """What takes a process that starts an engine, and its core, long to import."""
 
 _STARTING = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")  # start engine cores and their workers
@@ -98,6 +103,15 @@ def _begin(environment: dict[str, str], target: Callable[..., Any], **kwargs: An
     target(**kwargs)
 
 
+def prepare() -> None:
+    """Do once what each core does at its start, to the same end: half of the time that takes."""
+    import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
+    platform: Any = import_module("vllm.platforms").current_platform
+    with warnings.catch_warnings(action="ignore"):  # it looks at all of all modules (vllm/triton_utils/dispatcher.py)
+        platform.register_triton_kernel_overrides()
+    platform.register_triton_kernel_overrides = lambda: None
+
+
 def start() -> None:
     """From now on vLLM's cores are forked from this process as it is now. Call it before there are other threads."""
     import setproctitle
@@ -122,6 +136,7 @@ def start() -> None:
             os.close(held)
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == own:
+                prepare()
                 gc.freeze()  # a collection would touch, and so copy, everything
                 setproctitle.setproctitle("hotbunk: forkserver")
                 _server._forkserver_pid = os.getpid()

@@ -228,6 +228,7 @@ def two_ranks(models: str, results: str) -> None:
 
 def _collected(check: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
+        gc.freeze()
         check()
         gc.collect()  # DeepSpeed's engines are cycles
 

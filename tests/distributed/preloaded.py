@@ -1,7 +1,7 @@
 """Whole runs that are forked from a process that has imported everything, for tests of what they compute.
 
-A rank imports for 10 s of CPU time: of many runs that would be most of the time. Here it is the server that all forked
-ranks come from (`launch.py`) that has imported it, once for all tests of a process.
+A rank imports for 10 s of CPU time: of many runs that would be most of the time. Here it is a server that has imported
+it (`tests/forked.py`), from which the ranks of `launch.py` come, too.
 
 The launcher is the real one, with torchrun's own agent, whose ranks are forked instead of exec'd. What starts a run
 otherwise, and what processes learn from their command lines, is tried with runs of `scripts/train.sh` itself.
@@ -25,24 +25,26 @@ from unittest.mock import patch
 import setproctitle
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-import hotbunk_torchvision
 from generation.engine import forkserver
+from tests import forked
 from trainer.run import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MODULES = [
+_TEXT = [
     __name__,
     "pytest",
     "trainer.crews",
     "torch.distributed.run",
     *forkserver.MODULES,
     "datasets",
-    "matplotlib.pyplot",
+    "trainer.run.plots",
 ]
-"""What the server imports that all ranks are forked from."""
+_IMAGES = ["trainer.policy.vision", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
+MODULES = (_TEXT, [*_TEXT, *_IMAGES])
+"""What the servers import that all ranks are forked from; the second one's see images."""
 
-_seeing: Any = multiprocessing.forkserver.ForkServer()  # another, which finds torchvision
+_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 setproctitle.getproctitle()  # it finds a process's name only before the environment is touched
 
@@ -50,15 +52,8 @@ setproctitle.getproctitle()  # it finds a process's name only before the environ
 @contextmanager
 def server(images: bool) -> Iterator[None]:
     """Processes that are started by `forkserver` come from what has imported all, for `images` torchvision, too."""
-    if not images:
-        multiprocessing.set_forkserver_preload(MODULES)
-        yield
-        return
-    _seeing.set_forkserver_preload(
-        [*MODULES, "trainer.policy.vision", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
-    )
-    connect = patch.object(multiprocessing.forkserver, "connect_to_new_process", _seeing.connect_to_new_process)
-    with patch.dict(os.environ, {hotbunk_torchvision.SHOWN: "1"}), connect:
+    connect = forked.server(images).connect_to_new_process
+    with patch.object(multiprocessing.forkserver, "connect_to_new_process", connect):
         yield
 
 
@@ -114,10 +109,20 @@ class _Popen(subprocess.Popen[bytes]):
             super()._execute_child(args, executable, preexec_fn, close, keep, cwd, env, *others)  # type: ignore[misc]
             return
         sys.stdout.flush()
+        # Python drops what a handler raises in what it calls after a fork: what comes meanwhile, to whichever thread,
+        # is raised later, and waits in the child.
+        came = list[int]()
+        handlers = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in _INTERRUPTIONS}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)
         self.pid = os.fork()
-        self._child_created = True
         if not self.pid:
             _be([*args[begin:]], env, preexec_fn)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+        self._child_created = True
 
 
 def _be(args: list[str], environment: dict[str, str], preexec: Callable[[], None] | None = None) -> NoReturn:
@@ -126,14 +131,19 @@ def _be(args: list[str], environment: dict[str, str], preexec: Callable[[], None
     try:
         gc.freeze()
         os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        for number in _INTERRUPTIONS:
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if preexec:
             preexec()
         setproctitle.setproctitle(" ".join([sys.executable, "-m", *args]))
         os.environ.clear()
         os.environ.update(environment)
         import_module("tests.distributed.changing.sitecustomize").change_what_is_loaded()
+        plots: Any = import_module("trainer.run.plots")
+        plots.plot_curves = lambda folder: folder / "curves.png"  # drawing takes a third of a short run
+        if "ray" in args:
+            sys.modules.pop("ray", None)
         sys.argv = list(args)
         runpy.run_module(args[0], run_name="__main__", alter_sys=True)
     except SystemExit as leaving:

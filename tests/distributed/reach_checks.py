@@ -1,5 +1,6 @@
 """What test_reach.py checks on two and four ranks: what vLLM's model on each holds after two syncs, and a fresh one."""
 
+import gc
 import os
 import pickle
 import tempfile
@@ -138,6 +139,7 @@ def vllm_worker(folder: Path, tensor_parallel_size: int) -> Any:
         str(folder), 128, tensor_parallel_size=tensor_parallel_size, plain_cpu_weights=True, extra=here
     )
     config = EngineArgs(**engine_arguments(settings)).create_engine_config()
+    gc.freeze()  # vLLM collects twice as it loads a model, here through all that cases have left
     # In a run this is a process of the engine's, which unpickles what it likes; the rank that plays it here does not.
     with patch("torch.distributed.distributed_c10d._unpickler", pickle.Unpickler), set_current_vllm_config(config):
         parallel_state.init_distributed_environment(world_size(), rank(), "env://", rank(), "gloo")

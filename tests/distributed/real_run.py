@@ -163,6 +163,7 @@ class Run:
             for pid, addresses in listening({process.pid for process in self.processes()}).items():
                 self.listened.setdefault(moment, {}).setdefault(pid, set()).update(addresses)
             time.sleep(0.2)
+        assert self.listened, (self.process.returncode, self.output())
 
     def summary(self) -> list[str]:
         """What the launcher has said last."""

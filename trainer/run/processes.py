@@ -79,10 +79,14 @@ def start_guardian(*kept: int) -> Path:
 
     The folder (mode 0700) is for sockets, vLLM's too, and becomes the place for temporary files, here and in all
     children: what they leave there goes with it. Those of dead runs are removed. Returns it.
+
+    Until `install_signal_handlers` SIGINT ends the process at once, as SIGTERM does: there is nothing to save yet, and
+    a KeyboardInterrupt would wait for C++ that waits for other ranks, or be lost in an import or a fork.
     """
     global _folder
     if _folder is not None:
         raise RuntimeError("this process has a guardian already")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # The kernel kills this process when torchrun is gone; with SIGKILL, since nothing waits for it then.
         launcher = os.environ.get("HOTBUNK_LAUNCHER")  # set by itself
@@ -298,10 +302,6 @@ def run(main: Callable[[], int]) -> NoReturn:
         code = main()
     except Interrupted as interrupted:
         code = interrupted.exit_code
-    except KeyboardInterrupt:  # before install_signal_handlers
-        leave_word("Interrupted", "interrupted by SIGINT during start-up")
-        print(f"rank {_rank()}: interrupted by SIGINT during start-up", file=sys.stderr)
-        code = 128 + signal.SIGINT
     except SystemExit as wanted:
         code = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
     except BaseException as error:

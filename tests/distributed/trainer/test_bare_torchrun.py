@@ -1,10 +1,10 @@
 """A run that was started by torchrun itself, or by `accelerate launch`, without the script: it trains."""
 
 import os
+import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +12,15 @@ import yaml
 
 from scripts.arithmetic import write_arithmetic
 from tests.conftest import ROOT, TinyModel
+from tests.forked import PYTHON
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of torchrun, which starts ranks by the one program that this names, here forked ones."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(PYTHON)} "$@"\n')
+    python.chmod(0o755)
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(python)}
 
 
 def test_a_bare_torchrun_says_what_is_open_and_a_run_whose_folder_is_deleted_ends(
@@ -27,10 +36,10 @@ def test_a_bare_torchrun_says_what_is_open_and_a_run_whose_folder_is_deleted_end
         "tracking": {"wandb": "disabled"},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    torchrun = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     command = [*torchrun, "-m", "trainer", "sft", str(tmp_path / "recipe.yaml")]
     with (tmp_path / "log").open("w") as log:
-        run = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        run = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment(tmp_path))
     try:
         metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
         while not metrics.exists() or metrics.read_text().count("\n") < 3:
@@ -70,8 +79,8 @@ def test_accelerate_launch_starts_two_ranks_with_the_file_that_the_policy_takes_
         port = free.getsockname()[1]
     launch = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", str(port)]
     run = subprocess.run(
-        [sys.executable, *launch, "-m", "trainer", "sft", str(tmp_path / "recipe.yaml")],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+        [*PYTHON, *launch, "-m", "trainer", "sft", str(tmp_path / "recipe.yaml")],
+        cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     policy = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["policy"]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
+from tests.forked import PYTHON
 
 DEADLINE = 20.0
 
@@ -90,7 +92,7 @@ class Run:
         script.write_text(textwrap.dedent(RANK))
         self.log = folder / "log"
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if torchrun else []
-        command = [sys.executable, *launch, str(script), str(folder), *modes]
+        command = [*(PYTHON if torchrun else [sys.executable]), *launch, str(script), str(folder), *modes]
         self.mark = str(uuid.uuid4().int)
         environment = os.environ | {
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOTBUNK_TEST_RUN": self.mark, "TMPDIR": str(folder),
@@ -142,8 +144,9 @@ def check_nothing_left(run: Run) -> str:
 def test_nothing_is_left_when_the_launcher_is_signalled(tmp_path: Path, number: signal.Signals, mode: str) -> None:
     run = Run(tmp_path, mode)
     if mode == "steady":
-        # The launcher; of a rank itself, two guardians, two workers, three sleepers, a resource tracker, three paths.
-        assert len(run.left()) == 1 + 2 * (9 + 3)
+        # The launcher and its resource tracker; of a rank itself, two guardians, two workers, three sleepers, another
+        # resource tracker, three paths.
+        assert len(run.left()) == 2 + 2 * (9 + 3)
     run.launcher.send_signal(number)
     log = check_nothing_left(run)
     assert run.launcher.returncode != 0
@@ -218,6 +221,39 @@ def test_a_rank_whose_launcher_has_died_before_it_could_tell_ends_at_once(tmp_pa
         code = "from trainer.run import processes; processes.start_guardian(); print('lives')"
         rank = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
         assert (rank.stdout, rank.returncode) == (expected, 0 if expected else -signal.SIGKILL), rank.stderr
+
+
+WAITING = """
+from trainer.distributed import init_process_group
+from trainer.run import processes
+processes.start_guardian()
+processes.run(lambda: init_process_group(600, "cpu"))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rank_that_waits_for_another_to_start_is_ended_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    """It waits in C++, where no handler of Python's runs."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TMPDIR": str(tmp_path),
+    }  # fmt: skip
+    rank = subprocess.Popen([*PYTHON, "-c", WAITING], env=environment, start_new_session=True)
+    try:
+        assert wait_until(lambda: connects(port), 60)
+        rank.send_signal(number)
+        assert rank.wait(DEADLINE) == -number
+    finally:
+        rank.kill()  # and its guardians with it
+    assert not list(tmp_path.glob("hotbunk-*"))
+
+
+def connects(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 HELD = """

@@ -1,5 +1,7 @@
 """A whole run whose engines are actors of a Ray cluster, which come and go."""
 
+import json
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +10,7 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
+from tests import forked
 from tests.conftest import TinyModel
 from tests.distributed.real_run import GONE_SECONDS, ROOT, Run, write_recipe
 
@@ -16,8 +19,10 @@ pytestmark = pytest.mark.timeout(900)  # a cluster on a busy machine takes its t
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """With room for two engines."""
+    """With room for two engines, whose processes are forked."""
     monkeypatch.setenv("RAY_worker_niceness", "0")  # else the machine's other work comes first
+    starts = {"py_executable": shlex.join(forked.PYTHON), "env_vars": {forked.ENGINES: "1"}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": starts}))
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     yield cluster
@@ -25,12 +30,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 def actors() -> list[psutil.Process]:
-    """Of the cluster's engines."""
-    return [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if "ActorEngine" in process.name() and process.status() != psutil.STATUS_ZOMBIE
-    ]
+    """Of the cluster's engines: what they are forked for, and end with."""
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and forked.__file__ in p.cmdline()]
 
 
 def test_replicas_that_die_and_join_answer_every_prompt_once_as_one_engine_does(

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from tests.conftest import ROOT, TinyModel
 from tests.distributed.killed_run import REWARD, disturbed, draw, survived, unequal
 from tests.distributed.real_run import Run, differences, write_recipe
+from tests.forked import PYTHON
 from trainer.run import checkpoint
 from trainer.run.screen import WIDTH
 
@@ -40,7 +40,7 @@ def side_by_side(recipe: Path) -> tuple[Run, Run]:
     noted = recipe.parent / "imports"
     runs = (
         Run(recipe, "--run.profile", "[2, 3]", name="whole", imports=noted),
-        Run(recipe, *one_engine, name="one-engine", imports=noted),
+        Run(recipe, *one_engine, name="one-engine", preloaded=True),
     )
     runs[0].watch_listening()
     for run in runs:
@@ -237,7 +237,7 @@ def test_the_exported_model_answers_alike_in_plain_transformers_and_plain_vllm(w
         )
         expected.append(answer[0, len(ids) :].tolist())
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, "-c", PLAIN_VLLM, str(folder), json.dumps(prompts)]
+    command = [*PYTHON, "-c", PLAIN_VLLM, str(folder), json.dumps(prompts)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert answers, done.stderr[-3000:]

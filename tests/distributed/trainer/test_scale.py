@@ -10,6 +10,7 @@ import scale_run
 
 from tests.conftest import ROOT
 from tests.distributed.launch import run_ranks
+from tests.forked import PYTHON
 
 COUNTED = ("ranks", "start", "step", "requests", "files")
 
@@ -26,7 +27,7 @@ def test_real_ranks_call_send_receive_and_save_as_much_as_simulated_ones(tmp_pat
     (tmp_path / "apart").mkdir()
     scale_run.make_inputs(tmp_path / "apart")
     script = str(ROOT / "scripts/bench/scale.py")
-    simulated = [sys.executable, script, "--simulated", str(tmp_path / "apart"), "1,2,4", str(tmp_path / "simulated")]
+    simulated = [*PYTHON, script, "--simulated", str(tmp_path / "apart"), "1,2,4", str(tmp_path / "simulated")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(simulated, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -84,8 +84,9 @@ def uncut(leader: Leader, sampling: SamplingSettings = SAMPLED) -> list[Generati
     return leader.thread.run(go(), 120, "answers")
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "no cache"])
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize(
+    ("name", "temperature"), [("float32", 1.0), ("bfloat16", 1.0), ("no cache", 1.0), ("float32", 0.0)]
+)
 def test_an_answer_in_slices_is_the_one_that_is_not_cut(
     leaders: dict[str, Leader], name: str, temperature: float
 ) -> None:

@@ -4,9 +4,8 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -14,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
+from tests.forked import ENGINES, PYTHON
 from trainer.cli import main
 from trainer.commands.generate import Chat, longest_answer
 
@@ -31,9 +31,9 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 def test_a_chat_answers_like_transformers_and_ctrl_c_ends_it(tiny_qwen2: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(tiny_qwen2), AutoModelForCausalLM.from_pretrained(tiny_qwen2)
     words = ["generate", str(tiny_qwen2), "--max-tokens", str(TOKENS), "--system", "be brief"]
-    mark = {"HOTBUNK_TEST_MARK": str(time.monotonic_ns())}
+    environment = os.environ | {ENGINES: "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", *words], cwd=ROOT, env=os.environ | mark, stdin=-1, stdout=-1, text=True
+        [*PYTHON, "-m", "trainer", *words], cwd=ROOT, env=environment, stdin=-1, stdout=-1, text=True
     )
     assert process.stdin is not None and process.stdout is not None
     chat, expected = Chat(tokenizer, "be brief"), ""
@@ -45,20 +45,20 @@ def test_a_chat_answers_like_transformers_and_ctrl_c_ends_it(tiny_qwen2: Path) -
         process.stdin.flush()
     printed = "".join(process.stdout.readline() for _ in range(expected.count("\n")))
     assert printed == expected
-    family = processes_with(mark)
+    family = writers(process.stdout)
     assert len(family) > 1  # the engine's, too
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 128 + signal.SIGINT
     psutil.wait_procs(family, timeout=20)
-    assert processes_with(mark) == []
+    assert writers(process.stdout) == []
 
 
-def processes_with(mark: dict[str, str]) -> list[psutil.Process]:
-    """Processes that have inherited the environment variable."""
+def writers(pipe: IO[str]) -> list[psutil.Process]:
+    """Processes whose standard output is this pipe."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            if mark.items() <= process.environ().items():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.stat(f"/proc/{process.pid}/fd/1").st_ino == os.fstat(pipe.fileno()).st_ino:
                 found.append(process)
     return found
 

@@ -3,8 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from generation.images import ImageProcessor
 from tests.conftest import ROOT
-from tests.engine.trainer.test_generate import processes_with
+from tests.engine.trainer.test_generate import writers
+from tests.forked import ENGINES, PYTHON
 from tests.pictures import images
 from trainer.cli import main
 
@@ -31,11 +30,9 @@ def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
     prompt = torch.tensor([tokenizer(text)["input_ids"]])
     mask = torch.ones_like(prompt)
     expected = model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=12)[0, prompt.shape[1] :]
-    mark = {"HOTBUNK_TEST_MARK": str(time.monotonic_ns())}
     words = ["serve", str(tiny_qwen2), "--port", "0", "--api-key", "secret", "--name", "mine", "--concurrent", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", *words], cwd=ROOT, env=os.environ | mark, stdout=-1, text=True
-    )
+    environment = os.environ | {ENGINES: "1"}
+    process = subprocess.Popen([*PYTHON, "-m", "trainer", *words], cwd=ROOT, env=environment, stdout=-1, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("mine answers at http://127.0.0.1:"), line
@@ -47,11 +44,11 @@ def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
     assert sampled == ["12.0"] and "\nhotbunk_weight_version 0.0\n" in shown
     with pytest.raises(openai.BadRequestError, match="takes no trajectories' keys in x-hotbunk-trajectory"):
         api.chat.completions.create(model="mine", messages=messages, extra_headers={"x-hotbunk-trajectory": "a"})
-    family = processes_with(mark)
+    family = writers(process.stdout)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 128 + signal.SIGINT
     psutil.wait_procs(family, timeout=20)
-    assert processes_with(mark) == []
+    assert writers(process.stdout) == []
 
 
 def test_a_served_model_that_sees_answers_to_images_as_transformers_does(tiny_vlm: Callable[..., Path]) -> None:
@@ -64,11 +61,9 @@ def test_a_served_model_that_sees_answers_to_images_as_transformers_does(tiny_vl
     kinds = (prompt == model.config.image_token_id).long()
     given = processor.features([image]) | {"mm_token_type_ids": kinds, "attention_mask": torch.ones_like(prompt)}
     expected = model.generate(prompt, do_sample=False, max_new_tokens=8, **given)[0, len(ids) :]
-    mark = {"HOTBUNK_TEST_MARK": str(time.monotonic_ns())}
     words = ["serve", str(folder), "--port", "0", "--name", "mine", "--concurrent", "2", "--images", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", *words], cwd=ROOT, env=os.environ | mark, stdout=-1, text=True
-    )
+    environment = os.environ | {"HOTBUNK_IMAGES": "1", ENGINES: "1"}
+    process = subprocess.Popen([*PYTHON, "-m", "trainer", *words], cwd=ROOT, env=environment, stdout=-1, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("mine answers at http://127.0.0.1:"), line

@@ -1,8 +1,11 @@
 """AsyncVLLM on a local Ray cluster: two actors with a real engine each, which do what local processes do."""
 
 import multiprocessing
+import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import sharding
 from generation.compat.torchrl.arguments import PromptErrors, resolve
 from generation.compat.torchrl.replicas import ServiceEngine
 from generation.compat.torchrl.service import AsyncVLLM
+from tests import forked
 from tests.colocated import HfPolicy
 from tests.conftest import TinyModel
 
@@ -54,7 +58,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("RAY_worker_niceness", "0")  # else the machine's other work comes first
         patch.setenv("RAY_AUTH_MODE", "disabled")  # it would write a token into the home directory
         # What a killed actor leaves is then told from what a run leaves (tests/shared_memory.py).
-        workers = {"worker_process_setup_hook": semaphore_names()}
+        workers = {"worker_process_setup_hook": semaphore_names(), "py_executable": shlex.join(forked.PYTHON)}
+        workers |= {"env_vars": {forked.ENGINES: "1"}}
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=workers)
         yield
         ray.shutdown()
@@ -68,12 +73,15 @@ def service(cluster: None, model: Path) -> Iterator[AsyncVLLM]:
 
 
 def engine_processes() -> list[psutil.Process]:
-    """Ray's workers and engines, which are not children of this process alone."""
-    return [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.status() != psutil.STATUS_ZOMBIE and process.name().startswith(("VLLM", "ray::Greeter"))
-    ]
+    """Engines that write to Ray's logs, and what their actors are forked for, and end with."""
+    session, found = Path(ray._private.worker._global_node.get_session_dir_path()).name, []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            engine = process.name().startswith("VLLM") and session in os.readlink(f"/proc/{process.pid}/fd/1")
+            actor = forked.__file__ in (line := process.cmdline()) and session in " ".join(line)
+            if engine or actor:
+                found.append(process)
+    return found
 
 
 @pytest.mark.covers("T02", "T20")
@@ -153,6 +161,7 @@ def test_weights_reach_actors(service: AsyncVLLM, model: Path) -> None:
 @pytest.mark.covers("T29")
 def test_a_dead_actor_is_an_error_and_the_end_leaves_nothing(service: AsyncVLLM) -> None:
     """Last: it ends the service."""
+    assert len(engine_processes()) == 4
     futures = [service._submit({"prompt_token_ids": [i]}, ENDLESS, 0, None, {}) for i in range(4)]
     ray.kill(ray.get_actor(f"async-vllm-replica-{service.service_id}-0", namespace="hotbunk"))
     assert all("died" in str(future.exception(60)) or future.exception(0) is None for future in futures)

@@ -129,7 +129,7 @@ def test_nothing_drawn_at_random_is_met_with_a_traceback(folder: Folder) -> None
         assert not outcome.fault, f"{case!r:.300}\n{outcome.fault}"
         seen.append(outcome)
 
-    search(folder, 60, look, "--check")
+    search(folder, 40, look, "--check")
     assert {outcome.code for outcome in seen} == {0, 2}  # neither all refused nor all accepted
     assert folder.judge({}, "--dry-run").code == 0  # and the folder is as it was
 

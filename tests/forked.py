@@ -1,0 +1,166 @@
+"""What tests start is forked, where how it starts is not what they look at: imports are most of what a short run costs.
+
+Two processes import all there is to import, of which one finds torchvision, once somebody asks for a process of theirs.
+All of pytest's processes share them, and are such forks themselves. `python tests/forked.py ...` is `python ...`.
+"""
+
+import atexit
+import fcntl
+import gc
+import multiprocessing.forkserver
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from multiprocessing import process
+from multiprocessing.connection import arbitrary_address  # type: ignore[attr-defined]
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = (sys.executable, __file__)
+"""A command for `python`, forked from what finds torchvision if HOTBUNK_IMAGES is set."""
+
+ENGINES = "HOTBUNK_TEST_ENGINES"
+"""A variable for that command: the engines that it starts are to be forked as well."""
+
+_MAIN = process.current_process()
+_ADDRESSES = ("HOTBUNK_TEST_FORKSERVER", "HOTBUNK_TEST_SEEING_FORKSERVER")
+
+
+def start_servers() -> None:
+    """Start both in this process, the first of pytest's; they end with it."""
+    for images, name in enumerate(_ADDRESSES):
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(arbitrary_address("AF_UNIX"))
+        listener.listen()
+        ended, _held = os.pipe()  # the write end is this process's alone
+        code = f"import sys; sys.path[:0] = {[str(ROOT)]}; from tests.forked import serve"
+        code += f"; serve({listener.fileno()}, {ended}, {bool(images)})"
+        quiet = os.environ | {"TORCH_LOGS": "-torch._library.triton"}
+        descriptors = (listener.fileno(), ended)
+        subprocess.Popen([sys.executable, "-c", code], pass_fds=descriptors, stdin=subprocess.DEVNULL, env=quiet)
+        os.environ[name] = listener.getsockname()
+        os.close(ended)
+        listener.close()
+
+
+def serve(listener: int, ended: int, images: bool) -> None:
+    """Be a server, which imports when it is asked for its first process."""
+    if ended in select.select([listener, ended], [], [])[0]:
+        return
+    if images:
+        import_module("hotbunk_torchvision").show()
+    sys.warnoptions.append("ignore")  # as in `main`
+    hidden: Any = None
+    sys.modules["ray"] = hidden  # vLLM imports it where it can; it reads its environment as it is imported
+    with suppress(ImportError):  # of vLLM, where it is not the build for CPUs
+        for name in import_module("tests.distributed.preloaded").MODULES[images]:
+            import_module(name)
+        import_module("generation.engine.forkserver").prepare()
+    multiprocessing.forkserver.main(listener, ended, [])  # type: ignore[attr-defined]
+
+
+class _Server(multiprocessing.forkserver.ForkServer):
+    """One of them, to this process."""
+
+    def __init__(self, images: bool) -> None:
+        super().__init__()
+        given: Any = self
+        given._forkserver_address = os.environ[_ADDRESSES[images]]
+        given._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # of no use: they live as long as pytest does
+
+    def ensure_running(self) -> None:
+        """It runs."""
+
+
+server = cache(_Server)
+
+
+class _Streams:
+    """Standard input, output and error, on their way to another process."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return list, ([DupFd(number) for number in range(3)],)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python` with these arguments, forked; the signals that this process gets are passed on."""
+    sys.warnoptions.append("ignore")  # in what looks after shared memory: here processes are killed that have some
+    seeing = bool(os.environ.get("HOTBUNK_IMAGES"))
+    multiprocessing.forkserver.connect_to_new_process = server(seeing).connect_to_new_process
+    del sys.modules["__main__"].__file__  # else the fork would run this file first
+    context = multiprocessing.get_context("forkserver")
+    fork = context.Process(target=_be_python, args=(_Streams(), list(arguments), dict(os.environ), os.getcwd()))
+    fork.start()
+    assert fork.pid is not None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda number, frame: os.kill(fork.pid or 0, number))
+    fork.join()
+    code = fork.exitcode or 0
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def _be_python(streams: Any, arguments: list[str], environment: dict[str, str], folder: str) -> None:
+    parent: Any = process.parent_process()  # where it is killed, this is
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([parent.sentinel], [], [], 0)[0]:
+        os._exit(1)
+    process._current_process, process._parent_process = _MAIN, None  # type: ignore[attr-defined]
+    for number, stream in enumerate(streams):
+        os.dup2(stream.detach(), number)
+    sys.stdin = os.fdopen(0, closefd=False)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    gc.freeze()
+    del sys.modules["ray"]
+    if environment.get(ENGINES):
+        import_module("generation.engine.forkserver").start()
+    while arguments[0] in ("-u", "-B", "-P"):
+        del arguments[0]
+    place = {"-c": "", "-m": folder}.get(arguments[0], os.path.dirname(os.path.realpath(arguments[0])))
+    sys.path[:1] = [] if environment.get("PYTHONSAFEPATH") else [place]
+    code: Any = 0
+    try:
+        if arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            sys.modules["__main__"] = module = ModuleType("__main__")
+            exec(arguments[1], module.__dict__)
+        elif arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as leaving:
+        code = leaving.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+    sys.exit(import_module("tests.forked").main(sys.argv[1:]))
