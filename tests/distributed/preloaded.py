@@ -118,8 +118,8 @@ class _Popen(subprocess.Popen[bytes]):
         if not self.pid:
             _be([*args[begin:]], env, preexec_fn)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for interruption, handler in handlers.items():
+            signal.signal(interruption, handler)
         for number in came:
             signal.raise_signal(number)
         self._child_created = True
