@@ -98,13 +98,16 @@ def main(arguments: Sequence[str]) -> int:
     sys.warnoptions.append("ignore")  # in what looks after shared memory: here processes are killed that have some
     seeing = bool(os.environ.get("HOTBUNK_IMAGES"))
     multiprocessing.forkserver.connect_to_new_process = server(seeing).connect_to_new_process
+    handed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     del sys.modules["__main__"].__file__  # else the fork would run this file first
     context = multiprocessing.get_context("forkserver")
     fork = context.Process(target=_be_python, args=(_Streams(), list(arguments), dict(os.environ), os.getcwd()))
+    signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
     fork.start()
     assert fork.pid is not None
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in handed_on:
         signal.signal(number, lambda number, frame: os.kill(fork.pid or 0, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handed_on)
     fork.join()
     code = fork.exitcode or 0
     if code < 0:

@@ -26,6 +26,7 @@ import psutil
 from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
+import hotbunk_torchvision
 from generation.engine import forkserver
 from tests.distributed import preloaded
 from trainer.run import processes
@@ -61,6 +62,8 @@ def run_ranks(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
+    if images:  # vLLM starts processes of its own to look at such a model
+        environment[hotbunk_torchvision.SHOWN] = "1"
     with tempfile.TemporaryDirectory() as done:
         log = Path(done) / "output"
         log.touch()
