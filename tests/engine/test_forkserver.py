@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -42,6 +43,31 @@ def test_what_is_forked_has_all_modules_and_goes_by_the_environment_it_is_starte
     assert imported == list(forkserver.MODULES) and name == threads
     assert settings == [int(threads), disabled == "1", int(warnings != "ignore")]
     assert process.exitcode == 0
+
+
+def tell_kernels(path: str) -> None:
+    """Which of vLLM's kernels for Triton have their replacements, and whether a worker looks for them once more."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import dispatcher
+
+    with patch.object(dispatcher, "register_kernels") as asked:
+        type(current_platform).register_triton_kernel_overrides()
+    with patch.object(dispatcher, "_rebind_kernels") as looked:
+        current_platform.register_triton_kernel_overrides()
+    places = {name: dispatcher._resolve_kernel(name) for name in asked.call_args[0][0]}
+    kernels = {name: type(getattr(*place)).__name__ for name, place in places.items()}
+    Path(path).write_text(json.dumps([kernels, looked.called]))
+
+
+def test_a_forked_core_has_the_kernels_replaced_that_a_worker_would_replace(tmp_path: Path) -> None:
+    from vllm.v1.engine import utils
+
+    process = utils.get_mp_context().Process(target=tell_kernels, kwargs={"path": str(tmp_path / "told")}, daemon=True)
+    process.start()
+    process.join(60)
+    kernels, looked = json.loads((tmp_path / "told").read_text())
+    assert len(kernels) > 5 and set(kernels.values()) == {"KernelOverride"}
+    assert not looked
 
 
 def test_where_the_server_was_killed_cores_are_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
