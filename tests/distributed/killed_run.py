@@ -51,6 +51,7 @@ DELAY = 0.15
 QUICKER = 8  # is a start of a run that is forked
 END_SECONDS = 90.0  # from a signal to the launcher's end; a rank that is asked to end is given time to save
 STOPPED_SECONDS = 5.0
+NOTHING = "nothing"
 REWARD = f"{ROOT}/tests/distributed/digit_reward.py:LeavesProcesses"
 
 
@@ -91,6 +92,7 @@ class Survivor:
         finally:
             del os.environ["RESTARTS"]
         self.lost: list[float] = []  # seconds, of each kill
+        self.missed = 0  # kills that came too late
 
     def victims(self, kind: str) -> list[psutil.Process]:
         """The living processes of a kind, engines' workers being in their cores."""
@@ -101,12 +103,14 @@ class Survivor:
             return [child for child in above.children() if "trainer.launcher" in " ".join(child.cmdline())]
         return found.get(kind, run.reward_workers)()
 
-    def kill(self, kind: str, moment: str, delay: float) -> str:
-        """Kill one of a kind in a moment of a step, at the latest some seconds after now; returns what was done."""
+    def kill(self, kind: str, step: int, moment: str, delay: float) -> str:
+        """Kill one of a kind in a moment of a step, or at any before its end; returns what was done."""
         deadline = time.monotonic() + 10
         while not self.phase().endswith(moment) and time.monotonic() < deadline and self.run.process.poll() is None:
             time.sleep(0.001)
-        time.sleep(delay)
+        deadline = time.monotonic() + delay
+        while time.monotonic() < deadline and (moment or len(self.run.rows()) < step):
+            time.sleep(0.01)
         deadline = time.monotonic() + 120
         while self.run.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -116,7 +120,7 @@ class Survivor:
                     victim.kill()
                     return f"{kind} in {phase or 'start'}"
             time.sleep(0.01)
-        return "nothing"
+        return NOTHING
 
     def phase(self) -> str:
         """What rank 0 is doing, or was when it ended."""
@@ -129,11 +133,12 @@ class Survivor:
             while len(self.run.rows()) < step - 1 and self.run.process.poll() is None:
                 time.sleep(0.002)
             rows, began = len(self.run.rows()), time.monotonic()
-            done = self.kill(kind, moment, delay)
+            done = self.kill(kind, step, moment, delay)
             if number == len(kills) or kills[number][0] > step:  # the second of a step comes while the first is mended
                 while len(self.run.rows()) <= rows and self.run.process.poll() is None:
                     time.sleep(0.01)
             self.lost.append(max(0.0, time.monotonic() - began - usual))
+            self.missed += done == NOTHING
             print(f"{number:>2} step {step}: {done}; {self.lost[-1]:.1f} s lost", flush=True)
 
 
@@ -161,6 +166,7 @@ def survived(
     failures = [] if survivor.run.wait(1200) == 0 else [survivor.run.output()]
     whole = time.monotonic() - began
     survivor.run.assert_gone()
+    failures += [f"{survivor.missed} kills found nobody"] * (survivor.missed > 0)
     # What dies in an update is often noticed a step later, which the whole has and the single figures have not.
     print(json.dumps({"kills": len(kills), "whole, s": round(whole), "each": [round(s, 1) for s in survivor.lost]}))
     return failures + unequal(straight, survivor.run)
@@ -307,7 +313,7 @@ class DisturbedRun:
         if self.ended():
             self.ended_by_itself(done)
 
-    def ended_by_itself(self, done: str = "nothing") -> None:
+    def ended_by_itself(self, done: str = NOTHING) -> None:
         """Only at its end, and well."""
         if self.run.process.returncode != 0:
             self.failures.append(f"after {done} the run ended with {self.run.process.returncode}: {self.run.output()}")
