@@ -38,16 +38,14 @@ def side_by_side(recipe: Path) -> tuple[Run, Run]:
     watched; and two steps of the same with one engine for both ranks."""
     one_engine = ["--engine.tensor_parallel_size=2", "--run.steps=2", "--eval.every=0"]
     noted = recipe.parent / "imports"
-    runs = (
-        Run(recipe, "--run.profile", "[2, 3]", name="whole", imports=noted),
-        Run(recipe, *one_engine, name="one-engine", preloaded=True),
-    )
-    runs[0].watch_listening()
-    for run in runs:
+    one = Run(recipe, *one_engine, name="one-engine", preloaded=True)  # first: it may wait for its server's imports
+    whole = Run(recipe, "--run.profile", "[2, 3]", name="whole", imports=noted)
+    whole.watch_listening()
+    for run in (whole, one):
         assert run.wait() == 0, run.output()
-    for run in runs:
+    for run in (whole, one):
         run.assert_gone()
-    return runs
+    return whole, one
 
 
 @pytest.fixture(scope="module")
