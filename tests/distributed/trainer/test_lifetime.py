@@ -100,7 +100,7 @@ class Run:
         with self.log.open("w") as log:
             self.launcher = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         files = [folder / str(rank) for rank in range(ranks)]
-        assert wait_until(lambda: all(file.exists() for file in files), 60), self.log.read_text()
+        assert wait_until(lambda: all(file.exists() for file in files), 180), self.log.read_text()
         told = [file.read_text().split() for file in files]
         self.pids = [int(words[0]) for words in told]
         self.paths = [Path(path) for words in told for path in words[1:]]
@@ -242,7 +242,7 @@ def test_a_rank_that_waits_for_another_to_start_is_ended_by_a_signal(tmp_path: P
     }  # fmt: skip
     rank = subprocess.Popen([*PYTHON, "-c", WAITING], env=environment, start_new_session=True)
     try:
-        assert wait_until(lambda: connects(port), 60)
+        assert wait_until(lambda: connects(port), 180)
         rank.send_signal(number)
         assert rank.wait(DEADLINE) == -number
     finally:
