@@ -305,17 +305,19 @@ def _run(folder: Folder, cases: list[Case]) -> None:
 
 
 def _become_the_run(recipe: Path, log: Path) -> None:
-    os.setsid()
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    code = 1
     try:
-        sys.exit(main(["train", str(recipe)]))
+        os.setsid()
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        code = main(["train", str(recipe)])
     except SystemExit as error:
-        os._exit(int(error.code or 0))
+        code = int(error.code or 0)
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
+    finally:
+        os._exit(code)
 
 
 def _waited(pid: int) -> int:

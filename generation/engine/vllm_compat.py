@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from generation.engine import forkserver
+from generation.engine.cpu_kernels import hidden_instructions, kernel_environment
 from generation.engine.devices import full_uuids
 from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, routes_problem
 
@@ -60,8 +61,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         return env | _CUDA_ENVIRONMENT | _apart_from_other_ranks()
     env["OMP_NUM_THREADS"] = str(settings.cpu_threads)
     env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, settings.cpu_cores)) or "nobind"
-    # The worker extension reads it when vLLM imports it, before the model is built.
-    env["HOTBUNK_PLAIN_CPU_WEIGHTS"] = str(int(settings.plain_cpu_weights and settings.on_cpu))
+    env |= kernel_environment(plain=settings.plain_cpu_weights)
     # It keeps compiled products by their shape, some 30 KiB each. A batch of every size would fill its own 1024, over
     # hundreds of steps (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
     env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
@@ -166,7 +166,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # sequence that is being decoded takes one.
         arguments["max_num_batched_tokens"] = max(8192, settings.max_num_seqs)
     if settings.worker_class is None:
-        del arguments["worker_cls"]
+        arguments["worker_cls"] = "generation.engine.cpu_worker.CPUWorker" if settings.on_cpu else "auto"
     if settings.lora_rank:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
@@ -211,7 +211,8 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
         import vllm
 
         raise ValueError(f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
-    config = AsyncEngineArgs(**arguments).create_engine_config()
+    with hidden_instructions(settings.plain_cpu_weights) if settings.on_cpu else nullcontext():
+        config = AsyncEngineArgs(**arguments).create_engine_config()
     if settings.keyed_noise:
         check_keyed_noise(settings, config)
     return config

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from generation.engine.cpu_kernels import PLAIN
 from generation.importing import load
 from sharding.wire import staging
 from sharding.wire.channel import SyncError, connect
@@ -26,7 +27,7 @@ from sharding.worker.recording import Recording, storage_key
 from sharding.worker.routes import RouteRecorder
 from sharding.worker.storage import StorageBuckets, StorageCarrier
 
-_PLAIN_ON_CPU = os.environ.get("HOTBUNK_PLAIN_CPU_WEIGHTS") == "1"
+_PLAIN_ON_CPU = os.environ.get(PLAIN) == "1"
 if _PLAIN_ON_CPU:  # vLLM imports this module before it builds the model
     from sharding.worker.plain import keep_weights_plain
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.nn.functional import linear
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -57,6 +58,21 @@ def _keeps(method: Any) -> bool:
         plain = getattr(getattr(method, "experts_cls", None), "keeps_weights", False)
         return plain or method.unquantized_backend.name in _PLAIN_EXPERTS
     return type(method).__name__ in _PLAIN_METHODS
+
+
+def check_unpacked(model: Module, reprocessed: Sequence[Module]) -> None:
+    """Raise SyncError for a packed weight outside of the modules `reprocessed`: one that was to be written in place.
+
+    vLLM notes a kernel that computes from a packed copy at the layer (vllm/model_executor/layers/utils.py).
+    """
+    inside = {inner for module in reprocessed for inner in module.modules()}
+    for name, module in model.named_modules():
+        packed = getattr(module, "cpu_linear", linear) is not linear or hasattr(module, "_cpu_unpacked_conv_weight")
+        if packed and module not in inside:
+            raise SyncError(
+                f"{name}.weight is packed by this vLLM for this machine's CPU, although engine.plain_cpu_weights is "
+                "true, so that an update cannot be written into it: set engine.plain_cpu_weights to false"
+            )
 
 
 class Reload:
@@ -209,15 +225,18 @@ class WeightLoader:
         self.plain, self.recording = not reprocessed, recording
         self.left_out: list[str] = []
         self._model, self._config = model, vllm_config
-        self._reload = Reload(model, list(reprocessed), vllm_config)
-        self._records = model not in reprocessed
+        self._reprocessed = list(reprocessed)
+        self._reload = Reload(model, self._reprocessed, vllm_config)
+        self._records = model not in self._reprocessed
         self._watcher = LoadWatcher()
         self._arrivals = Arrivals({})
 
     def begin(self, weights: Manifest, replay: bool = True) -> None:
         """Start an update that will bring exactly these weights; `replay` records what the loaders do, or repeats it.
         Weights that are re-processed after loading cannot be replayed.
+        Raises SyncError: as `check_unpacked`.
         """
+        check_unpacked(self._model, self._reprocessed)
         self._arrivals = Arrivals(weights)
         if not (self._records and replay):
             self.recording = None

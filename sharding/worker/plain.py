@@ -1,16 +1,16 @@
 """On CPU: weights that stay as they are loaded, so that they can be written in place and read back.
 
-vLLM packs those of linear layers for oneDNN, where the processor has it (vllm/model_executor/layers/utils.py,
-dispatch_cpu_unquantized_gemm), and those of a mixture's experts for its own kernel
-(vllm/model_executor/layers/fused_moe/experts/cpu_moe.py, process_weights_after_loading).
+By what the processor has, vLLM packs those of linear layers for oneDNN, SGL's kernels or zentorch, and those of
+convolutions for a kernel of its own (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm); those of a
+mixture's experts for another (vllm/model_executor/layers/fused_moe/experts/cpu_moe.py, process_weights_after_loading).
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm, silu
-from vllm import _custom_ops
+from torch.nn.functional import grouped_mm, linear, silu
+from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
 def keep_weights_plain() -> None:
     """For models that this process builds from now on; experts with biases, or other activations, stay packed."""
-    _custom_ops._supports_onednn = False
+    utils.dispatch_cpu_unquantized_gemm = _compute_plain
     kernels = unquantized.backend_to_kernel_cls
 
     def plain_first(backend: unquantized.UnquantizedMoeBackend) -> list[Any]:
@@ -26,6 +26,11 @@ def keep_weights_plain() -> None:
         return [*plain, *kernels(backend)]
 
     unquantized.backend_to_kernel_cls = plain_first
+
+
+def _compute_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """Have a layer computed from its weight as it is, as vLLM does where it has no kernel for it."""
+    layer.cpu_linear = linear
 
 
 class PlainExperts(CPUUnquantizedExperts):

@@ -36,9 +36,11 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
     init_process_group(120, "cpu")
     from vllm.v1.worker import cpu_model_runner
 
+    from generation.engine.cpu_kernels import hide_instructions
     from sharding.worker import extension
     from sharding.worker.plain import keep_weights_plain
 
+    hide_instructions(plain=True)  # as an engine's worker does
     extension._PLAIN_ON_CPU = True
     keep_weights_plain()
     cpu_model_runner._set_torch_accelerator_to_noop()

@@ -163,5 +163,6 @@ def test_on_cuda_weights_come_from_memory_that_has_an_ipc_handle_and_only_they(m
     on_cpu, on_cuda = (
         engines.engine_settings(TrainConfig.model_validate(recipe), on_cuda) for on_cuda in (False, True)
     )
-    assert on_cpu.shared_weights and "worker_cls" not in engine_arguments(on_cpu)
+    assert on_cpu.shared_weights
+    assert engine_arguments(on_cpu)["worker_cls"] == "generation.engine.cpu_worker.CPUWorker"
     assert engine_arguments(on_cuda)["worker_cls"] == f"{SharingWorker.__module__}.{SharingWorker.__name__}"

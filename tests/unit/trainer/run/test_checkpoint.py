@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 
+from tests.children import in_child
 from trainer.errors import UserError
 from trainer.run import checkpoint
 
@@ -147,16 +148,16 @@ class DyingStream:
 
 def save_and_die(folder: Path, last: int) -> bool:
     """In a child: step 1 and 2 exist, save step 3 and prune to two. Whether it was killed on the way."""
-    child = os.fork()
-    if child == 0:
+
+    def save() -> None:
         DyingFiles(last).install()
         checkpoint.save(folder, 3, {"policy": constant(3.0)}, {})
         checkpoint.prune(folder, keep=2)
         assert checkpoint.latest_complete(folder) == folder / "step_3"
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+
+    code = in_child(save)
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
 
 
 @pytest.mark.covers("P20")

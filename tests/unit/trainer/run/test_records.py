@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.children import in_child
 from trainer.commands.report_page import page_data
 from trainer.commands.report_record import read_record, state
 from trainer.run import records
@@ -107,8 +108,8 @@ def test_a_run_goes_on_with_exactly_the_whole_rows_up_to_its_checkpoint(whole: P
 def run_on_a_full_disk(folder: Path, limit: int) -> int:
     """In a child, no file of which may grow beyond `limit` bytes; the last step that was recorded, or -1."""
     reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def run() -> None:
         done = -1
         with suppress(OSError):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -116,9 +117,9 @@ def run_on_a_full_disk(folder: Path, limit: int) -> int:
                 record(folder, range(step, step + 1), resumed_from=step - 1 if step else None)
                 done = step
         os.write(writer, str(done).encode())
-        os._exit(0)
+
+    assert in_child(run) == 0
     os.close(writer)
-    os.waitpid(child, 0)
     with os.fdopen(reader) as stream:
         return int(stream.read())
 

@@ -1,0 +1,64 @@
+"""The kernels that vLLM takes on a CPU: the same ones whether or not the processor has Intel's AMX.
+
+vLLM asks torch for the processor's instruction sets in some thirty places, and where it finds AMX it takes kernels that
+pack the weights of small layers, refuse float32 in latent attention, compute an answer's bits from the batch it is in,
+and end a process that was forked before it had asked the kernel for AMX's registers (docs/vllm-notes.md lists them).
+Whoever makes vLLM's configuration and whoever computes must get the same answers: `start_async_llm` asks here while it
+makes one, and `generation.engine.cpu_worker` for good, before there is a model.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+PLAIN = "HOTBUNK_PLAIN_CPU_WEIGHTS"
+"""Environment variable of an engine's processes: "1" where weights stay as they are loaded."""
+
+_ONEDNN = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+
+
+def kernel_environment(plain: bool) -> dict[str, str]:
+    """Variables for an engine's processes on a CPU; a value of the user's own for oneDNN's instruction set is kept.
+
+    oneDNN, that of torch and that of vLLM, chooses its instruction set by itself when it is first used
+    (https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html).
+    """
+    return {PLAIN: str(int(plain))} | {name: os.environ.get(name, value) for name, value in _ONEDNN.items()}
+
+
+def hide_instructions(plain: bool) -> dict[str, Any]:
+    """Let torch tell vLLM, in this process, of no AMX; return the functions of `torch.cpu` that were replaced.
+
+    With `plain`, it tells of no bfloat16 instructions either, for which vLLM packs convolutions
+    (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm). vLLM's library of kernels, which it chooses by
+    the same answers when `vllm._custom_ops` is imported, must have been loaded.
+    """
+    import torch
+
+    capabilities = torch.cpu.get_capabilities()
+    replacements: dict[str, Any] = {"_is_amx_tile_supported": _no, "_is_amx_fp16_supported": _no}
+    if plain:
+        replacements |= {
+            "_is_avx512_bf16_supported": _no,
+            "get_capabilities": lambda: capabilities | {"bf16": False},
+        }
+    replaced = {name: getattr(torch.cpu, name) for name in replacements}
+    vars(torch.cpu).update(replacements)
+    return replaced
+
+
+@contextmanager
+def hidden_instructions(plain: bool) -> Iterator[None]:
+    """As `hide_instructions`, until the end of the block."""
+    import torch
+
+    replaced = hide_instructions(plain)
+    try:
+        yield
+    finally:
+        vars(torch.cpu).update(replaced)
+
+
+def _no() -> bool:
+    return False

@@ -1,0 +1,29 @@
+"""A worker extension that says what its vLLM sees of the processor, and what computes each layer."""
+
+from typing import Any
+
+import torch
+
+from sharding.worker.extension import VllmInternalWorkerExtension
+
+ASKED = ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_is_avx512_bf16_supported")
+
+
+class KernelReport(VllmInternalWorkerExtension):
+    def hotbunk_kernels(self) -> dict[str, Any]:
+        """`processor`: what vLLM is told of it; `layers`: the kernel of each, attention's after its first use."""
+        model = self.get_model()  # type: ignore[attr-defined]
+        layers = {name: kernel for name, module in model.named_modules() if (kernel := kernel_of(module))}
+        processor = {name: getattr(torch.cpu, name)() for name in ASKED}
+        return {"processor": processor | {"bf16": torch.cpu.get_capabilities().get("bf16", False)}, "layers": layers}
+
+
+def kernel_of(module: Any) -> str | None:
+    if hasattr(module, "cpu_linear"):
+        linear = module.cpu_linear is torch.nn.functional.linear and module.weight.numel() > 0
+        return "torch" if linear else "packed"
+    if (experts := getattr(getattr(module, "quant_method", None), "experts_cls", None)) is not None:
+        return str(experts.__name__)
+    if (attention := getattr(module, "impl", None)) is not None:
+        return f"{type(attention).__name__} {getattr(module, 'isa', '')}".strip()
+    return None

@@ -1,0 +1,77 @@
+"""Which of vLLM's kernels compute on a CPU does not depend on whether the processor has AMX."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from generation.engine.cpu_kernels import hidden_instructions, kernel_environment
+from sharding.wire.channel import SyncError
+from sharding.worker.loader import check_unpacked
+from tests.forked import PYTHON
+
+ROOT = Path(__file__).resolve().parents[3]
+DENSE = {"torch", "CPUAttentionBackendImpl vec"}
+KERNELS = {
+    "qwen2": DENSE,
+    "qwen3_moe": DENSE | {"PlainExperts"},
+    "deepseek_v2": {"torch", "CPUMLAImpl", "PlainExperts"},
+}
+
+
+def test_plain_engines_have_the_same_kernels_on_a_processor_with_amx(tmp_path: Path) -> None:
+    """In bfloat16, two updates are replayed and verified; the process in front of the engines still sees all it has."""
+    command = [*PYTHON, "-m", "tests.engine.generation.cpu_with_amx", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr[-4000:]
+    reports = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(reports) == len(KERNELS)
+    for (architecture, kernels), report in zip(KERNELS.items(), reports, strict=True):
+        assert not any(report["processor"].values()) and report["front"]
+        assert set(report["layers"].values()) == kernels, architecture
+        # Latent attention keeps products of its weights, so that an update is verified by a prompt.
+        assert report["verified"] == ["probe" if architecture == "deepseek_v2" else "full"] * 2
+
+
+def test_instruction_sets_are_hidden_for_as_long_as_a_block_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"bf16": True, "sve": True})
+    for plain in (True, False):
+        with pytest.raises(KeyError), hidden_instructions(plain):
+            assert not torch.cpu._is_amx_tile_supported() and not torch.cpu._is_amx_fp16_supported()
+            assert torch.cpu._is_avx512_bf16_supported() is not plain
+            assert torch.cpu.get_capabilities() == {"bf16": not plain, "sve": True}
+            raise KeyError
+        assert torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported()
+        assert torch.cpu.get_capabilities()["bf16"]
+
+
+def test_onednns_instruction_set_is_capped_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    assert kernel_environment(plain=True) == {
+        "HOTBUNK_PLAIN_CPU_WEIGHTS": "1",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+    }
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert kernel_environment(plain=False) == {"HOTBUNK_PLAIN_CPU_WEIGHTS": "0", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+
+
+@pytest.mark.parametrize("packed", ["linear", "convolution"])
+def test_a_weight_that_is_packed_against_expectation_is_named_with_the_key(packed: str) -> None:
+    """As by a kernel that another release of vLLM brings."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    check_unpacked(model, [])
+    layer: SimpleNamespace | torch.nn.Module = model["b"]
+    if packed == "linear":
+        layer.cpu_linear = lambda x, weight, bias: x
+    else:
+        layer._cpu_unpacked_conv_weight = torch.zeros(2, 2)
+    with pytest.raises(SyncError, match=r"^b\.weight is packed by .* set engine\.plain_cpu_weights to false$"):
+        check_unpacked(model, [])
+    check_unpacked(model, [model["b"]])  # written by a reload, which packs it again
