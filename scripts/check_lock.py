@@ -75,15 +75,26 @@ def stored_or_installed(name: str, pinned: str) -> list[str]:
     return installed(name, pinned) if asked is None else asked
 
 
-def asked_for(lock: Lock, own: list[str], metadata: Callable[[str, str], list[str]]) -> Iterator[Asked]:
-    """All that hotbunk and the packages of the lock ask for here, each extra that is asked for included."""
+PYTHONS = ("3.11", "3.12", "3.13")
+"""The releases of Python that a lock is for. Requirements of a wheel that differ by release say so in their markers."""
+
+
+def asked_for(
+    lock: Lock, own: list[str], metadata: Callable[[str, str], list[str]], python: str | None = None
+) -> Iterator[Asked]:
+    """All that hotbunk and the packages of the lock ask for, each extra that is asked for included.
+
+    `python`: under that release, such as "3.12"; None: under this one.
+    """
+    release = {"python_version": python, "python_full_version": f"{python}.0"} if python else {}
     todo = [("hotbunk", "", Requirement(line)) for line in own]
     todo += [(name, "", Requirement(line)) for name, pinned in lock.items() for line in metadata(name, pinned)]
     reached: set[tuple[str, str]] = set()
     while todo:
         name, extra, asked = todo.pop()
         if asked.marker is not None:
-            if not asked.marker.evaluate({"extra": extra}) or (extra and asked.marker.evaluate({"extra": ""})):
+            wanted_by = [asked.marker.evaluate(release | {"extra": name}) for name in (extra, "")]
+            if not wanted_by[0] or (extra and wanted_by[1]):
                 continue
         elif extra:
             continue
@@ -95,10 +106,12 @@ def asked_for(lock: Lock, own: list[str], metadata: Callable[[str, str], list[st
                 todo += [(wanted, further, Requirement(line)) for line in metadata(wanted, lock[wanted])]
 
 
-def problems(device: str, lock: Lock, metadata: Callable[[str, str], list[str]]) -> list[str]:
+def problems(
+    device: str, lock: Lock, metadata: Callable[[str, str], list[str]], python: str | None = None
+) -> list[str]:
     """A sentence for everything that is asked for, and neither in the lock in a version that fits nor left out."""
     excepted, used, found = left_out(device), set(), []
-    for who, asked in asked_for(lock, own_requirements(device), metadata):
+    for who, asked in asked_for(lock, own_requirements(device), metadata, python):
         if (device, who) == ("cpu", "torch"):  # installed first, with whatever its build asks for
             continue
         name = canonicalize_name(asked.name)

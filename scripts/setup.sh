@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Make .venv with the pinned lock of scripts/requirements; a second call finds it finished and reuses it.
 #
-#   PYTHON=python3.12      the interpreter to use (default: python3, or the first of python3.13, 3.12, 3.11 that exists)
+#   PYTHON=python3.12      the interpreter to use (default: the first that suits of python3, python3.13, python3.12, python3.11)
 #   HOTBUNK_DEVICE=cuda    which lock: cpu or cuda (default: cuda where nvidia-smi lists a GPU, else cpu)
 #   HOTBUNK_VENV=FOLDER    another place than .venv
 #
-# On a machine without a GPU, PIP_EXTRA_INDEX_URL can name an index with CPU builds of torch, which are far smaller.
-# Needs Linux, Python 3.11 or newer with its headers, and g++: PyTorch compiles kernels while vLLM runs.
+# On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has pip take PyTorch's build for CPUs, with which the
+# environment takes 2 GiB instead of the 6.5 with PyPI's. Both work.
+# Needs Linux, Python 3.11, 3.12 or 3.13 with its headers, and g++: PyTorch compiles kernels while vLLM runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,18 +16,21 @@ die() {
     exit 2
 }
 
-new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+# The locks are one resolution for these (scripts/check_lock.py, PYTHONS).
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
 find_python() {
     local candidate
     for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
-        if new_enough "$candidate"; then
+        if is_supported "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    die "Python 3.11 or newer is needed, but ${PYTHON:-python3} is $(${PYTHON:-python3} -V 2>/dev/null || echo not there): install one, or name one as PYTHON=/path/to/python3.11."
+    die "Python 3.11, 3.12 or 3.13 is needed, but ${PYTHON:-python3} is $(release_of "${PYTHON:-python3}"): install one, or name one as PYTHON=/path/to/python3.13."
 }
+
+release_of() { "$1" -V 2>/dev/null || echo not there; }
 
 # The CUDA lock is built for CUDA 13, which needs a driver of at least 580 (generation/engine/devices.py).
 check_driver() {
@@ -48,7 +52,7 @@ find_device() {
 
 # Everything an installation needs besides the network; nothing has been created when one of these ends it.
 check_machine() {
-    local headers free_gib need_gib=$1
+    local headers need_gib=$1
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         die "$python has no venv module: install it (on Debian: apt install python$version-venv), or set PYTHON to an interpreter that has it."
     headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
@@ -56,9 +60,14 @@ check_machine() {
         die "the headers of $python are missing ($headers/Python.h): install them (on Debian: apt install python$version-dev), or set PYTHON to an interpreter that has them."
     command -v "${CXX:-g++}" >/dev/null ||
         die "no C++ compiler (${CXX:-g++}) was found: install one (on Debian: apt install g++), or name one as CXX=/path/to/c++."
+    check_space "$need_gib" ""
+}
+
+check_space() {
+    local free_gib need_gib=$1 because=$2
     free_gib=$(df -Pk . | awk 'NR == 2 {print int($4 / 1048576)}')
     [ "$free_gib" -ge "$need_gib" ] ||
-        die "$PWD has $free_gib GiB of free disk space, but $need_gib are needed: free some, or clone to a larger disk."
+        die "$PWD has $free_gib GiB of free disk space, but $need_gib are needed$because: free some, or clone to a larger disk."
 }
 
 is_finished() { [ "$(cat "$venv"/.hotbunk 2>/dev/null)" = "$key" ] && "$venv"/bin/python -c '' 2>/dev/null; }
@@ -73,11 +82,21 @@ install_exactly() {
     pip install --no-deps --no-build-isolation "$@"
 }
 
+# PyPI's own torch is the build for CUDA. It computes on a CPU as well, but is three times as large as all the rest.
+check_torch() {
+    local offer
+    offer=$(pip install --dry-run --ignore-installed --no-deps --report - --constraint "$lock" torch 2>/dev/null) || return 0
+    [[ ! $offer =~ \"version\":\ \"[0-9]+\.[0-9.]+\" ]] && return
+    echo "setup: pip takes PyPI's torch, the build for CUDA: 6.5 GiB instead of 2; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has it take the build for CPUs" >&2
+    (check_space 12 " for PyPI's torch, the build for CUDA") || { rm -rf "$venv" && exit 2; }
+}
+
 install() {
     rm -rf "$venv"
     mkdir -p "$venv"
     echo unfinished >"$venv"/.hotbunk
     "$python" -m venv "$venv"
+    [ "$device" = cuda ] || check_torch
     # The CPU lock goes with several builds of torch: first that with what it asks for, then the rest as it stands.
     pip install --no-compile --constraint "$lock" $([ "$device" = cuda ] || echo torch) setuptools uv
     install_exactly --requirement "$lock" --editable .
@@ -98,6 +117,7 @@ is_finished && exit
     die "$venv exists but was not made by this script: move it away first."
 [ "$device" = cpu ] || check_driver
 check_machine $([ "$device" = cuda ] && echo 20 || echo 6)
+[ -n "${PYTHON:-}" ] || [ "$python" = python3 ] || echo "setup: python3 is $(release_of python3), for which there is no lock, so that $python is taken" >&2
 exec 9>"$venv.lock"
 flock 9 # two set-ups in one clone: the second finds what the first has made
 if ! is_finished; then

@@ -39,6 +39,8 @@ _TORCHRUN = (
 
 # "Triton not available" in every process on a CPU, when vLLM registers its kernels (vllm/kernels/triton/activation.py).
 _TRITON_LOG = "torch._library.triton"
+# The same beside a torch that brings Triton, said before vLLM's own logging is set up (vllm/triton_utils/importing.py).
+_VLLM_TRITON_LOG = "vllm.triton_utils.importing"
 
 
 def _quiet_environment() -> dict[str, str]:
@@ -107,7 +109,8 @@ def _environment(changed: dict[str, str]) -> Iterator[None]:
     """torchrun's variables hidden, and these changed; restored on exit."""
     import torch
 
-    logging.getLogger(_TRITON_LOG).setLevel(logging.ERROR)
+    for name in (_TRITON_LOG, _VLLM_TRITON_LOG):
+        logging.getLogger(name).setLevel(logging.ERROR)
     before, cudnn_attention = dict(os.environ), torch.backends.cuda.cudnn_sdp_enabled()
     os.environ.update(changed)
     for name in [name for name in os.environ if name in _TORCHRUN or name.startswith("TORCHELASTIC_")]:

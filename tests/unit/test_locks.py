@@ -2,7 +2,7 @@
 
 import check_lock
 import pytest
-from check_lock import Lock, installed, problems, read_lock, stored_or_installed
+from check_lock import PYTHONS, Lock, installed, problems, read_lock, stored_or_installed
 
 from tests.conftest import has_cpu_build
 
@@ -14,9 +14,10 @@ here = pytest.mark.skipif(not has_cpu_build(), reason="this environment was not 
 
 
 @here
+@pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_locks_hold_everything_their_packages_ask_for(device: str) -> None:
-    assert problems(device, read_lock(device), METADATA[device]) == []
+def test_locks_hold_everything_their_packages_ask_for(device: str, python: str) -> None:
+    assert problems(device, read_lock(device), METADATA[device], python) == []
 
 
 def without(lock: Lock, name: str) -> Lock:

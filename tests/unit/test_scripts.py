@@ -80,6 +80,13 @@ def old_python(programs: Path) -> None:
     write_stub(programs / "python3", '[ "$1" = -V ] && echo Python 3.10.4 || exit 1')
 
 
+def new_python(programs: Path) -> None:
+    """A release that no lock is for, under the check that setup.sh makes of one."""
+    release = "import sys; sys.version_info = (3, 14, 0, 'final', 0)"
+    body = f"""[ "$1" = -V ] && echo Python 3.14.0 || exec {sys.executable} -c "{release}; exec(sys.argv[1])" "$2" """
+    write_stub(programs / "python3", body)
+
+
 def no_python(programs: Path) -> None:
     (programs / "python3").unlink()
 
@@ -104,8 +111,9 @@ def full_disk(programs: Path) -> None:
 @pytest.mark.parametrize(
     ("lack", "said"),
     [
-        (old_python, ["Python 3.11 or newer", "Python 3.10.4", "PYTHON="]),
-        (no_python, ["Python 3.11 or newer", "not there", "PYTHON="]),
+        (old_python, ["Python 3.11, 3.12 or 3.13 is needed", "Python 3.10.4", "PYTHON="]),
+        (new_python, ["Python 3.11, 3.12 or 3.13 is needed", "Python 3.14.0", "PYTHON="]),
+        (no_python, ["Python 3.11, 3.12 or 3.13 is needed", "not there", "PYTHON="]),
         (no_compiler, ["C++ compiler", "apt install g++", "CXX="]),
         (no_headers, ["/nowhere/Python.h", "-dev"]),
         (no_venv, ["venv module", "-venv"]),
@@ -160,7 +168,8 @@ def recorded(clone: Path) -> Callable[..., str]:
         log.unlink(missing_ok=True)
         done = run_script(clone, "setup.sh", UV_STATUS=str(uv_status), **environment)
         assert done.returncode == 0, done.stderr
-        return "".join(line for line in log.read_text().splitlines(True) if line != "python -c \n")
+        passed_over = ("python -c \n", "python -m pip --disable-pip-version-check --no-input --quiet install --dry-run")
+        return "".join(line for line in log.read_text().splitlines(True) if not line.startswith(passed_over))
 
     return setup
 
@@ -172,6 +181,38 @@ def test_setup_installs_torch_with_dependencies_and_the_lock_without(recorded: C
     assert "--no-deps" in then_all
     assert then_all.endswith("--requirement scripts/requirements/cpu.txt --editable .")
     assert recorded() == ""  # the second call installs nothing
+
+
+def test_setup_passes_over_a_python_without_a_lock_and_says_so(clone: Path, recorded: Callable[..., str]) -> None:
+    taken = (clone / "bin" / "python3").rename(clone / "bin" / "python3.12")
+    new_python(clone / "bin")
+    done = run_script(clone, "setup.sh", UV_STATUS="0")
+    assert done.returncode == 0, done.stderr
+    assert "python3 is Python 3.14.0, for which there is no lock, so that python3.12 is taken" in done.stderr
+    assert run_script(clone, "setup.sh", UV_STATUS="0").stderr == ""  # only where something is installed
+    taken.unlink()
+    refused = run_script(clone, "setup.sh", PYTHON="python3")
+    assert refused.returncode == 2 and "but python3 is Python 3.14.0" in refused.stderr
+
+
+@pytest.mark.parametrize(("free_gib", "version"), [(40, "2.13.0"), (8, "2.13.0"), (8, "2.13.0+cpu")])
+def test_setup_says_that_pypis_torch_is_large_and_asks_for_the_room(
+    clone: Path, recorded: Callable[..., str], free_gib: int, version: str
+) -> None:
+    (clone / "bin" / "df").unlink()
+    write_stub(clone / "bin" / "df", f"echo Filesystem 1024-blocks; echo / 9 8 {free_gib << 20} 9%")
+    report = f"""[[ $* == *--dry-run* ]] && echo '{{"version": "1", "metadata": {{"name": "torch", "version": "{version}"}}}}'"""
+    python = RECORDING_PYTHON.replace("{python}", sys.executable).replace(
+        "    chmod +x", f"    cat >> .venv/bin/python <<'END'\n{report}\nexit 0\nEND\n    chmod +x"
+    )
+    write_stub(clone / "bin" / "python3", python)
+    done = run_script(clone, "setup.sh", UV_STATUS="0")
+    assert ("build for CUDA: 6.5 GiB instead of 2; PIP_EXTRA_INDEX_URL=" in done.stderr) == (version == "2.13.0")
+    if (free_gib, version) == (8, "2.13.0"):
+        assert done.returncode == 2 and "8 GiB of free disk space, but 12 are needed for PyPI's torch" in done.stderr
+        assert not (clone / ".venv").exists()
+    else:
+        assert done.returncode == 0, done.stderr
 
 
 def test_setup_falls_back_to_pip_where_uv_fails(recorded: Callable[..., str]) -> None:
