@@ -201,7 +201,8 @@ def test_setup_says_that_pypis_torch_is_large_and_asks_for_the_room(
 ) -> None:
     (clone / "bin" / "df").unlink()
     write_stub(clone / "bin" / "df", f"echo Filesystem 1024-blocks; echo / 9 8 {free_gib << 20} 9%")
-    report = f"""[[ $* == *--dry-run* ]] && echo '{{"version": "1", "metadata": {{"name": "torch", "version": "{version}"}}}}'"""
+    offer = json.dumps({"version": "1", "install": [{"metadata": {"name": "torch", "version": version}}]})
+    report = f"[[ $* == *--dry-run* ]] && echo '{offer}'"
     python = RECORDING_PYTHON.replace("{python}", sys.executable).replace(
         "    chmod +x", f"    cat >> .venv/bin/python <<'END'\n{report}\nexit 0\nEND\n    chmod +x"
     )

@@ -7,6 +7,7 @@ The trials run in processes of their own (`doctor_trials`), where a crash inside
 import argparse
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -35,6 +36,8 @@ SHM_GIB = 1.0  # NCCL and vLLM's tensor parallelism pass messages through /dev/s
 OLDEST_CAPABILITY = (8, 0)  # Ampere. Older ones lack bfloat16 and the attention kernels of packed micro-batches
 TRIAL_SECONDS = 900.0
 TRIAL_MODULE = ["-P", "-m", "trainer.commands.doctor_trials"]  # the current folder may have a trainer of its own
+PYTHONS = ("3.11", "3.12", "3.13")  # that the locks are for
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "bf16")  # as /proc/cpuinfo calls them; the last on Arm
 _LAST_LINES = 40  # of a trial's output that go to doctor.json where it failed
 
 
@@ -67,6 +70,9 @@ class Machine:
     ranks: int  # of the largest trial
     gpu: bool  # an NVIDIA driver is there and CUDA_VISIBLE_DEVICES does not hide its devices
     driver: str | None  # its version, where /proc tells it
+    python: str  # version of the interpreter
+    processor: str  # its name
+    instructions: tuple[str, ...]  # those of `INSTRUCTIONS` that it has
     torch: str  # version of the wheel
     torch_cuda: str | None  # version of the CUDA that the wheel was built for; None: a build for CPU
     vllm: str  # name and version of the distribution that provides vLLM; "" without one
@@ -135,6 +141,8 @@ def look(ranks: int | None = None) -> Machine:
         ranks=ranks or max(1, min(2, count)),
         gpu=gpu_visible(),
         driver=driver_version(),
+        python=platform.python_version(),
+        **_processor(Path("/proc/cpuinfo").read_text()),
         torch=str(torch.__version__),
         torch_cuda=torch.version.cuda,
         vllm=f"{engines[0]} {version(engines[0])}" if engines else "",
@@ -147,6 +155,14 @@ def look(ranks: int | None = None) -> Machine:
         temporary=_temporary(),
         compiler=shutil.which(os.environ.get("CXX", "g++")) or "",
     )
+
+
+def _processor(cpuinfo: str) -> dict[str, Any]:
+    """`processor` and `instructions` of a machine, from its /proc/cpuinfo."""
+    fields = dict(map(str.strip, line.split(":", 1)) for line in reversed(cpuinfo.splitlines()) if ":" in line)
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    name = fields.get("model name") or platform.machine()
+    return {"processor": name, "instructions": tuple(name for name in INSTRUCTIONS if name in flags)}
 
 
 def _loopback() -> str:
@@ -201,13 +217,24 @@ def judge(machine: Machine) -> Iterator[Finding]:
 
 
 def _judge_wheels(machine: Machine) -> Iterator[Finding]:
+    supported = machine.python.rpartition(".")[0] in PYTHONS
+    remedy = "install one of these, then rm -rf .venv && PYTHON=python3.13 bash scripts/setup.sh"
+    yield _finding("Python", machine.python, "3.11, 3.12 or 3.13", supported, remedy)
+    effects = []
+    if not machine.gpu and "amx_tile" in machine.instructions:
+        effects.append("engines leave AMX alone, so that they compute as on any processor")
+    if not machine.gpu and not {"avx512_bf16", "amx_tile", "bf16"} & set(machine.instructions):
+        effects.append("no instructions for bfloat16: float32 is as fast")
+    found = f"{machine.processor}: {', '.join(machine.instructions) or 'none of ' + ', '.join(INSTRUCTIONS)}"
+    yield Finding("processor", found, "; ".join(["any", *effects]), "ok")
     build = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "CPU"
     found = f"torch {machine.torch} for {build}, {machine.vllm or 'no vLLM'}"
     engine_for_cuda = machine.vllm.startswith("vllm ")
-    right = bool(machine.vllm) and machine.gpu == bool(machine.torch_cuda) == engine_for_cuda
+    right = bool(machine.vllm) and machine.gpu == engine_for_cuda and bool(machine.torch_cuda) >= machine.gpu
     kind = "cuda" if machine.gpu else "cpu"
     remedy = f"install the other lock: rm -rf .venv && HOTBUNK_DEVICE={kind} bash scripts/setup.sh"
-    yield _finding("wheels", found, f"torch and vLLM built for {kind.upper()}", right, remedy)
+    wanted = "torch and vLLM built for CUDA" if machine.gpu else "vLLM built for CPU, and torch, any build"
+    yield _finding("wheels", found, wanted, right, remedy)
     if machine.gpu:
         least = DRIVERS.get(int((machine.torch_cuda or "0").partition(".")[0]), 0)
         new = machine.driver is None or int(machine.driver.partition(".")[0]) >= least

