@@ -36,7 +36,7 @@ def hide_instructions(plain: bool) -> dict[str, Any]:
     """
     import torch
 
-    capabilities = torch.cpu.get_capabilities()
+    capabilities = dict(torch.cpu.get_capabilities())
     replacements: dict[str, Any] = {"_is_amx_tile_supported": _no, "_is_amx_fp16_supported": _no}
     if plain:
         replacements |= {

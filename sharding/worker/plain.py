@@ -28,7 +28,7 @@ def keep_weights_plain() -> None:
     unquantized.backend_to_kernel_cls = plain_first
 
 
-def _compute_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+def _compute_plain(layer: Any, remove_weight: bool) -> None:
     """Have a layer computed from its weight as it is, as vLLM does where it has no kernel for it."""
     layer.cpu_linear = linear
 

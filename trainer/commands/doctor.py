@@ -159,7 +159,8 @@ def look(ranks: int | None = None) -> Machine:
 
 def _processor(cpuinfo: str) -> dict[str, Any]:
     """`processor` and `instructions` of a machine, from its /proc/cpuinfo."""
-    fields = dict(map(str.strip, line.split(":", 1)) for line in reversed(cpuinfo.splitlines()) if ":" in line)
+    pairs = (line.partition(":") for line in reversed(cpuinfo.splitlines()))  # so that the first processor's stay
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     name = fields.get("model name") or platform.machine()
     return {"processor": name, "instructions": tuple(name for name in INSTRUCTIONS if name in flags)}
