@@ -116,10 +116,10 @@ def check_inputs(config: TrainConfig, command: str) -> None:
         load_transcripts(config, load_tokenizer(config.model))
         check_model(config)
         return
-    RewardPool(config.reward)
+    rewards = RewardPool(config.reward)
     tokenizer = load_tokenizer(config.model)
     level = RolloutLevel(config, tokenizer)
-    data, images = level.data, level.image_rules
+    data, images = rewards.columns(level.data), level.image_rules
     load_prompts(data, tokenizer, images)
     for dataset in config.held_out.values() if config.eval.every else ():
         load_held_out(dataset, data, tokenizer, images)

@@ -212,9 +212,9 @@ def _prepare(
     if config.prompt_key not in rows.column_names and config.messages_key not in rows.column_names:
         keys = f"data.prompt_key = {config.prompt_key!r} nor data.messages_key = {config.messages_key!r}"
         raise UserError(f"neither {keys} is a column: {there}")
-    if config.answer_key is not None and config.answer_key not in rows.column_names:
+    if config.answer_key is not None and not _names_a_column(config.answer_key, rows):
         key = f"data.answer_key = {config.answer_key!r}"
-        raise UserError(f"{key} is not a column: {there}; set it to null if rewards need no answer")
+        raise UserError(f"{key} is not a column or a field of one: {there}; set it to null if rewards need no answer")
     if config.image_key is not None and config.image_key not in rows.column_names:
         raise UserError(f"data.image_key = {config.image_key!r} is not a column: {there}")
     most = config.max_prompt_tokens
@@ -227,6 +227,24 @@ def _prepare(
     if not prompts:
         raise UserError(f"all {len(rows)} prompts of {path} are longer than data.max_prompt_tokens = {most}: raise it")
     return PromptDataset(prompts, dropped=len(rows) - len(prompts))
+
+
+def _names_a_column(key: str, rows: "Dataset") -> bool:
+    """True for a column, and for a field of one, as `reward_model.ground_truth`."""
+    fields: Any = rows.features
+    for name in [key] if key in fields else key.split("."):
+        if not isinstance(fields, dict) or name not in fields:
+            return False
+        fields = fields[name]
+    return True
+
+
+def column_value(row: dict[str, Any], key: str) -> Any:
+    """The value of a column, or of a field of one, as `reward_model.ground_truth`; None where the row lacks it."""
+    value: Any = row
+    for name in [key] if key in row else key.split("."):
+        value = value.get(name) if value is not None else None
+    return value
 
 
 def _tokenise(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Prompt]:
@@ -250,7 +268,7 @@ def _tokenise(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTra
         encoded = tokenizer([text for _, _, text in chunk], add_special_tokens=not templated)["input_ids"]
         for (index, row, _), token_ids in zip(chunk, encoded, strict=True):
             if config.answer_key is not None:
-                row["answer"] = row[config.answer_key]
+                row["answer"] = column_value(row, config.answer_key)
             yield Prompt(index, tuple(token_ids), row)
 
 
@@ -287,7 +305,7 @@ def _with_images(rows: "Dataset", path: str, config: DataConfig, rules: ImageRul
             if templated and not isinstance(prompt_content(row, config, templated), str):
                 plain[config.prompt_key if row.get(config.prompt_key) else config.messages_key] = content
             if config.answer_key is not None:
-                plain["answer"] = row[config.answer_key]
+                plain["answer"] = column_value(row, config.answer_key)
             yield Prompt(index, tuple(ids), plain, stored, spans)
 
 

@@ -130,12 +130,13 @@ class RLTrainer:
         check_budget(config)
         check_teacher(config, self.tokenizer)
         level = RolloutLevel(config, self.tokenizer, start_server)
+        self.rewards = RewardPool(config.reward)
+        level.data = self.rewards.columns(level.data)
         self.prompts = load_prompts(level.data, self.tokenizer, level.image_rules)
         found, dropped = len(self.prompts), self.prompts.dropped
         self.screen.note(f"{found} prompts from {config.data.path}, {dropped} too long and left out")
         self.end_ids = ends = end_token_ids(config.model.path, self.tokenizer)
         self.held_outs = load_held_outs(config, level, self.tokenizer, ends) if config.eval.every else []
-        self.rewards = RewardPool(config.reward)
         return level
 
     def start_engine(self, resources: ExitStack) -> None:

@@ -87,9 +87,10 @@ class Evaluation:
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
         self.level = RolloutLevel(config, self.tokenizer, start_server)
+        self.rewards = RewardPool(config.reward)
+        self.level.data = self.rewards.columns(self.level.data)
         ends = end_token_ids(config.model.path, self.tokenizer)
         self.held_outs = load_held_outs(config, self.level, self.tokenizer, ends)
-        self.rewards = RewardPool(config.reward)
 
     def answers(self, leader: Leader) -> dict[str, list[Answer]]:
         """Every dataset's answers, scored, from an engine that holds the model's weights as version 0."""

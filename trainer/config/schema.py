@@ -85,7 +85,7 @@ class DataConfig(Section):
     eval_size: Count | None = key(None, "use only the first this many held-out prompts; null: all")
     prompt_key: Text = key("prompt", "column with the prompt: a string, or a list of messages")
     messages_key: Text = key("messages", "column with a list of messages, read where prompt_key is absent")
-    answer_key: Text | None = key("answer", "column that rewards see as `answer`; null: there is none")
+    answer_key: Text | None = key("answer", "column that rewards see as `answer`, or a.b, a field of one; null: none")
     system_prompt: str | None = key(None, "system message put first unless the row has its own")
     apply_chat_template: bool = key(True, "false: a prompt string is tokenised as it stands")
     chat_template_kwargs: dict[str, Any] = key({}, "passed to the chat template, as enable_thinking: false")

@@ -35,6 +35,13 @@ class BoundReward:
     # class's attribute of this name; without one, the text
     extract: Callable[[str], Any] = str.strip
 
+    @property
+    def takes_answer(self) -> bool:
+        """True if the function is given `answer`; one with TRL's signature, if it has a parameter of that name."""
+        if isinstance(self.function, TrlReward):
+            return "answer" in inspect.signature(self.function.function).parameters
+        return "answer" in self.keywords
+
     def __call__(self, completion: str, offered: dict[str, Any]) -> Any:
         """Call the function; `offered` holds a value for each name in OFFERED."""
         given = {key: offered[key] for key in self.keywords}

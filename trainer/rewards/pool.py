@@ -23,7 +23,7 @@ from pickle import PicklingError
 from typing import Any, NamedTuple
 
 from generation.trajectory import Trajectory, checked_reward
-from trainer.config.schema import RewardConfig
+from trainer.config.schema import DataConfig, RewardConfig
 from trainer.rewards.loading import BoundReward, bind_rewards
 
 _START_SECONDS = 120.0
@@ -61,11 +61,17 @@ class RewardPool:
         self.labels = [reward.label for reward in bound]
         self._text_votes = not bound or bound[0].extract is str.strip
         self._asked_for = frozenset[str]().union(*(reward.keywords for reward in bound))
+        self._takes_answer = any(reward.takes_answer for reward in bound)
         self.weights = dict(zip(self.labels, (function.weight for function in config.functions), strict=True))
         self._counts: Counter[str] = Counter()
         self._first_errors: dict[str, str] = {}
         self._workers: list[_Worker] = []
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+
+    def columns(self, data: DataConfig) -> DataConfig:
+        """The section with `answer_key` null where that is the default and no function takes `answer`."""
+        default = data.answer_key == DataConfig.model_fields["answer_key"].default
+        return data.model_copy(update={"answer_key": None}) if default and not self._takes_answer else data
 
     def __enter__(self) -> "RewardPool":
         """Start the workers, which import the functions meanwhile."""

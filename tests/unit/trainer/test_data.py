@@ -183,6 +183,21 @@ def test_datasets_to_evaluate_on_may_have_columns_of_their_own(tmp_path: Path) -
         held_out(config, maths=maths | {"prompt_key": "question"})
 
 
+def test_an_answer_may_be_a_field_of_a_column(tmp_path: Path) -> None:
+    """As in the parquet files that verl's recipes make; a column whose name has the dot comes first."""
+    judged = [{"style": "rule", "ground_truth": "42"}, None, {"style": "rule", "ground_truth": None}]
+    rows = {"prompt": ["a", "b", "c"], "reward_model": judged, "plain.answer": [1, 2, 3]}
+    path = str(tmp_path / "train.parquet")
+    datasets.Dataset.from_dict(rows).to_parquet(path)
+    config = DataConfig(path=path, answer_key="reward_model.ground_truth", apply_chat_template=False)
+    assert [prompt.row["answer"] for prompt in load_prompts(config, small_tokenizer())] == ["42", None, None]
+    held = held_out(config, same={"path": path, "answer_key": "plain.answer"})["same"]
+    assert [prompt.row["answer"] for prompt in held] == [1, 2, 3]
+    for wrong in ("reward_model.truth", "reward_model.style.rule", "absent.ground_truth"):
+        with pytest.raises(UserError, match=f"data.answer_key = '{wrong}' is not a column or a field of one"):
+            load_prompts(config.model_copy(update={"answer_key": wrong}), small_tokenizer())
+
+
 @pytest.mark.parametrize(
     ("content", "settings", "reason"),
     [

@@ -29,6 +29,9 @@ LONG = {"rope_type": "longrope", "original_max_position_embeddings": 128}
 REWARDS = """
 def good(completion, *, answer): return 1.0
 def greedy(completion, *, teacher): return 1.0
+def frank(completion, *, row): return 1.0
+def trl(completions, **kwargs): return [1.0]
+def trl_asks(completions, answer, **kwargs): return [1.0]
 """
 
 
@@ -131,7 +134,7 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         "row 1 of {0}/data.jsonl has neither 'prompt' nor 'messages'",
     ),
     "no prompt column": (nothing, ["--data.prompt_key", "question"], "has only the columns prompt, answer"),
-    "no answer column": (nothing, ["--data.answer_key", "solution"], "data.answer_key = 'solution' is not a column"),
+    "no answer column": (nothing, ["--data.answer_key", "solution"], "data.answer_key = 'solution' is not a column or a field of one"),
     "all prompts too long": (nothing, ["--data.max_prompt_tokens", "2"], "all 8 prompts of"),
     "nothing to evaluate on": (nothing, ["--data.eval_path", "null"], "eval.every is set, but there is nothing"),
     "no reward": (nothing, ["--reward.functions", "[]"], "reward.functions is empty"),
@@ -193,6 +196,17 @@ def test_rollouts_are_looked_at_before_there_are_ranks(folder: Path, capsys: pyt
     assert main(["train", str(folder / "recipe.yaml"), "--check", "--rollout.tools", "[no.module:f]"]) == 2
     assert "'no.module:f' cannot be loaded" in capsys.readouterr().err
     assert main(["train", str(folder / "recipe.yaml"), "--check"]) == 0
+
+
+@pytest.mark.parametrize(("name", "asks"), [("good", True), ("trl_asks", True), ("frank", False), ("trl", False)])
+def test_rows_need_an_answer_only_where_a_reward_takes_it(
+    name: str, asks: bool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "data.jsonl").write_text('{"prompt": "1"}\n' * 8)
+    words = ["train", str(folder / "recipe.yaml"), "--dry-run", *reward(f"{folder}/rewards.py:{name}")]
+    assert main(words) == (2 if asks else 0)
+    assert ("data.answer_key = 'answer' is not a column" in capsys.readouterr().err) == asks
+    assert main([*words, "--data.answer_key", "solution"]) == 2  # what is asked for by name has to be there
 
 
 def test_nothing_is_said_about_good_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
