@@ -11,6 +11,7 @@ from trainer.commands.report_record import figures, read_record, remarks, state
 from trainer.commands.report_watch import watch
 from trainer.run.records import write_whole
 from trainer.run.screen import make_console
+from trainer.run.verdict import verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
     for line in figures(records[0].rows):
         table.add_row(*map(Text, line))  # a figure's name may look like markup
     console.print(table)
-    for remark in remarks(records[0].rows):
+    for remark in (*verdict(records[0].rows, records[0].recipe), *remarks(records[0].rows)):
         console.print(f"· {remark}")
     console.print(f"\n{path}, for a browser", soft_wrap=True, markup=False)
     return 0

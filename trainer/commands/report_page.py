@@ -20,6 +20,7 @@ import yaml
 from trainer.commands.report_record import Record, figures, memory, phases, remarks, state
 from trainer.config.schema import TrainConfig
 from trainer.run.records import Rows, series
+from trainer.run.verdict import verdict
 
 LIMIT = 20 * 10**6
 """Bytes of the page, at most."""
@@ -59,7 +60,7 @@ def page_data(records: Sequence[Record], scale: float = 1.0) -> dict[str, Any]:
     return {
         "name": first.name,
         "state": state(first),
-        "remarks": list(remarks(first.rows)),
+        "remarks": [*verdict(first.rows, first.recipe), *remarks(first.rows)],
         "figures": [line[:-1] for line in figures(first.rows)],
         "phases": list(phases(first.rows)),
         "memory": list(memory(first.rows)),

@@ -13,6 +13,7 @@ from trainer.run.keeper import RunState
 from trainer.run.records import read_rows, series
 from trainer.run.screen import Progress, Report
 from trainer.run.tracking import NullTracker
+from trainer.run.verdict import verdict
 from trainer.types import Policy
 
 
@@ -57,10 +58,10 @@ def export_and_report(
                     "prompts_dropped": prompts.dropped,
                 }
             )
-            screen.report(_report(state, answers, paths))
+            screen.report(_report(config, state, answers, paths))
 
 
-def _report(state: RunState, answers: list[dict[str, Any]], paths: dict[str, Path]) -> Report:
+def _report(config: TrainConfig, state: RunState, answers: list[dict[str, Any]], paths: dict[str, Path]) -> Report:
     rows = read_rows(paths["metrics"])
     accuracy = series(rows, "eval/accuracy")[1]
 
@@ -80,4 +81,5 @@ def _report(state: RunState, answers: list[dict[str, Any]], paths: dict[str, Pat
         },
         paths=paths,
         max_gap=state.largest_gap,
+        verdict=verdict(rows, config.model_dump()),
     )

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -176,10 +176,13 @@ class Report:
     memory: dict[str, dict[str, float]]  # side ("trainer", "engine") -> state ("at its peak", "asleep") -> GiB
     paths: dict[str, Path]  # what it is ("curves", "metrics") -> where; with a "model" (Hugging Face) one can chat
     max_gap: float | None  # largest log-probability gap, trainer to engine, of all steps, nats; None: not measured
+    verdict: list[str] = field(default_factory=list)  # `trainer.run.verdict` of a run that has not learned
 
     def render(self) -> RenderableType:
         """The panel."""
         parts: list[RenderableType] = [self._figures(), Text()]
+        if self.verdict:
+            parts += [Text(self.verdict[0], "bold yellow"), *(Text(f"· {cause}") for cause in self.verdict[1:]), Text()]
         parts += [_answer(row) for row in self.answers[:ANSWERS_SHOWN]]
         parts += [_pairs({name: Text(str(path), "cyan") for name, path in self.paths.items()})]
         commands = {"Look at it": f"report {self.paths['metrics'].parent}"} if "metrics" in self.paths else {}
@@ -187,7 +190,8 @@ class Report:
         shown = {name: Text(f"{own_command()} {command}", "bold cyan") for name, command in commands.items()}
         parts += [Text(), _pairs(shown)] if shown else []
         title = f"[bold]{self.steps} steps in {duration(self.seconds)}[/bold]"
-        return Panel(Group(*parts), title=title, box=box.ROUNDED, border_style="green", padding=(1, 2), width=WIDTH)
+        style = "yellow" if self.verdict else "green"
+        return Panel(Group(*parts), title=title, box=box.ROUNDED, border_style=style, padding=(1, 2), width=WIDTH)
 
     def _figures(self) -> Table:
         rows: dict[str, Text] = {}

@@ -115,10 +115,30 @@ def test_answers_in_slices_have_a_line_for_their_age() -> None:
 def finished(run: Path, state: RunState) -> tuple[dict[str, Any], Report]:
     """The summary and the last screen of a run that exports no model."""
     config: Any = SimpleNamespace(run=SimpleNamespace(folder=run), checkpoint=SimpleNamespace(export_hf=False))
+    config.model_dump = lambda: yaml.safe_load((run / "config.yaml").read_text())
     prompts, policy = type("Prompts", (list,), {"dropped": 0})(), SimpleNamespace(version=0)
     tracker, screen = mock.Mock(), mock.Mock()
     export_and_report(config, policy, mock.Mock(), prompts, state, tracker, screen, [])  # type: ignore[arg-type]
     return tracker.summary.call_args.args[0], screen.report.call_args.args[0]
+
+
+def test_a_run_that_has_not_learned_says_so_on_its_last_screen_and_in_the_report(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, report = finished(run, RunState(step=3, seconds=70.0))
+    assert report.verdict == []  # too short to tell
+    rows = [{"train/step": n, "reward/mean": 0.25, "reward/std": 0.0} for n in range(1, 41)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, report = finished(run, RunState(step=40, seconds=70.0))
+    console = Console(width=120, file=(screen := io.StringIO()))
+    console.print(report.render())
+    assert main(["report", str(run)]) == 0
+    shown = capsys.readouterr().out
+    for sentence in (
+        "This run has not learned: its mean reward went from 0.25",
+        "every answer got the same reward, 0.25",
+    ):
+        assert sentence in screen.getvalue() and sentence in shown and sentence in (run / "report.html").read_text()
 
 
 def test_a_killed_run_is_told_of_as_far_as_it_came(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

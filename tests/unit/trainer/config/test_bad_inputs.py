@@ -134,7 +134,11 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         "row 1 of {0}/data.jsonl has neither 'prompt' nor 'messages'",
     ),
     "no prompt column": (nothing, ["--data.prompt_key", "question"], "has only the columns prompt, answer"),
-    "no answer column": (nothing, ["--data.answer_key", "solution"], "data.answer_key = 'solution' is not a column or a field of one"),
+    "no answer column": (
+        nothing,
+        ["--data.answer_key", "solution"],
+        "data.answer_key = 'solution' is not a column or a field of one",
+    ),
     "all prompts too long": (nothing, ["--data.max_prompt_tokens", "2"], "all 8 prompts of"),
     "nothing to evaluate on": (nothing, ["--data.eval_path", "null"], "eval.every is set, but there is nothing"),
     "no reward": (nothing, ["--reward.functions", "[]"], "reward.functions is empty"),
