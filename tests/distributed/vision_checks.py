@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ from sharding.ranks import rank
 from tests.distributed import critic_checks, three_steps
 from tests.distributed import policy_checks as checks
 from tests.distributed.deepspeed_checks import zero_policy
+from tests.distributed.sequence_checks import sharing
 from tests.seen_rows import make_rows, plain_forward, plain_gradients
 from trainer.distributed import init_process_group
 from trainer.learning.batching import micro_batches
 from trainer.parts import seeing
-from trainer.types import Sample
+from trainer.types import MicroBatch, Sample
 
-CASES = ["fsdp packed", "fsdp padded", "fsdp recomputed", "fsdp frozen", "zero3 packed", "zero3 frozen", "critic"]
-KINDS = ["qwen2_5_vl", "llava"]
+CASES = ["fsdp packed", "fsdp padded", "fsdp recomputed", "fsdp frozen", "zero3 packed", "zero3 frozen"]
+CASES += ["fsdp shared", "zero3 shared", "packed critic", "shared critic"]
+KINDS = ["qwen2_5_vl", "llava", "qwen3_vl"]
+# Qwen3-VL's layers take features of images as well, which matters where they are cut.
+RUNS = [(kind, case) for kind, case in product(KINDS, CASES) if kind != "qwen3_vl" or case == "fsdp shared"]
 
 
 def add_head(folder: Path) -> None:
@@ -32,6 +37,20 @@ def add_head(folder: Path) -> None:
     weights = load_file(target / "model.safetensors")
     weights["score.weight"] = torch.randn(1, 64, generator=torch.Generator().manual_seed(4))
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_batches(samples: list[Sample], way: str) -> list[MicroBatch]:
+    """Each rank's own; or shared by both ranks, which may cut through an image."""
+    if way != "shared":
+        batches = micro_batches(own_rows(samples), 60, 0, checks.CPU, packing=way != "padded")
+        assert len(batches) > 1 and any(batch.images for batch in batches) == (rank() == 0)
+        return batches
+    batches = micro_batches(samples, 20, 0, checks.CPU, packing=True, ways=2)
+    packs = [(batch.layout.pack, batch) for batch in batches if batch.layout.pack and batch.images]
+    assert len(packs) < len(batches)  # some have no image
+    ends = [(p.parts[0], sum(p.lengths[: i.row]) + i.start, i.length) for p, b in packs for i in b.images]
+    assert {(end > start) + (end >= start + size) for end, start, size in ends} == {0, 1, 2}  # after it, cut, before it
+    return batches
 
 
 def own_rows(samples: list[Sample]) -> list[Sample]:
@@ -49,8 +68,7 @@ def check_gradients(folder: Path, case: str) -> None:
     samples = make_rows(processor)
     make = partial(zero_policy, stage=3) if backend == "zero3" else checks.make_policy
     policy = make(folder, **settings)
-    batches = micro_batches(own_rows(samples), 60, 0, checks.CPU, packing=way != "padded")
-    assert len(batches) > 1 and any(batch.images for batch in batches) == (rank() == 0)
+    batches = make_batches(samples, way)
     if backend == "zero3":
         from deepspeed.utils import safe_get_full_grad as gradient
     else:
@@ -66,7 +84,7 @@ def check_gradients(folder: Path, case: str) -> None:
     checks.assert_gradients_equal(used, expected)
 
 
-def check_critic(folder: Path) -> None:
+def check_critic(folder: Path, way: str) -> None:
     """Values and gradients of a critic with a trunk of its own are those of a plain one with a linear head."""
     processor = ImageProcessor(str(folder))
     samples, critic = make_rows(processor), critic_checks.make_critic(folder)
@@ -74,8 +92,8 @@ def check_critic(folder: Path) -> None:
     head = nn.Parameter(load_file(folder / "model.safetensors")["score.weight"])
     expected = [plain_forward(plain, processor, row).hidden_states[-1][0, :-1] @ head[0] for row in samples]
     masks = [torch.tensor(row.loss_mask[1:]).bool() for row in samples]
-    mine = [number for number, row in enumerate(samples) if bool(row.images) == (rank() == 0)]
-    batches = micro_batches(own_rows(samples), 60, 0, checks.CPU, packing=True)
+    mine = [n for n, row in enumerate(samples) if way == "shared" or bool(row.images) == (rank() == 0)]
+    batches = make_batches(samples, way)
     for batch, values in zip(batches, critic.score(batches), strict=True):
         for row, number in enumerate(mine[index] for index in batch.rows):
             wanted = expected[number].detach() * masks[number]
@@ -89,7 +107,10 @@ def check_critic(folder: Path) -> None:
 
 def two_ranks(models: str, results: str) -> None:
     init_process_group(60, "cpu")
-    todo: dict[str, Callable[[], None]] = {
-        f"{kind} {case}": partial(check_gradients, Path(models) / kind, case) for kind in KINDS for case in CASES[:-1]
-    } | {f"{kind} {CASES[-1]}": partial(check_critic, Path(models) / f"{kind}_reward") for kind in KINDS}
+    todo: dict[str, Callable[[], None]] = {}
+    for kind, case in RUNS:
+        check = partial(check_gradients, Path(models) / kind, case)
+        if case.endswith("critic"):
+            check = partial(check_critic, Path(models) / f"{kind}_reward", case.split()[0])
+        todo[f"{kind} {case}"] = sharing(2, check) if "shared" in case else check
     checks._on_ranks(todo, results)

@@ -292,8 +292,9 @@ def _activation_bytes(
     """
     share = answers_per_update(config, ranks)
     # A prompt may be all images, whose tokens count for more.
-    row = longest(config) + math.ceil(model.flops.image_token * config.data.max_prompt_tokens)
-    largest, ways = max(config.batch.tokens_per_micro_batch, row), policy.sequence_parallel
+    ways = policy.sequence_parallel  # each of these ranks has all images
+    row = longest(config) + math.ceil(ways * model.flops.image_token * config.data.max_prompt_tokens)
+    largest = max(config.batch.tokens_per_micro_batch, row)
     tokens = min(largest, share * row) / ways
     w, hidden, layer = compute_width(policy), model.config["hidden_size"], layer_bytes(policy, model)
     again = recomputed_layers(policy, model)

@@ -107,11 +107,11 @@ def micro_batches(
         packing: the budget is for real tokens, which are laid end to end; False: for padded ones.
         ways: this many neighbouring ranks, with the same samples, share each micro-batch and its budget; 1 if padded.
         worth: the work of a sequence by its length, in which packed micro-batches are made about equal.
-        image_token: as many tokens of the budget each token of an image counts beside itself (`ModelFlops`).
+        image_token: as many tokens of the budget each token of an image counts beside itself (`ModelFlops`); `ways`
+            times as many, since each rank has all images of a micro-batch that it shares.
     """
-    lengths = [
-        len(sample.input_ids) + round(image_token * sum(count for _, count in sample.image_spans)) for sample in samples
-    ]
+    more = image_token * ways
+    lengths = [len(sample.input_ids) + round(more * sum(n for _, n in sample.image_spans)) for sample in samples]
     groups = (pack if packing else pack_padded)(lengths, token_budget)
     if count is None:
         count = max(1, int(all_reduce_max({"micro_batches": len(groups)})["micro_batches"]))

@@ -132,8 +132,6 @@ def packing_obstacle(model: type[PreTrainedModel], config: Any) -> str | None:
 def require_sharing(model: PreTrainedModel) -> None:
     """Raise UserError where ranks cannot share a sequence: tokens would meet elsewhere than in `attention`."""
     obstacle = packing_obstacle(type(model), model.config)
-    if obstacle is None and sees(model.config):
-        obstacle = "has images, whose tokens would be on several ranks"
     if obstacle is None and model.config._attn_implementation != NAME:
         obstacle = "computes its attention in its own way"
     if obstacle is not None:

@@ -75,10 +75,15 @@ class Vision:
             inputs["named"] = {}
             inputs["lengths"] = [length for _, length in spans]
             inputs["names"] = [place.image.name for place in places]
-            inputs["places"] = torch.cat([torch.arange(start, start + length) for start, length in spans]).to(device)
+            pack, image_tokens = batch.layout.pack, torch.cat([torch.arange(first, first + n) for first, n in spans])
+            begin, end = (pack.begin, pack.begin + len(pack.tokens)) if pack else (0, sum(sizes))  # on this rank
+            if batch.ways > 1:
+                here = ((image_tokens >= begin) & (image_tokens < end)).nonzero().squeeze(1)
+                inputs["here"], image_tokens = here.to(device), image_tokens[here] - begin
+            inputs["places"] = image_tokens.to(device)
             if hasattr(self._trunk, "get_rope_index"):
                 positions = self._positions(batch, sizes, found)
-                inputs["named"]["position_ids"] = positions.to(device)
+                inputs["named"]["position_ids"] = positions[..., begin:end].to(device)
             if self._bidirectional:
                 kinds = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
                 kinds[inputs["places"]] = 1
@@ -122,6 +127,8 @@ class Vision:
         if lengths != seen["lengths"]:  # https://github.com/verl-project/verl/issues/3469
             named = ", ".join(name or "an image" for name in seen["names"])
             raise ValueError(f"{named}: they have {lengths} features, and {seen['lengths']} tokens stand for them")
+        if "here" in seen:
+            _keep(features, seen["here"])
         named = packing | seen["named"] | {"mm_encoder_outputs": {"image": features}}
         with _placeholders(self._trunk, inputs, seen["places"]):
             found = self._trunk(input_ids=inputs, use_cache=False, **named)
@@ -139,6 +146,16 @@ def _placeholders(trunk: Any, inputs: Tensor, places: Tensor) -> Iterator[None]:
         yield
     finally:
         del trunk.get_placeholder_mask
+
+
+def _keep(features: Any, here: Tensor) -> None:
+    """Leave the features of tokens on this rank alone, `here` being their indices among those of all images.
+
+    Every rank that shares the tokens has computed all; backward gives each a gradient by its own tokens.
+    """
+    features.pooler_output = [torch.cat([*features.pooler_output]).index_select(0, here)]
+    if layers := getattr(features, "deepstack_features", None):
+        features.deepstack_features = [[torch.cat([*layer]).index_select(0, here)] for layer in layers]
 
 
 def _read(features: Any) -> list[Tensor]:

@@ -179,9 +179,9 @@ def test_gemma_s_images_see_themselves_both_ways_where_rows_are_padded_and_packs
         require_sharing(module.model)
 
 
-def test_ranks_cannot_share_a_sequence_with_images(tiny_vlm: TinyModel) -> None:
-    with pytest.raises(UserError, match="sequence_parallel is above 1, but Qwen2_5_VL.* has images"):
-        require_sharing(make_module(tiny_vlm()).model)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_ranks_may_share_a_sequence_with_images(tiny_vlm: TinyModel, kind: str) -> None:
+    require_sharing(make_module(tiny_vlm(architecture=kind)).model)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -217,8 +217,8 @@ def test_the_encoder_s_activations_count_in_the_budget_of_a_micro_batch(tiny_vlm
     assert module.work.of.image_token == 2.0
     row = make_rows(ImageProcessor(str(tiny_vlm())))[2]  # 10 tokens of images, of 24
     assert (len(row.input_ids), sum(count for _, count in row.image_spans)) == (24, 10)
-    for budget, expected in [(88, 1), (87, 2)]:
-        found = micro_batches([row, row], budget, 0, "cpu", packing=True, image_token=2.0)
+    for ways, budget, expected in [(1, 88, 1), (1, 87, 2), (2, 128, 1), (2, 127, 2)]:  # each rank has all images
+        found = micro_batches([row, row], budget, 0, "cpu", packing=True, ways=ways, image_token=2.0)
         assert len(found) == expected
 
 
