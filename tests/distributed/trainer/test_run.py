@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hotbunk_torchvision import beside_cpu_build
 from tests.conftest import ROOT, TinyModel
 from tests.distributed.killed_run import REWARD, disturbed, draw, survived, unequal
 from tests.distributed.real_run import Run, differences, write_recipe
@@ -101,6 +102,9 @@ def test_a_run_to_which_nothing_happens_says_nothing_but_its_own_lines(side_by_s
     assert "forkse" not in side_by_side[1].output()  # it ends with the engines
 
 
+@pytest.mark.skipif(
+    not beside_cpu_build(), reason="torchvision, which Transformers imports, is hidden beside a CPU build"
+)
 def test_no_process_of_a_run_with_text_alone_imports_anything_to_see_images(recipe: Path, whole: Run) -> None:
     assert whole.rows() and not (recipe.parent / "imports").exists()
 
