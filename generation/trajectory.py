@@ -37,11 +37,12 @@ class Trajectory:
             episode's reward is that of its last trajectory.
         turn_rewards: of each answer, in order, where the environment rewards turns; they are part of `reward`.
         metrics: figures of this trajectory. Names that begin with "tools/" or "server/" are summed over a step;
-            of those with "client/" it is the mean.
+            of those with "client/" it is the mean. Under "reward/errors/FUNCTION/KIND" stands 1 where one failed.
         routes: a mixture's, where the engine tells them; see `Generation`.
         images: in the order of their tokens in prompt and response.
         image_spans: (index in `prompt_ids + response_ids`, count) of each image's tokens. Others with the same id are
             not images' (https://github.com/modelscope/ms-swift/issues/9287): the policy may sample them.
+        reward_error: why a reward function failed on it; empty where none did.
         error: not empty when generation of this sample failed; such a sample is counted and left out of the loss.
     """
 
@@ -63,6 +64,7 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    reward_error: str = ""
     images: tuple[Image, ...] = ()
     image_spans: tuple[tuple[int, int], ...] = ()
     routes: np.ndarray | None = field(default=None, repr=False, compare=False)
@@ -130,7 +132,12 @@ def checked_reward(value: Any, said: str) -> float:
 
 
 def check_rewards(trajectory: Trajectory, source: str) -> None:
-    """Make `checked_reward`s of all that an episode was given, in place. Raises ValueError, naming `source`."""
+    """Make `checked_reward`s of all that an episode was given, in place. Raises ValueError, naming `source`, for these
+    and for names of rewards and figures that cannot be written.
+    """
+    for name in (*trajectory.reward_parts, *trajectory.metrics):
+        if name != name.encode(errors="replace").decode():
+            raise ValueError(f"{source}: the name {name!r} is not valid Unicode")
     parts, turns = trajectory.reward_parts.items(), enumerate(trajectory.turn_rewards, start=1)
     trajectory.reward_parts = {
         name: checked_reward(value, f"{source}: reward_parts[{name!r}] is") for name, value in parts

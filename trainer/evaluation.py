@@ -150,8 +150,8 @@ def evaluation_metrics(answers: Mapping[str, Sequence[Answer]], label: str | Non
     """
     figures = {name: dataset_figures(trajectories, label, config) for name, trajectories in answers.items()}
     metrics = {f"eval/{name}/{key}": value for name, part in figures.items() if name for key, value in part.items()}
-    keys = next(iter(figures.values()))
-    return metrics | {f"eval/{key}": _mean([part[key] for part in figures.values()]) for key in keys}
+    keys = dict.fromkeys(key for part in figures.values() for key in part)
+    return metrics | {f"eval/{key}": _mean([part.get(key, 0.0) for part in figures.values()]) for key in keys}
 
 
 def dataset_figures(trajectories: Sequence[Answer], label: str | None, config: EvalConfig) -> Metrics:
@@ -159,7 +159,8 @@ def dataset_figures(trajectories: Sequence[Answer], label: str | None, config: E
 
     An answer is what an episode came to: its last trajectory's reward, vote and end, and the tokens of all of them.
     accuracy is the mean of the first reward function; pass@k and majority@k take an answer for right from
-    `config.right_from` on. An episode that failed is a wrong answer of reward 0, and its vote an abstention.
+    `config.right_from` on. An episode that failed is a wrong answer of reward 0, and its vote an abstention; where that
+    is a reward function's fault, misjudged is the share of such episodes.
     """
     prompts = _by_prompt(trajectories)
     episodes = [episode for answers in prompts for episode in answers]
@@ -169,6 +170,8 @@ def dataset_figures(trajectories: Sequence[Answer], label: str | None, config: E
         "length": _mean([float(sum(t.sampled for t in episode)) for episode in episodes]),
         "truncated": _mean([float(episode[-1].cut) for episode in episodes]),
     }
+    if any(t.misjudged for t in trajectories):
+        figures["misjudged"] = _mean([float(any(t.misjudged for t in episode)) for episode in episodes])
     for k in config.k:
         verdicts = [[not _failed(e) and _score(e, label) >= config.right_from for e in answers] for answers in prompts]
         votes = [[None if _failed(e) else e[-1].vote for e in answers] for answers in prompts]

@@ -36,7 +36,8 @@ from trainer.engines import end_token_ids, fetch_model, stop_engine, training_sa
 from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept, sample_held_out
 from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
 from trainer.learning.answers import Answer
-from trainer.learning.shown import answer_rows, token_rows
+from trainer.learning.metrics import reward_errors
+from trainer.learning.shown import answer_rows, failure_lines, token_rows
 from trainer.restarts import EngineRestarts
 from trainer.rewards.pool import RewardPool
 from trainer.rollouts import RolloutLevel, StepAbandoned, Terms
@@ -197,9 +198,8 @@ class RLTrainer:
         self.tracker.completions(step, rows)
         self.tracker.tokens(step, token_rows(self.learner.watched, sampled.prompts, self.tokenizer))
         self.last_answers = self.last_answers if self.held_outs else rows
-        if error := next((t.error for t in sampled.answers if t.error), ""):
-            failed = metrics["rollout/failed"]
-            self.screen.note(f"step {step}: {failed:.0f} episodes failed, the first by {error[:200]}")
+        for line in failure_lines(sampled.answers, metrics):
+            self.screen.note(f"step {step}: {line}")
         self.log(step, metrics | self.meter.take())
         # After the row, so that whenever the run is killed, the files have the steps that a checkpoint has.
         with self.meter.phase("checkpoint"):
@@ -276,6 +276,8 @@ class RLTrainer:
                 with self.meter.phase("eval"):
                     found = sample_held_out(self.config, self.rollouts, held_out, version=version, step=step)
                 answers[held_out.name] = found
+                for line in failure_lines(found, reward_errors(found), "count as wrong"):
+                    self.screen.note(f"evaluation {held_out.name}: {line}")
                 self.last_answers += answer_rows(found[:ANSWERS_SHOWN], list(held_out.prompts), self.tokenizer)
             return answers
 

@@ -38,7 +38,7 @@ from sharding.ranks import agreed, all_reduce_sum, exchange, is_main
 from trainer.config.schema import ClientConfig, ProcessesConfig, RolloutConfig, TrainConfig, VerifiersConfig
 from trainer.data import Prompt, image_rules, prompt_messages
 from trainer.errors import Interrupted, UserError
-from trainer.learning.answers import Answer, gather_answers
+from trainer.learning.answers import Answer, failed_episodes, gather_answers
 from trainer.rewards.pool import RewardPool
 
 T = TypeVar("T")
@@ -381,7 +381,7 @@ class Rollouts:
     async def _score(self, trajectory: Trajectory, prompt: Prompt, voting: bool = False) -> None:
         """Add the reward functions' sum to the episode's own reward. They judge the last answer.
 
-        An episode whose reward is not a number that can be learned from has failed.
+        An episode without a reward that can be learned from has failed.
         """
         self.finished += 1
         if trajectory.error:
@@ -403,8 +403,9 @@ class Rollouts:
         )
         trajectory.reward_parts |= result.parts
         trajectory.metrics["time/reward"] = time.perf_counter() - start
-        if result.error:
-            trajectory.metrics["reward/error"] = 1.0
+        if result.failures:
+            trajectory.reward_error = result.error
+            trajectory.metrics |= {f"reward/errors/{label}/{kind}": 1.0 for label, kind in result.failures.items()}
         try:
             if result.unusable:
                 raise ValueError(result.error)
@@ -450,9 +451,11 @@ async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T
 
 
 def check_failures(answers: list[Answer], max_error_rate: float) -> None:
-    """Raise RolloutError, with the first error, when a larger share of the episodes failed."""
-    episodes = by_episode(answers)
-    errors = [error for episode in episodes if (error := next((t.error for t in episode if t.error), ""))]
+    """Raise RolloutError, with the first error, when a larger share of the episodes failed.
+
+    Those on which a reward function failed are not among them: `reward.max_error_rate` is about these.
+    """
+    episodes, errors = by_episode(answers), failed_episodes(answers)
     if len(errors) > max_error_rate * len(episodes):
         raise RolloutError(
             f"{len(errors)} of {len(episodes)} episodes failed, more than rollout.max_error_rate="

@@ -25,7 +25,8 @@ from trainer.engines import end_token_ids, engine_settings, on_checkpoint
 from trainer.errors import UserError
 from trainer.evaluation import accuracies, dataset_figures, load_held_outs, sample_held_out, standard_error
 from trainer.learning.answers import Answer
-from trainer.learning.shown import answer_rows
+from trainer.learning.metrics import reward_errors
+from trainer.learning.shown import answer_rows, failure_lines
 from trainer.rewards.pool import RewardPool
 from trainer.rollouts import RolloutLevel, Rollouts
 from trainer.run import processes
@@ -154,6 +155,9 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
     (folder / "completions.jsonl").write_text("".join(lines))
     console = make_console()
     console.print(table(results))
+    for name, found in answers.items():
+        for line in failure_lines(found, reward_errors(found), "count as wrong"):
+            console.print(f"{name or 'evaluation'}: {line}", soft_wrap=True, markup=False)
     console.print(f"{folder / 'eval.json'}, and every answer in {folder / 'completions.jsonl'}", soft_wrap=True)
     return 0
 

@@ -21,7 +21,7 @@ _COUNTS = {
     "skipped_steps": "updates skipped, their loss or gradient not finite",
     "no_signal_steps": "steps without an update, all answers of each group being equally good or filtered",
     "rollout/failed": "episodes that failed",
-    "reward/errors": "calls of reward functions that failed",
+    "reward/errors": "answers on which a reward function failed",
 }
 
 
@@ -109,7 +109,11 @@ def remarks(rows: Rows) -> Iterator[str]:
         yield f"answers cut off at their longest: {cut[0]:.0%} at first, {cut[-1]:.0%} at last, {max(cut):.0%} at most"
     for key, meaning in _COUNTS.items():
         if total := sum(series(rows, key)[1]):
-            yield f"{total:.0f} {meaning}"
+            kinds = sorted({name for row in rows for name in row if name.startswith(f"{key}/")})
+            single = [f"{name.removeprefix(f'{key}/')} {sum(series(rows, name)[1]):.0f}" for name in kinds]
+            yield f"{total:.0f} {meaning}" + (f" ({', '.join(single)})" if single else "")
+    if shares := series(rows, "eval/misjudged")[1]:
+        yield f"held-out answers taken for wrong since a reward function failed: {max(shares):.1%} at most"
 
 
 def phases(rows: Rows) -> Iterator[Sequence[str]]:

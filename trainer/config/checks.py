@@ -286,6 +286,9 @@ def _check_sampling(config: TrainConfig) -> Iterator[str]:
 def _check_evaluation(config: TrainConfig) -> Iterator[str]:
     if not config.reward.functions and not config.rollout.code:
         yield "reward.functions is empty: name at least one, such as [{name: exact_match}]"
+    if config.reward.error_reward and config.reward.failed == "leave_out":
+        given = f"reward.error_reward is {config.reward.error_reward:g}"
+        yield f"{given}, but reward.failed is leave_out: set that to error_reward, or leave error_reward out"
     if "" in config.held_out and config.eval.datasets:
         yield "data.eval_path or eval_split and eval.datasets are both set: name all datasets in eval.datasets"
     for name, dataset in config.held_out.items():

@@ -348,7 +348,11 @@ class RewardConfig(Section):
     timeout_s: CallSeconds = key(10, "longest a function may take for one answer before its process is killed")
     workers: Processes = key(2, "processes on each rank that leads an engine")
     max_error_rate: Share = key(0.1, "end the run when a larger share of a step's calls fails")
-    error_reward: Amount = key(0.0, "reward of an answer whose function raised or hung")
+    failed: Literal["leave_out", "error_reward"] = key(
+        "leave_out", "an answer whose function exceeds timeout_s, raises or dies",
+        leave_out="leaves its group before any mean is taken", error_reward="its reward is error_reward",
+    )  # fmt: skip
+    error_reward: Amount = key(0.0, "reward of an answer whose function failed, with failed: error_reward")
 
     @field_validator("functions", mode="before")
     @classmethod

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from generation.images import Image, Spans, StoredImage
-from generation.trajectory import Trajectory
+from generation.trajectory import Trajectory, by_episode
 from sharding.ranks import agreed, all_to_all_bytes, rank, send_to_all, world_size
 from trainer.errors import UserError
 from trainer.types import RouteFormat, Sample
@@ -46,7 +46,7 @@ class Answer:
     runs: int  # of sampled tokens, with others in between: what the trainer counts as turns
     cut: bool  # finish_reason is "length"
     begins: bool  # whether the very first token was sampled, which nothing comes before
-    misjudged: bool  # a reward function failed on it
+    misjudged: str  # not empty where a reward function failed on it, as `error`
     error: str  # not empty for a trajectory that has failed; its words, if they are known here
     turn_rewards: list[float]
     old: int = 0  # of the sampled tokens those that earlier versions of the policy sampled
@@ -66,8 +66,8 @@ def gather_answers(own: Sequence[Trajectory], details: bool = False, version: in
     """The answers of all ranks, ordered by prompt and sample, the same on every rank. Collective.
 
     `own` is what this rank's engine sampled; with `details`, reward_parts and votes travel, which are of any size. The
-    words of the first error are known on all ranks, those of the others where they happened. `version` is the policy's
-    present one; None: no answer has tokens of an earlier one.
+    words of the first error, a reward function's and another, are known on all ranks, those of the others where they
+    happened. `version` is the policy's present one; None: no answer has tokens of an earlier one.
     """
     with agreed("telling of the answers"):  # a rollout function may have put anything into a trajectory
         rows = np.array([_row(t) for t in own], dtype=ROW).tobytes()
@@ -82,10 +82,17 @@ def gather_answers(own: Sequence[Trajectory], details: bool = False, version: in
         )
         answers += _decoded(who, own if who == rank() else None, *message)
     answers.sort(key=lambda answer: (answer.prompt_index, answer.sample_index))
-    if first := next((answer for answer in answers if answer.error), None):
-        words = first.trajectory.error if first.trajectory is not None else ""
-        first.error = send_to_all(words.encode(errors="replace"))[first.rank].decode()
+    for name in ("error", "misjudged"):
+        if first := next((a for a in answers if getattr(a, name) and (name == "misjudged" or not a.misjudged)), None):
+            words = send_to_all(getattr(first, name).encode(errors="replace"))[first.rank].decode()
+            setattr(first, name, words)
     return answers
+
+
+def failed_episodes(answers: Sequence[Answer]) -> list[str]:
+    """The error of each episode that has failed for another reason than a reward function."""
+    episodes = [episode for episode in by_episode(answers) if not any(t.misjudged for t in episode)]
+    return [error for episode in episodes if (error := next((t.error for t in episode if t.error), ""))]
 
 
 def old_tokens(trajectory: Trajectory, version: int | None) -> int:
@@ -108,7 +115,7 @@ def _row(trajectory: Trajectory) -> tuple[Any, ...]:
     mask = trajectory.loss_mask
     flags = _FAILED * bool(trajectory.error) + _CUT * (trajectory.finish_reason == "length")
     flags += _FIRST * bool(not trajectory.prompt_ids and mask and mask[0])
-    flags += _MISJUDGED * bool(trajectory.metrics.get("reward/error"))
+    flags += _MISJUDGED * bool(trajectory.reward_error)
     length = len(trajectory.prompt_ids) + len(mask)
     place = trajectory.prompt_index, trajectory.sample_index
     return *place, trajectory.reward, length, sum(mask), trajectory.turns, count_turns(mask), flags
@@ -128,9 +135,11 @@ def _decoded(
         *figures, flags = row
         fields = dict(zip(_FIELDS, figures, strict=True))
         trajectory = own[index] if own is not None else None
-        error = (trajectory.error if trajectory else f"an error on rank {who}") if flags & _FAILED else ""
+        afar = f"an error on rank {who}"
+        error = (trajectory.error if trajectory else afar) if flags & _FAILED else ""
+        misjudged = (trajectory.reward_error if trajectory else afar) if flags & _MISJUDGED else ""
         given, vote = parts[index] if parts else ({}, None)
-        cut, begins, misjudged = (bool(flags & flag) for flag in (_CUT, _FIRST, _MISJUDGED))
+        cut, begins = bool(flags & _CUT), bool(flags & _FIRST)
         fields |= {"cut": cut, "begins": begins, "misjudged": misjudged, "trajectory": trajectory}
         fields["old"] = old.get(index, 0)
         own_rewards = turns.get(index, [])

@@ -197,7 +197,7 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
     metrics = {
         "reward/mean": rewards.mean().item() if sound else 0.0,
         "reward/std": rewards.std(correction=0).item() if sound else 0.0,
-        "reward/errors": float(sum(t.misjudged for t in sampled)),
+        "reward/errors": float(sum(bool(t.misjudged) for t in answers)),
         "length/mean": sum(lengths) / count,
         "length/max": float(max(lengths, default=0)),
         "length/truncated": sum(t.cut for t in last) / count,
@@ -208,12 +208,20 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
     parts = [part for t in last if t.trajectory is not None for part in t.trajectory.reward_parts.items()]
     figures = [figure for t in sampled if t.trajectory is not None for figure in t.trajectory.metrics.items()]
     tools = [figure for figure in figures if figure[0].startswith(("tools/", "server/", "client/"))]
-    metrics |= {f"reward/{name}": total / number for name, (total, number) in named_sums(parts).items()}
+    rewards_by_name = {f"reward/{name}": total / number for name, (total, number) in named_sums(parts).items()}
     found = named_sums(tools).items()
     counts = {name: total / number if name.startswith("client/") else total for name, (total, number) in found}
     if calls := counts.get("tools/calls"):
         counts["tools/failure_rate"] = counts.get("tools/errors", 0.0) / calls
-    return metrics | counts
+    # Last the run's own again, whatever an environment or a client calls its rewards.
+    return metrics | rewards_by_name | counts | reward_errors(answers) | metrics
+
+
+def reward_errors(answers: list[Answer]) -> Metrics:
+    """The answers on which reward functions failed, by reward/errors/FUNCTION/KIND; none where none did. Collective."""
+    figures = [figure for t in answers if t.trajectory is not None for figure in t.trajectory.metrics.items()]
+    errors = named_sums(figure for figure in figures if figure[0].startswith("reward/errors/"))
+    return {name: total for name, (total, _) in errors.items()}
 
 
 def named_sums(own: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:

@@ -1,7 +1,7 @@
 """What people get to see of a step's answers: the rows of completions.jsonl and tokens.jsonl."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -12,7 +12,8 @@ from generation.images import thumbnail
 from generation.trajectory import Trajectory
 from sharding.ranks import all_to_all_bytes, world_size
 from trainer.data import Prompt
-from trainer.learning.answers import Answer
+from trainer.learning.answers import Answer, failed_episodes
+from trainer.learning.metrics import Metrics
 from trainer.learning.token_figures import Watched
 
 
@@ -25,7 +26,8 @@ def answer_rows(
         if t is not None:
             scored = {"text": t.text, "reward": t.reward, "parts": t.reward_parts, "finish_reason": t.finish_reason}
             scored["prompt"] = tokenizer.decode(t.prompt_ids)  # which is not the dataset's where a client adds to it
-            own[n] = scored | {"tokens": len(t.response_ids), "weight_version": t.weight_version, "error": t.error}
+            own[n] = scored | {"tokens": len(t.response_ids), "weight_version": t.weight_version}
+            own[n]["error"] = t.error or t.reward_error
             if t.images:
                 own[n]["images"] = [thumbnail(image) for image in t.images]
             if not all(t.loss_mask):
@@ -40,6 +42,21 @@ def answer_rows(
         asked = {"prompt_id": prompt.id, "sample": answer.sample_index, "prompt": row.pop("prompt")}
         rows.append(asked | {"text": row.pop("text"), "answer": prompt.row.get("answer")} | row)
     return rows
+
+
+def failure_lines(answers: Sequence[Answer], figures: Metrics, fate: str = "are left out") -> Iterator[str]:
+    """A line for the answers on which reward functions failed, of whose `fate` it tells, and one for other failures.
+
+    `figures` hold `reward_errors` of the answers.
+    """
+    if misjudged := [answer for answer in answers if answer.misjudged]:
+        out = sum(bool(answer.error) for answer in misjudged)
+        first = misjudged[0].misjudged[:200]
+        named = [(key.partition("/errors/")[2], count) for key, count in figures.items() if "reward/errors/" in key]
+        counts = ", ".join(f"{name} {count:.0f}" for name, count in named)
+        yield f"rewards failed on {len(misjudged)} answers ({counts}), {out} of which {fate}; the first: {first}"
+    if errors := failed_episodes(answers):
+        yield f"{len(errors)} episodes failed, the first by {errors[0][:200]}"
 
 
 def text_by_author(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

@@ -3,7 +3,6 @@
 import asyncio
 import difflib
 import inspect
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,9 @@ from trainer.rewards.functions import BUILTINS, EXTRACTORS
 
 OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory", "images")
 """The values that every reward function may ask for by keyword, besides the completion and its own settings."""
+
+TAKEN = ("mean", "std", "errors")
+"""Names of the run's own figures below reward/, which no reward function may have."""
 
 _TRL_LOGGERS = ("log_extra", "log_metric")
 _TRL_ONLY = frozenset(("environments", "trainer_state"))
@@ -92,14 +94,19 @@ def bind_rewards(functions: Iterable[tuple[str, dict[str, Any]]]) -> list[BoundR
     """Load each (name, kwargs) and check that it can be called.
 
     A class is constructed with its kwargs, once in each process, and the object is called without them.
-    Labels are the functions' own names, numbered where one occurs twice. Raises UserError naming the function.
+    Labels are the functions' own names, numbered until they are free. Raises UserError naming the function.
     """
-    bound, seen = [], Counter[str]()
+    bound: dict[str, BoundReward] = {}
     for name, kwargs in functions:
-        short = name.rpartition(":")[2]
-        seen[short] += 1
-        bound.append(_bind(name, short if seen[short] == 1 else f"{short}_{seen[short]}", kwargs))
-    return bound
+        label = short = name.rpartition(":")[2]
+        if short in TAKEN:
+            raise UserError(f"reward {name!r} would replace the run's own figure reward/{short}: rename the function")
+        number = 1
+        while label in bound:
+            number += 1
+            label = f"{short}_{number}"
+        bound[label] = _bind(name, label, kwargs)
+    return list(bound.values())
 
 
 def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:

@@ -4,30 +4,51 @@ Each call has a deadline after which its process is killed and replaced, so a lo
 one answer's reward and nothing else. Threads could not give that: nothing can stop them. A process may also be ended
 from outside, as by the kernel when memory is short: its call is made once more, so that rewards do not depend on that.
 
-Each process has a pipe of its own, and no thread: the caller waits for the answer on the event loop. The end of the
-pipe tells of a death at once, and of the right one. (Pools that share one queue between processes guess whose work was
-lost; pebble 5.2.3 loses an answer when an idle worker has died.)
+Each process has a socket of its own, and no thread: the caller waits for the answer on the event loop. The end of the
+socket tells of a death at once, and of the right one. (Pools that share one queue between processes guess whose work
+was lost; pebble 5.2.3 loses an answer when an idle worker has died.)
+
+    rank ── watcher ── worker ── processes that a reward function starts
+
+Only packets that the kernel says the worker has sent are read, and of those only the answer to the last question, so a
+process that a function has forked answers for nobody. The watcher runs nothing of the user's: it adopts whatever loses
+its parent below it, and kills all of it when the worker, the rank or the thread that started it is gone.
 """
 
 import asyncio
 import ctypes
-import json
+import math
 import multiprocessing
 import os
+import pickle
+import secrets
 import signal
+import socket
+import struct
+import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pickle import PicklingError
-from typing import Any, NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from types import NoneType
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import msgspec
+import psutil
 
 from generation.trajectory import Trajectory, checked_reward
 from trainer.config.schema import DataConfig, RewardConfig
 from trainer.rewards.loading import BoundReward, bind_rewards
 
 _START_SECONDS = 120.0
+_END_SECONDS = 5.0  # for a watcher to end everything below it; a process stuck in the kernel must not keep it
 _LONGEST_ERROR = 300  # characters
+_LONGEST_REPLY = 128 * 1024  # bytes; a longer packet is cut, and then not an answer
+_PIECE = 32 * 1024  # bytes of a question in a packet
+_HEADER = struct.Struct("<QQ")  # before a question: its number, and its bytes
+_CREDENTIALS = struct.Struct("3i")  # the kernel's word on a packet: process, user and group of its sender
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 Specs = list[tuple[str, dict[str, Any]]]
 
 
@@ -42,7 +63,8 @@ class RewardResult:
     reward: float  # the weighted sum; `reward.error_reward` where a function has failed
     parts: dict[str, float]  # each function's own value
     error: str = ""  # what went wrong, if anything did
-    unusable: bool = False  # a function's value, or the sum, cannot be a reward: nothing can be learned from the answer
+    unusable: bool = False  # the answer leaves its group: there is no reward, or none that can be learned from
+    failures: dict[str, str] = field(default_factory=dict)  # by function the kind: timeout, raised, died, unusable
 
 
 class RewardPool:
@@ -111,8 +133,9 @@ class RewardPool:
         parts = {label: reply.value for label, reply in outcomes.items() if not reply.error}
         if errors:
             message = "; ".join(f"{label} {error}" for label, error in errors.items())
-            unusable = any(outcomes[label].returned for label in errors)
-            return RewardResult(self._config.error_reward, parts, message, unusable)
+            failures: dict[str, str] = {label: outcomes[label].kind for label in errors}
+            unusable = self._config.failed == "leave_out" or "unusable" in failures.values()
+            return RewardResult(self._config.error_reward, parts, message, unusable, failures)
         try:
             weighted = [
                 checked_reward(w * parts[label], f"{label} times its weight is") for label, w in self.weights.items()
@@ -172,15 +195,17 @@ class RewardPool:
                 answered = True
                 return reply
             except TimeoutError:
-                return _Reply(0.0, f"took longer than reward.timeout_s={self._config.timeout_s:g}")
+                return _Reply(error=f"took longer than reward.timeout_s={self._config.timeout_s:g}", kind="timeout")
             except _StartError as error:
-                return _Reply(0.0, str(error))
+                return _Reply(error=str(error), kind="died")
             except (EOFError, OSError):
                 code = worker.kill()
                 if asked == 2:
-                    return _Reply(0.0, f"ended its process with exit code {code}, as when it was asked before")
-            except (PicklingError, TypeError, AttributeError, ValueError) as error:
-                return _Reply(0.0, f"cannot be given this row: {type(error).__name__}: {error}")
+                    sentence = f"ended its process with exit code {code}, as when it was asked before"
+                    return _Reply(error=sentence, kind="died")
+            except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+                sentence = f"cannot be given this row: {type(error).__name__}: {error}"
+                return _Reply(error=_valid(sentence), kind="raised")
             finally:
                 if answered:
                     self._idle.put_nowait(worker)
@@ -208,11 +233,12 @@ class RewardPool:
 
 
 class _Reply(NamedTuple):
-    """The outcome of a call."""
+    """The outcome of a call, as JSON between processes: not pickled, since users' code is at the other end."""
 
-    value: Any  # of a call: a number; of an extraction: a text or None
+    number: int = 0  # of the question; 0 of the start
+    value: Any = None  # of a call: a number; of an extraction: a text or None
     error: str = ""  # a sentence that says why there is no value; otherwise empty
-    returned: bool = False  # the function came to its end, if only with a value that cannot be a reward
+    kind: Literal["", "timeout", "raised", "died", "unusable"] = ""  # of the error
 
 
 class _StartError(Exception):
@@ -224,15 +250,26 @@ class _Worker:
 
     def __init__(self, specs: Specs) -> None:
         context = multiprocessing.get_context("spawn")  # a process with CUDA and threads cannot safely be forked
-        self._connection, theirs = context.Pipe()
+        # Packets arrive whole or not at all, so no half of a message is ever waited for.
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.setblocking(False)
         self._process = context.Process(target=_serve, args=(theirs, specs, os.getpid()), daemon=True, name="reward")
         self._process.start()
         theirs.close()
+        self._pid: int | None = None  # of the worker proper
         self._ready = False
 
     def dead(self) -> bool:
-        """True if an idle worker has ended: it sends nothing unasked, so only the pipe's end can be there to read."""
-        return self._ready and self._connection.poll()
+        """True if an idle worker has ended, or something below it has sent what nobody asked for."""
+        if not self._ready:
+            return False
+        with suppress(ConnectionError):
+            try:
+                self._socket.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return False
+        return True
 
     async def ask(self, index: int, completion: str, offered: dict[str, Any] | None, seconds: float) -> _Reply:
         """Call function `index`, or have it extract where nothing is offered. The deadline begins when it is loaded.
@@ -242,66 +279,137 @@ class _Worker:
         """
         if not self._ready:
             try:
-                started = await self._receive(_START_SECONDS)
+                async with asyncio.timeout(_START_SECONDS):
+                    started = await self._receive(0, NoneType)
             except TimeoutError as late:
                 raise _StartError(f"was not loaded by its process within {_START_SECONDS:g} s") from late
             if started.error:
                 raise _StartError(f"could not be loaded by its process: {started.error}")
             self._ready = True
-        self._connection.send((index, completion, offered))
-        return await self._receive(seconds)
+        loop, number = asyncio.get_running_loop(), 1 + secrets.randbits(62)  # not to be guessed, least of all blindly
+        question = pickle.dumps((index, completion, offered))
+        pieces = (question[start : start + _PIECE] for start in range(0, len(question), _PIECE))
+        async with asyncio.timeout(seconds):
+            for piece in (_HEADER.pack(number, len(question)), *pieces):
+                await loop.sock_sendall(self._socket, piece)
+            return await self._receive(number, str | None if offered is None else float)
 
     def kill(self) -> int | None:
         """End the process and all it started, whatever they are doing. Gives the exit code."""
-        if not self._connection.closed:
-            # The process is not reaped yet, dead or alive, so the number is still its own.
-            try:
-                os.killpg(self._process.pid or 0, signal.SIGKILL)
-            except ProcessLookupError:  # it has not left our process group yet
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            self._process.terminate()  # which the watcher takes as a request to end all
+            self._process.join(_END_SECONDS + 1)
+            if self._process.exitcode is None:
+                # The process is not reaped yet, dead or alive, so the number is still its own.
+                with suppress(ProcessLookupError):  # it has not left our process group yet
+                    os.killpg(self._process.pid or 0, signal.SIGKILL)
                 self._process.kill()
-            self._process.join()
-            self._connection.close()
-        return self._process.exitcode
+                self._process.join()
+        code = self._process.exitcode
+        return 128 - code if code is not None and code > 128 else code
 
-    async def _receive(self, seconds: float) -> _Reply:
-        loop, readable = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._connection.fileno(), readable.set)
-        try:
-            await asyncio.wait_for(readable.wait(), seconds)
-        finally:
-            loop.remove_reader(self._connection.fileno())
-        return _Reply(*json.loads(self._connection.recv_bytes()))  # not pickle: users' code is at the other end
+    async def _receive(self, number: int, kind: Any) -> _Reply:
+        """The worker's answer to this question, a failure or a value of this kind; whatever else comes is dropped."""
+        loop = asyncio.get_running_loop()
+        while True:
+            readable = asyncio.Event()
+            loop.add_reader(self._socket.fileno(), readable.set)
+            try:
+                await readable.wait()
+            finally:
+                loop.remove_reader(self._socket.fileno())
+            packet, notes, _, _ = self._socket.recvmsg(_LONGEST_REPLY, socket.CMSG_SPACE(_CREDENTIALS.size))
+            if not packet:
+                raise EOFError
+            sender = _CREDENTIALS.unpack(notes[0][2])[0]
+            self._pid = self._pid or sender  # the first packet comes before any code of the user's is loaded
+            with suppress(msgspec.DecodeError):
+                reply = msgspec.json.decode(packet, type=_Reply)
+                if (sender, reply.number) == (self._pid, number) and (reply.error or isinstance(reply.value, kind)):
+                    return reply
 
 
-# The rest runs in the worker.
+# The rest runs below the trainer.
 
 
-def _serve(connection: Connection, specs: Specs, parent: int) -> None:
-    """Load the functions, say so, and answer calls until the trainer is gone."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: even code stuck in C dies with the trainer
+def _serve(connection: socket.socket, specs: Specs, parent: int) -> None:
+    """Become the watcher; its child, the worker, loads the functions and answers until the trainer is gone."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         os._exit(1)  # the trainer was gone before that
-    os.setpgid(0, 0)  # so that the processes of a reward function can be killed with it
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     devnull = os.open(os.devnull, os.O_RDWR)
     for descriptor in (1, 2):
         os.dup2(devnull, descriptor)
+    tracker: Any = resource_tracker._resource_tracker  # the trainer's: users' code starts one of its own
+    if tracker._fd is not None:
+        os.close(tracker._fd)
+        tracker._fd = None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD, signal.SIGTERM))
+    watcher = os.getpid()
+    if worker := os.fork():
+        connection.close()
+        _watch(worker, parent)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # even code that is stuck in C
+    if os.getppid() != watcher:
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _answer(connection, specs)
+
+
+def _watch(worker: int, parent: int) -> NoReturn:
+    """Wait for the end of the worker or of the trainer, or a request; kill all below; end with the worker's code."""
+    status, end = None, math.inf
+    while time.monotonic() < end:
+        came = signal.sigtimedwait((signal.SIGCHLD, signal.SIGTERM), 1.0 if end == math.inf else 0.02)
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == worker else status
+        except ChildProcessError:  # orphans are children by now, so none is left
+            break
+        asked = came is not None and came.si_signo == signal.SIGTERM
+        if asked or status is not None or os.getppid() != parent:
+            end = min(end, time.monotonic() + _END_SECONDS)
+        if end < math.inf:
+            for child in psutil.Process().children():
+                with suppress(psutil.Error):
+                    child.kill()
+    code = os.waitstatus_to_exitcode(signal.SIGKILL if status is None else status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _answer(connection: socket.socket, specs: Specs) -> None:
+    worker = os.getpid()
 
     def send(reply: _Reply) -> None:
-        connection.send_bytes(json.dumps(reply).encode())
+        if os.getpid() != worker:  # a process that users' code has forked, and that came back from it
+            os._exit(0)
+        packet = msgspec.json.encode(reply._replace(error=_valid(reply.error)[: 2 * _LONGEST_ERROR]))
+        if len(packet) > _LONGEST_REPLY:
+            sentence = f"extracted a text of {len(packet)} bytes, more than {_LONGEST_REPLY}"
+            packet = msgspec.json.encode(_Reply(reply.number, error=sentence, kind="unusable"))
+        connection.send(packet)
 
+    send(_Reply(-1))
     try:
         rewards = bind_rewards(specs)
     except BaseException as error:
-        send(_Reply(0.0, _text(error)))
+        send(_Reply(error=_text(error) or type(error).__name__, kind="raised"))
         return
-    send(_Reply(0.0))
-    while True:
-        try:
-            index, completion, offered = connection.recv()
-        except EOFError:
-            return
-        send(_reply(rewards[index], completion, offered))
+    send(_Reply())
+    while header := connection.recv(_HEADER.size):
+        number, size = _HEADER.unpack(header)
+        question = bytearray()
+        while len(question) < size:
+            if not (piece := connection.recv(_PIECE)):
+                return
+            question += piece
+        index, completion, offered = pickle.loads(question)  # from the trainer, which alone has the other end
+        send(_reply(rewards[index], completion, offered)._replace(number=number))
 
 
 def _reply(reward: BoundReward, completion: str, offered: dict[str, Any] | None) -> _Reply:
@@ -309,16 +417,21 @@ def _reply(reward: BoundReward, completion: str, offered: dict[str, Any] | None)
     try:
         if offered is None:
             extracted = reward.extract(completion)
-            return _Reply(None if extracted is None else str(extracted), returned=True)
+            return _Reply(value=None if extracted is None else _valid(str(extracted)))
         value = reward(completion, offered)
     except BaseException as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
-        return _Reply(0.0, f"raised {type(error).__name__}: {_text(error)} ({where})")
+        return _Reply(error=f"raised {type(error).__name__}: {_text(error)} ({where})", kind="raised")
     try:
-        return _Reply(checked_reward(value, "returned"), returned=True)
+        return _Reply(value=checked_reward(value, "returned"))
     except BaseException as error:
-        return _Reply(0.0, _text(error), returned=True)
+        return _Reply(error=_text(error), kind="unusable")
+
+
+def _valid(text: str) -> str:
+    """The text with lone surrogates replaced, which nothing can write."""
+    return text.encode(errors="replace").decode()
 
 
 def _text(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """Rewards: what the built-in ones say, what is refused at start, and that a bad one costs only its own answer."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -82,9 +84,12 @@ UNUSABLE = {
 
 
 def children() -> list[psutil.Process]:
-    """This process's descendants, but for the resource tracker, which lives as long as its interpreter."""
-    found = psutil.Process().children(recursive=True)
-    return [child for child in found if "resource_tracker" not in " ".join(child.cmdline())]
+    """This process's descendants that a pool has started, watchers and workers."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found += [child] * ("--multiprocessing-fork" in child.cmdline())
+    return found
 
 
 def grandchildren() -> list[psutil.Process]:
@@ -104,7 +109,8 @@ def rogue(tmp_path_factory: pytest.TempPathFactory) -> str:
 def pool(rogue: str) -> Iterator[RewardPool]:
     before = {child.pid for child in children()}
     functions = [RewardFunction(name=rogue, weight=2.0, kwargs={"factor": 0.5}), RewardFunction(name="exact_match")]
-    with RewardPool(RewardConfig(functions=functions, timeout_s=1, workers=2, error_reward=-1.0)) as pool:
+    instead: dict[str, Any] = {"failed": "error_reward", "error_reward": -1.0}
+    with RewardPool(RewardConfig(functions=functions, timeout_s=1, workers=2, **instead)) as pool:
         yield pool
     assert {child.pid for child in children()} <= before, "the pool left processes behind"
 
@@ -127,7 +133,7 @@ def test_good_rewards_are_weighted_and_summed(pool: RewardPool) -> None:
 @pytest.mark.covers("P18")
 def test_a_bad_reward_costs_only_its_own_answer(pool: RewardPool) -> None:
     pool.take_counts()
-    before = len(children())
+    before = len(psutil.Process().children())
     all_bad = BAD | UNUSABLE
     completions = [text for bad in all_bad for text in (bad, "good")]
     for text, result in zip(completions, score(pool, *completions), strict=True):
@@ -144,8 +150,114 @@ def test_a_bad_reward_costs_only_its_own_answer(pool: RewardPool) -> None:
         "reward/errors/exact_match": 0.0,
     }
     assert pool.take_counts()["reward/calls"] == 0.0
-    assert len(children()) == before
+    assert len(psutil.Process().children()) == before
     assert not grandchildren(), "what a reward function started outlives it"
+
+
+def test_by_default_an_answer_whose_call_failed_leaves_its_group_by_name_and_kind(rogue: str) -> None:
+    kinds = {"raise": "raised", "sleep": "timeout", "exit": "died", "kill": "died", "nan": "unusable", "good": ""}
+    results = {}
+    for failed in ("leave_out", "error_reward"):
+        settings: dict[str, Any] = {"failed": failed, "error_reward": -1.0, "timeout_s": 1}
+        with RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], **settings)) as pool:
+            results[failed] = dict(zip(kinds, score(pool, *kinds), strict=True))
+    for text, kind in kinds.items():
+        for result in (results["leave_out"][text], results["error_reward"][text]):
+            assert result.failures == ({"rogue": kind} if kind else {})
+        assert results["leave_out"][text].unusable == bool(kind)
+        assert results["error_reward"][text].unusable == (kind == "unusable")
+    assert RewardConfig().failed == "leave_out"
+
+
+HOSTILE = textwrap.dedent("""
+    import json, os, sys, time
+
+    def everywhere(body):
+        for number in map(int, os.listdir("/proc/self/fd")):
+            try:
+                if os.readlink(f"/proc/self/fd/{number}").startswith(("socket:", "pipe:")): os.write(number, body)
+            except OSError: pass
+
+    def hostile(completion):
+        way, _, number = completion.partition(" ")
+        if way == "exits" and os.fork() == 0: time.sleep(0.05); sys.exit()
+        if way == "returns" and os.fork() == 0: time.sleep(0.05); return -1.0
+        if way == "raises" and os.fork() == 0: time.sleep(0.05); raise ValueError
+        if way == "list": everywhere(b'\\0\\0\\0\\x15[1000000.0, "", true]')
+        if way == "dict": everywhere(b'\\0\\0\\0\\x08{"a": 1}')
+        if way == "text": everywhere(b'[1, "1000000.0", "", ""]')
+        if way == "nothing": everywhere(b"\\0\\0\\0\\5hello")
+        if way == "half": everywhere((4096).to_bytes(4, "big") + b"x"); time.sleep(3600)
+        if way == "child":  # which knows everything, and is not the worker
+            frame = sys._getframe()
+            while "connection" not in frame.f_locals or "number" not in frame.f_locals: frame = frame.f_back
+            if os.fork() == 0:
+                try: frame.f_locals["connection"].send(json.dumps([frame.f_locals["number"], 1e6, "", ""]).encode())
+                finally: os._exit(0)
+            os.wait()
+        return float(number)
+""")
+
+
+def test_processes_and_bytes_of_a_reward_function_answer_for_no_call(tmp_path: Path) -> None:
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    functions = [RewardFunction(name=f"{tmp_path}/hostile.py:hostile")]
+    ways = ("exits", "returns", "raises", "list", "dict", "text", "nothing", "child")
+    texts = [f"{way} {number}" for number, way in enumerate(ways * 3)]
+    with RewardPool(RewardConfig(functions=functions, workers=2, timeout_s=30)) as pool:
+        results = score(pool, *texts)
+    assert [(text, result.reward, result.error) for text, result in zip(texts, results, strict=True)] == [
+        (text, float(number), "") for number, text in enumerate(texts)
+    ]
+
+
+def test_half_a_message_is_waited_for_no_longer_than_a_whole_one(tmp_path: Path) -> None:
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    functions = [RewardFunction(name=f"{tmp_path}/hostile.py:hostile")]
+    with RewardPool(RewardConfig(functions=functions, workers=1, timeout_s=1)) as pool:
+        late, good = score(pool, "half 1", "none 2")
+    assert (late.failures, good.reward) == ({"hostile": "timeout"}, 2.0)
+
+
+def test_what_a_function_started_ends_with_its_worker_wherever_it_has_gone(tmp_path: Path) -> None:
+    """In a session of its own, without a parent: when the call is late, and when the pool closes."""
+    (tmp_path / "starts.py").write_text(
+        "import subprocess, time\n"
+        "def starts(completion):\n"
+        "    subprocess.run(['sh', '-c', f'setsid sleep {completion} & echo $!'])\n"
+        "    time.sleep(3600 if completion.endswith('1') else 0)\n"
+        "    return 1.0\n"
+    )
+    config = RewardConfig(functions=[RewardFunction(name=f"{tmp_path}/starts.py:starts")], workers=1, timeout_s=2)
+    marks = [f"1{os.getpid()}{last}" for last in (1, 2)]
+
+    def started() -> list[str]:
+        found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+        return [mark for mark in marks if ["sleep", mark] in found]
+
+    with RewardPool(config) as pool:
+        assert score(pool, marks[0])[0].failures == {"starts": "timeout"}
+        assert started() == []
+        assert score(pool, marks[1])[0].reward == 1.0
+        assert started() == marks[1:]
+    assert started() == []
+
+
+def test_a_question_of_megabytes_is_asked_and_too_long_an_extract_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text(
+        "class Long:\n"
+        "    def __call__(self, completion, *, row): return float(len(completion) + len(row['text']))\n"
+        "    def extract(self, completion): return completion\n"
+        "def odd(completion): raise ValueError(chr(0xd800))\n"
+    )
+    functions = [RewardFunction(name=f"{tmp_path}/long.py:{name}") for name in ("Long", "odd")]
+    with RewardPool(RewardConfig(functions=functions, workers=1, timeout_s=60)) as pool:
+        (result,) = score(pool, "x" * 3_000_000, row={"text": "y" * 2_000_000})
+        assert result.parts == {"Long": 5_000_000.0}
+        assert result.error.encode() and "raised ValueError: ?" in result.error  # it can be written
+        assert LOOP.run(pool.extract("z" * 100_000)) == "z" * 100_000
+        assert LOOP.run(pool.extract("z" * 200_000)) is None
+        assert "extracted a text of" in pool._first_errors["Long"]
 
 
 @pytest.mark.covers("P18")
@@ -446,6 +558,30 @@ def test_signatures_that_do_not_fit_are_named(signatures: Path, name: str, kwarg
         bind_rewards([(f"{signatures}:{name}", kwargs)])
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["f", "f", "f_2"], ["f", "f_2", "f_2_2"]),
+        (["f", "f_2", "f"], ["f", "f_2", "f_3"]),
+        (["f_2", "f", "f", "f"], ["f_2", "f", "f_3", "f_4"]),
+    ],
+)
+def test_labels_are_numbered_until_they_are_free(tmp_path: Path, names: list[str], labels: list[str]) -> None:
+    for number, name in enumerate(names):
+        (tmp_path / f"m{number}.py").write_text(f"def {name}(completion): return {10.0**number}\n")
+    functions = [RewardFunction(name=f"{tmp_path}/m{number}.py:{name}") for number, name in enumerate(names)]
+    with RewardPool(RewardConfig(functions=functions, workers=1, timeout_s=60)) as pool:
+        assert pool.labels == labels
+        assert score(pool, "any")[0].reward == sum(10.0**number for number in range(len(names)))
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "errors"])
+def test_a_function_that_would_replace_a_figure_of_the_run_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "r.py").write_text(f"def {name}(completion): return 1.0\n")
+    with pytest.raises(UserError, match=rf"r.py:{name}' would replace the run's own figure reward/{name}: rename"):
+        bind_rewards([(f"{tmp_path}/r.py:{name}", {})])
 
 
 def test_a_function_used_twice_has_two_labels() -> None:

@@ -277,7 +277,7 @@ def test_rollout_metrics_count_what_happened() -> None:
         trajectory(0, 1, 0.0, [7] * 4, reward_parts={"a": 0.0}),
     ]
     rows[1].finish_reason = "length"
-    rows[1].metrics["reward/error"] = 1.0
+    rows[1].reward_error = "a raised"
     failed = Trajectory(0, 2, [5], finish_reason="error", error="x")
     metrics = rollout_metrics(as_answers([*rows, failed]))
     assert metrics["reward/mean"] == metrics["reward/a"] == metrics["length/truncated"] == 0.5
