@@ -42,6 +42,8 @@ RANK = """
     def main():
         folder = processes.start_guardian()
         processes.install_signal_handlers(lambda: "rollout", grace_seconds=3.0)
+        if "reward" in sys.argv:
+            judge(folder)
         if "early" in sys.argv:
             report(folder, "")
             time.sleep(1000)
@@ -73,6 +75,21 @@ RANK = """
                 except BaseException:
                     continue
         time.sleep(1000)
+
+    def judge(folder):
+        import asyncio
+        from trainer.config.schema import RewardConfig
+        from trainer.rewards import RewardPool
+        with RewardPool(RewardConfig(functions=[{"name": f"{__file__}:starts"}], workers=1, timeout_s=60)) as pool:
+            result = asyncio.run(pool.score(prompt="", completion="", row={}, finish_reason="stop"))
+            assert result.reward == 1.0, result
+            report(folder, "")
+            time.sleep(1000)
+
+    def starts(completion):
+        mark = "0." + os.environ["HOTBUNK_TEST_RUN"]
+        subprocess.run(["sh", "-c", f"setsid sleep 1000 {mark} &"], env={"PATH": os.environ["PATH"]})
+        return 1.0
 
     def report(folder, files):
         ready = Path(sys.argv[1]) / os.environ.get("RANK", "0")
@@ -175,6 +192,19 @@ def test_nothing_is_left_when_a_guardian_is_signalled(tmp_path: Path, which: str
     log = check_nothing_left(run)
     assert run.launcher.returncode != 0
     assert f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
+
+
+def test_nothing_of_a_reward_is_left_when_launcher_and_guardians_are_killed_at_once(tmp_path: Path) -> None:
+    """Nobody above the rank is there to end what a reward function has started, in a session of its own."""
+    run = Run(tmp_path, "reward", ranks=1)
+    sleepers = [line for line in run.left() if line.endswith(" sleep")]
+    assert len(sleepers) == 1
+    above = [psutil.Process(run.launcher.pid), *run.guardians(0)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none sees another end
+        for process in above:
+            process.send_signal(number)
+    processes = lambda: [line for line in run.left() if not line.startswith("/")]  # noqa: E731
+    assert wait_until(lambda: run.launcher.poll() is not None and not processes(), DEADLINE), processes()
 
 
 @pytest.mark.covers("P24")

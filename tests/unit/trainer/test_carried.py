@@ -31,6 +31,7 @@ from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age
 from trainer.data import Prompt, PromptDataset
 from trainer.learning.dynamic import StepSampling
+from trainer.rewards import RewardResult
 from trainer.rollouts import Rollouts, StepAbandoned, Terms
 
 PROMPTS = PromptDataset([Prompt(index, (3, index), {}) for index in range(300)])
@@ -515,6 +516,67 @@ def test_a_failed_episode_ends_its_group_like_any_other() -> None:
     assert len(answers) == 8 * 4 * GROUP
     for prompt, sample, _, error in answers:
         assert bool(error) == (prompt % 5 == 0 and sample == 1)
+
+
+class Checks:
+    """Stands for a pool: of the answers, those whose tokens say so are not judged."""
+
+    labels = ("check",)
+
+    async def score(self, *, trajectory: Trajectory, **seen: Any) -> RewardResult:
+        await asyncio.sleep(0)
+        if sum(trajectory.response_ids) % 4 == 0:
+            return RewardResult(0.0, {}, "check took longer", True, {"check": "timeout"})
+        return RewardResult(1.0, {"check": 1.0})
+
+    def take_counts(self) -> dict[str, float]:
+        return {"reward/calls": 0.0}
+
+    def check_error_rate(self, counts: dict[str, float]) -> None:
+        """The rate is not the matter here."""
+
+
+def judged(crew: Crew, steps: int) -> list[dict[tuple[int, int], Any]]:
+    """Of each step's answers all that their rewards left in them."""
+    crew.rollouts._rewards = Checks()  # type: ignore[assignment]
+    told = []
+    for step in (crew.do() for _ in range(steps)):
+        assert all(bool(error) == bool(step.own[p, s].error) for p, s, _, error in step.answers if (p, s) in step.own)
+        counted = {place: t.metrics.get("reward/errors/check/timeout") for place, t in step.own.items()}
+        told.append({p: (t.reward, t.error, t.reward_error, counted[p]) for p, t in step.own.items()})
+    return told
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_whose_reward_failed_stay_failed_in_later_steps_and_after_a_kill(tmp_path: Path, ranks: int) -> None:
+    """As checkpoints keep them while they wait: nobody asks the reward function again."""
+    crew = Crew(config(ahead=2))
+    straight = judged(crew, 8)
+    crew.close()
+    failed = [fate for step in straight for fate in step.values() if fate[1]]
+    assert failed and set(failed) == {(0.0, "reward: check took longer", "check took longer", 1.0)}
+
+    def begin() -> tuple[Any, int]:
+        crew = Crew(config(ahead=2))
+        steps = judged(crew, 4)
+        (tmp_path / f"carried_{rank()}.msgpack").write_bytes(crew.rollouts.carried())
+        crew.close()
+        return steps, crew.position
+
+    def go_on(position: int) -> Any:
+        crew = Crew(config(ahead=2), start=tmp_path, step=4)
+        crew.position = position
+        steps = judged(crew, 4)
+        crew.close()
+        return steps
+
+    before = on_ranks(ranks, begin) if ranks > 1 else [begin()]
+    waiting = [t for group in read_groups(tmp_path) for own in group.done.values() for t in own]
+    assert any(t.reward_error and t.error for t in waiting)
+    after = on_ranks(ranks, lambda: go_on(before[0][1])) if ranks > 1 else [go_on(before[0][1])]
+    for index, expected in enumerate(straight):
+        steps = [told[index] for told, _ in before] if index < 4 else [told[index - 4] for told in after]
+        assert {place: fate for step in steps for place, fate in step.items()} == expected
 
 
 def test_what_scoring_raises_ends_the_step_and_all_episodes() -> None:

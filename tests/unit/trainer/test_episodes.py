@@ -13,13 +13,15 @@ from tests.unit.learning_steps import as_answers
 from tests.unit.scripted import merging_tokenizer
 from tests.unit.small_tokenizer import small_tokenizer
 from trainer.config.checks import find_problems
-from trainer.config.schema import TrainConfig
+from trainer.config.schema import RewardConfig, TrainConfig
 from trainer.data import Prompt
 from trainer.errors import UserError
-from trainer.learning.groups import MiniBatch, to_sample
+from trainer.learning.groups import MiniBatch, make_groups, to_sample
 from trainer.learning.metrics import rollout_metrics
 from trainer.learning.policy_loss import PolicyLoss
-from trainer.rewards import RewardResult
+from trainer.learning.shown import answer_rows, failure_lines
+from trainer.rewards import RewardPool, RewardResult
+from trainer.rewards.loading import TAKEN
 from trainer.rollouts import RolloutError, RolloutLevel, Rollouts, check_failures
 from trainer.types import Outputs
 
@@ -135,6 +137,18 @@ def test_combinations_that_mean_nothing_are_refused(rollout: dict[str, Any], rea
     assert problems("rollout.", environment="a:b", tools=["c:d"], kwargs={"a": 1}) == []
 
 
+def test_a_reward_for_failures_is_refused_where_these_are_left_out() -> None:
+    def about(**reward: Any) -> list[str]:
+        sections = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {"functions": ["exact_match"]} | reward}
+        return [p for p in find_problems(TrainConfig.model_validate(sections), "train") if p.startswith("reward.")]
+
+    (problem,) = about(error_reward=-1)
+    assert problem == (
+        "reward.error_reward is -1, but reward.failed is leave_out: set that to error_reward, or leave error_reward out"
+    )
+    assert about(error_reward=-1, failed="error_reward") == about(failed="leave_out") == []
+
+
 def test_ones_own_rollout_needs_no_reward_function() -> None:
     assert problems("reward.", environment="a:b", functions=[]) == []
     assert "reward.functions is empty" in problems("reward.", functions=[])[0]
@@ -192,6 +206,63 @@ def test_an_episode_whose_reward_cannot_be_learned_from_has_failed(
     asyncio.run(rollouts._score(done, Prompt(0, (4,), {})))
     assert sentence in done.error and bool(sentence) == bool(done.error)
     assert (done.reward, done.finish_reason) == ((0.0, "error") if sentence else (-1.0, "stop"))
+
+
+FAILING = """
+import os, time
+def checks(completion, row):
+    way = row["way"]
+    if way == "late": time.sleep(3600)
+    if way == "raises": raise ValueError("no verdict")
+    if way == "dies": os._exit(3)
+    return float("nan") if way == "nan" else 1.0
+"""
+WAYS = {"late": "timeout", "raises": "raised", "dies": "died", "nan": "unusable", "right": ""}
+
+
+@pytest.mark.parametrize("failed", ["leave_out", "error_reward"])
+def test_an_answer_whose_reward_failed_is_counted_named_and_left_out_of_its_group(tmp_path: Path, failed: str) -> None:
+    (tmp_path / "f.py").write_text(FAILING)
+    settings = {"functions": [f"{tmp_path}/f.py:checks"], "timeout_s": 2, "failed": failed, "error_reward": -1.0}
+    tokenizer = small_tokenizer()
+    done = [Trajectory(0, n, [4], [5], [1], [-1.0], reward=0.25) for n in range(len(WAYS))]
+    with RewardPool(RewardConfig.model_validate(settings)) as pool:
+        rollouts = Rollouts(None, tokenizer, pool, None, plan())  # type: ignore[arg-type]
+
+        async def judge() -> None:
+            for trajectory, way in zip(done, WAYS, strict=True):
+                await rollouts._score(trajectory, Prompt(0, (4,), {"way": way}))
+
+        asyncio.run(judge())
+    answers = as_answers(done)
+    check_failures(answers, 0.0)  # which is about other failures: reward.max_error_rate bounds these
+    kept = [WAYS[way] for answer, way in zip(answers, WAYS, strict=True) if not answer.error]
+    assert kept == ([""] if failed == "leave_out" else ["timeout", "raised", "died", ""])
+    assert [answer.reward for answer in answers] == [0 if a.error else -0.75 if a.misjudged else 1.25 for a in answers]
+    ((*group,),) = make_groups(answers)
+    assert [episode[-1].sample_index for episode in group] == ([4] if failed == "leave_out" else [0, 1, 2, 4])
+    figures = rollout_metrics(answers)
+    counted = {f"reward/errors/checks/{kind}": 1.0 for kind in WAYS.values() if kind}
+    assert {key: figures[key] for key in figures if key.startswith("reward/errors")} == counted | {"reward/errors": 4.0}
+    assert figures["rollout/failed"] == len(done) - len(kept)
+    (line,) = failure_lines(answers, figures)
+    assert line == (
+        "rewards failed on 4 answers (checks/died 1, checks/raised 1, checks/timeout 1, checks/unusable 1), "
+        f"{5 - len(kept)} of which are left out; the first: checks took longer than reward.timeout_s=2"
+    )
+    rows = answer_rows(answers, [Prompt(0, (4,), {})], tokenizer)
+    errors = [row["error"] for row in rows]
+    assert ["checks took longer" in errors[0], "no verdict" in errors[1], "exit code 3" in errors[2]] == [True] * 3
+    assert "returned nan" in errors[3] and errors[4] == ""
+
+
+def test_figures_of_the_run_win_over_rewards_of_the_same_name() -> None:
+    """A client or an environment may call its rewards as it likes."""
+    parts = {"mean": -7.0, "std": 99.0, "errors": 5.0, "own": 3.0}
+    figures = rollout_metrics(as_answers([Trajectory(0, n, [1], reward=1.0, reward_parts=parts) for n in range(4)]))
+    assert [figures[f"reward/{name}"] for name in parts] == [1.0, 0.0, 0.0, 3.0]
+    plain = rollout_metrics(as_answers([Trajectory(0, 0, [1])]))
+    assert {key.partition("/")[2] for key in plain if key.startswith("reward/")} == set(TAKEN)
 
 
 def test_failed_episodes_are_counted_once_whatever_they_sampled() -> None:

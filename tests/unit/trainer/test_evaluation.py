@@ -35,6 +35,8 @@ from trainer.evaluation import (
     random_states_kept,
     standard_error,
 )
+from trainer.learning.metrics import reward_errors
+from trainer.learning.shown import failure_lines
 from trainer.rewards import RewardPool
 from trainer.run.screen import make_console
 
@@ -71,6 +73,21 @@ def test_figures_of_a_dataset_by_hand() -> None:
             "majority@2": ((1 + 1 / 2 + 1 / 2) / 3 + (0 + 1 / 2 + 1) / 3) / 2,
             "majority@3": (1 + 1 / 2) / 2,
         }
+    )
+
+
+def test_checks_that_failed_are_no_wrong_answers_in_silence() -> None:
+    late = {"reward_error": "match took longer", "metrics": {"reward/errors/match/timeout": 1.0}}
+    failed = answer(1, 0, "x", 0.0, error="reward: match took longer", **late)
+    found = as_answers([answer(0, 0, "4", 1.0), answer(0, 1, "4", 1.0), failed, answer(1, 1, "y", 1.0)])
+    plain = as_answers([answer(0, 0, "4", 1.0)])
+    assert dataset_figures(found, "match", EvalConfig())["misjudged"] == 0.25
+    assert "misjudged" not in dataset_figures(plain, "match", EvalConfig())
+    figures = evaluation_metrics({"a": plain, "b": found}, "match", EvalConfig())
+    assert (figures["eval/b/misjudged"], figures["eval/misjudged"]) == (0.25, 0.125)
+    (line,) = failure_lines(found, reward_errors(found), "count as wrong")
+    assert (
+        line == "rewards failed on 1 answers (match/timeout 1), 1 of which count as wrong; the first: match took longer"
     )
 
 

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from generation.trajectory import Trajectory
 from sharding.ranks import world_size
 from tests.unit.learning_steps import on_ranks
-from tests.unit.trainer.test_carried import Crew, config
+from tests.unit.trainer.test_carried import Checks, Crew, config
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import check_slices
 from trainer.kept import KeptRollouts
@@ -150,3 +150,15 @@ def test_generators_are_as_they_were_behind_the_answers(tmp_path: Path) -> None:
 def test_answers_that_are_cut_cannot_be_kept() -> None:
     [problem] = check_slices(config(8, checkpoint={"rollouts": True}))
     assert "checkpoint.rollouts keeps answers of whole steps" in problem
+
+
+def test_answers_whose_reward_failed_are_kept_as_failed(tmp_path: Path) -> None:
+    def fates(session: Session) -> list[dict[tuple[int, int], tuple[str, str]]]:
+        session.rollouts._rewards = Checks()  # type: ignore[assignment]
+        steps = session.steps(3)
+        session.close()
+        return [{place: (t.error, t.reward_error) for place, t in step.items()} for step in steps]
+
+    own = recipe(tmp_path, rollout={"max_error_rate": 0.0})
+    first, again = fates(Session(own)), fates(Session(own))
+    assert first == again and any(error for step in again for error, _ in step.values())

@@ -23,6 +23,7 @@ from generation.trajectory import Trajectory
 from tests.unit.generation.rollouts.test_environments import Shop, agent
 from tests.unit.learning_steps import as_answers
 from tests.unit.scripted import ScriptedEngine, handle, merging_tokenizer, run, spelled
+from trainer.learning.metrics import rollout_metrics
 from trainer.rollouts import RolloutError, check_failures
 
 TOKENIZER = merging_tokenizer()
@@ -418,6 +419,22 @@ def test_rewards_that_cannot_be_learned_from_fail_their_episode_and_name_their_s
     assert [t.error for t in found if t.prompt_index > 2] == [""] * 15
     with pytest.raises(RolloutError, match="3 of 8 episodes failed"):
         check_failures(as_answers(found), 0.1)
+
+
+@pytest.mark.parametrize("where", ["reward_parts", "metrics"])
+def test_a_name_that_cannot_be_written_fails_its_episode_alone(where: str) -> None:
+    """As a client may call its reward: nothing else of the step would travel between ranks, or to disk."""
+
+    async def custom(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+        done = await answer(llm)
+        getattr(done, where)["client/\ud800" if llm.prompt_index == 3 else "client/fine"] = 1.0
+        return done
+
+    custom.__qualname__ = "custom"
+    found = episodes_of(custom)
+    sentence = r"ValueError: custom: the name 'client/\ud800' is not valid Unicode"
+    assert [t.error for t in found] == [sentence if t.prompt_index == 3 else "" for t in found]
+    assert rollout_metrics(as_answers(found))["rollout/failed"] == 1
 
 
 def test_the_largest_float32_is_a_reward() -> None:

@@ -72,6 +72,18 @@ def test_a_finished_run_is_told_of_in_full(run: Path) -> None:
     assert recipe["model.path"] == ("m", "", True)
 
 
+def test_rewards_that_failed_are_told_of_by_function_and_kind() -> None:
+    kinds = ({"f/timeout": 2.0}, {"f/timeout": 1.0, "g/raised": 1.0})
+    rows: list[dict[str, Any]] = [
+        {"train/step": n, "reward/errors": 2.0} | {f"reward/errors/{name}": count for name, count in own.items()}
+        for n, own in enumerate(kinds)
+    ]
+    rows[1]["eval/misjudged"] = 0.125
+    told = list(remarks(rows))
+    assert "4 answers on which a reward function failed (f/timeout 3, g/raised 1)" in told
+    assert "held-out answers taken for wrong since a reward function failed: 12.5% at most" in told
+
+
 def test_a_gap_that_was_not_measured_is_not_0_anywhere(run: Path) -> None:
     """Step 3 of the rows above has one that is not finite; of these, the first and the last have none at all."""
     text = "\n".join(remarks(ROWS))

@@ -5,7 +5,7 @@ aggregation, and with each way of assigning credit, correcting and shaping.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from generation.trajectory import Trajectory
 from tests.unit.learning_steps import TableCritic, TablePolicy, as_step, make_config, on_ranks, random_step
 from trainer.learning import Learner, Metrics
 
@@ -57,7 +58,14 @@ def combinations(choice: str) -> Iterator[tuple[str, str]]:
 
 
 def learned(
-    choice: str, algorithm: dict[str, Any], updates: int, seed: int, ranks: int, budget: int, ways: int = 1
+    choice: str,
+    algorithm: dict[str, Any],
+    updates: int,
+    seed: int,
+    ranks: int,
+    budget: int,
+    ways: int = 1,
+    change: Callable[[list[Trajectory]], list[Trajectory]] = list,
 ) -> tuple[Tensor, Metrics]:
     """The weights of policy and critic after the step, and the step's figures, on which all ranks agree."""
     config = make_config(
@@ -72,7 +80,7 @@ def learned(
         reference = TablePolicy(seed=1) if config.algorithm.kl_coef or choice == "distill" else None
         critic = TableCritic() if choice == "gae" else None
         learner = Learner(config, policy, reference, 0, {"a": 1.0, "b": 0.5}, critic)  # type: ignore[arg-type]
-        metrics = learner.learn(*as_step(random_step(4, 3, seed)), step=1)
+        metrics = learner.learn(*as_step(change(random_step(4, 3, seed))), step=1)
         return torch.stack([policy.table, critic.table if critic else policy.table]), metrics
 
     (table, metrics), *others = on_ranks(ranks, rank)
@@ -95,3 +103,27 @@ def test_the_learner_learns_the_same_however_a_step_is_split(choice: str, seed: 
             where = (loss, aggregation, ranks, ways)
             torch.testing.assert_close(other, table, rtol=1e-5, atol=1e-7, msg=str(where))
             assert figures == pytest.approx(metrics, rel=1e-4, abs=1e-6), where
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_answers_whose_reward_failed_teach_the_others_nothing(choice: str) -> None:
+    """One of a group, two of a group, and a whole group: as if they did not exist, in advantages, counts and loss."""
+    failed = {(0, 1), (1, 0), (1, 2), (3, 0), (3, 1), (3, 2)}
+
+    def without(step: list[Trajectory]) -> list[Trajectory]:
+        return [t for t in step if (t.prompt_index, t.sample_index) not in failed]
+
+    def marked(step: list[Trajectory]) -> list[Trajectory]:
+        for trajectory in step:
+            if (trajectory.prompt_index, trajectory.sample_index) in failed:
+                trajectory.reward, trajectory.reward_parts = 0.0, {}
+                trajectory.reward_error, trajectory.error = "a took longer", "reward: a took longer"
+        return step
+
+    step: dict[str, Any] = {"updates": 2, "seed": 11, "budget": 40}
+    table, metrics = learned(choice, CHOICES[choice], **step, ranks=1, change=without)
+    assert not torch.equal(table[0], TablePolicy().table)
+    for ranks in (1, 2):
+        other, figures = learned(choice, CHOICES[choice], **step, ranks=ranks, change=marked)
+        torch.testing.assert_close(other, table, rtol=1e-6, atol=1e-7)
+        assert figures == pytest.approx(metrics, rel=1e-5, abs=1e-6)
