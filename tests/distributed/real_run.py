@@ -212,11 +212,11 @@ class Run:
         return self.processes("VLLM::EngineCore")
 
     def reward_workers(self) -> list[psutil.Process]:
-        """The processes that call reward functions: alone in a process group of the rank's session."""
+        """The processes that call reward functions and their watchers, whose process groups are in a rank's session."""
         found = []
         for process in self.processes("spawn_main"):
             with contextlib.suppress(ProcessLookupError):
-                if os.getpgid(process.pid) == process.pid != os.getsid(process.pid):
+                if os.getsid(process.pid) != os.getpgid(process.pid) in (process.pid, process.ppid()):
                     found.append(process)
         return found
 
