@@ -155,8 +155,8 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
     (folder / "completions.jsonl").write_text("".join(lines))
     console = make_console()
     console.print(table(results))
-    for name, found in answers.items():
-        for line in failure_lines(found, reward_errors(found), "count as wrong"):
+    for name, dataset in answers.items():
+        for line in failure_lines(dataset, reward_errors(dataset), "count as wrong"):
             console.print(f"{name or 'evaluation'}: {line}", soft_wrap=True, markup=False)
     console.print(f"{folder / 'eval.json'}, and every answer in {folder / 'completions.jsonl'}", soft_wrap=True)
     return 0

@@ -383,6 +383,7 @@ def _watch(worker: int, parent: int) -> NoReturn:
 
 
 def _answer(connection: socket.socket, specs: Specs) -> None:
+    """Load the functions, say so, and answer questions until the trainer is gone."""
     worker = os.getpid()
 
     def send(reply: _Reply) -> None:
