@@ -34,9 +34,8 @@ from trainer.config.ways import local_ranks, settled
 from trainer.data import load_prompts, load_tokenizer
 from trainer.engines import end_token_ids, fetch_model, stop_engine, training_sampling
 from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept, sample_held_out
-from trainer.learning import Learner, Metrics, StepSampling, rollout_metrics
+from trainer.learning import Learner, Metrics, StepSampling, reward_errors, rollout_metrics
 from trainer.learning.answers import Answer
-from trainer.learning.metrics import reward_errors
 from trainer.learning.shown import answer_rows, failure_lines, token_rows
 from trainer.restarts import EngineRestarts
 from trainer.rewards.pool import RewardPool

@@ -14,6 +14,6 @@ without a collective, unless it depends on tokens or on what a model says of the
 
 from trainer.learning.dynamic import StepSampling
 from trainer.learning.learner import Learner
-from trainer.learning.metrics import Metrics, rollout_metrics
+from trainer.learning.metrics import Metrics, reward_errors, rollout_metrics
 
-__all__ = ["Learner", "Metrics", "StepSampling", "rollout_metrics"]
+__all__ = ["Learner", "Metrics", "StepSampling", "reward_errors", "rollout_metrics"]
