@@ -31,8 +31,10 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Arguments that models also pass to their attention, and that add nothing to the others."""
 
-# Since torch 2.12 grouped queries have to be asked for (torch/nn/attention/varlen.py); before, the kernel took them.
-_GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# Grouped queries have to be asked for since torch 2.12 (torch/nn/attention/varlen.py); before, the kernel took them.
+# With more than one split a sequence's result would depend on the longest of its batch (ibid., num_splits).
+_PARAMETERS = inspect.signature(varlen_attn).parameters
+_OPTIONS: Any = {name: value for name, value in {"enable_gqa": True, "num_splits": 1}.items() if name in _PARAMETERS}
 
 
 @torch.compiler.disable  # lengths differ from pack to pack: a compiled loop over them would be compiled anew for each
@@ -70,7 +72,7 @@ def attention(
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        out = varlen_attn(q, k, v, *starts, *longest, scale=scaling, window_size=window, **_GROUPED)
+        out = varlen_attn(q, k, v, *starts, *longest, scale=scaling, window_size=window, **_OPTIONS)
         return cast(Tensor, out).unsqueeze(0), None
     parts, start = [], 0
     for length, run in groupby(sequence_lengths):

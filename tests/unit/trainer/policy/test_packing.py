@@ -184,9 +184,10 @@ def test_masked_and_missing_targets_add_nothing() -> None:
 
 def reference_varlen(
     query: Tensor, key: Tensor, value: Tensor, begin: Tensor, begin_k: Tensor, longest: int, longest_k: int,
-    *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+    *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool, num_splits: int,
 ) -> Tensor:  # fmt: skip
     """What `torch.nn.attention.varlen.varlen_attn` is documented to do, with a loop over sequences."""
+    assert num_splits == 1  # with more, a sequence's result depends on the longest of its batch
     assert enable_gqa and torch.equal(begin, begin_k) and begin.dtype is torch.int32
     assert longest == longest_k == int(begin.diff().max()) and window_size[1] == 0
     results = []
