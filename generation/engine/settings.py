@@ -30,7 +30,7 @@ _NEVER = (
 )  # fmt: skip
 
 OWN_ARGUMENTS = {
-    "model": "model.path",
+    **dict.fromkeys(("model", "model_weights", "hf_config_path"), "model.path"),
     "tokenizer": "model.tokenizer",
     "trust_remote_code": "model.trust_remote_code",
     "seed": "run.seed",
@@ -45,6 +45,31 @@ OWN_ARGUMENTS = {
     **dict.fromkeys(_NEVER),
 }
 """vLLM's arguments that `engine.extra` may not hold, with the key of the recipe that each follows, if one does."""
+
+DRAFTING = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+"""vLLM's arguments for speculative decoding."""
+
+_OFFLOADING = (
+    "offload_backend", "offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_params",
+)  # fmt: skip
+
+UNSYNCED = {
+    **dict.fromkeys(DRAFTING, "has tokens drafted: seeds sample others then, and a drafter's weights get no updates"),
+    **dict.fromkeys(_OFFLOADING, "keeps weights in the host's memory, and copies them over the updated ones"),
+    **dict.fromkeys(("enable_eplb", "eplb_config"), "moves experts away from where updates put them"),
+    "default_mm_loras": "loads adapters that get no updates",
+    "weight_transfer_config": "lets weights in past the updates, which check and count them",
+}
+"""vLLM's arguments by which an engine would compute with other weights than the policy's, with the reason.
+
+Drafts from n-grams have no weights, and the log-probabilities of their tokens are the model's. But vLLM verifies drafts
+by a ratio of probabilities (vllm/v1/sample/rejection_sampler.py), not by the noise of the position: what a seed samples
+then depends on what was drafted. Its build for CPU also divides the logits of drafts by temperatures that it has
+written elsewhere (0.32, `_expand_kernel_impl` in vllm/utils/cpu_triton_utils.py).
+"""
+
+QUANTIZING = ("quantization", "quantization_config", "mm_encoder_fp8_scale_path")
+"""vLLM's arguments that quantise weights as they are loaded."""
 
 
 def engine_argument_names() -> set[str] | None:

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from generation.engine.devices import cuda_problem, gpu_visible, sharing_problems, torch_cuda
-from generation.engine.settings import LEAST_MODEL_LEN, LORA_RANKS, OWN_ARGUMENTS, engine_argument_names, routes_problem
+from generation.engine.settings import (
+    DRAFTING,
+    LEAST_MODEL_LEN,
+    LORA_RANKS,
+    OWN_ARGUMENTS,
+    QUANTIZING,
+    UNSYNCED,
+    engine_argument_names,
+    routes_problem,
+)
 from trainer.config.algorithm import check_algorithm
 from trainer.config.apart import check_apart, training_ranks
 from trainer.config.machine import device_gib, host_gib, rank_count, resolve_device, unwritable
@@ -84,7 +93,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_evaluation(config)
         problems += _check_lengths(config)
         problems += _check_rollout(config)
-        problems += _check_extra(config)
+        problems += _check_extra(config, command)
         problems += _check_images(config)
         problems += _check_memory(config)
     if command == "train":
@@ -336,7 +345,7 @@ def _check_rollout(config: TrainConfig) -> Iterator[str]:
         yield f"data.chat_template_kwargs may not hold {key}, which Hotbunk sets itself: leave it out"
 
 
-def _check_extra(config: TrainConfig) -> Iterator[str]:
+def _check_extra(config: TrainConfig, command: Command) -> Iterator[str]:
     """vLLM itself would complain only when it starts, or do what the trainer knows nothing of."""
     extra = config.engine.extra
     known = engine_argument_names() if extra else None
@@ -344,6 +353,8 @@ def _check_extra(config: TrainConfig) -> Iterator[str]:
         if key in OWN_ARGUMENTS:
             by = OWN_ARGUMENTS[key]
             yield f"engine.extra.{key} is Hotbunk's to set" + (f": set {by} instead" if by else ": leave it out")
+        elif value and key in UNSYNCED and (command == "train" or key in DRAFTING):
+            yield f"engine.extra.{key} {UNSYNCED[key]}: leave it out"
         elif known is not None and key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {close[0]}?" if close else "leave it out"
@@ -445,8 +456,8 @@ def _check_quantization(config: TrainConfig, model: dict[str, Any]) -> Iterator[
     extra = config.engine.extra
     overrides = extra.get("hf_overrides")
     overridden = isinstance(overrides, dict) and overrides.get("quantization_config")
-    if extra.get("quantization") is not None or overridden:
-        key = "hf_overrides.quantization_config" if overridden else "quantization"
+    keys = [key for key in QUANTIZING if extra.get(key)]
+    for key in [*keys, *(["hf_overrides.quantization_config"] if overridden else [])]:
         yield f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
     if model.get("quantization_config"):
         yield f"model.path: {config.model.path} is quantised, and cannot be trained: name the model it was made from"

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings, sample_seed
-from generation.engine.settings import OWN_ARGUMENTS, EngineSettings, engine_argument_names
+from generation.engine.settings import OWN_ARGUMENTS, QUANTIZING, UNSYNCED, EngineSettings, engine_argument_names
 from generation.engine.vllm_compat import engine_arguments
 from generation.rollouts.run import RolloutSettings, rollout
 from generation.trajectory import Trajectory
@@ -173,6 +173,7 @@ def test_vllms_arguments_are_known_without_its_import() -> None:
     free = {"disable_log_stats", "enable_chunked_prefill", "enable_prefix_caching", "max_num_batched_tokens"}
     ours = engine_arguments(EngineSettings("m", 64, lora_rank=8)).keys() - free - {"use_tqdm_on_load"}
     assert ours <= OWN_ARGUMENTS.keys()
+    assert {*OWN_ARGUMENTS, *UNSYNCED, *QUANTIZING} <= engine_argument_names()
 
 
 def test_the_callers_environment_is_as_it_was(leader: Leader) -> None:

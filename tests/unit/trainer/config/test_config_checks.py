@@ -187,6 +187,8 @@ def test_expandable_segments_are_refused_on_cuda(
     ("extra", "key"),
     [
         ({"quantization": "fp8"}, "quantization"),
+        ({"quantization_config": {"linear": "fp8"}}, "quantization_config"),
+        ({"mm_encoder_fp8_scale_path": "scales.json"}, "mm_encoder_fp8_scale_path"),
         ({"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}}, "hf_overrides.quantization_config"),
     ],
 )
@@ -202,6 +204,29 @@ def test_quantised_engines_and_models_are_refused_in_training(
     reason = "is quantised, and cannot be trained: name the model it was made from"
     for command in ("train", "sft"):
         assert problems(config, {}, command) == [f"model.path: {tmp_path} {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason", "evaluates"),
+    [
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "has tokens drafted", False),
+        ({"speculative_config": {"model": "a/drafter", "num_speculative_tokens": 3}}, "has tokens drafted", False),
+        ({"spec_model": "a/drafter"}, "has tokens drafted", False),
+        ({"default_mm_loras": {"image": "an/adapter"}}, "loads adapters", True),
+        ({"offload_group_size": 8}, "keeps weights in the host's memory", True),
+        ({"enable_eplb": True}, "moves experts", True),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "lets weights in", True),
+        ({"model_weights": "s3://elsewhere"}, "is Hotbunk's to set: set model.path instead", False),
+    ],
+)
+def test_arguments_that_bring_weights_past_the_sync_are_refused(
+    config: dict, extra: dict, reason: str, evaluates: bool
+) -> None:
+    (key,) = extra
+    (sentence,) = problems(config, {"engine": {"extra": extra}})
+    assert sentence.startswith(f"engine.extra.{key} {reason}")
+    assert (problems(config, {"engine": {"extra": extra}}, "eval") == []) == evaluates
+    assert problems(config, {"engine": {"extra": {"enable_eplb": False, "speculative_config": None}}}) == []
 
 
 def test_hidden_gpus_make_a_cpu_run(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
