@@ -28,10 +28,11 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """The largest image, in pixels, and what becomes of a larger one."""
+    """The largest image, in pixels, what becomes of a larger one, and the largest that is decoded to be resized."""
 
     max_pixels: int = 1 << 22
     larger: Literal["refuse", "resize"] = "refuse"
+    decoded: int = _BOMB
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,15 @@ def _decoded(data: bytes, limits: ImageLimits) -> "PIL.Image.Image":
     from PIL import Image as Pillow
     from PIL import ImageOps
 
-    allowed = _BOMB if limits.larger == "resize" else min(limits.max_pixels, _BOMB)
+    resized = limits.larger == "resize"
+    allowed = min(max(limits.max_pixels, limits.decoded) if resized else limits.max_pixels, _BOMB)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # the next lines refuse more
             image: PIL.Image.Image = Pillow.open(io.BytesIO(data), formats=_FORMATS)
         pixels = image.width * image.height  # by its header: nothing has been decompressed
         if pixels > allowed:
-            name = "data.max_image_pixels" if allowed < _BOMB else "any image may have"
+            name = "data.max_image_pixels" if allowed < _BOMB and not resized else "any image may have"
             raise ValueError(f"has {image.width} x {image.height} pixels, more than {name} ({allowed})")
         image.load()
         image = ImageOps.exif_transpose(image)

@@ -13,6 +13,7 @@ from generation.engine.slices import Turnstile
 from generation.images import Image
 from generation.loopback import is_loopback
 from generation.server.bodies import Limits, error_response, sentence_of
+from generation.server.connections import bounded
 from generation.server.conversations import Conversations, TooManyConversations
 from generation.server.gate import OF_VLLM, PLACES, Gate, ServerSettings
 from generation.server.served_engine import ServedEngine, build_openai_app
@@ -55,6 +56,8 @@ class OpenAIServer:
             gate, app, conversations = await _application(worker, settings, is_loopback(sock.getsockname()[0]))
             # The lifespan would freeze this process's garbage (vllm/entrypoints/launchers/utils/server_utils.py).
             config = uvicorn.Config(gate, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=120)
+            config.load()
+            config.http_protocol_class = bounded(config.http_protocol_class)  # type: ignore[arg-type]
             server = uvicorn.Server(config)
             app.state.server = server  # vLLM tells it to stop when the engine has died
         except BaseException:
@@ -141,8 +144,8 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
     limits = Limits(settings.max_choices, settings.max_answers, config.max_model_len, config.get_vocab_size())
     images = settings.image_rules
     engine = ServedEngine(worker, tokenizer, settings.eos_token_ids, limits, conversations, images)
-    names = settings.model_name, worker.settings.model
-    app = await build_openai_app(engine, *names, settings.tool_parser, settings.reasoning_parser, engine.check)
+    parsers = settings.tool_parser, settings.reasoning_parser
+    app = await build_openai_app(engine, settings.model_name, *parsers, engine.check)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in OF_VLLM]
     app.user_middleware.clear()  # authentication is the gate's, and pages of other origins have no business here
 

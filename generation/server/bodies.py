@@ -19,6 +19,7 @@ CARRIED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """The fields that answers carry beside their text, and that a client may send back with them."""
 
 _FAILED = b'data: {"error"'
+_TOO_DEEP = "the request is nested too deeply"
 
 LARGEST = 4096
 """The most entries of a list whose entries take time: messages are tried against many forms, words are tokenized."""
@@ -32,7 +33,7 @@ def parse_body(raw: bytes) -> Body:
         body = json.loads(raw)
         json.dumps(body, ensure_ascii=False).encode()
     except RecursionError as error:
-        raise Refused(400, "the request is nested too deeply") from error
+        raise Refused(400, _TOO_DEEP) from error
     except UnicodeEncodeError as error:
         raise Refused(400, "the request holds half of a surrogate pair, which is not text") from error
     except ValueError as error:
@@ -245,6 +246,8 @@ class Answer:
         if self._streams and self._waiting.startswith(_FAILED):
             told = json.loads(self._waiting.partition(b"\n\n")[0].removeprefix(b"data: "))["error"]
             return error_response(told["code"], told["message"])
+        if isinstance(error, RecursionError) and not self._call.taken:
+            return error_response(400, _TOO_DEEP)
         if isinstance(error, STUMBLES) and not self._call.taken:
             return error_response(400, f"the request makes no sense to vLLM: {type(error).__name__}: {error}")
         if status == 400 and self._call.open_ended and b"max_tokens must be at least 1" in self._waiting:

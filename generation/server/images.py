@@ -6,7 +6,9 @@ where one stands. The two methods of its renderer that are replaced are those of
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from generation.exact_ids import KnownPrefix
@@ -16,6 +18,10 @@ from generation.server.fetching import fetch
 
 if TYPE_CHECKING:
     from vllm.renderers.base import BaseRenderer
+
+
+DECODED = 1 << 25
+"""The most pixels of a client's image that are decoded to make it smaller, which takes 12 bytes each: 384 MiB."""
 
 
 def continued(whole: Seen, exact: KnownPrefix, ids: list[int], rules: ImageRules) -> Seen:
@@ -42,10 +48,12 @@ def continued(whole: Seen, exact: KnownPrefix, ids: list[int], rules: ImageRules
 
 def see(renderer: "BaseRenderer", rules: ImageRules) -> None:
     """Have the renderer of a running engine take images as `rules` say, and note them in the call that it serves."""
+    rules = replace(rules, limits=replace(rules.limits, decoded=DECODED))
+    decoder = ThreadPoolExecutor(1, "images")  # images of all requests one after the other: it is memory that they take
     render, tokenize = type(renderer).render_messages_async, renderer._tokenize_prompt_async
 
     async def render_messages(messages: Sequence[Any], params: Any) -> Any:
-        return await render(renderer, await _with_images(messages, rules), params)
+        return await render(renderer, await _with_images(messages, rules, decoder), params)
 
     async def tokenize_prompt(prompt: Any, params: Any) -> Any:
         found = prompt.get("multi_modal_data") or {}
@@ -78,7 +86,7 @@ def _of_the_request() -> Iterator[None]:
         raise refused from error
 
 
-async def _with_images(messages: Sequence[Any], rules: ImageRules) -> list[Any]:
+async def _with_images(messages: Sequence[Any], rules: ImageRules, decoder: Executor) -> list[Any]:
     """Messages whose images have been read. Refused where one is not to be had."""
     own = [dict(message) if isinstance(message, Mapping) else message for message in messages]
     places: list[tuple[list[Any], int]] = []
@@ -94,7 +102,7 @@ async def _with_images(messages: Sequence[Any], rules: ImageRules) -> list[Any]:
             raise ValueError(f"has {len(places)} images, more than data.max_images = {rules.most}")
         given = (_source(parts[index]) for parts, index in places)
         sources = [await _local(source, number, rules) for number, source in enumerate(given, start=1)]
-        images = await asyncio.to_thread(rules.read, sources)
+        images = await asyncio.get_running_loop().run_in_executor(decoder, rules.read, sources)
         if (call := CURRENT.get()) is not None:  # no question about the ids alone
             images = call.admit(images, rules)
     for (parts, index), image in zip(places, images, strict=True):

@@ -334,7 +334,6 @@ def _root_logging_kept() -> Iterator[None]:
 async def build_openai_app(
     engine: Any,
     model_name: str,
-    model: str,
     tool_parser: str | None,
     reasoning_parser: str | None,
     check: Callable[[Any, Any], Awaitable[None]],
@@ -346,7 +345,7 @@ async def build_openai_app(
     """
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    words = ["--model", model, "--served-model-name", model_name]
+    words = ["--model", model_name, "--served-model-name", model_name]  # the former is told, too, as the model's root
     if tool_parser is not None:
         words += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
     if reasoning_parser is not None:

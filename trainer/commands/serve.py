@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from generation.engine.engine import Leader
@@ -32,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
     parser.add_argument("--api-key", default=os.environ.get("HOTBUNK_API_KEY"), help="default: $HOTBUNK_API_KEY")
-    parser.add_argument("--name", help="what clients call the model (default: as given)")
+    parser.add_argument(
+        "--name", help="what clients call the model (default: its folder's name, or its name on the hub)"
+    )
     parser.add_argument("--concurrent", type=int, default=8, help="answers at a time (default: 8)")
     parser.add_argument("--tool-parser", default="hermes", help="form of tool calls, by vLLM's name (default: hermes)")
     parser.add_argument("--reasoning-parser", help="form of thoughts, by vLLM's name")
@@ -49,10 +52,10 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.api_key and not is_loopback(arguments.host):
         where = f"--host {arguments.host[:80]} lets other machines ask"
         raise UserError(f"{where}: give an --api-key, set HOTBUNK_API_KEY, or listen on 127.0.0.1")
-    settings = engine_settings(arguments.model)
+    settings, folder = engine_settings(arguments.model), Path(arguments.model)
     tokenizer = load_tokenizer(ModelConfig(path=settings.model))
     server = ServerSettings(
-        model_name=arguments.name or arguments.model,
+        model_name=arguments.name or (folder.resolve().name if folder.is_dir() else arguments.model),
         host=arguments.host,
         port=arguments.port,
         api_key=arguments.api_key or None,
@@ -62,7 +65,7 @@ def main(arguments: argparse.Namespace) -> int:
         image_rules=_image_rules(settings.model, tokenizer, arguments),
     )
     cache = settings.kv_cache_bytes and settings.kv_cache_bytes * arguments.concurrent
-    figures = settings.extra | {"disable_log_stats": False}  # for /metrics
+    figures = settings.extra | {"disable_log_stats": False, "served_model_name": server.model_name}  # for /metrics
     images = server.image_rules.most if server.image_rules is not None else 0
     several = replace(settings, max_num_seqs=arguments.concurrent, kv_cache_bytes=cache, images=images, extra=figures)
     processes.start_guardian()

@@ -1,13 +1,18 @@
 """Requests with images to a real engine, beside plain Transformers."""
 
 import asyncio
+import contextlib
+import io
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import PIL.Image
 import pytest
 import torch
 
@@ -17,7 +22,7 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
 from generation.engine.slices import Slices
 from generation.exact_ids import Generation, joined
-from generation.images import Image, ImageProcessor, ImageRules, Spans, StoredImage
+from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, Spans, StoredImage
 from generation.rollouts.client import Client, ClientRollout
 from generation.rollouts.episode import PolicyLLM, RolloutSettings
 from generation.rollouts.run import run_episode
@@ -348,7 +353,8 @@ def test_a_response_may_be_cut_before_an_image_but_not_within_it(seeing: Seeing)
 
 @pytest.fixture(scope="module")
 def server(seeing: Seeing) -> Iterator[OpenAIServer]:
-    settings = ServerSettings(image_rules=ImageRules(seeing.processor, most=3, max_bytes=100_000), header_keys=True)
+    rules = ImageRules(seeing.processor, ImageLimits(larger="resize"), most=3, max_bytes=100_000)
+    settings = ServerSettings(image_rules=rules, header_keys=True)
     found = seeing.leader.thread.run(OpenAIServer.start(seeing.leader.engine, settings), 60, "starting a server")
     yield found
     seeing.leader.thread.run(found.stop(), 20, "stopping a server")
@@ -373,6 +379,15 @@ def url_part(url: Any) -> dict[str, Any]:
 
 
 LARGE = images((200, 200))[0]  # more than 100,000 bytes of noise
+
+
+def bomb() -> Image:
+    """64 million pixels in a few kilobytes, which `Image.read` would take from a dataset."""
+    buffer = io.BytesIO()
+    PIL.Image.new("1", (8000, 8000)).save(buffer, format="PNG")
+    return Image(buffer.getvalue(), "", (8000, 8000))
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         url_part("http://example.org/a.png"),
@@ -385,6 +400,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (url_part("data:image/png;base64,AAAA"), {}, "the request has an image (1) that is not an image of a known kind"),
     (shown(*[PICTURES[1]] * 4), {}, "the request has 4 images, more than data.max_images = 3"),
     (shown(LARGE), {}, "more than rollout.max_image_mib"),
+    (shown(bomb()), {}, "has 8000 x 8000 pixels, more than any image may have (33554432)"),
     (shown(PICTURES[1], "<|image_pad|>"), {}, "the request has 1 images, but 2 placeholders (<|image_pad|>)"),
     (shown(PICTURES[1]), {"truncate_prompt_tokens": 9}, "truncate_prompt_tokens may cut an image in two: leave it out"),
     (
@@ -401,6 +417,23 @@ def test_images_that_clients_may_not_send_are_refused_in_a_sentence(
 ) -> None:
     status, answer = asked(server, "/chat/completions", "a", messages=[message], **more)
     assert status == 400 and sentence in answer["error"]["message"], answer
+
+
+def test_images_of_all_requests_are_decoded_one_at_a_time(
+    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, met, read = threading.Barrier(2), [], Image.read
+
+    def waiting(*arguments: Any) -> Image:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            met.append(both.wait(timeout=1))
+        return read(*arguments)
+
+    monkeypatch.setattr(Image, "read", waiting)
+    with ThreadPoolExecutor(2) as pool:
+        messages = [shown(PICTURES[1], "what?")]
+        answers = list(pool.map(lambda _: asked(server, "/chat/completions", messages=messages), range(2)))
+    assert [status for status, _ in answers] == [200, 200] and met == []
 
 
 def test_conversations_that_differ_in_an_image_alone_do_not_continue_each_other(

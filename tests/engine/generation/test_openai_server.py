@@ -31,7 +31,7 @@ from generation.rollouts.client_process import ClientCommand
 from generation.rollouts.environments import verifiers
 from generation.rollouts.episode import PolicyLLM, RolloutSettings
 from generation.rollouts.user_code import UserCodeError
-from generation.server import OpenAIServer, ServerSettings, TooManyConversations
+from generation.server import OpenAIServer, ServerSettings, TooManyConversations, connections
 from generation.server.dialects import add_event, as_chat, said_in
 from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import ROOT
@@ -102,7 +102,9 @@ def test_what_is_served_and_where(leader: Leader, server: OpenAIServer, free: Op
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
     with httpx.Client(base_url=root(server)) as http:
         assert http.get("/health").status_code == 200
-        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["policy"]
+        assert [(model["id"], model["root"]) for model in http.get("/v1/models").json()["data"]] == [
+            ("policy", "policy")
+        ]
         tokens = http.post("/tokenize", json={"messages": QUESTION}).json()["tokens"]
         rendered = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
         assert tokens == tokenizer(rendered)["input_ids"]  # as plain Transformers does
@@ -810,6 +812,17 @@ def test_a_grammar_that_nothing_fits_is_the_clients_error(free: OpenAIServer) ->
             api.completions.create(model="policy", prompt="hi", stream=stream, extra_body=extra)
 
 
+@pytest.mark.parametrize("depth", [500, 900])
+def test_depth_that_vllm_stumbles_over_is_named(server: OpenAIServer, depth: int) -> None:
+    """It is JSON to Python."""
+    turn = f'{{"role": "user", "content": "1", "x": {"[" * depth}{"]" * depth}}}'
+    for path, name in (("/chat/completions", "messages"), ("/messages", "messages"), ("/responses", "input")):
+        body = f'{{"model": "policy", "max_tokens": 1, "{name}": [{turn}]}}'
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{server.base_url}{path}", content=body, headers=headers, timeout=60)
+        assert answer.status_code == 200 or answer.json()["error"]["message"] == "the request is nested too deeply"
+
+
 def test_a_page_with_a_foreign_name_gets_nothing_from_loopback(server: OpenAIServer) -> None:
     port = httpx.URL(server.base_url).port
     for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.e.com", "10.0.0.1"):
@@ -841,6 +854,73 @@ def test_a_body_may_be_so_large_and_take_so_long(strict: OpenAIServer, head: byt
             answer = b"".join(iter(functools.partial(connection.recv, 65536), b""))
             assert answer.startswith(b"HTTP/1.1 %d " % status) and b"connection: close" in answer.lower()
             assert (b"larger than 8,192 bytes" if status == 413 else b"not complete after 1.5 s") in answer
+
+
+HEAD = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """What still comes."""
+    return b"".join(iter(functools.partial(connection.recv, 65536), b""))
+
+
+def connected(server: OpenAIServer, *parts: bytes) -> socket.socket:
+    """A connection over which these have been sent."""
+    connection = socket.create_connection(("127.0.0.1", httpx.URL(server.base_url).port or 0), timeout=60)
+    for part in parts:
+        connection.sendall(part)
+    return connection
+
+
+def answered(connection: socket.socket) -> bool:
+    """Whether models are listed; the answer is read to its end."""
+    data = b""
+    while not data.endswith(b"]}]}"):
+        data += connection.recv(65536)
+    return data.startswith(b"HTTP/1.1 200")
+
+
+def test_headers_that_do_not_come_end_their_connection_only(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a second request, and where they come drop by drop. Not those between two requests, nor those whose
+    bodies or answers take longer.
+    """
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 1.0)
+    asked = {"model": "policy", "prompt": "hi", "max_tokens": 300, "stream": True, "ignore_eos": True}
+    body = json.dumps(asked).encode()
+    begin = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    begin += b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    for server in serving(leader):
+        uploading, streaming = connected(server, begin, body[:9]), connected(server, begin, body)
+        idle, second = connected(server, HEAD, b"\r\n"), connected(server, HEAD, b"\r\n")
+        assert answered(idle) and answered(second) and streaming.recv(12) == b"HTTP/1.1 200"
+        second.sendall(HEAD)
+        silent, half, dripping = connected(server), connected(server, HEAD), connected(server, HEAD)
+        dripping.settimeout(0.1)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                dripping.sendall(b"x: y\r\n")
+                with contextlib.suppress(TimeoutError):
+                    if dripping.recv(1) == b"":
+                        break
+        assert [until_closed(connection) for connection in (silent, half, second)] == [b""] * 3
+        idle.sendall(HEAD + b"\r\n")
+        uploading.sendall(body[9:])
+        assert answered(idle)
+        assert all(b"data: [DONE]" in until_closed(connection) for connection in (uploading, streaming))
+        for connection in (uploading, streaming, idle, second, silent, half, dripping):
+            connection.close()
+
+
+def test_connections_beyond_the_bound_are_told_to_come_again(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "CONNECTIONS", 2)
+    for server in serving(leader):
+        held = [connected(server) for _ in range(2)]
+        with connected(server) as third:
+            answer = until_closed(third)
+        assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer and b"try again later" in answer
+        for connection in held:
+            connection.close()
+        assert client(server).models.retrieve("policy").id == "policy"
 
 
 def test_hostile_requests_are_answered_with_a_sentence(

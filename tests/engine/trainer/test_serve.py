@@ -41,6 +41,7 @@ def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
     assert answer.choices[0].message.model_extra["generation_token_ids"] == expected.tolist()
     shown = httpx.get(line.split()[-1].replace("/v1", "/metrics"), headers={"authorization": "Bearer secret"}).text
     sampled = [row.split()[-1] for row in shown.splitlines() if row.startswith("vllm:generation_tokens_total{")]
+    assert str(tiny_qwen2) not in shown
     assert sampled == ["12.0"] and "\nhotbunk_weight_version 0.0\n" in shown
     with pytest.raises(openai.BadRequestError, match="takes no trajectories' keys in x-hotbunk-trajectory"):
         api.chat.completions.create(model="mine", messages=messages, extra_headers={"x-hotbunk-trajectory": "a"})
@@ -61,20 +62,21 @@ def test_a_served_model_that_sees_answers_to_images_as_transformers_does(tiny_vl
     kinds = (prompt == model.config.image_token_id).long()
     given = processor.features([image]) | {"mm_token_type_ids": kinds, "attention_mask": torch.ones_like(prompt)}
     expected = model.generate(prompt, do_sample=False, max_new_tokens=8, **given)[0, len(ids) :]
-    words = ["serve", str(folder), "--port", "0", "--name", "mine", "--concurrent", "2", "--images", "1"]
+    words = ["serve", str(folder), "--port", "0", "--concurrent", "2", "--images", "1"]
     environment = os.environ | {"HOTBUNK_IMAGES": "1", ENGINES: "1"}
     process = subprocess.Popen([*PYTHON, "-m", "trainer", *words], cwd=ROOT, env=environment, stdout=-1, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line.startswith("mine answers at http://127.0.0.1:"), line
+    assert line.startswith(f"{folder.name} answers at http://127.0.0.1:"), line
     api = openai.OpenAI(base_url=line.split()[-1], api_key="none", max_retries=0)
 
     def asked(*urls: str) -> Any:
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         messages: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
-        return api.chat.completions.create(model="mine", messages=messages, temperature=0, max_tokens=8)
+        return api.chat.completions.create(model=folder.name, messages=messages, temperature=0, max_tokens=8)
 
     try:
+        assert str(folder) not in httpx.get(f"{line.split()[-1]}/models").text
         extra = asked(image.data_url()).choices[0].message.model_extra
         assert (extra["prompt_token_ids"], extra["generation_token_ids"]) == (ids, expected.tolist())
         with pytest.raises(openai.BadRequestError, match="at a remote address"):
