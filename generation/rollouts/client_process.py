@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Self
 
 import psutil
 
@@ -109,6 +109,38 @@ class ClientProcesses:
             self._end(process)
 
 
+class Copier:
+    """A pipe for a process's output, which a thread copies to a log, up to `LONGEST_LOG`; the rest is dropped."""
+
+    def __init__(self, log: Path | None) -> None:
+        """`log`: None drops everything."""
+        read, write = os.pipe()
+        self.input, self._tail = os.fdopen(write, "wb"), b""
+        self._thread = threading.Thread(target=self._copy, args=(read, log), daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The process has its own end of the pipe by now, or will not have one."""
+        self.input.close()
+
+    def end(self) -> str:
+        """The last that was written, once the process has ended."""
+        self.input.close()
+        self._thread.join(5.0)
+        return self._tail.decode(errors="replace")
+
+    def _copy(self, read: int, log: Path | None) -> None:
+        with suppress(OSError, ValueError), os.fdopen(read, "rb") as output:
+            while part := os.read(output.fileno(), 65536):
+                self._tail = (self._tail + part)[-_TAIL:]
+                if log is not None:
+                    with log.open("ab") as file:
+                        file.write(part[: max(0, LONGEST_LOG - file.tell())])
+
+
 class _Process:
     """One process of a client, and the socket to it."""
 
@@ -119,25 +151,22 @@ class _Process:
         environment = own | {"CUDA_VISIBLE_DEVICES": "", **settings.env, "HOTBUNK_MESSAGES": str(number)}
         self._program = settings.command[0]
         try:
-            self._process = subprocess.Popen(
-                settings.command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=[number],
-                start_new_session=True,  # so that what it starts is killed with it
-            )
+            with Copier(settings.log) as self._copier:
+                self._process = subprocess.Popen(
+                    settings.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._copier.input,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    pass_fds=[number],
+                    start_new_session=True,  # so that what it starts is killed with it
+                )
         except OSError as error:
             self._ours.close()
             raise ClientError(f"{self._program} cannot be started: {error.strerror or error}") from error
         finally:
             theirs.close()
-        self._tail = b""
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        assert self._process.stdout is not None
-        self._copier = threading.Thread(target=self._copy, args=(self._process.stdout, settings.log), daemon=True)
-        self._copier.start()
 
     async def begin(self) -> None:
         """Wait until it is ready. Raises ClientError."""
@@ -199,19 +228,9 @@ class _Process:
     def _words(self) -> str:
         """What it printed last; it is killed for it, so that all of that is here."""
         self.kill()
-        self._copier.join(5.0)
-        lines = self._tail.decode(errors="replace").split("\n")
+        lines = self._copier.end().split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"; it last printed: {last}" if last else ""
-
-    def _copy(self, output: IO[bytes], log: Path | None) -> None:
-        """Its output, from a thread of its own, to the log; until it ends."""
-        with suppress(OSError, ValueError), output:
-            while part := os.read(output.fileno(), 65536):
-                self._tail = (self._tail + part)[-_TAIL:]
-                if log is not None:
-                    with log.open("ab") as file:
-                        file.write(part[: max(0, LONGEST_LOG - file.tell())])
 
     def kill(self) -> None:
         """End it and all that it has started, whatever they do, in sessions of their own, too."""

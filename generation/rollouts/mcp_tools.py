@@ -2,20 +2,24 @@
 
 A server is started, or connected to, at a trajectory's first call of one of its tools, and ended with the trajectory
 or, where its session is shared, with the run. Of the environment it is given PATH, HOME and the like, and nothing else
-(`mcp.client.stdio.get_default_environment`).
+(`mcp.client.stdio.get_default_environment`). What it writes is bounded by `Output`, its tools by `list_tools`.
 """
 
 import asyncio
-import tempfile
+import functools
+import logging
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from generation.engine.sampling import SamplingSettings
+from generation.rollouts.client_process import Copier
 from generation.rollouts.episode import PolicyLLM, RolloutFunction
 from generation.rollouts.tools import Tool, ToolCall, ToolError, without_titles
 from generation.trajectory import Trajectory
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
 _LIST_SECONDS = 120.0  # to start a server and ask it for its tools; some are downloaded first
 _CONNECTION_CLOSED = -32000  # the SDK's code of that error
 _CLOSE_SECONDS = 10.0  # the SDK asks a server to end, then kills it, within 6.5 s
+_MOST_BYTES = 16 << 20  # of a server's output in answer to one call, or to the question for its tools
+_MOST_LINES = 20_000  # of the same; those that are not messages take the SDK some 0.1 ms each
+_MOST_TOOLS, _MOST_PAGES = 1000, 100
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")  # as the specification of MCP says (SEP-986)
 
 
 @dataclass(frozen=True)
@@ -39,36 +47,78 @@ class McpServer:
     shared: bool = False
 
 
+@dataclass
+class Output:
+    """How much a server has written since it was last asked for something, and why it is not listened to any more."""
+
+    server: str
+    characters: int = 0
+    lines: int = 0
+    warned: bool = False
+    refused: str = ""
+
+    def take(self, text: str) -> bool:
+        """Count what it has written; False where that is too much."""
+        self.characters, self.lines = self.characters + len(text), self.lines + text.count("\n")
+        if self.characters > _MOST_BYTES or self.lines > _MOST_LINES:
+            self.refused = f"it wrote more than {_MOST_BYTES >> 20} MiB or {_MOST_LINES} lines instead of an answer"
+        return not self.refused
+
+
+_OUTPUT: ContextVar[Output] = ContextVar("the output of the server that this task reads")
+
+
 def list_tools(servers: Sequence[McpServer]) -> dict[str, list[dict[str, Any]]]:
     """The tools of each server, by its name, in the form of OpenAI's API. Raises ValueError naming one that fails."""
+    return {server.name: _list_tools(server) for server in servers}
 
-    async def ask(server: McpServer, errors: TextIO) -> list[dict[str, Any]]:
-        """One server's, page by page."""
+
+def _list_tools(server: McpServer) -> list[dict[str, Any]]:
+    output = Output(server.name)
+
+    async def ask(errors: IO[bytes]) -> list[dict[str, Any]]:
+        """Its tools, page by page."""
+        _OUTPUT.set(output)
+        tools: list[dict[str, Any]] = []
         async with asyncio.timeout(_LIST_SECONDS), _client(server, errors) as client:
-            found, cursor = [], None
-            while True:
+            cursor = None
+            for _ in range(_MOST_PAGES):
                 page = await client.list_tools(cursor=cursor)
-                found += [_described(tool) for tool in page.tools]
+                tools += [_described(tool) for tool in page.tools]
                 if (cursor := page.next_cursor) is None:
-                    return found
+                    break
+        if cursor is not None or len(tools) > _MOST_TOOLS:
+            raise ValueError(f"it has more than {_MOST_TOOLS} tools, or {_MOST_PAGES} pages of them")
+        _check_names(tools)
+        return tools
 
-    tools = {}
-    for server in servers:
-        with tempfile.TemporaryFile("w+", errors="replace") as errors:
-            try:
-                tools[server.name] = asyncio.run(ask(server, errors))
-            except Exception as error:  # whatever the SDK makes of a program that may be anything
-                errors.seek(0)
-                said = " ".join(errors.read()[-200:].split())
-                reason = f"{_first(error)}" + (f"; it said: {said}" if said else "")
-                raise ValueError(f"the server {server.name!r} does not tell its tools: {reason}") from error
-    return tools
+    with Copier(None) as copier:
+        try:
+            return asyncio.run(ask(copier.input))
+        except Exception as error:  # whatever the SDK makes of a program that may be anything
+            late = f"it took more than {_LIST_SECONDS:g} s" if isinstance(error, TimeoutError) else ""
+            reason, said = output.refused or late or _first(error), " ".join(copier.end().split())[-200:]
+            reason += f"; it said: {said}" if said else ""
+            raise ValueError(f"the server {server.name!r} does not tell its tools: {reason}") from error
+
+
+def _check_names(tools: list[dict[str, Any]]) -> None:
+    """Raise ValueError for the first name that a tool may not have."""
+    for name, count in Counter(str(tool["function"]["name"]) for tool in tools).items():
+        if not _NAME.fullmatch(name):
+            letters = "1 to 128 of the letters a to z and A to Z, digits, _, - and ."
+            raise ValueError(f"one of them is called {name[:80]!r}, but names are {letters}")
+        if count > 1:
+            raise ValueError(f"{count} of them are called {name!r}")
 
 
 def _first(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    detail = " ".join(str(error).split())[:300]
+    return (
+        detail if type(error) is ValueError else f"{type(error).__name__}: {detail}" if detail else type(error).__name__
+    )
 
 
 def _described(tool: Any) -> dict[str, Any]:
@@ -86,14 +136,46 @@ def _mcp_error() -> type[Any]:
     return MCPError
 
 
-def _client(server: McpServer, errors: TextIO) -> "Client":
+def _client(server: McpServer, errors: IO[bytes]) -> "Client":
     from mcp import Client, StdioServerParameters
-    from mcp.client.stdio import stdio_client
 
     if server.url is not None:
         return Client(server.url)
     parameters = StdioServerParameters(command=server.command[0], args=[*server.command[1:]], env=dict(server.env))
-    return Client(stdio_client(parameters, errlog=errors))
+    return Client(_bounded_stdio().stdio_client(parameters, errlog=errors))
+
+
+@functools.cache
+def _bounded_stdio() -> Any:
+    """The SDK's module for servers that are started. It reads whatever they write (2.3), so it is given another reader,
+    for which output ends where it is too much.
+    """
+    import anyio
+    from mcp.client import stdio
+
+    class Bounded(stdio.TextReceiveStream):
+        async def receive(self) -> str:
+            text = await super().receive()
+            if _OUTPUT.get().take(text):
+                return text
+            await self.transport_stream.aclose()
+            raise anyio.EndOfStream
+
+    stdio.TextReceiveStream = Bounded  # type: ignore[misc]
+    stdio.logger.addFilter(_one_line)
+    return stdio
+
+
+def _one_line(record: logging.LogRecord) -> bool:
+    """A filter: the SDK logs a traceback for each line that is not a message; a server's first becomes one line."""
+    output = _OUTPUT.get(None)
+    if output is None or not record.exc_info:
+        return True
+    first, output.warned = not output.warned, True
+    error, record.exc_info, record.args = record.exc_info[1], None, ()
+    detail = " ".join(str(error).split())[:200]
+    record.msg = f"the MCP server {output.server!r} writes what cannot be read; further lines are left out ({detail})"
+    return first
 
 
 class _Anything(BaseModel):
@@ -115,16 +197,18 @@ class _Session:
 
     def __init__(self, server: McpServer, log: Path) -> None:
         self.ended = False  # the server has ended by itself
+        self.output = Output(server.name)
         self._stop = asyncio.Event()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._client.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.task = asyncio.create_task(self._hold(server, log))
 
     async def _hold(self, server: McpServer, log: Path) -> None:
+        _OUTPUT.set(self.output)
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("a") as errors:
-                async with _client(server, errors) as client:
+            with Copier(log) as copier:
+                async with _client(server, copier.input) as client:
                     self._client.set_result(client)
                     await self._stop.wait()
         except Exception as error:  # before it is there: its callers' failure; afterwards there is nobody to tell
@@ -134,10 +218,13 @@ class _Session:
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """The tool's reply as text. Raises RuntimeError with the server's words where it reports an error."""
         client = await asyncio.shield(self._client)
+        self.output.characters = self.output.lines = 0
         try:
             result = await client.call_tool(name, arguments)
         except _mcp_error() as error:
             self.ended |= error.code == _CONNECTION_CLOSED
+            if self.ended and self.output.refused:
+                raise RuntimeError(f"the MCP server {self.output.server!r}: {self.output.refused}") from error
             raise
         text = "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
         if result.is_error:
@@ -175,7 +262,7 @@ class McpTools:
         """This trajectory's, or the shared one; another one in place of one that has ended."""
         sessions = self._shared if server.shared else self._own.get()
         session = sessions.get(server.name)
-        if session is None or session.ended or session.task.done():
+        if session is None or session.ended or session.output.refused or session.task.done():
             if session is not None:
                 await session.close()
             if sessions.get(server.name) is session:  # else another call has opened one meanwhile

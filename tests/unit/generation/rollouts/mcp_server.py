@@ -29,6 +29,9 @@ def misbehave(how: str) -> str:
     if how == "babble":
         os.write(1, b"this is not JSON\n" * 1000)
         return "babbled"
+    if how == "print":
+        while True:
+            os.write(1, b"what tools print\n" * 1000)
     if how == "late":
         time.sleep(1)
         return "too late"

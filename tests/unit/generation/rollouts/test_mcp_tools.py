@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from generation.rollouts import mcp_tools
+from generation.rollouts import client_process, mcp_tools
 from generation.rollouts.agent import Agent, tool_rollout
 from generation.rollouts.mcp_tools import McpServer, McpTools, list_tools
 from generation.rollouts.tools import ToolCall, ToolError, ToolLimits, ToolRunner, parse_hermes, tools_by_name
@@ -64,12 +64,41 @@ def test_all_pages_of_a_long_list_are_read(monkeypatch: pytest.MonkeyPatch) -> N
 
         async def list_tools(self, cursor: str | None) -> SimpleNamespace:
             page = int(cursor or 0)
-            tool = SimpleNamespace(name=f"tool {page}", description=None, input_schema={})
+            tool = SimpleNamespace(name=f"tool-{page}", description=None, input_schema={})
             return SimpleNamespace(tools=[tool], next_cursor=str(page + 1) if page < 2 else None)
 
     monkeypatch.setattr(mcp_tools, "_client", lambda *_: Client())
     named = [tool["function"]["name"] for tool in list_tools([McpServer("long", ["x"])])["long"]]
-    assert named == ["tool 0", "tool 1", "tool 2"]
+    assert named == ["tool-0", "tool-1", "tool-2"]
+
+
+HOSTILE = [sys.executable, str(Path(__file__).with_name("hostile_mcp_server.py"))]
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("pages", "does not tell its tools: it has more than 1000 tools, or 100 pages of them"),
+        ("large pages", "it wrote more than 16 MiB or 20000 lines instead of an answer"),
+        ("line", "it wrote more than 16 MiB or 20000 lines instead of an answer"),
+        ("lines", "it wrote more than 16 MiB or 20000 lines instead of an answer"),
+        ("notifications", "it wrote more than 16 MiB or 20000 lines instead of an answer"),
+        ("silence", "does not tell its tools: it took more than 3 s"),
+        ("path", "one of them is called '../../x', but names are 1 to 128 of"),
+        ("empty", "one of them is called '', but names"),
+        ("twice", "2 of them are called 'x'"),
+    ],
+)
+def test_listing_ends_in_a_sentence_whatever_a_server_says(
+    how: str, sentence: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if how == "silence":
+        monkeypatch.setattr(mcp_tools, "_LIST_SECONDS", 3.0)
+    with pytest.raises(ValueError, match="the server 'odd' ") as caught:
+        list_tools([McpServer("odd", [*HOSTILE, how])])
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+    assert len(caplog.messages) == (how == "lines") and "Traceback" not in caplog.text
+    assert all("the MCP server 'odd' writes what cannot be read" in line for line in caplog.messages)
 
 
 def test_arguments_may_come_by_position() -> None:
@@ -149,6 +178,27 @@ def test_floods_and_babble_of_a_server_cost_their_call_only(listed: dict, tmp_pa
     assert "xxxxxxxx [cut after 1024 tokens]" in text and "babbled" in text and "1: x (" in text
     assert told["a"].metrics["tools/truncated"] == 1 and told["a"].error == told["b"].error == ""
     assert "1: y (" in TOKENIZER.decode(told["b"].response_ids)
+
+
+def test_output_without_end_costs_its_call_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    listed = list_tools([McpServer("shelf", [*HOSTILE, "calls"])])
+    (name,) = (tool["function"]["name"] for tool in listed["shelf"])
+    calls = [call(name, how="lines"), call(name), say("ok")]
+    (told,) = converse(listed, tmp_path, {"a": calls}, command=[*HOSTILE, "calls"]).values()
+    text = TOKENIZER.decode(told.response_ids)
+    assert "the MCP server 'shelf': it wrote more than 16 MiB or 20000 lines" in text and "tool\nfine" in text
+    assert told.error == "" and told.metrics["tools/errors"] == 1
+    assert sum("writes what cannot be read" in line for line in caplog.messages) == 1
+
+
+def test_standard_error_without_end_fills_no_disk(
+    listed: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a tool prints goes there, too: the SDK keeps standard output for messages."""
+    monkeypatch.setattr(client_process, "LONGEST_LOG", 100_000)
+    (told,) = converse(listed, tmp_path, {"a": [call("misbehave", how="print"), say("ok")]}, timeout_s=6.0).values()
+    assert told.metrics["tools/errors/timeout"] == 1
+    assert (tmp_path / "logs" / "mcp.log").stat().st_size == 100_000
 
 
 def test_a_late_answer_is_not_taken_for_the_next_calls(listed: dict, tmp_path: Path) -> None:
