@@ -12,6 +12,7 @@ import numpy as np
 
 from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, Spans, StoredImage, split_images
 from sharding.ranks import exchange, is_main
+from trainer.config.machine import unwritable
 from trainer.config.model_file import out_of_reach
 from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig, TrainConfig, VerifiersConfig
 from trainer.errors import UserError
@@ -179,6 +180,10 @@ def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
     except StopIteration as error:  # how an empty file shows
         raise UserError(f"{path} holds no rows") from error
     except (datasets.exceptions.DatasetsError, ImportError, OSError, ValueError, RecursionError) as error:
+        cache = Path(datasets.config.HF_DATASETS_CACHE)
+        if isinstance(error.__cause__ or error, OSError) and (reason := unwritable(cache)):
+            remedy = "set HF_DATASETS_CACHE, or HF_HOME, to a folder that can be written to"
+            raise UserError(f"{path}: its rows are prepared in {cache}, but {reason}: {remedy}") from error
         raise UserError(f"{path} (split {split}) cannot be read: {_one_line(error.__cause__ or error)}") from error
     if len(rows) == 0:
         raise UserError(f"{path} (split {split}) holds no rows")

@@ -214,8 +214,13 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
         import vllm
 
         raise ValueError(f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
+    import torch
+
+    preloaded = os.environ.get("LD_PRELOAD", "")
     with hidden_instructions(settings.plain_cpu_weights) if settings.on_cpu else nullcontext():
         config = AsyncEngineArgs(**arguments).create_engine_config()
+    if {" ", ":"} & {*torch.__file__}:  # vllm/platforms/cpu.py has added torch's libgomp, whose path ld.so would split
+        os.environ["LD_PRELOAD"] = preloaded
     if settings.keyed_noise:
         check_keyed_noise(settings, config)
     return config

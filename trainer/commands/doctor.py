@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", type=Path, help="check that this one fits the machine, too")
     parser.add_argument("--facts", action="store_true", help="look, and try nothing: seconds instead of minutes")
     parser.add_argument("--ranks", type=int, help="2 tries tensor parallelism on a CPU, too")
-    parser.add_argument("--output", type=Path, default=Path("parser.json"), help="default: parser.json")
+    parser.add_argument("--output", type=Path, help="default: doctor.json in a new folder for temporary files")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -105,7 +105,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.recipe is not None:
         findings += judge_recipe(arguments.recipe, arguments.overrides, machine, os.environ)
     outputs: dict[str, str] = {}
-    processes.start_guardian()
+    output = arguments.output or Path(tempfile.mkdtemp(prefix="doctor-")) / "doctor.json"
+    processes.start_guardian()  # from now on folders for temporary files are removed at the end
 
     def rest() -> int:
         processes.install_signal_handlers(lambda: "doctor")
@@ -117,7 +118,7 @@ def main(arguments: argparse.Namespace) -> int:
             found, outputs[trial] = run_trial(trial, ranks, bool(machine.devices))
             findings.extend(found)
         show(findings)
-        write(arguments.output, machine, findings, outputs)
+        write(output, machine, findings, outputs)
         return int(any(finding.verdict == "failed" for finding in findings))
 
     processes.run(rest)

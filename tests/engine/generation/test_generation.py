@@ -10,14 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
+from generation.engine import vllm_compat
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.engine.settings import OWN_ARGUMENTS, QUANTIZING, UNSYNCED, EngineSettings, engine_argument_names
 from generation.engine.vllm_compat import engine_arguments
 from generation.rollouts.run import RolloutSettings, rollout
 from generation.trajectory import Trajectory
+from sharding import WORKER_EXTENSION
 from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import TinyModel
 from trainer import engines
@@ -174,6 +177,22 @@ def test_vllms_arguments_are_known_without_its_import() -> None:
     ours = engine_arguments(EngineSettings("m", 64, lora_rank=8)).keys() - free - {"use_tqdm_on_load"}
     assert ours <= OWN_ARGUMENTS.keys()
     assert {*OWN_ARGUMENTS, *UNSYNCED, *QUANTIZING} <= engine_argument_names()
+
+
+@pytest.mark.parametrize("folder", ["repository", "a repository"])
+def test_a_path_with_a_space_is_not_preloaded(
+    folder: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that engines start would complain of both halves."""
+    library = tmp_path / folder / "torch" / "lib" / "libgomp.so.1"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setattr(torch, "__file__", str(library.parents[1] / "__init__.py"))
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    settings = EngineSettings(str(model), 64, kv_cache_bytes=1 << 24, worker_extension=WORKER_EXTENSION)
+    with vllm_compat.started_with(settings):
+        vllm_compat._checked_config(settings)
+        assert os.environ["LD_PRELOAD"] == ("" if " " in folder else str(library))
 
 
 def test_the_callers_environment_is_as_it_was(leader: Leader) -> None:

@@ -229,6 +229,16 @@ def test_data_that_cannot_be_used_is_the_users_to_mend(
     assert "\n" not in str(caught.value)
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "answer": 1}')
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/nowhere")
+    with pytest.raises(
+        UserError, match=r"data.jsonl: its rows are prepared in /proc/nowhere, but .*set HF_DATASETS_CACHE"
+    ):
+        load_rows(str(path), None, "train")
+
+
 def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     path.write_text("prompt,answer\na,b\n")

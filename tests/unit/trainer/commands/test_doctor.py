@@ -1,13 +1,17 @@
 """What `hotbunk doctor` makes of machines that are not this one."""
 
 import json
+import os
 import platform
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.forked import PYTHON
 from trainer.commands import doctor
 from trainer.commands.doctor import Device, Finding, Machine, judge, judge_recipe
 
@@ -168,3 +172,17 @@ def test_the_report_holds_facts_findings_and_output(tmp_path: Path, capsys: pyte
     assert report["findings"][0]["remedy"] == "report this" and report["output"] == {"one engine": "last words"}
     doctor.show(findings)
     assert "sleep: failed: report this" in capsys.readouterr().out
+
+
+def test_the_report_goes_into_a_new_folder_and_the_current_one_is_as_it_was(tmp_path: Path) -> None:
+    for name in ("doctor.json", "parser.json"):
+        (tmp_path / name).write_text("mine")
+    command, environment = [*PYTHON, "-m", "trainer", "doctor", "--facts"], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    path = Path(done.stderr.split("doctor: wrote ")[1].split("\n")[0])
+    assert path.name == "doctor.json" and json.loads(path.read_text())["findings"]
+    shutil.rmtree(path.parent)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
+        "doctor.json": "mine",
+        "parser.json": "mine",
+    }
