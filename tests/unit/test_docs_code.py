@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
+from generation.rollouts.episode import Conversation, PolicyLLM
 from tests.conftest import ROOT
+from tests.unit.scripted import END, ScriptedEngine, merging_tokenizer, run
 from tests.unit.test_docs_links import PAGES, pages
 from trainer import cli
 from trainer.config.recipe import known_keys
@@ -66,6 +68,11 @@ def test_python_runs(reason: str, code: str, monkeypatch: pytest.MonkeyPatch) ->
         assert asyncio.run(served[0]("http://127.0.0.1:1", "key", "policy", {})) == 1.0
     if "asked_for" in space:
         assert space["asked_for"]("1x", answer="0123456789") == 0.5
+    if "second_thought" in space:
+        engine = ScriptedEngine(lambda ids, seed: [40, 41, END])
+        (done,) = run(engine, space["second_thought"], [[5, 6]], merging_tokenizer())
+        assert (done.error, done.turns, done.reward, done.metrics["looks"]) == ("", 3, 1.0, 3.0)
+        assert sum(done.loss_mask) == 9 and done.prompt_ids + done.response_ids == [*engine.prompts[-1], 40, 41, END]
     if "brief" in space:
         assert space["brief"]("It is 42", answer="42", limit=4) == 0.9
 
@@ -82,6 +89,13 @@ def test_commands_are_known_and_say_why_they_are_not_run(reason: str, code: str)
         line = re.sub(r"\$(\w+)", lambda found: variables[found[1]], line.partition("#")[0])
         for command in line.split("&&"):
             check(shlex.split(command))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Conversation, "chat"), (PolicyLLM, "llm")])
+def test_all_methods_of_conversations_are_on_their_page(kind: type, name: str) -> None:
+    text = (ROOT / "docs" / "rollouts.md").read_text()
+    public = [method for method in dir(kind) if not method.startswith("_") and callable(getattr(kind, method))]
+    assert [method for method in public if f"{name}.{method}(" not in text] == []
 
 
 def check(words: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from generation.rollouts import client_process, mcp_tools
 from generation.rollouts.agent import Agent, tool_rollout
 from generation.rollouts.mcp_tools import McpServer, McpTools, list_tools
 from generation.rollouts.tools import ToolCall, ToolError, ToolLimits, ToolRunner, parse_hermes, tools_by_name
+from tests.conftest import ROOT
 from tests.unit.generation.rollouts.test_environments import TOKENIZER, bytes_of, say
 from tests.unit.scripted import ScriptedEngine, run
 
@@ -53,6 +55,16 @@ def test_what_cannot_be_asked_is_named_with_its_own_words() -> None:
         list_tools([McpServer("shelf", [*COMMAND, "--broken"], env=SEARCH)])
     with pytest.raises(ValueError, match="server 'shelf' does not tell its tools: FileNotFoundError"):
         list_tools([McpServer("shelf", ["/no/such/program"])])
+
+
+def test_the_server_that_is_shown_in_full_is_one(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(# dates\.py\n.*?)```", (ROOT / "docs" / "rollouts.md").read_text(), re.DOTALL)
+    assert code is not None
+    (tmp_path / "dates.py").write_text(code[1])
+    server = McpServer("dates", [sys.executable, str(tmp_path / "dates.py")], env=SEARCH)
+    queues = {"a": [call("weekday", date="2026-02-14"), say("ok")]}
+    (told,) = converse(list_tools([server]), tmp_path, queues, name="dates", command=server.command).values()
+    assert "tool\nSaturday" in TOKENIZER.decode(told.response_ids) and told.error == ""
 
 
 def test_all_pages_of_a_long_list_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +130,8 @@ def converse(
     listed: dict, tmp_path: Path, queues: dict[str, list], timeout_s: float = 60.0, env: Any = SEARCH, **server: Any
 ) -> dict:
     """What each prompt's episode was told, by its own letter; all at once on one loop."""
-    how: dict[str, Any] = {"command": COMMAND, "env": SEARCH | env} | server
-    mcp = McpTools([McpServer("shelf", **how)], listed, tmp_path / "logs" / "mcp.log")
+    how: dict[str, Any] = {"name": "shelf", "command": COMMAND, "env": SEARCH | env} | server
+    mcp = McpTools([McpServer(**how)], listed, tmp_path / "logs" / "mcp.log")
     agent = Agent(ToolRunner(ToolLimits(timeout_s=timeout_s), TOKENIZER), parse_hermes, 8, tools_by_name(mcp.tools))
     engine = ScriptedEngine(lambda ids, seed: queues[bytes_of(ids)[:1].decode()].pop(0))
     function = mcp.around(tool_rollout(agent))
