@@ -181,9 +181,9 @@ def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
         raise UserError(f"{path} holds no rows") from error
     except (datasets.exceptions.DatasetsError, ImportError, OSError, ValueError, RecursionError) as error:
         cache = Path(datasets.config.HF_DATASETS_CACHE)
-        if isinstance(error.__cause__ or error, OSError) and (reason := unwritable(cache)):
+        if isinstance(error.__cause__ or error, OSError) and (obstacle := unwritable(cache)):
             remedy = "set HF_DATASETS_CACHE, or HF_HOME, to a folder that can be written to"
-            raise UserError(f"{path}: its rows are prepared in {cache}, but {reason}: {remedy}") from error
+            raise UserError(f"{path}: its rows are prepared in {cache}, but {obstacle}: {remedy}") from error
         raise UserError(f"{path} (split {split}) cannot be read: {_one_line(error.__cause__ or error)}") from error
     if len(rows) == 0:
         raise UserError(f"{path} (split {split}) holds no rows")

@@ -49,13 +49,14 @@ OWN_ARGUMENTS = {
 DRAFTING = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 """vLLM's arguments for speculative decoding."""
 
-_OFFLOADING = (
-    "offload_backend", "offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_params",
-)  # fmt: skip
+_OFFLOADING = ("backend", "group_size", "num_in_group", "prefetch_step", "params")
 
 UNSYNCED = {
     **dict.fromkeys(DRAFTING, "has tokens drafted: seeds sample others then, and a drafter's weights get no updates"),
-    **dict.fromkeys(_OFFLOADING, "keeps weights in the host's memory, and copies them over the updated ones"),
+    **dict.fromkeys(
+        [f"offload_{name}" for name in _OFFLOADING],
+        "keeps weights in the host's memory, and copies them over the updated ones",
+    ),
     **dict.fromkeys(("enable_eplb", "eplb_config"), "moves experts away from where updates put them"),
     "default_mm_loras": "loads adapters that get no updates",
     "weight_transfer_config": "lets weights in past the updates, which check and count them",

@@ -38,11 +38,6 @@ def bounded(protocol: type[Any]) -> type[Any]:
             super().data_received(data)
             self._watch()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self.clock is not None:
-                self.clock.cancel()
-            super().connection_lost(exc)
-
         def _watch(self) -> None:
             """Start the clock where headers are awaited, and stop it where they have come."""
             if self.cycle is None or self.cycle.response_complete:
