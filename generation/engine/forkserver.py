@@ -42,6 +42,10 @@ _PR_SET_PDEATHSIG = 1
 _ERROR = 2  # of c10/util/logging_is_not_google_glog.h
 
 
+_kept: list[Any] = []
+"""Signal handlers of the process that was forked, in the server and in cores: replacing one would drop the last
+reference to what it holds, such as Ray's client, whose destructor waits for threads that a fork does not have."""
+
 _server: Any = multiprocessing.forkserver.ForkServer()  # beside the one that others may use in this process
 _server.ensure_running = lambda: None
 
@@ -136,6 +140,7 @@ def start() -> None:
             os.close(held)
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == own:
+                _kept.extend(map(signal.getsignal, signal.valid_signals()))
                 prepare()
                 gc.freeze()  # a collection would touch, and so copy, everything
                 setproctitle.setproctitle("hotbunk: forkserver")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,8 @@ from unittest.mock import patch
 import pytest
 
 from generation.engine import forkserver
+from tests.conftest import ROOT
+from tests.forked import PYTHON
 
 
 def tell(path: str) -> None:
@@ -68,6 +71,42 @@ def test_a_forked_core_has_the_kernels_replaced_that_a_worker_would_replace(tmp_
     kernels, looked = json.loads((tmp_path / "told").read_text())
     assert len(kernels) > 5 and set(kernels.values()) == {"KernelOverride"}
     assert not looked
+
+
+HANDLERS = """
+import os, signal, sys
+from generation.engine import forkserver
+from tests.engine.test_forkserver import replace_handler
+
+class Client:
+    def __init__(self):
+        self.process = os.getpid()
+    def __del__(self):
+        if os.getpid() != self.process:
+            os._exit(7)  # its threads are in the process that made it
+
+def handler_of(client):
+    return lambda number, frame: client
+
+signal.signal(signal.SIGTERM, handler_of(Client()))
+forkserver.start()
+from vllm.v1.engine import utils
+core = utils.get_mp_context().Process(target=replace_handler, kwargs={}, daemon=True)
+core.start()
+core.join(60)
+sys.exit(core.exitcode)
+"""
+
+
+def replace_handler() -> None:
+    """Do what a core does first (vllm/v1/engine/core.py, run_engine_core)."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_what_a_signal_handler_held_before_the_fork_outlives_its_replacement() -> None:
+    """As Ray's client, which Ray's handler of SIGTERM may be the last to hold."""
+    run = subprocess.run([*PYTHON, "-c", HANDLERS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
 
 
 def test_where_the_server_was_killed_cores_are_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
