@@ -17,6 +17,7 @@ import json
 import os
 import select
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -99,8 +100,24 @@ def start_guardian(*kept: int) -> Path:
     _folder = Path(tempfile.mkdtemp(prefix=f"hotbunk-{_rank()}-", dir=parent))
     _go_below_guardians(_folder, (guardian.lock_folder(_folder), *kept))
     os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = tempfile.tempdir = str(_folder)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_{os.getuid()}")  # serves later runs
+    if cache := _user_cache():  # without one, what is compiled is in the folder, and goes with it
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "torchinductor"))  # serves later runs
     return _folder
+
+
+def _user_cache() -> Path | None:
+    """The folder for what later runs load and execute, made with mode 0700; None where others might write there."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    folder = base / "hotbunk"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        above, entry = base.stat(), folder.lstat()
+    except (OSError, RuntimeError):  # nothing can be written there; no home
+        return None
+    sticky = bool(above.st_mode & stat.S_ISVTX)  # nobody renames what others have made there
+    safe = above.st_uid in (0, os.geteuid()) and (sticky or not above.st_mode & 0o022)
+    own = stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.geteuid() and not entry.st_mode & 0o022
+    return folder.absolute() if safe and own else None
 
 
 def _go_below_guardians(folder: Path, kept: tuple[int, ...]) -> None:

@@ -1,0 +1,75 @@
+"""Where a process of a run keeps what later ones load and execute: in a folder that nobody else can write to."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from trainer.run import processes
+
+SCRIPT = """
+import os
+from trainer.run import processes
+folder = processes.start_guardian()
+def main():
+    print(folder, os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""), flush=True)
+    return 0
+processes.run(main)
+"""
+
+
+def test_what_is_compiled_is_not_in_a_folder_that_others_can_make_first(tmp_path: Path) -> None:
+    shared, home = tmp_path / "shared", tmp_path / "home"
+    planted = shared / f"torchinductor_{os.getuid()}"
+    planted.mkdir(parents=True)
+    home.mkdir()
+    (tmp_path / "file").touch()  # a home in which no folder can be made
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
+    }
+    for name, expected in (("home", f"{home}/.cache/hotbunk/torchinductor"), ("file", "")):
+        environment = kept | {"TMPDIR": str(shared), "HOME": str(tmp_path / name)}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0 and done.stdout.rstrip("\n").partition(" ")[2] == expected, done.stderr
+    assert stat.S_IMODE((home / ".cache" / "hotbunk").stat().st_mode) == 0o700
+    assert list(planted.iterdir()) == []
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_users_cache_is_made_once_and_closed_to_others(base: Path) -> None:
+    assert processes._user_cache() == base / "hotbunk" == processes._user_cache()
+    assert stat.S_IMODE((base / "hotbunk").stat().st_mode) == 0o700
+    base.chmod(0o1777)  # as /tmp: nobody can replace what is ours
+    assert processes._user_cache() == base / "hotbunk"
+
+
+@pytest.mark.parametrize(
+    "what", ["writable", "a link", "a file", "replaceable", "another user's", "below another user's"]
+)
+def test_a_cache_that_others_may_write_to_is_not_used(what: str, base: Path, tmp_path: Path) -> None:
+    base.mkdir()
+    folder = base / "hotbunk"
+    folder.mkdir(mode=0o700)
+    if what == "writable":
+        folder.chmod(0o770)
+    elif what in ("a link", "a file"):
+        folder.rmdir()
+        folder.symlink_to(tmp_path) if what == "a link" else folder.touch()
+    elif what == "replaceable":
+        base.chmod(0o777)
+    elif os.geteuid() != 0:
+        pytest.skip("only root gives folders away")
+    else:
+        os.chown(folder if what == "another user's" else base, 65534, 65534)
+    assert processes._user_cache() is None
