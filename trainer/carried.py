@@ -198,6 +198,9 @@ class SlicedRollouts(Rollouts):
         if self._flights:
             return []
         groups, self._resumed, size = self._resumed, [], self._config.algorithm.group_size
+        for group in groups:  # whose run may have had larger ones
+            group.done = {sample: done for sample, done in group.done.items() if sample < size}
+            group.unfinished = {sample: answer for sample, answer in group.unfinished.items() if sample < size}
         anew = sum(size - len(group.done) - len(group.unfinished) for group in groups)
         told = exchange([self._number, anew, [[group.place, group.born] for group in groups]])
         for engine, _, places in told:

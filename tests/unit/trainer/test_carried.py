@@ -294,6 +294,25 @@ def test_a_run_that_is_resumed_on_one_or_two_ranks_trains_the_same(
         written, position, done = folder, results[0][1], until
 
 
+def test_carried_groups_are_trained_once_by_a_run_with_smaller_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crew = Crew(config(5, algorithm={"group_size": 4}))
+    for _ in range(3):
+        crew.do()
+    (tmp_path / "carried_0.msgpack").write_bytes(crew.rollouts.carried())
+    crew.close()
+    groups = read_groups(tmp_path)
+    assert any(len(group.done) == 4 for group in groups) and any(group.unfinished for group in groups)
+    again = Crew(config(5), start=tmp_path, step=3)
+    again.position = crew.position
+    trained = Counter(place for _ in range(3) for place in again.do().own)
+    again.close()
+    carried = {prompt.id for group in groups for prompt in PROMPTS.take(group.place, 1, 3)}
+    assert set(trained.values()) == {1} and all((prompt, n) in trained for prompt in carried for n in range(GROUP))
+    assert "begin anew" not in capsys.readouterr().err  # each of them had begun
+
+
 def test_a_step_that_is_given_up_leaves_what_the_one_before_it_did(tmp_path: Path) -> None:
     straight = run(config(), 6)[0]
     crew = Crew(config())
