@@ -233,7 +233,7 @@ def machine() -> str:
 
 def _has_ended(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return True
     return state in "ZX"  # ended, and its parent has not waited for it

@@ -148,7 +148,7 @@ def _is_open(port: int) -> bool:
     """True if something listens on this port of this machine at another address than 127.… and ::1."""
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # a kernel without IPv6
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            for line in Path(f"/proc/net/{table}").read_text("utf-8").splitlines()[1:]:
                 address, _, found = line.split()[1].partition(":")
                 here = address.endswith("7F") or address == _LOOPBACK_6  # the first of four bytes comes last
                 if int(found, 16) == port and line.split()[3] == _LISTENS and not here:

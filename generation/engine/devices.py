@@ -49,7 +49,7 @@ def cuda_problem() -> str | None:
 def driver_version() -> str | None:
     """Version of the loaded driver (`580.65.06`); None where it does not say."""
     try:
-        found = re.search(r"Kernel Module[^\n]*?\s(\d+(?:\.\d+)+)\s", _DRIVER_FILE.read_text())
+        found = re.search(r"Kernel Module[^\n]*?\s(\d+(?:\.\d+)+)\s", _DRIVER_FILE.read_text("utf-8"))
     except OSError:
         return None
     return found and found[1]
@@ -60,7 +60,7 @@ def torch_cuda() -> str | None:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    text = Path(spec.origin).with_name("version.py").read_text()
+    text = Path(spec.origin).with_name("version.py").read_text("utf-8")
     found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return found and found[1]
 

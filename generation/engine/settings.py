@@ -107,7 +107,7 @@ def _vllm_source(path: str) -> str | None:
     """The text of a module of vLLM's, whose import takes ten seconds; None where vLLM or the module is not."""
     spec = find_spec("vllm")
     places = [Path(place) / path for place in (spec.submodule_search_locations if spec else None) or []]
-    return next((place.read_text() for place in places if place.is_file()), None)
+    return next((place.read_text("utf-8") for place in places if place.is_file()), None)
 
 
 def _vllm_version() -> str:

@@ -295,7 +295,7 @@ def worker_memory() -> set[Path]:
     found: set[Path] = set()
     for process in psutil.Process().children(recursive=True):
         with suppress(OSError):  # it has ended meanwhile
-            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            lines = Path(f"/proc/{process.pid}/maps").read_text("utf-8", "replace").splitlines()
             found |= {Path(line.split()[5]) for line in lines if re.search("/dev/shm/(vllm_dist|psm)_", line)}
     return found
 

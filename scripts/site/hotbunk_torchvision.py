@@ -52,7 +52,7 @@ def beside_cpu_build() -> bool:
     """Whether the torch of this environment was built without CUDA, by its version file: torch is not imported."""
     for folder in sys.path:
         try:
-            with open(os.path.join(folder or ".", "torch", "version.py")) as file:
+            with open(os.path.join(folder or ".", "torch", "version.py"), encoding="utf-8") as file:
                 return "cuda: Optional[str] = None" in file.read()
         except OSError:
             continue

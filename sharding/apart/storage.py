@@ -90,7 +90,7 @@ class Storage:
             os.ftruncate(self._fd, buckets[-1]["offset"] + buckets[-1]["nbytes"] if buckets else 0)
             os.fsync(self._fd)
             draft = self._folder / f"{MANIFEST}.tmp"
-            with draft.open("w") as file:
+            with draft.open("w", encoding="utf-8") as file:
                 json.dump(self._content, file)
                 file.flush()
                 os.fsync(file.fileno())

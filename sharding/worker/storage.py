@@ -54,7 +54,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The current manifest of a weights folder. Raises SyncError: there is none, or it is not one."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise SyncError(f"{folder} holds no complete weights: {MANIFEST} is missing") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -308,7 +308,7 @@ def run_trial(trial: str, ranks: int, cuda: bool) -> tuple[list[Finding], str]:
         results, log = Path(folder) / "findings.jsonl", Path(folder) / "output"
         command = [sys.executable, *TRIAL_MODULE, trial, "cuda" if cuda else "cpu", str(results)]
         processes = []
-        with log.open("w") as output:
+        with log.open("wb") as output:
             for rank in range(ranks):
                 environment = dict(os.environ)
                 if ranks > 1:
@@ -326,9 +326,9 @@ def run_trial(trial: str, ranks: int, cuda: bool) -> tuple[list[Finding], str]:
                 for process in processes:
                     process.kill()
                     process.wait()
-        lines = results.read_text().splitlines() if results.exists() else []
+        lines = results.read_text("utf-8").splitlines() if results.exists() else []
         findings = [Finding(**json.loads(line)) for line in lines]
-        tail = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        tail = log.read_text("utf-8", "replace").splitlines()[-_LAST_LINES:]
     if failed:
         last = next((line.strip() for line in reversed(tail) if line.strip()), "it said nothing")
         remedy = f"its last words: {last[:160]}; doctor.json holds more: attach it to a report"
@@ -354,5 +354,5 @@ def write(path: Path, machine: Machine, findings: list[Finding], outputs: dict[s
     """doctor.json, to attach to a report."""
     report: dict[str, Any] = {"machine": asdict(machine), "findings": [asdict(finding) for finding in findings]}
     report["output"] = {trial: text for trial, text in outputs.items() if text}
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     print(f"doctor: wrote {path}", file=sys.stderr)

@@ -238,7 +238,7 @@ def main(name: str, device: str, findings: Path) -> int:
         exchange(None)  # it is complete
         config = recipe(folder, device, WAYS.get(name, "staged"), world_size())
         prefix = "" if name == "one engine" else f"{name}: "
-        file = resources.enter_context(findings.open("a"))
+        file = resources.enter_context(findings.open("a", encoding="utf-8"))
 
         def report(what: str, found: str, wanted: str, fine: bool, remedy: str) -> None:
             if is_main():

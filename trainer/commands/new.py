@@ -70,10 +70,10 @@ def main(arguments: argparse.Namespace) -> int:
     paths |= {"model": arguments.model or folder / "model"}
     paths |= {"name": re.sub(r"[^\w.-]|^\.+", "-", folder.resolve().name, flags=re.ASCII) or "new"}
     texts = {name: json.dumps(str(path)) for name, path in paths.items()}
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "reward.py").write_text(REWARD, "utf-8")
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), "utf-8")
     recipe = folder / "recipe.yaml"
-    recipe.write_text(RECIPE.format(**texts, **(TINY if arguments.model is None else RELEASED)))
+    recipe.write_text(RECIPE.format(**texts, **(TINY if arguments.model is None else RELEASED)), "utf-8")
     print(f"{folder} now holds {', '.join(names)}. To train, and to look at the result:\n")
     print(f"  {own_command()} train {shlex.quote(str(recipe))}")
     print(f"  {own_command()} report runs/{paths['name']}")

@@ -40,11 +40,11 @@ def page(records: Sequence[Record], follows: bool = False) -> str:
     from plotly.offline import get_plotlyjs
 
     own = files("trainer.commands")
-    scripts = {"PLOTLY": get_plotlyjs(), "SCRIPT": own.joinpath("report_page.js").read_text()}
+    scripts = {"PLOTLY": get_plotlyjs(), "SCRIPT": own.joinpath("report_page.js").read_text("utf-8")}
     digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts.values()]
     parts = scripts | {"POLICY": " ".join(f"'sha256-{digest}'" for digest in digests)}
     parts |= {"TITLE": html.escape(visible(records[0].name))}
-    template = own.joinpath("report_page.html").read_text()
+    template = own.joinpath("report_page.html").read_text("utf-8")
     for scale in _SCALES:
         parts["DATA"] = embedded(page_data(records, scale) | {"follows": follows})
         text = re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], template)

@@ -76,7 +76,7 @@ def _rewrite(path: Path, section: str, files: dict[Path, tuple[str, list[str]]])
     if path in files:
         return
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8")
         root = yaml.compose(text, yaml.SafeLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error

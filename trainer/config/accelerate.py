@@ -44,7 +44,7 @@ _RESHARD = {"true": True, "full_shard": True, "false": False, "shard_grad_op": F
 def policy_keys(path: Path) -> dict[str, Any]:
     """The keys of `policy` that the file comes to. Raises UserError with a sentence for each key that has none."""
     try:
-        loaded = yaml.safe_load(path.read_text())
+        loaded = yaml.safe_load(path.read_bytes())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"policy.accelerate_config: {path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):

@@ -302,7 +302,7 @@ class SafetensorsFolder:
         self._handles: dict[str, safe_open] = {}
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.exists():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self._file_of: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         elif single.exists():
             self._file_of = dict.fromkeys(self._handle(single.name).keys(), single.name)
         else:
@@ -441,7 +441,7 @@ class _Writer:
             weight_map |= dict.fromkeys(names, final)
         if count > 1:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
 
     def _flush(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

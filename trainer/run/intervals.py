@@ -63,14 +63,14 @@ class Intervals:
         """Add a line to the file: "begin", "saved", or "end" where a session ends as it should."""
         line = json.dumps({"what": what, "seconds": round(time.monotonic() - self._began, 3)})
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.open("a") as file:
+        with self._file.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
 
 def _history(file: Path) -> tuple[float, int]:
     """Seconds that sessions are known to have lasted, and how many of them have failed."""
     seconds, failures, session = 0.0, 0, dict[str, Any]()
-    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
+    for line in file.read_text("utf-8", "replace").splitlines() if file.is_file() else ():
         try:
             row = json.loads(line)
             what, lasted = str(row["what"]), float(row["seconds"])

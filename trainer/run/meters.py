@@ -119,7 +119,7 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             with suppress(OSError):  # some sandboxes refuse: then a peak is that of the process's life
-                Path("/proc/self/clear_refs").write_text("5")
+                Path("/proc/self/clear_refs").write_bytes(b"5")
         try:
             yield
         finally:
@@ -128,7 +128,9 @@ class MemoryMeter:
             else:
                 # psutil knows neither this peak nor shared memory apart from mapped files. The peak counts the pages of
                 # files too, those of libraries, which are shared; they hardly change within a phase.
-                sizes = dict(re.findall(r"(VmHWM|RssFile):\s+(\d+) kB", Path("/proc/self/status").read_text()))
+                sizes = dict(
+                    re.findall(r"(VmHWM|RssFile):\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8", "replace"))
+                )
                 peak = (int(sizes["VmHWM"]) - int(sizes["RssFile"])) * 1024
             self._peaks[name] = max(self._peaks.get(name, 0.0), peak / _GIB)
 

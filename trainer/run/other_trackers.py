@@ -64,9 +64,9 @@ class MLflow:
         database = f"sqlite:///{folder.resolve() / 'mlflow.db'}"
         self._client: Any = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or database)
         file = folder / "mlflow_id"
-        known = earlier and file.is_file() and re.fullmatch("[0-9a-f]{32}", file.read_text())
+        known = earlier and file.is_file() and re.fullmatch("[0-9a-f]{32}", file.read_text("utf-8"))
         if known:
-            self._id = file.read_text()
+            self._id = file.read_text("utf-8")
             self._client.update_run(self._id, status="RUNNING")
             history = self._client.get_metric_history(self._id, "train/step")
             self._last = max((each.step for each in history), default=-1)

@@ -290,7 +290,7 @@ def make_tracker(
     file = folder / "wandb_id"
     if resumed_from is None or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
         write_whole(file, secrets.token_hex(4))
-    settings |= {"id": file.read_text(), "resume": "allow"}
+    settings |= {"id": file.read_text("utf-8"), "resume": "allow"}
     writing = [*copies, WandbCopy(settings, earlier, answers)]
     return Tracker(folder, last, completions_per_step, writing, patience)
 
