@@ -15,12 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import omegaconf.base
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.grammar_visitor import GrammarVisitor
 
 INCLUDES = "includes"
 
+_MOST_TEXT, _OF_A_REFERENCE = 2**20, 2**9  # characters that interpolations may come to, and that each counts for
 _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):([^{}]*)\}")
 
 
@@ -45,6 +48,43 @@ def fill_defaults(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     if whole := _DEFAULT.fullmatch(value):
         return _typed(environ.get(whole[1], whole[2]), whole[1])
     return _DEFAULT.sub(lambda found: environ.get(found[1], found[2]), value)
+
+
+def resolve(value: dict[str, Any]) -> dict[str, Any]:
+    """A mapping of plain containers with OmegaConf's interpolations resolved. Raises ValueError where they come to more
+    than 2^20 characters, before that memory is taken, and OmegaConf's own errors where one cannot be resolved.
+    """
+    left = _MOST_TEXT + len(str(value))
+
+    def spend(part: Any, least: int = 0) -> Any:
+        nonlocal left
+        left -= max(least, len(str(part)))
+        if left < 0:
+            raise ValueError
+        return part
+
+    class Visitor(GrammarVisitor):
+        """Counts what is inserted before it joins a text: OmegaConf (2.4) has no limit of its own."""
+
+        def visitInterpolation(self, ctx: Any) -> Any:
+            return spend(super().visitInterpolation(ctx), least=_OF_A_REFERENCE)
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, DictConfig):
+            return {key: plain(node[key]) for key in node}
+        return [plain(node[index]) for index in range(len(node))] if isinstance(node, ListConfig) else spend(node)
+
+    vars(omegaconf.base)["GrammarVisitor"] = Visitor
+    try:
+        resolved: dict[str, Any] = plain(OmegaConf.create(value))
+        return resolved
+    except (ValueError, OmegaConfBaseException) as error:
+        if left >= 0:
+            raise
+        text = f"interpolations come to more than {_MOST_TEXT} characters: have fewer of them name each other"
+        raise ValueError(text) from error
+    finally:
+        vars(omegaconf.base)["GrammarVisitor"] = GrammarVisitor
 
 
 def _typed(text: str, name: str) -> Any:

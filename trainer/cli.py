@@ -10,7 +10,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from errno import EACCES, ENAMETOOLONG, EPERM
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -21,12 +23,12 @@ from pydantic.fields import FieldInfo
 import hotbunk_torchvision
 from generation.importing import without_collections
 from trainer.config.checks import check_config
-from trainer.config.machine import check_torch_libraries
+from trainer.config.machine import check_torch_libraries, resolve_device
 from trainer.config.model_file import sees
 from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.config.section import OneOf
-from trainer.errors import UserError
+from trainer.errors import UserError, shortened
 from trainer.rewards import RewardPool
 from trainer.run import processes
 from trainer.run.lock import RunLock
@@ -34,11 +36,27 @@ from trainer.run.lock import RunLock
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command (None: this process's arguments). Returns the exit code; 2: the user has something to mend."""
-    return _reporting(lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
+    words = list(sys.argv[1:] if argv is None else argv)
+    return _reporting(lambda: _naming_paths(lambda: _dispatch(words)))
+
+
+def _naming_paths(action: Callable[[], int]) -> int:
+    """The exit code of `action`. Raises UserError for a path that nothing can be at, or that is closed to this user."""
+    try:
+        return action()
+    except OSError as error:
+        if error.errno not in (ENAMETOOLONG, EACCES, EPERM) or error.filename is None:
+            raise
+        reason = (error.strerror or "").lower()
+        raise UserError(
+            f"{shortened(str(error.filename), 160)} cannot be used ({reason}): name another path"
+        ) from error
 
 
 def _dispatch(argv: list[str]) -> int:
     processes.put_current_folder_last()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of an ASCII terminal, or of half a surrogate pair
     if _sees(argv):  # before anything imports Transformers, which looks for torchvision once
         hotbunk_torchvision.show()
     arguments = parse(argv)
@@ -50,6 +68,10 @@ def _dispatch(argv: list[str]) -> int:
     check_config(config, command)
     if arguments.check:
         RewardPool(config.reward)
+        if config.engine.logits_processors:
+            from trainer.engines import processor_arguments
+
+            processor_arguments(config, resolve_device(config) == "cuda")
         if config.rollout != RolloutConfig():
             from trainer.data import load_tokenizer
             from trainer.rollouts import RolloutLevel
@@ -58,7 +80,7 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if arguments.dry_run:
         check_inputs(config, command)
-        print(to_yaml(config), end="")
+        print(to_yaml(config, mask=True), end="")
         return 0
     lock = RunLock(config.run.folder)
     processes.start_guardian(lock.descriptor)  # before anything that starts processes or takes long
@@ -89,11 +111,11 @@ def training_config(arguments: argparse.Namespace) -> TrainConfig:
 def _sees(argv: Sequence[str]) -> bool:
     """Whether a recipe, a run or a model among the arguments has to do with images."""
     words, overrides = split_overrides(list(argv))
-    for path in map(Path, words[1:]):
-        recipe = path / "config.yaml" if path.is_dir() else path
+    for path in map(Path, words[1:]):  # some may be no paths at all, such as a long --prompt
+        recipe = path / "config.yaml" if os.path.isdir(path) else path
         if sees(str(path)):
             return True
-        if recipe.suffix in (".yaml", ".yml") and recipe.is_file():
+        if recipe.suffix in (".yaml", ".yml") and os.path.isfile(recipe):
             with suppress(UserError):  # which is told when the command reads it
                 config = load_config(recipe, overrides)
                 if config.data.max_images or sees(config.model.path):
@@ -108,6 +130,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     """
     from trainer.build import check_model, check_teacher
     from trainer.data import load_held_out, load_prompts, load_tokenizer
+    from trainer.engines import processor_arguments
     from trainer.rollouts import RolloutLevel
 
     if command == "sft":
@@ -117,6 +140,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
         check_model(config)
         return
     rewards = RewardPool(config.reward)
+    processor_arguments(config, resolve_device(config) == "cuda")
     tokenizer = load_tokenizer(config.model)
     level = RolloutLevel(config, tokenizer)
     data, images = rewards.columns(level.data), level.image_rules
@@ -236,7 +260,7 @@ def _commands() -> dict[str, str]:
     They are read, not imported, so that `hotbunk --help` answers before torch could be loaded.
     """
     trees = {
-        path.stem: ast.parse(path.read_text()) for path in sorted(Path(__file__).with_name("commands").glob("*.py"))
+        path.stem: ast.parse(path.read_bytes()) for path in sorted(Path(__file__).with_name("commands").glob("*.py"))
     }
     return {
         name: (ast.get_docstring(tree) or "").splitlines()[0].partition(": ")[2].rstrip(".")

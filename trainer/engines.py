@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -34,10 +35,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
     if engine.apart == "ray":  # an actor sees its own devices alone, and may be on any machine
         group, local_ranks = range(size), engine.replicas * size
     places = cpu_places(group, local_ranks)
-    try:
-        needed = engine_arguments(engine.logits_processors, uses_v2(on_cpu=not on_cuda, environ=os.environ))
-    except ValueError as error:
-        raise UserError(f"engine.logits_processors: {error}") from error
+    needed = processor_arguments(config, on_cuda)
     both = {"additional_config": needed.get("additional_config", {}) | engine.extra.get("additional_config", {})}
     return EngineSettings(
         model=str(resolve_folder(config.model.path)),
@@ -67,6 +65,14 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         worker_class=SHARING_WORKER if config.sync.way == "zero_copy" and on_cuda else None,
         extra=needed | engine.extra | (both if both["additional_config"] else {}),
     )
+
+
+def processor_arguments(config: TrainConfig, on_cuda: bool) -> dict[str, Any]:
+    """vLLM's arguments for engine.logits_processors. Raises UserError for one that cannot be loaded, or is none."""
+    try:
+        return engine_arguments(config.engine.logits_processors, uses_v2(on_cpu=not on_cuda, environ=os.environ))
+    except ValueError as error:
+        raise UserError(f"engine.logits_processors: {error}") from error
 
 
 def fetch_model(config: TrainConfig) -> None:

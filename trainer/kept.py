@@ -50,7 +50,7 @@ class KeptRollouts(Rollouts):
         super().__init__(*arguments, **options)
         self._folder, self._checkpoints = config.run.folder / "answers", config.run.folder / "checkpoints"
         self._patience = config.checkpoint.patience_s
-        matter = {name: keys for name, keys in config.model_dump(mode="json").items() if name not in _DO_NOT_MATTER}
+        matter = {name: keys for name, keys in config.recorded().items() if name not in _DO_NOT_MATTER}
         text = json.dumps([matter, identity, world_size()], sort_keys=True)
         self._key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         self._step = self._round = self._reused = 0

@@ -29,10 +29,11 @@ from trainer.build import (
     start_server,
 )
 from trainer.config.apart import engine_workers
+from trainer.config.machine import resolve_device
 from trainer.config.schema import TrainConfig
 from trainer.config.ways import local_ranks, settled
 from trainer.data import load_prompts, load_tokenizer
-from trainer.engines import end_token_ids, fetch_model, stop_engine, training_sampling
+from trainer.engines import end_token_ids, fetch_model, processor_arguments, stop_engine, training_sampling
 from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept, sample_held_out
 from trainer.learning import Learner, Metrics, StepSampling, reward_errors, rollout_metrics
 from trainer.learning.answers import Answer
@@ -125,6 +126,7 @@ class RLTrainer:
     def load_inputs(self) -> RolloutLevel:
         """Tokenizer, prompts and reward functions; the models are tried without their weights. Raises UserError."""
         config = self.config
+        processor_arguments(config, resolve_device(config) == "cuda")
         self.tokenizer = load_tokenizer(config.model)
         check_model(config)
         check_budget(config)

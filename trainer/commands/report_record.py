@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from trainer.config.recipe import masked
 from trainer.errors import UserError
 from trainer.run.records import Rows, read_rows, series
 from trainer.run.screen import duration, sparkline
@@ -33,7 +34,7 @@ class Record:
     rows: Rows  # of metrics.jsonl
     answers: Rows  # of completions.jsonl
     tokens: Rows  # of tokens.jsonl
-    recipe: dict[str, Any]  # config.yaml; empty where there is none
+    recipe: dict[str, Any]  # config.yaml without secrets; empty where there is none
     written: datetime  # when the last row was
 
     @property
@@ -56,7 +57,7 @@ def read_record(folder: Path, begun: bool = True) -> Record:
     with suppress(yaml.YAMLError):  # incomplete, as older runs left some
         loaded = yaml.safe_load(file.read_bytes()) if file.is_file() else None
     sections = loaded.items() if isinstance(loaded, dict) else ()
-    recipe = {name: keys for name, keys in sections if isinstance(keys, dict)}
+    recipe = masked({name: keys for name, keys in sections if isinstance(keys, dict)})
     written = datetime.fromtimestamp(metrics.stat().st_mtime, UTC)
     answers, tokens = (read_rows(folder / f"{name}.jsonl") for name in ("completions", "tokens"))
     return Record(folder, rows, answers, tokens, recipe, written)

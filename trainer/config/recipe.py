@@ -5,6 +5,9 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -15,10 +18,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from generation.yaml_files import fill_defaults, first_line, read_yaml
+from generation.yaml_files import fill_defaults, first_line, read_yaml, resolve
 from trainer.config.accelerate import policy_keys
 from trainer.config.algorithm import PRESET_KEYS
 from trainer.config.schema import TrainConfig
+from trainer.config.section import Place, replaced
 from trainer.errors import UserError, shown
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
@@ -65,7 +69,7 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
     Raises UserError with one sentence for every key that is unknown, missing or has a value that does not fit.
     """
     try:
-        values = _values(recipe, overrides)
+        unresolved, values = _values(recipe, overrides)
     except RecursionError as error:
         deep = "holds lists or mappings nested too deep: make it flatter"
         raise UserError(f"{recipe}, or what overrides it, {deep}") from error
@@ -77,10 +81,13 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
     if isinstance(policy, dict) and isinstance(file := policy.get("accelerate_config"), str | int | float):
         values["policy"] = policy_keys(Path(str(file))) | policy
     _name_tasks(values)
+    secrets = dict(_from_environment(unresolved, values))
     try:
-        return TrainConfig.model_validate(values)
+        config = TrainConfig.model_validate(values)
     except ValidationError as error:
-        raise UserError(*sentences(error, values)) from error
+        raise UserError(*sentences(error, values, masked(replaced(values, secrets)))) from error
+    config.keep_unresolved(secrets)
+    return config
 
 
 def _name_tasks(values: Any) -> None:
@@ -93,8 +100,26 @@ def _name_tasks(values: Any) -> None:
         data |= {"path": f"verifiers:{own.get('environment')}", "subset": json.dumps(own, default=str)}
 
 
-def _values(recipe: Path, overrides: list[str]) -> Any:
-    """The recipe's mapping with its includes, the overrides and all interpolations filled in."""
+def _from_environment(unresolved: Any, values: Any) -> Iterator[tuple[Place, str]]:
+    """The texts of a recipe, by their places, that hold what `${oc.env:NAME}` reads, or name others that do."""
+    leaves = [(place, text, value) for place, text, value in _texts(unresolved, values) if "${" in text]
+    direct = {str(value) for _, text, value in leaves if "oc.env" in text} - {""}
+    for place, text, value in leaves:
+        if "oc.env" in text or any(secret in str(value) for secret in direct):
+            yield place, text
+
+
+def _texts(unresolved: Any, values: Any, *place: str | int) -> Iterator[tuple[Place, str, Any]]:
+    """The place of each text, the text, and what it is resolved to."""
+    if isinstance(unresolved, str):
+        yield place, unresolved, values
+    elif isinstance(unresolved, dict | list):
+        for key, inner in unresolved.items() if isinstance(unresolved, dict) else enumerate(unresolved):
+            yield from _texts(inner, values[key], *place, str(key) if isinstance(unresolved, dict) else key)
+
+
+def _values(recipe: Path, overrides: list[str]) -> tuple[Any, Any]:
+    """The recipe's mapping with its includes and the overrides, and the same with all interpolations filled in."""
     try:
         merged = read_yaml(recipe)
     except ValueError as error:
@@ -110,22 +135,39 @@ def _values(recipe: Path, overrides: list[str]) -> Any:
             raise UserError(f"--{override} cannot be applied to {recipe}: {first_line(error)}") from error
     try:
         overridden = fill_defaults(OmegaConf.to_container(merged, resolve=False))
-        return OmegaConf.to_container(OmegaConf.create(overridden), resolve=True, throw_on_missing=True)
+        return overridden, resolve(overridden)
     except (OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{recipe}: {first_line(error)}") from error
 
 
-def sentences(error: ValidationError, values: Any) -> list[str]:
-    """One for each key of `values`, which were to be validated, that is wrong."""
-    grouped: dict[str, list[ErrorDetails]] = {}
+def sentences(error: ValidationError, values: Any, public: Any = None) -> list[str]:
+    """One for each key of `values`, which were to be validated, that is wrong. `public`: the same without secrets."""
+    grouped: dict[Place, list[ErrorDetails]] = {}
     for details in error.errors():
-        grouped.setdefault(_key(details, values), []).append(details)
-    return [_sentence(key or "it", errors) for key, errors in grouped.items()]
+        place = _place(details, values)
+        with suppress(LookupError, TypeError):  # a place that is not there
+            details["input"] = details["input"] if public is None else reduce(getitem, place, public)
+        grouped.setdefault(place, []).append(details)
+    return [_sentence(".".join(map(str, place)) or "it", errors) for place, errors in grouped.items()]
 
 
-def to_yaml(config: TrainConfig) -> str:
-    """The resolved configuration, readable by `load_config`."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+def to_yaml(config: TrainConfig, mask: bool = False) -> str:
+    """The configuration for a run's files, readable by `load_config`; or, masked, to be shown."""
+    recipe = masked(config.recorded()) if mask else config.recorded()
+    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120)
+
+
+def masked(value: Any, key: str = "", hidden: str = "env") -> Any:
+    """A recorded recipe, or a part of it, with *** for interpolations and for all values of mappings named `hidden`."""
+    if key == hidden and value:
+        return dict.fromkeys(value, "***") if isinstance(value, dict) else "***"
+    if isinstance(value, dict):
+        return {name: masked(inner, str(name), hidden) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [masked(inner, "", hidden) for inner in value]
+    while isinstance(value, str) and (shorter := re.sub(r"\$\{[^{}]*\}", "***", value)) != value:
+        value = shorter
+    return value
 
 
 def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -151,16 +193,16 @@ def _odd_values(value: Any, *path: str) -> Iterator[str]:
         yield f"{'.'.join(path)} is {shown(value)}, but should be text in UTF-8 without NUL characters"
 
 
-def _key(error: ErrorDetails, values: Any) -> str:
-    """The dotted path of the value that an error is about; Pydantic's own also names the members of a union."""
-    path = []
+def _place(error: ErrorDetails, values: Any) -> Place:
+    """The place of the value that an error is about; Pydantic's own also names the members of a union."""
+    path: list[str | int] = []
     for part in error["loc"]:
         there = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
         if not there and error["type"] != "missing":
             break
-        path.append(str(part))
+        path.append(part)
         values = values[part] if there and not (isinstance(values, list) and len(values) <= int(part)) else None
-    return ".".join(path)
+    return tuple(path)
 
 
 def _sentence(key: str, errors: list[ErrorDetails]) -> str:

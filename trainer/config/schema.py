@@ -1,14 +1,16 @@
 """A recipe: every section, every key, its type, default and meaning.
 
 A recipe is a YAML file with these sections. Keys are overridden on the command line by `--section.key value`, values
-being YAML; `includes` names files to start from, and `${NAME:default}` reads the environment (`yaml_files`).
+being YAML; `includes` names files to start from, and `${NAME:default}` reads the environment (`yaml_files`),
+as does `${oc.env:NAME}`, which `TrainConfig.recorded` keeps as it is.
 Nothing here imports torch: `--help` and reward workers stay quick.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.section import (
@@ -22,6 +24,7 @@ from trainer.config.section import (
     Natural,
     NotNegative,
     Part,
+    Place,
     Portion,
     Positive,
     Processes,
@@ -33,6 +36,7 @@ from trainer.config.section import (
     Temperature,
     Text,
     key,
+    replaced,
 )
 
 
@@ -546,6 +550,24 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
     sft: SftConfig = SftConfig()
+
+    _unresolved: dict[Place, str] = PrivateAttr(default_factory=dict)
+
+    def keep_unresolved(self, texts: Mapping[Place, str]) -> None:
+        """Have `recorded` write these texts in their places; a number that is a key's own value stays."""
+        values = self.model_dump(mode="json")
+        self._unresolved |= {
+            place: text
+            for place, text in texts.items()
+            if len(place) != 2 or not isinstance(values[str(place[0])][place[1]], int | float)
+        }
+
+    def recorded(self) -> dict[str, Any]:
+        """The recipe for a run's files, in JSON values: what the environment holds (`${oc.env:NAME}`) unresolved."""
+        values = replaced(self.model_dump(mode="json"), self._unresolved)
+        if self.rollout.verifiers is not None:
+            values["data"]["subset"] = None  # a copy of that section, which `load_config` makes again
+        return values
 
     @property
     def held_out(self) -> dict[str, HeldOutConfig]:

@@ -6,7 +6,11 @@ and what is smaller than 1e-20 is as good as 0 to float32.
 
 import difflib
 from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
@@ -73,6 +77,19 @@ CallSeconds = Annotated[float, Field(ge=0.01, le=1e6), _NUMBER]  # of one call o
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=200)]
 Dtype = Literal["float32", "bfloat16"]
+
+
+Place = tuple[str | int, ...]
+"""The keys, and places in lists, that lead to a value of a recipe."""
+
+
+def replaced(values: Any, texts: Mapping[Place, str]) -> Any:
+    """A copy of plain containers with these texts in their places; a place that is not there is left out."""
+    changed = deepcopy(values)
+    for (*path, last), text in texts.items():
+        with suppress(LookupError, TypeError):
+            reduce(getitem, path, changed)[last] = text
+    return changed
 
 
 class Section(BaseModel):

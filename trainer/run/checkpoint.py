@@ -41,7 +41,7 @@ from trainer.config.checks import COMPLETE_MARKER
 from trainer.distributed import say
 from trainer.errors import UserError
 from trainer.run.checkpoint_reading import METADATA, SHARDS, check_shard, misfit, read_metadata, read_tensors
-from trainer.run.records import write_whole
+from trainer.run.records import PRIVATE, write_whole
 
 _EXTRA = "extra.json"
 _FILES = re.compile(rf"{SHARDS}|{re.escape(METADATA)}|rank_\d+\.json|extra\.json|carried_\d+\.msgpack")
@@ -92,7 +92,7 @@ def write(folder: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = No
     temporary = folder / f"step_{snapshot.step}.tmp"
     with agreed("checkpoint (folder)", group):
         if is_main():
-            shutil.rmtree(temporary, ignore_errors=True)
+            _clear(temporary)
             temporary.mkdir(parents=True)
     with agreed("checkpoint (write)", group):
         if not temporary.is_dir():
@@ -107,7 +107,7 @@ def write(folder: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = No
             raise RuntimeError(f"rank {who}: {type(error).__name__}: {error}") from failed
         write_whole(temporary / f"rank_{rank()}.json", json.dumps(snapshot.random_states))
         if is_main():
-            write_whole(temporary / _EXTRA, json.dumps(snapshot.extra))
+            write_whole(temporary / _EXTRA, json.dumps(snapshot.extra), PRIVATE)
         own = [path.name for path in temporary.glob(f"__{rank()}_*")] + [f"rank_{rank()}.json"]
         if snapshot.carried:
             own.append(CARRIED_FILES.replace("*", str(rank())))
@@ -174,7 +174,7 @@ def load(path: Path, parts: Parts) -> dict[str, Any]:
 
 def read_extra(path: Path) -> dict[str, Any]:
     """The `extra` that a checkpoint was saved with. Raises Damaged when the checkpoint is incomplete or not sound."""
-    if not _is_complete(path):
+    if not is_complete(path):
         newest = latest_complete(path.parent)
         remedy = f"the newest complete one there is {newest}" if newest else "there is no complete one beside it"
         raise Damaged(f"checkpoint {path} does not exist or was not finished; {remedy}")
@@ -252,27 +252,39 @@ def drop_later(folder: Path, step: int) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete, with a line for each, the folders that a killed run has left without COMPLETE. Rank 0 does it."""
+    """Delete, with a line for each, the folders that a killed run has left without COMPLETE. Rank 0 does it.
+
+    Links stay: they are a user's, and what they lead to may be away for the moment.
+    """
     if is_main() and folder.is_dir():
         for path in sorted(folder.iterdir()):
-            if re.fullmatch(r"step_\d+(\.tmp|\.old\.tmp)?", path.name) and not _is_complete(path):
+            unfinished = re.fullmatch(r"step_\d+(\.tmp|\.old\.tmp)?", path.name) and not is_complete(path)
+            if unfinished and not path.is_symlink():
                 say(f"removing {path}, which a run that was killed has left unfinished")
                 shutil.rmtree(path)
 
 
 def _complete(folder: Path) -> list[Path]:
     """The newest first."""
-    found = filter(_is_complete, folder.glob("step_*"))
+    found = filter(is_complete, folder.glob("step_*"))
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
-def _is_complete(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
+    """True for the folder of a checkpoint that is complete."""
     return re.fullmatch(r"step_\d+", path.name) is not None and (path / COMPLETE_MARKER).is_file()
 
 
 def _delete(path: Path) -> None:
-    (path / COMPLETE_MARKER).unlink()  # first, so that what is half deleted does not look complete
-    shutil.rmtree(path)
+    """Delete a checkpoint; of one that is elsewhere, only the link."""
+    if not path.is_symlink():
+        (path / COMPLETE_MARKER).unlink()  # first, so that what is half deleted does not look complete
+    _clear(path, ignore_errors=False)
+
+
+def _clear(path: Path, ignore_errors: bool = True) -> None:
+    """Delete a folder, or a link to one."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors)
 
 
 def _merit(path: Path, metric: str) -> float | None:
@@ -307,15 +319,15 @@ def _host_copy(tensor: Tensor) -> Tensor:
 def _publish(temporary: Path, final: Path, digests: str) -> None:
     """Make the folder visible under its name, then complete; everything in it is on disk by then."""
     replaced = final.with_name(f"{final.name}.old.tmp")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():  # a run that started over; a folder cannot be renamed onto one that is not empty
+    _clear(replaced)
+    if os.path.lexists(final):  # a run that started over; a folder cannot be renamed onto one that is not empty
         final.rename(replaced)
     _sync(temporary)
     temporary.rename(final)
     _sync(final.parent)
     write_whole(final / COMPLETE_MARKER, digests)
     _sync(final)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _clear(replaced)
 
 
 def _sync(folder: Path) -> None:

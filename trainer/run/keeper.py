@@ -36,14 +36,14 @@ from transformers import PreTrainedTokenizerBase
 from generation.engine.devices import this_device
 from sharding.ranks import agreed, all_reduce_max, is_main, world_size
 from trainer.config.checks import IDENTITY_KEYS, IDENTITY_SECTIONS
-from trainer.config.recipe import renewed, to_yaml
+from trainer.config.recipe import masked, renewed, to_yaml
 from trainer.config.schema import CheckpointConfig, TrainConfig
 from trainer.distributed import say
 from trainer.errors import UserError, shortened
 from trainer.policy.hf_format import resolve_folder
 from trainer.run import checkpoint, processes
 from trainer.run.intervals import Intervals
-from trainer.run.records import patiently, write_whole
+from trainer.run.records import PRIVATE, patiently, write_whole
 from trainer.run.tracking import NullTracker, make_tracker
 from trainer.run.watchdog import Watchdog
 
@@ -86,13 +86,13 @@ def run_identity(config: TrainConfig, fingerprint: str, tokenizer: PreTrainedTok
         "data": fingerprint,
         "model": model_digest(resolve_folder(config.model.path)),
         "tokenizer": _digest(json.dumps(sorted(tokenizer.get_vocab().items())).encode()),
-        **_compared_keys(config),
+        **_compared_keys(config.recorded()),
     }
 
 
 def model_digest(folder: Path) -> str:
     """Of config.json and of some of the weights: size, beginning, middle and end of each file, so that it is quick."""
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_bytes())
     kept = config.keys() - {"_name_or_path", "transformers_version"}  # which saving the model again changes
     pieces = [json.dumps({key: config[key] for key in sorted(kept)}).encode()]
     for file in sorted(folder.glob("*.safetensors")):
@@ -109,20 +109,23 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def _compared_keys(config: TrainConfig) -> Identity:
-    sections = config.model_dump(mode="json").items()
-    recipe = {f"{section}.{name}": value for section, values in sections for name, value in values.items()}
+def _compared_keys(config: dict[str, Any]) -> Identity:
+    """Those of a recipe that a resumed run is compared by; `config` is its JSON."""
+    recipe = {f"{section}.{name}": value for section, values in config.items() for name, value in values.items()}
     del recipe["algorithm.preset"]  # the keys that it sets are there
     compared = [key for key in recipe if key in IDENTITY_KEYS or key.partition(".")[0] in IDENTITY_SECTIONS]
     return {key: recipe[key] for key in compared}
 
 
-def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str]) -> None:
+def check_identity(
+    path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str], resolved: Identity | None = None
+) -> None:
     """Raise UserError, one sentence, when the checkpoint at `path` belongs to another run than `identity` says.
 
     With other data, another model or another algorithm it would be another experiment. A key that the recipe did not
     have yet when the checkpoint was saved counts as its default, and one that had another name by today's. `extra` is
-    the checkpoint's; `allowed` are keys, or sections of keys, that may differ (`checkpoint.resume_anyway`).
+    the checkpoint's; `allowed` are keys, or sections of keys, that may differ (`checkpoint.resume_anyway`). Older
+    versions saved what the environment held, as in `resolved`. That is not in the sentence, nor are values of kwargs.
     """
     if not isinstance(extra.get("identity"), dict):
         raise UserError(
@@ -136,13 +139,15 @@ def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowe
             f"{path} was saved by hotbunk {made}, and hotbunk {asked} cannot resume from it: give this run another "
             "run.name, or start over with checkpoint.resume=none"
         )
-    defaults = _compared_keys(TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}))
+    defaults = _compared_keys(TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}).recorded())
     saved = {key: value for key, value in defaults.items() if key in identity} | renewed(extra["identity"])
     changed: dict[str, str] = {}
     for key in saved | identity:
-        if key in allowed or key.partition(".")[0] in allowed or saved.get(key, "?") == identity.get(key, "?"):
+        same = saved.get(key, "?") in (identity.get(key, "?"), (resolved or identity).get(key, "?"))
+        if same or key in allowed or key.partition(".")[0] in allowed:
             continue
-        was, now = (shortened(json.dumps(of[key]), 50) if key in of else "unknown" for of in (saved, identity))
+        values = [json.dumps(masked(of[key], hidden="kwargs")) if key in of else "unknown" for of in (saved, identity)]
+        was, now = ("***" if "${" in json.dumps(identity.get(key)) else shortened(value, 50) for value in values)
         changed[key] = f"{key} = {was} (now {now})"
     if changed:
         raise UserError(
@@ -171,7 +176,8 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
                 raise
             say(f"{damage}; left out")
             continue
-        check_identity(path, extra, identity, config.checkpoint.resume_anyway)
+        resolved = identity | _compared_keys(config.model_dump(mode="json"))
+        check_identity(path, extra, identity, config.checkpoint.resume_anyway, resolved)
         try:
             state = msgspec.convert(extra["state"], RunState, str_keys=True)
         except (KeyError, msgspec.ValidationError) as error:
@@ -190,13 +196,13 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
 
 
 def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
-    """The run's record, with its resolved recipe beside it; metrics of steps after `state.step` are dropped."""
+    """The run's record, with its recipe beside it, masked in other trackers; later metrics are dropped."""
     own, resumed_from = config.tracking.model_dump(exclude={"tokens_per_step"}), state.step or None
     own["patience"] = config.checkpoint.patience_s
-    recipe = config.model_dump(mode="json")
+    recipe = masked(config.recorded())
     tracker = make_tracker(config.run.folder, recipe, name=config.run.name, resumed_from=resumed_from, **own)
     if is_main():
-        write_whole(config.run.folder / "config.yaml", to_yaml(config))
+        write_whole(config.run.folder / "config.yaml", to_yaml(config), PRIVATE)
     return tracker
 
 

@@ -7,11 +7,15 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 Rows = list[dict[str, Any]]
 T = TypeVar("T")
+PRIVATE = 0o600
+"""The mode of a file in which secrets that stand in a recipe may be."""
+
 _PAUSE_SECONDS = 10.0
 _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN}
 
@@ -66,10 +70,13 @@ def patiently(write: Callable[[], T], what: str, seconds: float) -> T:
     raise AssertionError("the last attempt has none left")
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write all of a file or nothing, and bring it to disk; text as UTF-8."""
+def write_whole(path: Path, content: str | bytes, mode: int | None = None) -> None:
+    """Write all of a file or nothing, and bring it to disk; text as UTF-8. Without a `mode`, a private one stays so."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    if mode is None:
+        mode = PRIVATE if path.exists() and path.stat().st_mode & 0o777 == PRIVATE else 0o666
+    temporary.unlink(missing_ok=True)  # it has a mode of its own
+    with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())

@@ -213,6 +213,26 @@ def test_rows_need_an_answer_only_where_a_reward_takes_it(
     assert main([*words, "--data.answer_key", "solution"]) == 2  # what is asked for by name has to be there
 
 
+@pytest.mark.parametrize("mode", ["--check", "--dry-run"])
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("no.module:f", "engine.logits_processors: 'no.module:f' cannot be loaded"),
+        ("{0}/rewards.py:absent", "has no 'absent'"),
+        ("{0}/rewards.py:number", "is neither a class of processors nor a function that makes one"),
+    ],
+)
+def test_logits_processors_are_looked_at_before_anything_is_loaded(
+    mode: str, named: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (folder / "rewards.py").write_text("number = 7\n")
+    named = named.replace("{0}", str(folder))
+    assert main(["train", str(folder / "recipe.yaml"), mode, "--engine.logits_processors", f"['{named}']"]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
 def test_nothing_is_said_about_good_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(folder / "recipe.yaml"), "--dry-run", *reward(f"{folder}/rewards.py:good")]) == 0
     captured = capsys.readouterr()

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,43 @@ def test_a_run_that_starts_over_leaves_its_former_checkpoints_behind(tmp_path: P
     (tmp_path / "step_11.tmp").mkdir()
     checkpoint.drop_later(tmp_path, 2)
     assert {path.name for path in tmp_path.iterdir()} == {"step_1", "step_2", "step_11.tmp"}
+
+
+def linked(folder: Path) -> Path:
+    """Four checkpoints, of which the first has been moved away with a link in its place; returns where it is."""
+    for step in (2, 4, 6, 8):
+        checkpoint.save(folder / "run", step, {"policy": constant(1.0)}, {})
+    (folder / "run" / "step_2").rename(folder / "archived")
+    (folder / "run" / "step_2").symlink_to(folder / "archived")
+    return folder / "archived"
+
+
+@pytest.mark.parametrize("delete", [partial(checkpoint.prune, keep=2), partial(checkpoint.drop_later, step=0)])
+def test_of_a_checkpoint_that_is_elsewhere_only_the_link_is_deleted(
+    delete: Callable[[Path], None], tmp_path: Path
+) -> None:
+    archived = linked(tmp_path)
+    before = {file.name: file.read_bytes() for file in archived.iterdir()}
+    delete(tmp_path / "run")
+    assert not os.path.lexists(tmp_path / "run" / "step_2") and not (tmp_path / "run" / "step_4").exists()
+    assert {file.name: file.read_bytes() for file in archived.iterdir()} == before
+    checkpoint.remove_unfinished(tmp_path / "run")  # the next start
+
+
+def test_links_that_lead_nowhere_or_to_what_is_unfinished_do_no_harm(tmp_path: Path) -> None:
+    run, archived = tmp_path / "run", linked(tmp_path)
+    (archived / "COMPLETE").unlink()
+    checkpoint.remove_unfinished(run)
+    assert (archived / "extra.json").is_file() and (run / "step_2").is_symlink()
+    archived.rename(tmp_path / "away")  # an archive that is not mounted
+    (run / "step_9.tmp").symlink_to(tmp_path / "nowhere")
+    (run / "step_2.old.tmp").symlink_to(tmp_path / "away")
+    checkpoint.remove_unfinished(run)
+    checkpoint.prune(run, keep=9)
+    assert checkpoint.latest_complete(run) == run / "step_8"
+    for step in (2, 9):  # a run that comes to such a step writes its own
+        assert checkpoint.load(checkpoint.save(run, step, {"policy": constant(1.0)}, {}), {"policy": WeightsOnly()})
+    assert not any(path.is_symlink() for path in run.iterdir()) and (tmp_path / "away" / "extra.json").is_file()
 
 
 @pytest.mark.covers("P20")
