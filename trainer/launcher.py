@@ -19,6 +19,7 @@ import ipaddress
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -52,6 +53,8 @@ from sharding.wire.group import listen
 from trainer.distributed import PREFIX
 from trainer.errors import UserError
 from trainer.run import guardian, processes, supervisor
+from trainer.run.records import read_rows
+from trainer.run.screen import own_command
 from trainer.run.watchdog import alarm
 
 _BACKEND = "hotbunk"
@@ -114,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = os.memfd_create("hotbunk-last-words")
     os.environ[processes.LAST_WORDS] = f"/proc/{os.getpid()}/fd/{words}"
     failures: dict[int, ProcessFailure] = {}
+    outcome = _beginning(args)
+    _tell_supervisor(outcome)  # a launcher that is killed tells no more
     try:
         _stay_private(args)
         processes.adopt_orphans()  # all processes of the run stay below this one, whatever becomes of their parents
@@ -138,8 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         spoken = [json.loads(line) for line in file.read().splitlines()]
     ending = f"was interrupted by {signal.Signals(code - 128).name}" if code - 128 in _INTERRUPTIONS else "failed"
     reasons = _reasons(spoken, failures)
-    with suppress(UserError):  # the recipe has changed meanwhile
-        _tell_supervisor(args, reasons, [word["kind"] for word in spoken])
+    if outcome.checkpoints:
+        rows = read_rows(Path(outcome.checkpoints).with_name("metrics.jsonl"))
+        outcome.step = rows[-1]["train/step"] + 1 if rows else 1
+    outcome.kinds, outcome.reasons = [word["kind"] for word in spoken], [line.strip() for line in reasons]
+    _tell_supervisor(outcome)
     lines = [f"the run {ending}, exit code {code}", *reasons, *_remedy(args)]
     with suppress(OSError):  # the terminal is gone
         print("".join(f"[hotbunk] {line}\n" for line in lines), end="", file=sys.stderr, flush=True)
@@ -197,20 +205,24 @@ def _list(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
-def _tell_supervisor(args: Any, reasons: list[str], kinds: list[str]) -> None:
-    """Leave the outcome of this attempt, if there is one who asked for it. Raises UserError."""
-    if (path := os.environ.get(supervisor.OUTCOME)) is None:
-        return
+def _beginning(args: Any) -> supervisor.Outcome:
+    """The outcome of an attempt that has not begun; empty without a supervisor, or where the recipe is wrong."""
+    if supervisor.OUTCOME not in os.environ:
+        return supervisor.Outcome()
     from trainer import cli
-    from trainer.run.checkpoint import latest_complete
-    from trainer.run.records import read_rows
 
-    folder = cli.training_config(cli.parse(args.training_script_args)).run.folder
-    rows, newest = read_rows(folder / "metrics.jsonl"), latest_complete(folder / "checkpoints")
-    step, saved = rows[-1]["train/step"] + 1 if rows else 1, newest.stat().st_mtime if newest else 0.0
-    told = supervisor.Outcome(step, tuple(kinds), tuple(line.strip() for line in reasons), saved)
-    with suppress(OSError):  # it is gone
-        Path(path).write_text(json.dumps(asdict(told)))
+    try:
+        folder = cli.training_config(cli.parse(args.training_script_args)).run.folder / "checkpoints"
+    except UserError:  # which the ranks tell
+        return supervisor.Outcome()
+    return supervisor.Outcome(checkpoints=str(folder.absolute()), before=supervisor.marks(folder))
+
+
+def _tell_supervisor(outcome: supervisor.Outcome) -> None:
+    """Leave the outcome of this attempt, if there is one who asked for it."""
+    if path := os.environ.get(supervisor.OUTCOME):
+        with suppress(OSError):  # it is gone
+            Path(path).write_text(json.dumps(asdict(outcome)), "utf-8")
 
 
 def _remedy(args: Any) -> list[str]:
@@ -224,12 +236,13 @@ def _remedy(args: Any) -> list[str]:
         return []
     folder = config.run.folder
     newest = latest_complete(folder / "checkpoints")
+    records = f"what the ranks have printed is above, the run's records are in {folder}"
     if newest is None:
-        onward = "no checkpoint is complete: the same command starts from the beginning"
-    else:
-        anyway = "" if config.checkpoint.resume == "auto" else " with --resume auto"
-        onward = f"to resume from {newest}, give the same command again{anyway}"
-    return [onward, f"what the ranks have printed is above, the run's records are in {folder}"]
+        return ["no checkpoint is complete: the same command starts from the beginning", records]
+    anyway = "" if config.checkpoint.resume == "auto" else " with --resume auto"
+    onward = f"to resume from {newest}, give the same command again{anyway}"
+    tried = f"to try the model of {newest.name}: {own_command()} generate {shlex.quote(str(folder))}"
+    return [onward, tried, records]
 
 
 if __name__ == "__main__":

@@ -11,14 +11,17 @@ exception. Left alone is what would fail again (a mistake in the recipe, a run t
 episodes), what was asked to end (SIGINT, SIGTERM), and a step that has failed three times.
 """
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer.run import processes
@@ -38,9 +41,23 @@ class Outcome:
     """The end of one attempt, as its launcher tells it."""
 
     step: int = 0  # that was under way; 0: not known
-    kinds: tuple[str, ...] = ()  # of the exceptions by which ranks ended
-    reasons: tuple[str, ...] = ()  # lines of the launcher's summary
-    saved: float = 0.0  # when the newest complete checkpoint was written, seconds since 1970; 0: there is none
+    kinds: Sequence[str] = ()  # of the exceptions by which ranks ended
+    reasons: Sequence[str] = ()  # lines of the launcher's summary
+    checkpoints: str = ""  # the folder of them; empty: the launcher was gone before it told
+    before: Sequence[str] = ()  # `marks` of that folder when the attempt began
+
+
+def marks(checkpoints: Path) -> list[str]:
+    """A text for each complete checkpoint that no other has: its name and the digest of its marker, which lists the
+    digests of its files. The clocks of two machines, and of a file server, cannot be compared.
+    """
+    from trainer.config.checks import COMPLETE_MARKER  # takes a second, which a run that never fails need not wait for
+
+    found = []
+    for file in checkpoints.glob(f"step_*/{COMPLETE_MARKER}"):
+        with suppress(OSError):  # deleted meanwhile
+            found.append(f"{file.parent.name} {hashlib.sha256(file.read_bytes()).hexdigest()}")
+    return found
 
 
 def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] | None = None) -> int:
@@ -52,7 +69,7 @@ def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] 
     attempt = _Attempt()
     for number in _SIGNALS:
         signal.signal(number, attempt.hand_on)
-    began, command, step, failures = time.time(), launcher, -1, 0
+    first, command, step, failures = Outcome(), launcher, -1, 0
     for left in range(restarts, -1, -1):
         code, outcome = attempt.run(command)
         if code == 0 or attempt.asked:
@@ -68,8 +85,9 @@ def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] 
         _say(f"failed in {where}, exit code {code}: starting again in {wait:.0f} s, {after}")
         if asked := attempt.sleep(wait):
             return 128 + asked
-        if outcome.saved > began:  # whatever the first attempt was told to resume from, this one goes on
-            command = [*launcher, "--resume", "auto"]
+        first = first if first.checkpoints else outcome
+        if first.checkpoints and set(marks(Path(first.checkpoints))) - set(first.before):
+            command = [*launcher, "--resume", "auto"]  # whatever the first attempt was told to resume from
     raise AssertionError("the last attempt has none left")
 
 

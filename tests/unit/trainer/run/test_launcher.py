@@ -1,6 +1,7 @@
 """Where launchers meet, and what the last one on the screen says; whole runs are in tests/distributed."""
 
 import gc
+import json
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from trainer import launcher
 from trainer.distributed import PREFIX
 from trainer.errors import UserError
 from trainer.launcher import BoundRendezvous
+from trainer.run import supervisor
 from trainer.run.watchdog import Watchdog
 
 
@@ -127,3 +130,24 @@ def test_the_launcher_says_its_own_lines_only_when_a_run_is_interrupted(tmp_path
     assert process.returncode == 128 + number
     lines = said.splitlines()
     assert lines and [line for line in lines if not line.startswith("[hotbunk] ")] == []
+
+
+def test_a_supervisor_is_told_what_was_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tmp_path / "x.yaml"
+    recipe.write_text(f"run: {{output_dir: {tmp_path}}}\nmodel: {{path: m}}\ndata: {{path: d}}\n")
+    (tmp_path / "x" / "checkpoints" / "step_4").mkdir(parents=True)
+    (tmp_path / "x" / "checkpoints" / "step_6").mkdir()
+    (tmp_path / "x" / "checkpoints" / "step_4" / "COMPLETE").touch()
+    words: Any = SimpleNamespace(training_script_args=["train", str(recipe), "--resume", "none"])
+    assert launcher._beginning(words) == supervisor.Outcome()  # without one
+    monkeypatch.setenv(supervisor.OUTCOME, str(tmp_path / "outcome"))
+    outcome = launcher._beginning(words)
+    assert outcome.checkpoints == str(tmp_path / "x" / "checkpoints")
+    assert [mark.split()[0] for mark in outcome.before] == ["step_4"]
+    launcher._tell_supervisor(outcome)
+    told = supervisor.Outcome(**json.loads((tmp_path / "outcome").read_text()))
+    assert set(supervisor.marks(Path(told.checkpoints))) == set(told.before)
+    (tmp_path / "x" / "checkpoints" / "step_6" / "COMPLETE").touch()
+    assert len(set(supervisor.marks(Path(told.checkpoints))) - set(told.before)) == 1
+    words.training_script_args = ["train", str(tmp_path / "absent.yaml")]
+    assert launcher._beginning(words) == supervisor.Outcome()  # whose mistake the ranks tell

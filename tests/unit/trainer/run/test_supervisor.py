@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
+from trainer.run.supervisor import marks
 
 STAND_IN = """
 import json, os, sys, time
@@ -19,6 +19,10 @@ ends, calls = sys.argv[1:3]
 with open(calls, "a") as file:
     file.write(json.dumps(sys.argv[3:]) + "\\n")
 end = json.load(open(ends))[len(open(calls).readlines()) - 1]
+for name, mark in end.get("saves", {}).items():
+    os.makedirs(f"{os.path.dirname(calls)}/checkpoints/{name}", exist_ok=True)
+    open(f"{os.path.dirname(calls)}/checkpoints/{name}/COMPLETE", "w").write(mark)
+    os.utime(f"{os.path.dirname(calls)}/checkpoints/{name}/COMPLETE", (0, 0))  # by a clock that is decades behind
 if "outcome" in end:
     open(os.environ["HOTBUNK_OUTCOME"], "w").write(json.dumps(end["outcome"]))
 if "sleep" in end:
@@ -50,9 +54,9 @@ def supervised(folder: Path, restarts: int, *ends: dict[str, Any]) -> tuple[int,
     return done.returncode, calls, [line.removeprefix("[hotbunk] ") for line in done.stderr.splitlines()]
 
 
-def died(step: int, *kinds: str, code: int = 1, saved: float = 0.0) -> dict[str, Any]:
+def died(step: int, *kinds: str, code: int = 1, **outcome: Any) -> dict[str, Any]:
     reasons = ["rank 1: was ended by SIGKILL"]
-    return {"code": code, "outcome": {"step": step, "kinds": kinds, "reasons": reasons, "saved": saved}}
+    return {"code": code, "outcome": {"step": step, "kinds": kinds, "reasons": reasons} | outcome}
 
 
 DONE = {"code": 0}
@@ -71,9 +75,27 @@ def test_a_run_that_died_is_started_again_until_it_is_done(tmp_path: Path) -> No
 
 
 def test_a_run_goes_on_from_what_it_has_saved_itself_and_from_nothing_older(tmp_path: Path) -> None:
-    old, new = time.time() - 1e6, time.time() + 1e6
-    _, calls, _ = supervised(tmp_path, 5, died(1, saved=old), died(3, saved=new), died(4, saved=new), DONE)
-    assert calls == [[], [], ["--resume", "auto"], ["--resume", "auto"]]
+    """Whatever the clocks say: the step that an earlier run has left has the newest time."""
+    folder = tmp_path / "checkpoints"
+    (folder / "step_40").mkdir(parents=True)
+    (folder / "step_40" / "COMPLETE").write_text("an earlier run's")
+    there = {"checkpoints": str(folder), "before": marks(folder)}
+    ends = [died(1, **there), died(3, **there), died(4, **there) | {"saves": {"step_3": "its own"}}, died(5), DONE]
+    _, calls, _ = supervised(tmp_path, 5, *ends)
+    assert calls == [[], [], [], ["--resume", "auto"], ["--resume", "auto"]]
+
+
+@pytest.mark.parametrize("name", ["step_2", "step_40"])
+def test_what_was_saved_counts_when_the_launcher_was_killed_and_where_it_replaces_older(
+    tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    (folder / "step_40").mkdir(parents=True)
+    (folder / "step_40" / "COMPLETE").write_text("an earlier run's")
+    told = {"checkpoints": str(folder), "before": marks(folder)}  # a launcher tells this when it begins
+    killed = {"code": -9, "outcome": told, "saves": {name: "its own"}}
+    _, calls, _ = supervised(tmp_path, 5, killed, {"code": -9}, DONE)
+    assert calls == [[], ["--resume", "auto"], ["--resume", "auto"]]
 
 
 @pytest.mark.parametrize(
