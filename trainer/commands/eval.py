@@ -15,7 +15,7 @@ from generation.engine.engine import Leader
 from generation.engine.sampling import NotFiniteError
 from generation.trajectory import by_episode
 from trainer.build import start_server
-from trainer.commands.generate import model_folder
+from trainer.commands.generate import add_model_arguments, model_folder, run_folder
 from trainer.config.checks import check_config
 from trainer.config.machine import resolve_device, unwritable
 from trainer.config.recipe import load_config
@@ -43,16 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--section.key value, such as --eval.samples 16 --eval.temperature 0.8 --eval.k '[1, 4, 16]'; "
         "hotbunk train --help lists them."
     )
-    parser.add_argument("model", help="folder of a run or of a model, or a hub name")
+    add_model_arguments(parser)
     parser.add_argument("recipe", nargs="?", type=Path, help="YAML file; without it, the run's own")
     parser.add_argument("--output", type=Path, help="folder (default: MODEL/eval for a run, else runs/eval/MODEL)")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
-    config = evaluation_config(arguments.model, arguments.recipe, arguments.overrides)
+    config = evaluation_config(arguments.model, arguments.recipe, arguments.overrides, arguments.step)
     check_config(config, "eval")
-    model = Path(arguments.model)  # a run's results go to its folder, a model's to runs/eval
+    model = run_folder(arguments.model)  # a run's results go to its folder, a model's to runs/eval
     default = model / "eval" if (model / "config.yaml").is_file() else Path("runs/eval") / model.name
     output = arguments.output or default
     if reason := unwritable(output):
@@ -62,15 +62,15 @@ def main(arguments: argparse.Namespace) -> int:
     processes.run(lambda: evaluate(evaluation, output))
 
 
-def evaluation_config(model: str, recipe: Path | None, overrides: list[str]) -> TrainConfig:
+def evaluation_config(model: str, recipe: Path | None, overrides: list[str], step: int | None = None) -> TrainConfig:
     """The recipe (None: the run's own) with `model` in place of its model, and an engine without a trainer beside it.
 
     Where it names no held-out prompts, those that it would train on are evaluated.
     """
-    run = Path(model) / "config.yaml"
+    run = run_folder(model) / "config.yaml"
     if recipe is None and not run.is_file():
         raise UserError(f"{model} is not a run's folder: name a recipe after it, for the data and rewards to use")
-    fixed = {"model.path": str(model_folder(model)), "lora.rank": 0}
+    fixed = {"model.path": str(model_folder(model, step)), "lora.rank": 0}
     fixed |= {"engine.sleep": False, "engine.load_format": "auto"}
     if run.is_file():
         fixed["model.tokenizer"] = None  # the run has saved the one it used
@@ -150,9 +150,9 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
         return status
     results = evaluation.results(answers) | {"seconds": round(time.perf_counter() - began, 3)}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "eval.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    (folder / "eval.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", "utf-8")
     lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in evaluation.rows(answers))
-    (folder / "completions.jsonl").write_text("".join(lines))
+    (folder / "completions.jsonl").write_text("".join(lines), "utf-8", "backslashreplace")
     console = make_console()
     console.print(table(results))
     for name, dataset in answers.items():

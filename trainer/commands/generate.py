@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,15 @@ from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places, kv_elements
 from generation.rollouts.episode import encode_following, without_second_end
+from trainer.commands.exporting import export
+from trainer.config.checks import COMPLETE_MARKER
 from trainer.config.model_file import model_config
 from trainer.config.schema import ModelConfig
 from trainer.data import load_tokenizer
 from trainer.engines import end_token_ids, on_checkpoint
 from trainer.errors import UserError
 from trainer.run import processes
+from trainer.run.checkpoint import is_complete, latest_complete
 
 LONGEST = 4096  # tokens of a conversation, where the model allows as many
 LONGEST_ANSWER = 512  # tokens
@@ -28,7 +32,7 @@ _SPARE = 512  # tokens: vLLM rounds up to blocks, and keeps one for itself
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command line takes."""
-    parser.add_argument("model", help="folder of a run or of a model, or a hub name")
+    add_model_arguments(parser)
     parser.add_argument("--prompt", help="answer this and stop; without it, chat on the terminal")
     parser.add_argument("--system", help="system message")
     longest = f"longest answer in tokens (default: {LONGEST_ANSWER}, or fewer where a run was trained with fewer)"
@@ -36,11 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model that `model_folder` takes."""
+    parser.add_argument("model", help="folder of a run, a checkpoint or a model, or a hub name")
+    parser.add_argument(
+        "--step", type=int, help="take the checkpoint of this step (default: a run's result, or its newest)"
+    )
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
     if (arguments.max_tokens is not None and arguments.max_tokens < 1) or arguments.temperature < 0:
         raise UserError("--max-tokens must be at least 1, and --temperature at least 0")
-    settings = engine_settings(arguments.model)
+    settings = engine_settings(arguments.model, arguments.step)
     chat = Chat(load_tokenizer(ModelConfig(path=settings.model)), arguments.system)
     if chat.tokenizer.chat_template is None and (arguments.prompt is None or arguments.system is not None):
         raise UserError(f"{settings.model} has no chat template: it can only continue a --prompt, without --system")
@@ -53,24 +65,50 @@ def main(arguments: argparse.Namespace) -> int:
     processes.run(lambda: converse(settings, chat, sampling))
 
 
-def model_folder(name: str) -> Path:
-    """The model that `name` stands for: the one a run in this folder has written, or a model's folder or hub name."""
-    folder = Path(name) / "model" if (Path(name) / "config.yaml").is_file() else Path(name)
-    if folder != Path(name) and not folder.is_dir():
-        raise UserError(f"{name} has no model yet: its run is not finished, or checkpoint.export_hf is false")
-    return folder
+def run_folder(name: str) -> Path:
+    """The run's folder of which `name` is a checkpoint; any other as it is."""
+    folder = Path(name)
+    return folder.absolute().parents[1] if is_complete(folder) else folder
+
+
+def model_folder(name: str, step: int | None = None) -> Path:
+    """The model that `name` stands for: a model's folder or hub name, a checkpoint, or a run.
+
+    A run's is its result; before there is one, or when the run has gone on since, the policy of its newest checkpoint;
+    with `step`, that of another. A line says which. Raises UserError where there is none.
+    """
+    folder, run = Path(name), run_folder(name)
+    chosen = folder if run != folder else None
+    if not (run / "config.yaml").is_file():
+        if chosen or step is not None:
+            raise UserError(f"{name} is not in the folder of a run, whose config.yaml would describe the model")
+        return folder
+    if step is not None:
+        chosen = run / "checkpoints" / f"step_{step}"
+        if not is_complete(chosen):
+            raise UserError(f"--step: {chosen} is not a complete checkpoint: choose one of those beside it")
+    elif chosen is None:
+        result, chosen = run / "model" / "config.json", latest_complete(run / "checkpoints")
+        newest = 0.0 if chosen is None else (chosen / COMPLETE_MARKER).stat().st_mtime
+        if result.is_file() and result.stat().st_mtime >= newest:
+            return result.parent
+    if chosen is None:
+        raise UserError(f"{name} has no model yet: its run is not finished, and no checkpoint is complete")
+    print(f"the policy of {chosen}, after step {chosen.name.removeprefix('step_')}", file=sys.stderr)
+    return export(chosen, run)
 
 
 def longest_answer(folder: Path) -> int:
     """Tokens of an answer, unless told otherwise: a run's model, in `folder`, may not know how to end longer ones."""
     file = folder.parent / "config.yaml"
-    recipe = yaml.safe_load(file.read_text()) if folder.name == "model" and file.is_file() else None
+    of_run = re.fullmatch(r"model(_step_\d+)?", folder.name) and file.is_file()
+    recipe = yaml.safe_load(file.read_bytes()) if of_run else None
     return min(LONGEST_ANSWER, ((recipe or {}).get("sampling") or {}).get("max_tokens", LONGEST_ANSWER))
 
 
-def engine_settings(name: str) -> EngineSettings:
-    """An engine for one conversation with the model (of the run) in folder `name`, in the dtype it was saved in."""
-    folder = model_folder(name)
+def engine_settings(name: str, step: int | None = None) -> EngineSettings:
+    """An engine for one conversation with the model that these stand for (`model_folder`), in its own dtype."""
+    folder = model_folder(name, step)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} holds no *.safetensors with a model's weights")
     try:

@@ -13,7 +13,7 @@ from generation.engine.settings import EngineSettings
 from generation.images import ImageLimits, ImageProcessor, ImageRules
 from generation.loopback import is_loopback
 from generation.server import OpenAIServer, ServerSettings
-from trainer.commands.generate import engine_settings
+from trainer.commands.generate import add_model_arguments, engine_settings
 from trainer.config.model_file import model_config, sees
 from trainer.config.schema import ModelConfig
 from trainer.data import load_tokenizer
@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.5  # how often the engine's health is looked at
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command line takes."""
-    parser.add_argument("model", help="folder of a run or of a model, or a hub name")
+    add_model_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
     parser.add_argument("--api-key", default=os.environ.get("HOTBUNK_API_KEY"), help="default: $HOTBUNK_API_KEY")
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.api_key and not is_loopback(arguments.host):
         where = f"--host {arguments.host[:80]} lets other machines ask"
         raise UserError(f"{where}: give an --api-key, set HOTBUNK_API_KEY, or listen on 127.0.0.1")
-    settings, folder = engine_settings(arguments.model), Path(arguments.model)
+    settings, folder = engine_settings(arguments.model, arguments.step), Path(arguments.model)
     tokenizer = load_tokenizer(ModelConfig(path=settings.model))
     server = ServerSettings(
         model_name=arguments.name or (folder.resolve().name if folder.is_dir() else arguments.model),

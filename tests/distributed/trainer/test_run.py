@@ -137,6 +137,7 @@ def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(
     assert "[hotbunk] the run was interrupted by SIGTERM, exit code 143" in asked.output()
     assert asked.output().endswith("[hotbunk] not started again: the run was asked to end\n")
     assert f"to resume from {asked.folder}/checkpoints/step_3, give the same command again" in asked.output()
+    assert re.search(rf"to try the model of step_3: \S*hotbunk generate {asked.folder}\n", asked.output())
     asked.assert_gone()
     assert "rank 1: interrupted by SIGTERM" in asked.output()
     assert asked.rows()[-1]["memory/offloaded_gib"] > 0

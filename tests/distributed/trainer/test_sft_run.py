@@ -92,6 +92,9 @@ def test_a_warm_start_is_a_run(trained: Path) -> None:
     """Its folder is what the other commands take; the held-out loss is the one that plain Transformers computes."""
     folder = trained / "runs" / "on_2"
     assert model_folder(str(folder)) == folder / "model"
+    last, middle = model_folder(str(folder), STEPS), model_folder(str(folder), 30)  # what two ranks have saved
+    result = (folder / "model" / "model.safetensors").read_bytes()
+    assert (last / "model.safetensors").read_bytes() == result != (middle / "model.safetensors").read_bytes()
     record = read_record(folder)
     assert state(record).startswith(f"{STEPS} steps in") and (folder / "curves.png").is_file()
     assert "eval/loss" in [line[0] for line in figures(record.rows)]

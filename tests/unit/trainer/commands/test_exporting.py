@@ -1,0 +1,126 @@
+"""A run that is not finished can be tried: the policy of a checkpoint is what the policy itself would have exported."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer.build import build_models
+from trainer.cli import main
+from trainer.commands.eval import evaluation_config
+from trainer.commands.generate import engine_settings, longest_answer, model_folder, run_folder
+from trainer.config.recipe import load_config, to_yaml
+from trainer.config.schema import TrainConfig
+from trainer.run import checkpoint
+
+KINDS: dict[str, dict[str, Any]] = {
+    "tiny_qwen2": {"policy": {"dtype": "float32"}},
+    "tiny_qwen2_untied": {"policy": {"dtype": "bfloat16", "freeze": ["model.embed_tokens"]}},
+    "tiny_moe": {"policy": {"dtype": "bfloat16"}},  # fused experts, which are apart in files
+    "tiny_llama": {"policy": {"dtype": "bfloat16"}, "lora": {"rank": 2, "seed": 5}},
+}
+
+
+def trained(config: TrainConfig, steps: list[int]) -> dict[int, Path]:
+    """Checkpoints of a policy that changes between them, each with what the policy itself exports then."""
+    policy, _, _ = build_models(config, torch.device("cpu"))
+    expected = {}
+    config.run.folder.mkdir(parents=True, exist_ok=True)
+    (config.run.folder / "config.yaml").write_text(to_yaml(config))
+    for step in steps:
+        with torch.no_grad():
+            for parameter in policy.trained().values():  # type: ignore[attr-defined]
+                parameter.add_(0.01 * step)
+        checkpoint.save(config.run.folder / "checkpoints", step, {"policy": policy}, {})
+        expected[step] = config.run.output_dir / f"expected_{step}"
+        policy.save_pretrained(expected[step])
+    return expected
+
+
+def recipe(folder: Path, model: Path, **sections: Any) -> TrainConfig:
+    run = {"name": "mine", "output_dir": str(folder), "device": "cpu"}
+    reward = {"functions": [{"name": "exact_match"}]}
+    paths = {"model": {"path": str(model)}, "data": {"path": "x"}, "sampling": {"max_tokens": 9}}
+    return TrainConfig.model_validate({"run": run, "reward": reward} | paths | sections)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_policy_of_a_checkpoint_is_exported_as_by_the_policy_itself(
+    kind: str, request: pytest.FixtureRequest, one_rank: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "tiny_llama":
+        pytest.importorskip("peft")
+    config = recipe(tmp_path, request.getfixturevalue(kind), **KINDS[kind])
+    expected, run = trained(config, [3, 10]), config.run.folder
+    chosen = {10: model_folder(str(run)), 3: model_folder(str(run), 3)}
+    for step, folder in chosen.items():
+        assert (
+            f"the policy of {run}/checkpoints/step_{step}, after step {step}\n" in capsys.readouterr().err or step == 3
+        )
+        assert folder == run / f"model_step_{step}"
+        weights, wanted = load_file(folder / "model.safetensors"), load_file(expected[step] / "model.safetensors")
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+        assert (folder / "config.json").read_text() == (expected[step] / "config.json").read_text()
+        assert longest_answer(folder) == 9 and (folder / "tokenizer.json").is_file()
+
+
+@pytest.fixture
+def run(one_rank: None, tiny_qwen2: Path, tmp_path: Path) -> Path:
+    config = recipe(tmp_path, tiny_qwen2)
+    trained(config, [3, 10])
+    return config.run.folder
+
+
+def test_every_command_takes_a_run_or_a_checkpoint_of_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_3, step_10 = run / "model_step_3", run / "model_step_10"
+    assert engine_settings(str(run)).model == str(step_10)  # of generate and serve
+    assert engine_settings(str(run), 3).model == engine_settings(f"{run}/checkpoints/step_3").model == str(step_3)
+    assert evaluation_config(str(run), None, []).model.path == str(step_10)
+    assert evaluation_config(str(run), None, [], 3).model.path == str(step_3)
+    assert evaluation_config(f"{run}/checkpoints/step_3", None, []).model.path == str(step_3)
+    monkeypatch.chdir(run / "checkpoints")
+    assert engine_settings("step_3").model == str(step_3) and run_folder("step_3") == run
+
+
+def test_a_result_is_taken_until_the_run_has_gone_on(run: Path) -> None:
+    shutil.copytree(run / "checkpoints" / "step_3", run / "model")
+    (run / "model" / "config.json").write_text("{}")
+    assert model_folder(str(run)) == run / "model"
+    os.utime(run / "model" / "config.json", (1, 1))
+    assert model_folder(str(run)) == run / "model_step_10"
+    assert model_folder(str(run), 3) == run / "model_step_3"
+
+
+def test_an_export_is_written_once_and_anew_for_another_checkpoint_of_the_step(run: Path, tiny_qwen2: Path) -> None:
+    weights = model_folder(str(run)) / "model.safetensors"
+    before, number = weights.read_bytes(), weights.stat().st_ino
+    assert model_folder(str(run)) == weights.parent and weights.stat().st_ino == number
+    (run / "model_step_10.tmp").mkdir()  # as a kill leaves it
+    (run / "model_step_10.tmp" / "model.part0.safetensors").touch()
+    trained(recipe(run.parent, tiny_qwen2), [10])  # the run has started over
+    assert model_folder(str(run)) == weights.parent and weights.read_bytes() != before
+    assert not (run / "model_step_10.tmp").exists()
+
+
+def test_what_cannot_be_exported_is_said_in_a_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = next((run / "checkpoints" / "step_10").glob("*.distcp"))
+    content = bytearray(shards.read_bytes())
+    content[len(content) // 2] ^= 1
+    shards.write_bytes(content)
+    shutil.copytree(run / "checkpoints" / "step_3", run.parent / "elsewhere" / "step_3")
+    cases = {
+        ("generate", str(run)): "step_10 is damaged: __0_0.distcp is not what was written",
+        ("serve", str(run), "--step", "7"): "step_7 is not a complete checkpoint: choose one of those beside it",
+        ("eval", f"{run.parent}/elsewhere/step_3", f"{run}/config.yaml"): "is not in the folder of a run",
+        ("generate", str(run.parent), "--step", "7"): "is not in the folder of a run",
+    }
+    for words, expected in cases.items():
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert expected in said and "Traceback" not in said and not (run / "model_step_10").exists()
+    assert load_config(run / "config.yaml", []).run.name == "mine"

@@ -1,0 +1,67 @@
+"""The policy of a checkpoint as a model in Hugging Face format, for commands that open models."""
+
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from trainer.config.checks import COMPLETE_MARKER
+from trainer.config.recipe import load_config
+from trainer.config.schema import TrainConfig
+from trainer.data import load_tokenizer
+from trainer.errors import UserError
+from trainer.policy import hf_format
+from trainer.policy.lora import add_adapters, start_value
+from trainer.run.checkpoint import verify
+from trainer.run.checkpoint_reading import read_metadata, read_tensors
+
+
+def export(checkpoint: Path, run: Path) -> Path:
+    """The folder of the checkpoint's model, `model_step_N` in the run's, which is written unless it is there.
+
+    Raises UserError: the checkpoint is damaged or of another model, or the folder cannot be written.
+    """
+    folder = run / f"model_{checkpoint.name}"
+    kept, unfinished = folder / COMPLETE_MARKER, folder.with_name(f"{folder.name}.tmp")
+    try:
+        marker = (checkpoint / COMPLETE_MARKER).read_bytes()
+        if kept.is_file() and kept.read_bytes() == marker:  # else a run that started over has come to this step again
+            return folder
+        verify(checkpoint)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        _write_model(checkpoint, load_config(run / "config.yaml", []), unfinished)
+        (unfinished / COMPLETE_MARKER).write_bytes(marker)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    except OSError as error:
+        raise UserError(f"the model of {checkpoint} cannot be written to {folder}: {error}") from error
+    return folder
+
+
+def _write_model(checkpoint: Path, config: TrainConfig, folder: Path) -> None:
+    """Write what the policy's `save_pretrained` would. What does not learn is in the model that the run began with."""
+    metadata = read_metadata(checkpoint)
+
+    def value(name: str, shape: torch.Size) -> Tensor | None:
+        """The checkpoint's, where it has one."""
+        entry = metadata.state_dict_metadata.get(f"policy.model.{name}")
+        if not isinstance(entry, TensorStorageMetadata):
+            return start_value(name, shape, config.lora.seed)
+        if entry.size != shape:
+            raise UserError(f"{checkpoint} is not of the model {config.model.path}: {name} has another shape there")
+        tensor = torch.empty(shape)
+        read_tensors(checkpoint, metadata, {f"policy.model.{name}": tensor})
+        return tensor
+
+    source, dtype = hf_format.resolve_folder(config.model.path), getattr(torch, config.policy.dtype)
+    model = hf_format.build_meta_model(source, config.model, dtype, torch.device("cpu"))
+    if config.lora.rank:
+        add_adapters(model, config.lora, torch.float32, "meta")
+    with warnings.catch_warnings(action="ignore"):  # of tensors that are not read from the files
+        hf_format.load_sharded(model, source, torch.device("cpu"), value)
+    hf_format.save_pretrained(model, folder, dtype, source)
+    load_tokenizer(config.model).save_pretrained(folder)
