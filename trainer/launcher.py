@@ -146,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if outcome.checkpoints:
         rows = read_rows(Path(outcome.checkpoints).with_name("metrics.jsonl"))
         outcome.step = rows[-1]["train/step"] + 1 if rows else 1
+        outcome.saved = not set(supervisor.marks(Path(outcome.checkpoints))) <= set(outcome.before)
     outcome.kinds, outcome.reasons = [word["kind"] for word in spoken], [line.strip() for line in reasons]
     _tell_supervisor(outcome)
     lines = [f"the run {ending}, exit code {code}", *reasons, *_remedy(args)]

@@ -43,6 +43,7 @@ class Outcome:
     step: int = 0  # that was under way; 0: not known
     kinds: Sequence[str] = ()  # of the exceptions by which ranks ended
     reasons: Sequence[str] = ()  # lines of the launcher's summary
+    saved: bool = False  # True if a checkpoint was not there when the attempt began
     checkpoints: str = ""  # the folder of them; empty: the launcher was gone before it told
     before: Sequence[str] = ()  # `marks` of that folder when the attempt began
 
@@ -86,7 +87,7 @@ def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] 
         if asked := attempt.sleep(wait):
             return 128 + asked
         first = first if first.checkpoints else outcome
-        if first.checkpoints and set(marks(Path(first.checkpoints))) - set(first.before):
+        if outcome.saved or (first.checkpoints and {*marks(Path(first.checkpoints))} - {*first.before}):
             command = [*launcher, "--resume", "auto"]  # whatever the first attempt was told to resume from
     raise AssertionError("the last attempt has none left")
 

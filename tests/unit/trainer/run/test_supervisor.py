@@ -85,6 +85,11 @@ def test_a_run_goes_on_from_what_it_has_saved_itself_and_from_nothing_older(tmp_
     assert calls == [[], [], [], ["--resume", "auto"], ["--resume", "auto"]]
 
 
+def test_what_a_launcher_says_it_has_saved_counts(tmp_path: Path) -> None:
+    _, calls, _ = supervised(tmp_path, 5, died(1), died(3, saved=True), died(4), DONE)
+    assert calls == [[], [], ["--resume", "auto"], ["--resume", "auto"]]
+
+
 @pytest.mark.parametrize("name", ["step_2", "step_40"])
 def test_what_was_saved_counts_when_the_launcher_was_killed_and_where_it_replaces_older(
     tmp_path: Path, name: str
