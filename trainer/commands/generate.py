@@ -1,10 +1,13 @@
 """`hotbunk generate`: answer a prompt, or chat, with a model."""
 
 import argparse
+import multiprocessing
 import os
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import yaml
@@ -95,7 +98,11 @@ def model_folder(name: str, step: int | None = None) -> Path:
     if chosen is None:
         raise UserError(f"{name} has no model yet: its run is not finished, and no checkpoint is complete")
     print(f"the policy of {chosen}, after step {chosen.name.removeprefix('step_')}", file=sys.stderr)
-    return export(chosen, run)
+    try:  # in a process of its own: the threads of torch's operations would not survive the guardian's fork
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+            return process.submit(export, chosen, run).result()
+    except BrokenProcessPool as error:
+        raise UserError(f"exporting the policy of {chosen} was killed, for want of memory as a rule") from error
 
 
 def longest_answer(folder: Path) -> int:

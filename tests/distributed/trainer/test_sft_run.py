@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scripts.arithmetic import write_arithmetic
 from tests.distributed.launch import run_ranks
 from trainer.commands import sft
+from trainer.commands.exporting import export
 from trainer.commands.generate import model_folder
 from trainer.commands.report_record import figures, read_record, state
 from trainer.commands.tiny_model import make_tiny_model
@@ -92,7 +93,7 @@ def test_a_warm_start_is_a_run(trained: Path) -> None:
     """Its folder is what the other commands take; the held-out loss is the one that plain Transformers computes."""
     folder = trained / "runs" / "on_2"
     assert model_folder(str(folder)) == folder / "model"
-    last, middle = model_folder(str(folder), STEPS), model_folder(str(folder), 30)  # what two ranks have saved
+    last, middle = (export(folder / "checkpoints" / f"step_{n}", folder) for n in (STEPS, 30))  # saved by two ranks
     result = (folder / "model" / "model.safetensors").read_bytes()
     assert (last / "model.safetensors").read_bytes() == result != (middle / "model.safetensors").read_bytes()
     record = read_record(folder)

@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.conftest import ROOT
 from trainer.build import build_models
 from trainer.cli import main
+from trainer.commands import generate
 from trainer.commands.eval import evaluation_config
 from trainer.commands.generate import engine_settings, longest_answer, model_folder, run_folder
 from trainer.config.recipe import load_config, to_yaml
 from trainer.config.schema import TrainConfig
 from trainer.run import checkpoint
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process takes ten seconds to import what this one has."""
+    monkeypatch.setattr(generate, "ProcessPoolExecutor", lambda number, context: ThreadPoolExecutor(number))
+
 
 KINDS: dict[str, dict[str, Any]] = {
     "tiny_qwen2": {"policy": {"dtype": "float32"}},
@@ -105,6 +117,21 @@ def test_an_export_is_written_once_and_anew_for_another_checkpoint_of_the_step(r
     trained(recipe(run.parent, tiny_qwen2), [10])  # the run has started over
     assert model_folder(str(run)) == weights.parent and weights.read_bytes() != before
     assert not (run / "model_step_10.tmp").exists()
+
+
+def test_an_export_leaves_no_thread_that_a_fork_would_lose(run: Path) -> None:
+    """The engine is started in a fork of this process, in which what waits for such a thread waits for ever."""
+    script = (
+        "import os, sys\nfrom trainer.commands.generate import model_folder\n"
+        "def threads():\n    return len(os.listdir('/proc/self/task'))\n"
+        "if __name__ == '__main__':\n    before = threads()\n"
+        "    model_folder(sys.argv[1])\n    print(max(0, threads() - before))\n"
+    )
+    (run.parent / "script.py").write_text(script)
+    command = [sys.executable, str(run.parent / "script.py"), str(run)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "3"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.stdout == "0\n" and (run / "model_step_10" / "COMPLETE").is_file(), done.stderr
 
 
 def test_what_cannot_be_exported_is_said_in_a_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
