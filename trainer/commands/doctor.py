@@ -143,7 +143,7 @@ def look(ranks: int | None = None) -> Machine:
         gpu=gpu_visible(),
         driver=driver_version(),
         python=platform.python_version(),
-        **_processor(Path("/proc/cpuinfo").read_text()),
+        **_processor(Path("/proc/cpuinfo").read_text("utf-8", "replace")),
         torch=str(torch.__version__),
         torch_cuda=torch.version.cuda,
         vllm=f"{engines[0]} {version(engines[0])}" if engines else "",
