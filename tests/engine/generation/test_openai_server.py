@@ -100,7 +100,7 @@ def free(leader: Leader) -> Iterator[OpenAIServer]:
 def test_what_is_served_and_where(leader: Leader, server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
     assert logging.getLogger("generation").isEnabledFor(logging.WARNING)  # vLLM's server would silence this process
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
-    with httpx.Client(base_url=root(server)) as http:
+    with httpx.Client(base_url=root(server), timeout=60) as http:
         assert http.get("/health").status_code == 200
         assert [(model["id"], model["root"]) for model in http.get("/v1/models").json()["data"]] == [
             ("policy", "policy")
@@ -484,7 +484,7 @@ def test_a_required_prefix_is_heeded_over_http(server: OpenAIServer, free: OpenA
     prefix = [*first, *tokenizer("it's")["input_ids"], tokenizer.bos_token_id, 2]  # an id that text never becomes
     messages = [*QUESTION, {"role": "assistant", "content": "it's"}, {"role": "user", "content": "sure?"}]
     asked = {"model": "policy", "messages": messages, "required_prefix_token_ids": prefix}
-    with httpx.Client(base_url=root(server)) as http:
+    with httpx.Client(base_url=root(server), timeout=60) as http:
         tokens = http.post("/tokenize", json=asked).json()
         assert tokens["tokens"][: len(prefix)] == prefix and tokens["count"] == len(tokens["tokens"])
         tail = tokenizer.decode(tokens["tokens"][len(prefix) :])
@@ -625,7 +625,7 @@ def test_an_answer_that_sleep_cuts_off_is_an_error_and_not_captured(free: OpenAI
 def test_a_stopped_server_leaves_no_socket(leader: Leader) -> None:
     servers = serving(leader)
     server = next(servers)
-    with httpx.Client(base_url=root(server)) as http:  # a connection that is kept alive does not keep it from ending
+    with httpx.Client(base_url=root(server), timeout=60) as http:  # a connection that is kept alive does not keep it from ending
         assert http.get("/health").status_code == 200
         assert next(servers, None) is None
     with pytest.raises(httpx.ConnectError):

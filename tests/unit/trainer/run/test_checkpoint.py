@@ -149,10 +149,11 @@ class DyingStream:
 
 def save_and_die(folder: Path, last: int) -> bool:
     """In a child: step 1 and 2 exist, save step 3 and prune to two. Whether it was killed on the way."""
+    policy = constant(3.0)  # beside a CUDA build autograd has threads, and refuses to work in a fork
 
     def save() -> None:
         DyingFiles(last).install()
-        checkpoint.save(folder, 3, {"policy": constant(3.0)}, {})
+        checkpoint.save(folder, 3, {"policy": policy}, {})
         checkpoint.prune(folder, keep=2)
         assert checkpoint.latest_complete(folder) == folder / "step_3"
 
