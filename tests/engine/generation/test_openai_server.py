@@ -498,7 +498,7 @@ def test_a_required_prefix_is_heeded_over_http(server: OpenAIServer, free: OpenA
             refused = http.post(path, json=foreign)
             assert refused.status_code == 400
             assert "do not belong to the prefix ids: they say" in refused.json()["error"]["message"]
-    with httpx.Client(base_url=root(free), headers={"authorization": "Bearer secret"}) as http:
+    with httpx.Client(base_url=root(free), headers={"authorization": "Bearer secret"}, timeout=60) as http:
         refused = http.post("/v1/chat/completions", json=asked)
         assert (refused.status_code, "does not keep exact ids" in refused.text) == (400, True)
         carrying = [*QUESTION, {"role": "assistant", "content": "it's", "prompt_token_ids": first}, *QUESTION]
@@ -625,7 +625,8 @@ def test_an_answer_that_sleep_cuts_off_is_an_error_and_not_captured(free: OpenAI
 def test_a_stopped_server_leaves_no_socket(leader: Leader) -> None:
     servers = serving(leader)
     server = next(servers)
-    with httpx.Client(base_url=root(server), timeout=60) as http:  # a connection that is kept alive does not keep it from ending
+    # A connection that is kept alive does not keep it from ending.
+    with httpx.Client(base_url=root(server), timeout=60) as http:
         assert http.get("/health").status_code == 200
         assert next(servers, None) is None
     with pytest.raises(httpx.ConnectError):
