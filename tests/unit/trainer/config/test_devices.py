@@ -231,7 +231,9 @@ def test_no_entry_point_poisons_the_fork_of_an_engine_nor_forks_one(
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"data: {{path: {data}}}\nreward: {{functions: [{{name: exact_match}}]}}\n")
-    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)  # importing vLLM sets it
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    if "vllm" in sys.modules:  # whose import sets it, once
+        monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: counted.append(entry_point) or 1, raising=False)
