@@ -19,7 +19,8 @@ last_line() { grep -aE "$2" "$1" | tail -n 1 | sed -E 's/^=+ | =+$//g'; }
 
 try() { # PYTHON BUILD AMX
     local name=$1-$2-$3 clone=$folder/$1-$2-$3 python smoke tests torch
-    python=$(command -v "python$1") || { rows+=("| $1 | $2 | $3 | this Python is not installed | |"); return; }
+    python=python$1
+    "$python" -c "" 2>/dev/null || { rows+=("| $1 | $2 | $3 | this Python is not installed | |"); return; }
     rm -rf "$clone"
     git clone --quiet . "$clone"
     (
