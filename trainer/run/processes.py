@@ -197,14 +197,18 @@ def install_signal_handlers(phase: Callable[[], str], grace_seconds: float = GRA
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    said, raised = threading.Lock(), threading.Event()
+    announcing, announced, raised = threading.RLock(), threading.Event(), threading.Event()
 
     def announce(number: int) -> None:
-        if said.acquire(blocking=False):  # main thread or enforcer, whichever is first
+        # Main thread or enforcer, whichever is first; the other waits, since it may end the process afterwards.
+        if announcing.acquire(timeout=grace_seconds) and not announced.is_set():
+            announced.set()
             text = f"interrupted by {signal.Signals(number).name} during phase {phase()}"
             leave_word("Interrupted", text)
             line = f"rank {_rank()}: {text}\n"
             os.write(2, line.encode())  # not sys.stderr: the signal may have come while that was being written to
+        with suppress(RuntimeError):  # not acquired
+            announcing.release()
 
     def handler(number: int, _frame: FrameType | None) -> None:
         announce(number)

@@ -73,3 +73,28 @@ def test_a_cache_that_others_may_write_to_is_not_used(what: str, base: Path, tmp
     else:
         os.chown(folder if what == "another user's" else base, 65534, 65534)
     assert processes._user_cache() is None
+
+
+SLOW_TO_SAY = """
+import hashlib, os, signal, threading, time
+from trainer.run import processes
+
+def phase():
+    time.sleep(0 if threading.current_thread() is threading.main_thread() else 2)
+    return "rollout"
+
+processes.install_signal_handlers(phase, grace_seconds=20.0)
+threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    while True:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000)  # the handler waits for its end, the other thread does not
+except BaseException:
+    os._exit(130)
+"""
+
+
+def test_a_rank_that_is_interrupted_says_so_before_it_ends() -> None:
+    """Also where the thread that says it is overtaken by the main thread, which leaves."""
+    command = [sys.executable, "-c", SLOW_TO_SAY]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (130, "rank 0: interrupted by SIGINT during phase rollout\n")
