@@ -56,7 +56,8 @@ def _naming_paths(action: Callable[[], int]) -> int:
 def _dispatch(argv: list[str]) -> int:
     processes.put_current_folder_last()
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # of an ASCII terminal, or of half a surrogate pair
+        with suppress(OSError):  # a descriptor that has been exchanged below it, as by a supervisor
+            sys.stdout.reconfigure(errors="backslashreplace")  # of an ASCII terminal, or of half a surrogate pair
     if _sees(argv):  # before anything imports Transformers, which looks for torchvision once
         hotbunk_torchvision.show()
     arguments = parse(argv)
