@@ -153,7 +153,7 @@ def _bounded_stdio() -> Any:
     import anyio
     from mcp.client import stdio
 
-    class Bounded(stdio.TextReceiveStream):
+    class BoundedStream(stdio.TextReceiveStream):
         async def receive(self) -> str:
             text = await super().receive()
             if _OUTPUT.get().take(text):
@@ -161,7 +161,7 @@ def _bounded_stdio() -> Any:
             await self.transport_stream.aclose()
             raise anyio.EndOfStream
 
-    stdio.TextReceiveStream = Bounded  # type: ignore[misc]
+    stdio.TextReceiveStream = BoundedStream  # type: ignore[misc]
     stdio.logger.addFilter(_one_line)
     return stdio
 

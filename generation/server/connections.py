@@ -23,7 +23,7 @@ def bounded(protocol: type[Any]) -> type[Any]:
     clock, and between requests uvicorn's own runs (`timeout_keep_alive`), until the next one begins to arrive.
     """
 
-    class Bounded(protocol):  # type: ignore[misc]
+    class BoundedProtocol(protocol):  # type: ignore[misc]
         clock: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -46,4 +46,4 @@ def bounded(protocol: type[Any]) -> type[Any]:
                 self.clock.cancel()
                 self.clock = None
 
-    return Bounded
+    return BoundedProtocol
