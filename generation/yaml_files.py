@@ -50,41 +50,44 @@ def fill_defaults(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     return _DEFAULT.sub(lambda found: environ.get(found[1], found[2]), value)
 
 
+class _CountingVisitor(GrammarVisitor):
+    """Counts what is inserted before it joins a text, since OmegaConf (2.4) has no limit of its own."""
+
+    left = 0  # characters
+
+    def visitInterpolation(self, ctx: Any) -> Any:
+        return self.spend(super().visitInterpolation(ctx), least=_OF_A_REFERENCE)
+
+    @classmethod
+    def spend(cls, value: Any, least: int = 0) -> Any:
+        cls.left -= max(least, len(str(value)))
+        if cls.left < 0:
+            raise ValueError
+        return value
+
+
 def resolve(value: dict[str, Any]) -> dict[str, Any]:
     """A mapping of plain containers with OmegaConf's interpolations resolved. Raises ValueError where they come to more
     than 2^20 characters, before that memory is taken, and OmegaConf's own errors where one cannot be resolved.
     """
-    left = _MOST_TEXT + len(str(value))
-
-    def spend(part: Any, least: int = 0) -> Any:
-        nonlocal left
-        left -= max(least, len(str(part)))
-        if left < 0:
-            raise ValueError
-        return part
-
-    class Visitor(GrammarVisitor):
-        """Counts what is inserted before it joins a text: OmegaConf (2.4) has no limit of its own."""
-
-        def visitInterpolation(self, ctx: Any) -> Any:
-            return spend(super().visitInterpolation(ctx), least=_OF_A_REFERENCE)
-
-    def plain(node: Any) -> Any:
-        if isinstance(node, DictConfig):
-            return {key: plain(node[key]) for key in node}
-        return [plain(node[index]) for index in range(len(node))] if isinstance(node, ListConfig) else spend(node)
-
-    vars(omegaconf.base)["GrammarVisitor"] = Visitor
+    vars(omegaconf.base)["GrammarVisitor"], _CountingVisitor.left = _CountingVisitor, _MOST_TEXT + len(str(value))
     try:
-        resolved: dict[str, Any] = plain(OmegaConf.create(value))
-        return resolved
+        return _plain(OmegaConf.create(value))  # type: ignore[no-any-return]
     except (ValueError, OmegaConfBaseException) as error:
-        if left >= 0:
+        if _CountingVisitor.left >= 0:
             raise
         text = f"interpolations come to more than {_MOST_TEXT} characters: have fewer of them name each other"
         raise ValueError(text) from error
     finally:
         vars(omegaconf.base)["GrammarVisitor"] = GrammarVisitor
+
+
+def _plain(node: Any) -> Any:
+    if isinstance(node, DictConfig):
+        return {key: _plain(node[key]) for key in node}
+    if isinstance(node, ListConfig):
+        return [_plain(node[index]) for index in range(len(node))]
+    return _CountingVisitor.spend(node)
 
 
 def _typed(text: str, name: str) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import hotbunk_torchvision
 from tests import forked
@@ -26,6 +27,9 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 # Tests of images need torchvision, which Transformers looks for once. What tests start finds it where told to.
 hotbunk_torchvision.show()
 del os.environ[hotbunk_torchvision.SHOWN]
+
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 TinyModel = Callable[..., Path]
 

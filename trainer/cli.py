@@ -47,10 +47,8 @@ def _naming_paths(action: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in (ENAMETOOLONG, EACCES, EPERM) or error.filename is None:
             raise
-        reason = (error.strerror or "").lower()
-        raise UserError(
-            f"{shortened(str(error.filename), 160)} cannot be used ({reason}): name another path"
-        ) from error
+        path, reason = shortened(str(error.filename), 160), str(error.strerror).lower()
+        raise UserError(f"{path} cannot be used ({reason}): name another path") from error
 
 
 def _dispatch(argv: list[str]) -> int:

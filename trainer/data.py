@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -217,7 +217,7 @@ def _prepare(
     if config.prompt_key not in rows.column_names and config.messages_key not in rows.column_names:
         keys = f"data.prompt_key = {config.prompt_key!r} nor data.messages_key = {config.messages_key!r}"
         raise UserError(f"neither {keys} is a column: {there}")
-    if config.answer_key is not None and not _names_a_column(config.answer_key, rows):
+    if config.answer_key is not None and column_value(rows.features, config.answer_key) is None:
         key = f"data.answer_key = {config.answer_key!r}"
         raise UserError(f"{key} is not a column or a field of one: {there}; set it to null if rewards need no answer")
     if config.image_key is not None and config.image_key not in rows.column_names:
@@ -234,21 +234,11 @@ def _prepare(
     return PromptDataset(prompts, dropped=len(rows) - len(prompts))
 
 
-def _names_a_column(key: str, rows: "Dataset") -> bool:
-    """True for a column, and for a field of one, as `reward_model.ground_truth`."""
-    fields: Any = rows.features
-    for name in [key] if key in fields else key.split("."):
-        if not isinstance(fields, dict) or name not in fields:
-            return False
-        fields = fields[name]
-    return True
-
-
-def column_value(row: dict[str, Any], key: str) -> Any:
+def column_value(row: Mapping[str, Any], key: str) -> Any:
     """The value of a column, or of a field of one, as `reward_model.ground_truth`; None where the row lacks it."""
     value: Any = row
     for name in [key] if key in row else key.split("."):
-        value = value.get(name) if value is not None else None
+        value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 

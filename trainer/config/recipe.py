@@ -1,10 +1,9 @@
 """From a recipe's file and overrides to a `TrainConfig`, or to a sentence about each key that is wrong."""
 
-import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import reduce
 from operator import getitem
@@ -29,38 +28,12 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 _DEEPEST = 32  # lists and mappings in one another
 
 
-@dataclasses.dataclass(frozen=True)
-class Renamed:
-    """A key's name today, for one that had another."""
-
-    key: str  # its name today, in the same section
-    values: Mapping[Any, Any] = dataclasses.field(default_factory=dict)  # old values that are written differently today
-
-    def value(self, old: Any) -> Any:
-        """The value to write today for one of the old key."""
-        return next((new for was, new in self.values.items() if was == old and type(was) is type(old)), old)
-
-
-RENAMED = {
-    "algorithm.discount": Renamed("algorithm.gamma"),
-    "algorithm.trace": Renamed("algorithm.gae_lambda"),
-    "sync.zero_copy": Renamed("sync.way", {True: "zero_copy", False: "staged"}),
+RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {
+    "algorithm.discount": ("algorithm.gamma", {}),
+    "algorithm.trace": ("algorithm.gae_lambda", {}),
+    "sync.zero_copy": ("sync.way", {True: "zero_copy", False: "staged"}),
 }
-"""The one table by which an old key is refused, rewritten (`hotbunk upgrade`: recipes, config.yaml, checkpoints) and
-compared, where a run continues from an older checkpoint."""
-
-
-def refusal(old: str, value: Any) -> str:
-    """The sentence about an old key, in a recipe or on the command line."""
-    new = RENAMED[old]
-    words = json.dumps(new.value(value), default=str)
-    return f"{old} is now {new.key}: write {new.key}: {words}, or `hotbunk upgrade` the recipe or the run's folder"
-
-
-def renewed(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted path, with old keys and their values written as today."""
-    known = {old: RENAMED[old] for old in keys.keys() & RENAMED.keys()}
-    return {known[k].key if k in known else k: known[k].value(v) if k in known else v for k, v in keys.items()}
+"""Keys that had another name: their name of today, and old values that are written differently today."""
 
 
 def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
@@ -209,7 +182,9 @@ def _sentence(key: str, errors: list[ErrorDetails]) -> str:
     """The sentence about one key, for which each member of a union may have its own error."""
     error = errors[0]
     if error["type"] == "extra_forbidden" and key in RENAMED:
-        return refusal(key, error["input"])
+        (new, values), value = RENAMED[key], error["input"]
+        words = json.dumps(values.get(value, value) if isinstance(value, bool) else value, default=str)
+        return f"{key} is now {new}: write {new}: {words}"
     if error["type"] == "extra_forbidden":
         return f"{key} is not a known key{_nearest(key)}"
     if error["type"] == "missing":

@@ -11,7 +11,7 @@ All files are written to `step_40.tmp` and synced to disk before that folder is 
 the newest folder with a marker can be loaded, no matter which process is killed at which moment. Another number of
 ranks may load it. Several machines need a folder they share.
 
-`verify` compares a checkpoint with its digests. Checkpoints of older versions have none, and an empty marker.
+`verify` compares a checkpoint with its digests.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +40,7 @@ from sharding.ranks import agreed, exchange, is_main, rank, world_size
 from trainer.config.checks import COMPLETE_MARKER
 from trainer.distributed import say
 from trainer.errors import UserError
-from trainer.run.checkpoint_reading import METADATA, SHARDS, check_shard, misfit, read_metadata, read_tensors
+from trainer.run.checkpoint_reading import METADATA, SHARDS, misfit, read_metadata, read_tensors
 from trainer.run.records import PRIVATE, write_whole
 
 _EXTRA = "extra.json"
@@ -70,7 +70,7 @@ class Snapshot:
     def take(cls, step: int, parts: Parts, extra: dict[str, Any], carried: bytes = b"") -> Self:
         """The run as it is now; its tensors are the live ones until `on_host`. Collective."""
         tensors = dict(_flat({name: part.state_dict() for name, part in parts.items()}))
-        extra = extra | {"step": step, "world_size": world_size(), "digests": "SHA-256"}
+        extra = extra | {"step": step, "world_size": world_size()}
         return cls(step, tensors, random_states(), extra, carried)
 
     def on_host(self) -> Self:
@@ -123,8 +123,7 @@ def write(folder: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = No
 def verify(path: Path) -> dict[str, Any]:
     """Compare a checkpoint with its digests, each rank a share of the files; returns its `extra`. Collective.
 
-    The tables of one without digests are read, and its tensors compared with torch.save's own checksums; a line says
-    so. Raises Damaged, the same on all ranks.
+    Raises Damaged, the same on all ranks.
     """
     extra: dict[str, Any] = {}
     with _told_alike(Damaged, f"checkpoint {path} is damaged"):
@@ -132,18 +131,11 @@ def verify(path: Path) -> dict[str, Any]:
         digests = _read_digests(path)
         needed = [METADATA, *(f"rank_{number}.json" for number in range(extra["world_size"]))]
         names = sorted({entry.name for entry in path.iterdir() if _FILES.fullmatch(entry.name)}.union(digests, needed))
-        if "digests" in extra and (unlisted := set(names) - digests.keys()):
+        if unlisted := set(names) - digests.keys():
             raise ValueError(f"{COMPLETE_MARKER} has no digest of {min(unlisted)}")
         for name in names[rank() :: world_size()]:
-            if name in digests:
-                _check_digest(path, name, digests)
-            elif re.fullmatch(SHARDS, name):
-                check_shard(path / name, read_metadata(path))
-            elif name.startswith("rank_"):
-                restore_random_states(_read_json(path / name), name, on_trial=True)
+            _check_digest(path, name, digests)
         read_metadata(path)
-    if "digests" not in extra:
-        say(f"{path} is of an older version, without digests: only its form was checked")
     return extra
 
 
@@ -179,40 +171,14 @@ def read_extra(path: Path) -> dict[str, Any]:
         remedy = f"the newest complete one there is {newest}" if newest else "there is no complete one beside it"
         raise Damaged(f"checkpoint {path} does not exist or was not finished; {remedy}")
     try:
-        extra, digests = _read_json(path / _EXTRA), _read_digests(path)
-        if digests:
-            _check_digest(path, _EXTRA, digests)
+        _check_digest(path, _EXTRA, _read_digests(path))
+        extra = _read_json(path / _EXTRA)
         counts = [extra.get(key) for key in ("step", "world_size")] if isinstance(extra, dict) else [None]
         if not all(type(count) is int and 0 <= count < _COUNT_LIMIT for count in counts):
             raise ValueError(f"{_EXTRA} does not say of which step it is, and of how many ranks")
-        if "digests" in extra and not digests:
-            raise ValueError(f"{COMPLETE_MARKER} has lost the digests")
     except (OSError, ValueError) as error:
         raise Damaged(f"checkpoint {path} is damaged: {_phrase(error)}") from error
     return extra
-
-
-def rewrite_extra(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
-    """Replace what a complete checkpoint says of its run; False: there was nothing to change. Raises Damaged.
-
-    The digest is replaced first: if this is killed in between, doing it again is what is left to do.
-    """
-    try:
-        old, digests = (path / _EXTRA).read_bytes(), _read_digests(path)
-        new = json.dumps(change(json.loads(old))).encode()
-        lines = [f"{hashlib.sha256(each).hexdigest()} *{_EXTRA}\n" for each in (old, new)]
-        if digests and digests.get(_EXTRA) not in lines:
-            raise ValueError(f"{_EXTRA} is not what was written (SHA-256)")
-    except (OSError, ValueError) as error:
-        raise Damaged(f"checkpoint {path} is damaged: {_phrase(error)}") from error
-    if json.loads(old) == json.loads(new):
-        return False
-    if digests:
-        write_whole(path / COMPLETE_MARKER, "".join((digests | {_EXTRA: lines[1]}).values()))
-        _sync(path)
-    write_whole(path / _EXTRA, new)
-    _sync(path)
-    return True
 
 
 def all_complete(folder: Path) -> list[Path]:
@@ -346,7 +312,7 @@ def _digest_line(folder: Path, name: str) -> str:
 
 
 def _read_digests(path: Path) -> dict[str, str]:
-    """The lines of the marker by the file they are of; none for a checkpoint of an older version."""
+    """The lines of the marker by the file they are of."""
     lines = (path / COMPLETE_MARKER).read_bytes().splitlines(keepends=True)
     digests = {line[66:-1].decode(errors="replace"): line.decode(errors="replace") for line in lines}
     if bad := next((name for name in digests if not _FILES.fullmatch(name)), None):
@@ -399,18 +365,18 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def restore_random_states(states: dict[str, Any], name: str, on_trial: bool = False) -> None:
-    """Set the states that `random_states` gave; `on_trial`, only on other generators. Raises ValueError with `name`."""
+def restore_random_states(states: dict[str, Any], name: str) -> None:
+    """Set the states that `random_states` gave. Raises ValueError with `name`."""
 
     def as_tensor(digits: str) -> Tensor:
         return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)
 
     try:
         version, internal, gauss = states["python"]
-        (random.Random() if on_trial else random).setstate((version, tuple(internal), gauss))
-        (numpy.random.RandomState() if on_trial else numpy.random).set_state(("MT19937", *states["numpy"]))
-        (torch.Generator() if on_trial else torch.default_generator).set_state(as_tensor(states["torch"]))
-        if "cuda" in states and torch.cuda.is_available() and not on_trial:
+        random.setstate((version, tuple(internal), gauss))
+        numpy.random.set_state(("MT19937", *states["numpy"]))
+        torch.set_rng_state(as_tensor(states["torch"]))
+        if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(as_tensor(states["cuda"]))
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
         raise ValueError(f"{name} holds no random states ({type(error).__name__}: {error})") from error

@@ -108,7 +108,10 @@ def end_all() -> set[str]:
 
 def signal_for(pid: int, age: float, *, asked: bool, alone: float) -> signal.Signals | None:
     """The signal for a process `age` seconds after the rank's end, `alone` of them as the last; None: not yet."""
-    if b"multiprocessing.resource_tracker" in read(f"/proc/{pid}/cmdline"):
+    command = read(f"/proc/{pid}/cmdline")
+    if not command and age <= POLITE_SECONDS:  # it is about to end by itself: its memory is gone, and with it that line
+        return None
+    if b"multiprocessing.resource_tracker" in command:
         # It removes the shared memory that its users leaked, but only if it outlives them.
         return signal.SIGKILL if alone > TRACKER_SECONDS else None
     if age > POLITE_SECONDS:

@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerBase
 from generation.engine.devices import this_device
 from sharding.ranks import agreed, all_reduce_max, is_main, world_size
 from trainer.config.checks import IDENTITY_KEYS, IDENTITY_SECTIONS
-from trainer.config.recipe import masked, renewed, to_yaml
+from trainer.config.recipe import masked, to_yaml
 from trainer.config.schema import CheckpointConfig, TrainConfig
 from trainer.distributed import say
 from trainer.errors import UserError, shortened
@@ -117,15 +117,12 @@ def _compared_keys(config: dict[str, Any]) -> Identity:
     return {key: recipe[key] for key in compared}
 
 
-def check_identity(
-    path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str], resolved: Identity | None = None
-) -> None:
+def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str]) -> None:
     """Raise UserError, one sentence, when the checkpoint at `path` belongs to another run than `identity` says.
 
     With other data, another model or another algorithm it would be another experiment. A key that the recipe did not
-    have yet when the checkpoint was saved counts as its default, and one that had another name by today's. `extra` is
-    the checkpoint's; `allowed` are keys, or sections of keys, that may differ (`checkpoint.resume_anyway`). Older
-    versions saved what the environment held, as in `resolved`. That is not in the sentence, nor are values of kwargs.
+    have yet when the checkpoint was saved counts as its default. `extra` is the checkpoint's; `allowed` are keys, or
+    sections of keys, that may differ (`checkpoint.resume_anyway`). Values of kwargs are not in the sentence.
     """
     if not isinstance(extra.get("identity"), dict):
         raise UserError(
@@ -140,11 +137,10 @@ def check_identity(
             "run.name, or start over with checkpoint.resume=none"
         )
     defaults = _compared_keys(TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}).recorded())
-    saved = {key: value for key, value in defaults.items() if key in identity} | renewed(extra["identity"])
+    saved = {key: value for key, value in defaults.items() if key in identity} | extra["identity"]
     changed: dict[str, str] = {}
     for key in saved | identity:
-        same = saved.get(key, "?") in (identity.get(key, "?"), (resolved or identity).get(key, "?"))
-        if same or key in allowed or key.partition(".")[0] in allowed:
+        if saved.get(key, "?") == identity.get(key, "?") or key in allowed or key.partition(".")[0] in allowed:
             continue
         values = [json.dumps(masked(of[key], hidden="kwargs")) if key in of else "unknown" for of in (saved, identity)]
         was, now = ("***" if "${" in json.dumps(identity.get(key)) else shortened(value, 50) for value in values)
@@ -176,8 +172,7 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
                 raise
             say(f"{damage}; left out")
             continue
-        resolved = identity | _compared_keys(config.model_dump(mode="json"))
-        check_identity(path, extra, identity, config.checkpoint.resume_anyway, resolved)
+        check_identity(path, extra, identity, config.checkpoint.resume_anyway)
         try:
             state = msgspec.convert(extra["state"], RunState, str_keys=True)
         except (KeyError, msgspec.ValidationError) as error:

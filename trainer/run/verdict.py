@@ -22,7 +22,6 @@ def verdict(rows: Rows, recipe: Mapping[str, Mapping[str, Any]]) -> list[str]:
     sigma^2 half the mean squared difference of neighbouring steps, in which a trend hardly counts (von Neumann 1941,
     Annals of Mathematical Statistics 12). A rise is a change by more than two standard errors, 2 sigma sqrt(2 / n), or
     one of held-out accuracy by more than sigma.
-    Example: from 0.30 to 0.32 over 40 steps with sigma = 0.05 is not a rise, since 2 * 0.05 * sqrt(2 / 13) = 0.039.
     """
     rewards = series(rows, "reward/mean")[1]
     if len(rewards) < FEWEST_STEPS or recipe.get("algorithm", {}).get("teacher") is not None:
@@ -38,9 +37,7 @@ def verdict(rows: Rows, recipe: Mapping[str, Mapping[str, Any]]) -> list[str]:
     sentence = (
         f"This run has not learned: its mean reward {'fell' if fell else 'went'} from {before:.3g} in the first third "
         f"of {len(rewards)} steps to {after:.3g} in the last, where scatter alone makes ± {scatter:.1g}"
-    )
-    if len(accuracy) > 1:
-        sentence += f"; held-out accuracy went from {accuracy[0]:.3g} to {accuracy[-1]:.3g}"
+    ) + (f"; held-out accuracy went from {accuracy[0]:.3g} to {accuracy[-1]:.3g}" if len(accuracy) > 1 else "")
     advice = "none of its figures says why: more steps, a larger policy.lr or algorithm.group_size may help"
     return [sentence, *([*_causes(rows, recipe, fell)][:_CAUSES] or [advice])]
 

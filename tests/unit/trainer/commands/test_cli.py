@@ -52,7 +52,6 @@ COMMANDS = {
     "serve": ["serve", "{}"],
     "eval": ["eval", "{}"],
     "an evaluation's recipe": ["eval", "m", "{}"],
-    "upgrade": ["upgrade", "{}"],
     "new": ["new", "{}", "--model", "m"],
     "a run's folder": ["train", "{recipe}", "--check", "--run.output_dir", "{}"],
     "data": ["train", "{recipe}", "--check", "--data.path", "{}/x.jsonl"],

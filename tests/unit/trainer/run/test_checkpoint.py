@@ -81,7 +81,7 @@ def test_what_is_loaded_is_what_was_saved_random_states_included(tmp_path: Path)
     other = TinyPolicy()
     assert path == tmp_path / "step_3" == checkpoint.latest_complete(tmp_path)
     extra = checkpoint.load(path, {"policy": other})
-    own = {"step": 3, "world_size": 1, "digests": "SHA-256"}
+    own = {"step": 3, "world_size": 1}
     assert extra == {"fingerprint": "abc", "counters": {"skipped": 2}} | own == checkpoint.verify(path)
     assert (random.random(), numpy.random.rand(), torch.rand(3).tolist(), random.gauss(0, 1)) == drawn
     assert all(torch.equal(value, saved[key]) for key, value in other.model.state_dict().items())
@@ -231,7 +231,11 @@ def save_scores(folder: Path, scores: dict[int, float | None]) -> None:
         path.mkdir()
         metrics = {} if score is None else {"score": score}
         (path / "extra.json").write_text(json.dumps({"metrics": metrics, "step": step, "world_size": 1}))
-        (path / "COMPLETE").touch()
+        digest_again(path)
+
+
+def digest_again(path: Path) -> None:
+    (path / "COMPLETE").write_text(checkpoint._digest_line(path, "extra.json"))
 
 
 @pytest.mark.parametrize(
@@ -253,6 +257,7 @@ def test_neither_the_newest_nor_the_best_are_deleted(
     save_scores(tmp_path, {1: 0.5, 2: 0.9, 3: 0.5, 4: -1.0, 5: 2.0, 6: 2.0, 7: None, 8: math.nan, 9: 0.1})
     (tmp_path / "step_5" / "extra.json").write_text('{"metrics": {"score": 2.0')  # of damaged ones nothing is known
     (tmp_path / "step_6" / "extra.json").write_text('{"metrics": [], "step": 6, "world_size": 1}')
+    digest_again(tmp_path / "step_6")
     checkpoint.prune(tmp_path, keep, best, metric)
     assert {path.name for path in tmp_path.iterdir()} == {f"step_{step}" for step in kept}
 

@@ -1,6 +1,7 @@
 """Where a process of a run keeps what later ones load and execute: in a folder that nobody else can write to."""
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -9,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from trainer.run import processes
+from trainer.run import guardian, processes
 
 SCRIPT = """
 import os
-from trainer.run import processes
+from trainer.run import guardian, processes
 folder = processes.start_guardian()
 def main():
     print(folder, os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""), flush=True)
@@ -77,7 +78,7 @@ def test_a_cache_that_others_may_write_to_is_not_used(what: str, base: Path, tmp
 
 SLOW_TO_SAY = """
 import hashlib, os, signal, threading, time
-from trainer.run import processes
+from trainer.run import guardian, processes
 
 def phase():
     time.sleep(0 if threading.current_thread() is threading.main_thread() else 2)
@@ -98,3 +99,17 @@ def test_a_rank_that_is_interrupted_says_so_before_it_ends() -> None:
     command = [sys.executable, "-c", SLOW_TO_SAY]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (130, "rank 0: interrupted by SIGINT during phase rollout\n")
+
+
+def test_a_process_that_is_exiting_is_not_signalled_before_its_time() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it is not reaped, and its memory and command line are gone
+    try:
+        assert guardian.signal_for(child, 0.1, asked=False, alone=0.1) is None
+        late = guardian.POLITE_SECONDS + 1
+        assert guardian.signal_for(child, late, asked=False, alone=late) == signal.SIGKILL
+        assert guardian.signal_for(os.getpid(), 0.1, asked=False, alone=0.1) == signal.SIGTERM
+    finally:
+        os.waitpid(child, 0)

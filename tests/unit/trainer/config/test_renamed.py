@@ -1,0 +1,23 @@
+"""Keys that had another name: refused in one sentence that gives the name of today."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config.recipe import RENAMED, known_keys, load_config
+from trainer.errors import UserError
+
+
+def test_old_names_are_of_no_key_and_new_ones_are_in_the_same_section() -> None:
+    keys = {name for name, _ in known_keys()}
+    for old, (new, _) in RENAMED.items():
+        assert old not in keys and new in keys and old.partition(".")[0] == new.partition(".")[0]
+
+
+@pytest.mark.parametrize("override", [[], ["algorithm.trace=0.9"]])
+def test_an_old_key_is_refused_with_its_new_name(tmp_path: Path, override: list[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {path: m}\ndata: {path: d}\n" + "algorithm: {trace: 0.9}\n" * (not override))
+    with pytest.raises(UserError) as caught:
+        load_config(recipe, override)
+    assert str(caught.value) == "algorithm.trace is now algorithm.gae_lambda: write algorithm.gae_lambda: 0.9"
