@@ -7,6 +7,7 @@ _HOMES = {
     "Policy": "trainer.types",
     "DeepSpeedPolicy": "trainer.policy.deepspeed",
     "FsdpPolicy": "trainer.policy.fsdp",
+    "PreparedPolicy": "trainer.policy.prepared",
     "RLTrainer": "trainer.loop",
     "TrainConfig": "trainer.config.schema",
     "UserError": "trainer.errors",

@@ -1,16 +1,20 @@
 """An Accelerate YAML file, as people have it for TRL and others, in the keys of `policy`.
 
 Keys of the launcher (how many processes, where they meet) are for whatever starts the ranks. Every other key is
-translated, or refused by the name of the key that takes its place. Accelerate itself is not imported.
+translated, or refused by the name of the key that takes its place. Accelerate's own loader reads the file, and values
+are taken from its plugins, so that defaults and spellings are Accelerate's.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from trainer.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from accelerate.commands.config.config_args import ClusterConfig
 
 _LAUNCHER = (
     "compute_environment", "debug", "enable_cpu_affinity", "gpu_ids", "machine_rank", "main_process_ip",
@@ -36,9 +40,13 @@ _INSTEAD = {
     "parallelism_config": "policy.shard_size and engine.tensor_parallel_size are for that",
     "downcast_bf16": "policy.dtype decides that",
 }
+_TRANSLATED = (
+    "activation_checkpointing", "distributed_type", "fsdp_activation_checkpointing", "fsdp_reshard_after_forward",
+    "fsdp_sharding_strategy", "gradient_clipping", "mixed_precision", "offload_optimizer_device", "zero_stage",
+)  # fmt: skip
 _DTYPES = {"no": "float32", "bf16": "bfloat16"}
 _BACKENDS = {"NO": "fsdp", "MULTI_GPU": "fsdp", "MULTI_CPU": "fsdp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
-_RESHARD = {"true": True, "full_shard": True, "false": False, "shard_grad_op": False}
+_RESHARD = {True: True, "FULL_SHARD": True, False: False, "SHARD_GRAD_OP": False}
 
 
 def policy_keys(path: Path) -> dict[str, Any]:
@@ -49,17 +57,16 @@ def policy_keys(path: Path) -> dict[str, Any]:
         raise UserError(f"policy.accelerate_config: {path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):
         raise UserError(f"policy.accelerate_config: {path} is not a mapping of keys, as `accelerate config` writes it")
-    found: dict[str, Any] = {}
-    refused: list[str] = []
-    for key, value in _flat(loaded):
-        translated = _translated(key, value)
-        if isinstance(translated, str):
-            refused.append(f"policy.accelerate_config: {path} has {key}: {shown(value)}, {translated}")
-        else:
-            found |= translated
-    if refused:
-        raise UserError(*refused)
-    return found
+    begins = f"policy.accelerate_config: {path} has"
+    obstacles = [(key, value, _obstacle(key, value)) for key, value in _flat(loaded)]
+    if any(why for _, _, why in obstacles):
+        raise UserError(*(f"{begins} {key}: {shown(value)}, {why}" for key, value, why in obstacles if why))
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    try:
+        return _translated(load_config_from_file(str(path)))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{begins} a value that cannot be taken: {' '.join(str(error).split())}") from error
 
 
 def _flat(loaded: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -73,33 +80,57 @@ def _flat(loaded: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield str(key), value
 
 
-def _translated(key: str, value: Any) -> dict[str, Any] | str:
-    """What a key comes to; or the rest of a sentence that refuses it."""
-    word = str(value).strip().lower()
-    match key:
-        case "distributed_type":
-            backend = _BACKENDS.get(str(value))
-            return {"backend": backend} if backend else f"but policy.backend knows {', '.join(_BACKENDS)} only"
-        case "mixed_precision":
-            return (
-                {"dtype": _DTYPES[word]} if word in _DTYPES else "but policy.dtype is float32 (no) or bfloat16 (bf16)"
-            )
-        case "fsdp_reshard_after_forward" | "fsdp_sharding_strategy":
-            if word in _RESHARD:
-                return {"reshard_after_forward": _RESHARD[word]}
-            return "but policy.reshard_after_forward is true or false; copies on each machine are policy.shard_size's"
-        case "fsdp_activation_checkpointing":
-            return {"activation_checkpointing": "full" if word == "true" else "none"}
-        case "zero_stage":
-            return {"zero_stage": value} if value in (1, 2, 3) else "but policy.zero_stage is 1, 2 or 3"
-        case "offload_optimizer_device":
-            if word in ("none", "cpu"):
-                return {"offload_optimizer": word == "cpu"}
-            return "but policy.offload_optimizer puts it in the host's memory (cpu) or leaves it (none)"
-        case "gradient_clipping":
-            return {"max_grad_norm": value} if word not in _OFF else {}
-        case "gradient_accumulation_steps" if value == 1:
-            return {}
-        case _ if word in _OFF or value is None:
-            return {}
+def _obstacle(key: str, value: Any) -> str:
+    """The rest of a sentence that refuses a key which is not translated; empty where it asks for nothing."""
+    if key in _TRANSLATED or value is None or str(value).strip().lower() in _OFF:
+        return ""
+    if key == "gradient_accumulation_steps" and value == 1:
+        return ""
     return f"but {_INSTEAD[key]}: leave it out" if key in _INSTEAD else "which has no counterpart here: leave it out"
+
+
+def _translated(config: "ClusterConfig") -> dict[str, Any]:
+    """The keys of `policy` for Accelerate's configuration. Raises ValueError, which names ours, for other values."""
+    from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+
+    kind, precision = str(config.distributed_type.value), config.mixed_precision
+    if kind not in _BACKENDS:
+        raise ValueError(f"distributed_type is {kind}, but policy.backend knows {', '.join(_BACKENDS)} only")
+    keys: dict[str, Any] = {"backend": _BACKENDS[kind]}
+    if precision is not None:
+        if str(precision) not in _DTYPES:
+            raise ValueError(f"mixed_precision is {precision}, but policy.dtype is float32 (no) or bfloat16 (bf16)")
+        keys["dtype"] = _DTYPES[str(precision)]
+    if kind == "FSDP":
+        section = config.fsdp_config
+        number = section.get("fsdp_sharding_strategy")  # or a name
+        fsdp = FullyShardedDataParallelPlugin(
+            fsdp_version=section.get("fsdp_version"),
+            sharding_strategy=None if number is None else str(number),
+            reshard_after_forward=section.get("fsdp_reshard_after_forward"),
+            activation_checkpointing=section.get("fsdp_activation_checkpointing"),
+        )
+        strategy: Any = fsdp.sharding_strategy if fsdp.reshard_after_forward is None else fsdp.reshard_after_forward
+        if (name := getattr(strategy, "name", strategy)) not in _RESHARD:
+            raise ValueError(
+                f"fsdp_sharding_strategy is {name}, but policy.reshard_after_forward is true or false; copies on each "
+                "machine are policy.shard_size's"
+            )
+        keys["reshard_after_forward"] = _RESHARD[name]
+        keys["activation_checkpointing"] = "full" if fsdp.activation_checkpointing else "none"
+    if kind == "DEEPSPEED":
+        section = config.deepspeed_config
+        zero = DeepSpeedPlugin(
+            zero_stage=section.get("zero_stage"),
+            gradient_clipping=section.get("gradient_clipping"),
+            offload_optimizer_device=section.get("offload_optimizer_device"),
+        )
+        if zero.zero_stage not in (1, 2, 3):
+            raise ValueError(f"zero_stage is {zero.zero_stage}, but policy.zero_stage is 1, 2 or 3")
+        if zero.offload_optimizer_device not in ("none", "cpu"):
+            device = zero.offload_optimizer_device
+            raise ValueError(f"offload_optimizer_device is {device}, but policy.offload_optimizer knows cpu and none")
+        keys |= {"zero_stage": zero.zero_stage, "offload_optimizer": zero.offload_optimizer_device == "cpu"}
+        if zero.gradient_clipping not in (None, "auto"):
+            keys["max_grad_norm"] = float(zero.gradient_clipping)
+    return keys

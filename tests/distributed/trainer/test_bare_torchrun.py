@@ -1,5 +1,6 @@
 """A run that was started by torchrun itself, or by `accelerate launch`, without the script: it trains."""
 
+import json
 import os
 import shlex
 import shutil
@@ -7,12 +8,16 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
 from scripts.arithmetic import write_arithmetic
 from tests.conftest import ROOT, TinyModel
+from tests.distributed.real_run import write_recipe
 from tests.forked import PYTHON
+from tests.wandb_files import wandb_records
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -55,34 +60,69 @@ def test_a_bare_torchrun_says_what_is_open_and_a_run_whose_folder_is_deleted_end
     assert not (tmp_path / "run").exists()
 
 
+def trained(recipe: Path, launch: list[str], environment: dict[str, str]) -> Path:
+    """The folder of the run that this way of starting ranks has brought to its end, its weights alike in engines."""
+    run = subprocess.run(
+        [*PYTHON, *launch, "-m", "trainer", "train", str(recipe)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    folder = recipe.parent / "runs" / "recipe"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and max(row["gap/max"] for row in rows) <= 1e-4
+    assert json.loads((folder / "summary.json").read_text())["syncs_verified"] == 2
+    assert (folder / "checkpoints" / "step_2" / "rank_1.json").is_file()
+    return folder
+
+
 def test_accelerate_launch_starts_two_ranks_with_the_file_that_the_policy_takes_its_keys_from(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    write_arithmetic(tmp_path / "data", sft_size=64)
     fsdp = {"fsdp_version": 2, "fsdp_activation_checkpointing": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     file = tmp_path / "accelerate.yaml"
     processes = {"num_machines": 1, "num_processes": 2, "machine_rank": 0, "use_cpu": True}
     file.write_text(
         yaml.safe_dump({"distributed_type": "FSDP", "mixed_precision": "no", "fsdp_config": fsdp, **processes})
     )
-    recipe = {
-        "run": {"output_dir": str(tmp_path), "name": "run", "device": "cpu"},
-        "model": {"path": str(tiny_model())},
-        "data": {"path": str(tmp_path / "data" / "sft.jsonl")},
-        "policy": {"accelerate_config": str(file)},
-        "sft": {"steps": 2, "batch_size": 8, "completion_key": "completion"},
-        "tracking": {"wandb": "disabled"},
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    sections = {"run": {"steps": 2, "device": "cpu"}, "policy": {"accelerate_config": str(file)}}
+    recipe = write_recipe(tmp_path, tiny_model(), **sections)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launch = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", str(port)]
-    run = subprocess.run(
-        [*PYTHON, *launch, "-m", "trainer", "sft", str(tmp_path / "recipe.yaml")],
-        cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    policy = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["policy"]
+    folder = trained(recipe, launch, environment(tmp_path))
+    policy = yaml.safe_load((folder / "config.yaml").read_text())["policy"]
     assert (policy["dtype"], policy["activation_checkpointing"]) == ("float32", "full")
-    assert (tmp_path / "run" / "checkpoints" / "step_2" / "rank_1.json").is_file()
+
+
+def test_a_bare_torchrun_trains_two_ranks_by_zero_3(tiny_model: TinyModel, tmp_path: Path) -> None:
+    zero_3 = {"backend": "deepspeed", "zero_stage": 3}
+    recipe = write_recipe(tmp_path, tiny_model(), run={"steps": 2, "device": "cpu"}, policy=zero_3)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    trained(recipe, torchrun, environment(tmp_path))
+
+
+def test_a_run_by_zero_2_leaves_all_that_wandb_is_to_show_in_its_offline_files(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    zero_2 = {"backend": "deepspeed", "zero_stage": 2}
+    sections = {"run": {"steps": 2, "device": "cpu"}, "policy": zero_2, "tracking": {"wandb": "offline"}}
+    recipe = write_recipe(tmp_path, tiny_model(), **sections)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    folder = trained(recipe, torchrun, environment(tmp_path) | {"WANDB_MODE": "offline"})
+
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    config, history = dict[str, Any](), list[dict[str, Any]]()
+    for record in wandb_records(file):
+        config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        if record.HasField("history"):
+            items = record.history.item
+            history.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
+    assert config["policy"]["zero_stage"] == 2 and config["run"]["steps"] == 2
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figures = {int(row["train/step"]): row["reward/mean"] for row in history if "reward/mean" in row}
+    assert figures == {row["train/step"]: pytest.approx(row["reward/mean"]) for row in rows}
+    shown = [json.loads(table.read_text()) for table in file.parent.glob("files/media/table/*.table.json")]
+    answers = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    texts = {str(cell) for table in shown for row in table["data"] for cell in row}
+    assert answers and {answer["text"] for answer in answers} <= texts

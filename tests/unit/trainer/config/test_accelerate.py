@@ -19,7 +19,7 @@ WANTED: dict[str, dict[str, Any]] = {
     "fsdp2": {"backend": "fsdp", "reshard_after_forward": True, "activation_checkpointing": "none"},
     "multi_gpu": {"backend": "fsdp"},
     "single_gpu": {"backend": "fsdp"},
-    "zero1": {"backend": "deepspeed", "zero_stage": 1},
+    "zero1": {"backend": "deepspeed", "zero_stage": 1, "offload_optimizer": False},
     "zero2": {"backend": "deepspeed", "zero_stage": 2, "offload_optimizer": False},
     "zero3": {"backend": "deepspeed", "zero_stage": 3, "offload_optimizer": False},
 }
@@ -90,7 +90,30 @@ def test_clipping_is_translated_and_another_kinds_section_is_left_out(tmp_path: 
     deepspeed = {"zero_stage": 2, "gradient_clipping": 0.5, "gradient_accumulation_steps": "auto"}
     kind = {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed}
     keys = policy_keys(written(tmp_path, **kind, fsdp_config={"fsdp_offload_params": True}))
-    assert keys == {"backend": "deepspeed", "zero_stage": 2, "max_grad_norm": 0.5}
+    assert keys == {"backend": "deepspeed", "zero_stage": 2, "offload_optimizer": False, "max_grad_norm": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("version", "section", "reshard"),
+    [
+        (1, {"fsdp_sharding_strategy": 2}, False),  # by its number
+        (1, {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, False),
+        (2, {"fsdp_reshard_after_forward": "no"}, False),
+        (1, {}, True),
+        (2, {}, True),
+    ],
+)
+def test_values_are_spelled_and_left_out_as_accelerate_allows(
+    tmp_path: Path, version: int, section: dict[str, Any], reshard: bool
+) -> None:
+    keys = policy_keys(written(tmp_path, fsdp_config={"fsdp_version": version} | section))
+    assert keys["reshard_after_forward"] is reshard
+
+
+def test_what_accelerate_itself_refuses_is_one_sentence(tmp_path: Path) -> None:
+    file = written(tmp_path, fsdp_config={"fsdp_version": 2, "fsdp_reshard_after_forward": "perhaps"})
+    with pytest.raises(UserError, match=r"^policy.accelerate_config: .* invalid truth value perhaps$"):
+        policy_keys(file)
 
 
 @pytest.mark.parametrize("text", ["- a\n", "a: [\n", "\x00"])

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from generation.images import thumbnail
 from tests.pictures import images
+from tests.wandb_files import wandb_records
 from trainer.run import tracking
 from trainer.run.tracking import NullTracker, make_tracker
 
@@ -383,29 +383,10 @@ def test_real_wandb_continues_an_offline_run_in_a_folder_that_holds_all_of_it(
     assert [row["reward/mean"] for row in rows] == [step / 4 for step in range(8)]
 
 
-def read_wandb(record: Path) -> list[dict[str, Any]]:
+def read_wandb(file: Path) -> list[dict[str, Any]]:
     """The history in W&B's own file."""
-    from wandb.proto import wandb_internal_pb2
-
-    rows = []
-    for data in leveldb_records(record.read_bytes()):
-        entry = wandb_internal_pb2.Record()
-        entry.ParseFromString(data)
-        if entry.WhichOneof("record_type") == "history":
-            items = entry.history.item
-            rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
-    return rows
-
-
-def leveldb_records(log: bytes) -> Iterator[bytes]:
-    """LevelDB's log format, as far as a file of one 32 KiB block needs it; W&B puts seven bytes of its own first."""
-    assert log[:4] == b":W&B" and len(log) < 32768
-    at = 7
-    while at + 7 <= len(log):
-        _checksum, length, kind = struct.unpack_from("<IHB", log, at)
-        assert kind == 1, "a record in one piece"
-        yield log[at + 7 : at + 7 + length]
-        at += 7 + length
+    histories = [record.history.item for record in wandb_records(file) if record.HasField("history")]
+    return [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in h} for h in histories]
 
 
 def interrupted(folder: Path, other: str) -> None:

@@ -1,0 +1,88 @@
+"""REINFORCE in a loop of one's own with Accelerate: each rank samples from its own engine, which sleeps during updates.
+
+    accelerate launch --num_processes 2 scripts/examples/accelerate_loop.py MODEL [--steps 3]
+
+What Accelerate prepares the model with (DDP, FSDP2, DeepSpeed) makes no difference here. It rewards answers of many
+different tokens.
+"""
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+
+from generation.engine.engine import Engine, Leader
+from generation.engine.sampling import SamplingSettings
+from generation.engine.settings import EngineSettings
+from sharding import WORKER_EXTENSION, ShardingManager, SyncSettings
+from trainer import PreparedPolicy
+
+PROMPT, ANSWERS, SECONDS = [5, 6, 7], 8, 300
+
+
+async def sample(engine: Engine, version: int, seeds: range) -> list:
+    """One answer for each seed, by the weights of this version."""
+    sampling = SamplingSettings(max_tokens=8)
+    return await asyncio.gather(
+        *(engine.complete(PROMPT, sampling, seed=seed, policy_version=version) for seed in seeds)
+    )
+
+
+def loss_of(model: torch.nn.Module, answers: list, device: torch.device) -> tuple[torch.Tensor, float, float]:
+    """The loss, the mean reward, and the largest gap (nats) between the engine's log-probabilities and the model's."""
+    rewards = torch.tensor([len(set(answer.token_ids)) / len(answer.token_ids) for answer in answers], device=device)
+    advantages, losses, gap = rewards - rewards.mean(), [], 0.0
+    for answer, advantage in zip(answers, advantages, strict=True):
+        ids = torch.tensor([PROMPT + answer.token_ids], device=device)
+        logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        logprobs = logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1)[len(PROMPT) - 1 :]
+        gap = max(gap, (logprobs.detach().cpu() - torch.tensor(answer.logprobs)).abs().max().item())
+        losses.append(-advantage * logprobs.sum())
+    return torch.stack(losses).mean(), rewards.mean().item(), gap
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="folder of a model in Hugging Face format")
+    parser.add_argument("--steps", type=int, default=3)
+    arguments = parser.parse_args()
+    accelerator = Accelerator()
+    if (deepspeed := accelerator.state.deepspeed_plugin) is not None:  # there is no data loader that would tell
+        deepspeed.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    policy = PreparedPolicy(model, optimizer)
+    settings = EngineSettings(
+        arguments.model, 64, kv_cache_bytes=64 << 20, worker_extension=WORKER_EXTENSION, plain_cpu_weights=True
+    )
+    engine = Engine(settings)
+    leader = Leader.start(engine, SECONDS)  # vLLM in processes of its own, and a thread that talks to them
+    with tempfile.TemporaryDirectory() as sockets:
+        source = policy.weight_source(torch.float32)
+        manager = ShardingManager(source, accelerator.device, SyncSettings(), Path(sockets), leader=leader)
+        try:
+            manager.connect()
+            manager.sleep()
+            for step in range(arguments.steps):
+                first = ANSWERS * (step * accelerator.num_processes + accelerator.process_index)
+                with manager.generation_shift(policy):  # the engine is awake, at the policy's version
+                    job = sample(engine, policy.version, range(first, first + ANSWERS))
+                    answers = leader.thread.run(job, SECONDS, "sampling")
+                loss, reward, gap = loss_of(model, answers, accelerator.device)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                rank, verified = accelerator.process_index, manager.report.verified
+                print(f"rank {rank} step {step} reward {reward:.3f} gap {gap:.1e} verified {verified}", flush=True)
+        finally:
+            manager.close()
+            leader.close()
+            accelerator.end_training()
+
+
+if __name__ == "__main__":  # engines are processes of their own
+    main()

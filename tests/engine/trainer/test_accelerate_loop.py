@@ -1,0 +1,37 @@
+"""The loop of one's own with Accelerate, scripts/examples/accelerate_loop.py: it samples, sleeps, trains and syncs."""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.forked import ENGINES, PYTHON
+
+LINE = re.compile(r"^rank (\d) step (\d) reward [\d.]+ gap ([\d.e+-]+) verified (\w+)$", re.MULTILINE)
+ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "DS_ACCELERATOR": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind"), [(1, {}), (2, {}), (2, ZERO_2)], ids=["alone", "two ranks by DDP", "two ranks by DeepSpeed"]
+)
+def test_what_accelerate_prepared_is_what_the_engines_sample_by(
+    tiny_qwen2: Path, tmp_path: Path, ranks: int, kind: dict[str, str]
+) -> None:
+    """Both ranks begin with the same weights, and each engine's log-probabilities are its model's after every step."""
+    python = tmp_path / "python"  # which torchrun starts ranks by, here forked ones
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(PYTHON)} "$@"\n')
+    python.chmod(0o755)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), ENGINES: "1", "ACCELERATE_USE_CPU": "true", **kind}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    done = subprocess.run(
+        [*PYTHON, *torchrun, str(ROOT / "scripts" / "examples" / "accelerate_loop.py"), str(tiny_qwen2)],
+        cwd=tmp_path, env=environment | {"PYTHON_EXEC": str(python)}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = sorted(LINE.findall(done.stdout))
+    assert [(rank, step) for rank, step, _, _ in lines] == [(str(r), str(s)) for r in range(ranks) for s in range(3)]
+    assert all(float(gap) < 1e-4 and verified == "full" for *_, gap, verified in lines), done.stdout

@@ -1,0 +1,68 @@
+"""A policy that Accelerate has prepared, for a training loop of one's own that samples from an engine."""
+
+from typing import Literal
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+
+from sharding.send.source import FsdpWeightSource
+from trainer.errors import UserError
+from trainer.policy.hf_format import checkpoint_views, parameter_names
+from trainer.policy.offload import Offloadable
+
+
+class PreparedPolicy(Offloadable):
+    """The model and the optimizer that `Accelerator.prepare` returned, as a `ShardingManager` asks for a policy.
+
+    The model is one of Transformers', under DDP, FSDP2 or DeepSpeed, or on one process. Its version is the number of
+    optimizer steps since it was prepared, which nobody has to report: a hook counts them.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, offload: Literal["none", "optimizer", "all"] = "none"
+    ) -> None:
+        """`offload`: what of the memory on a GPU is put away while the engine is awake.
+
+        Raises UserError for DeepSpeed with `offload`, since its buffers are its own to move.
+        """
+        self._prepared, self._steps = model, 0
+        self.model = extract_model_from_parallel(model, keep_torch_compile=False)
+        self._inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        self._is_deepspeed = hasattr(model, "global_steps")
+        if not self._is_deepspeed:
+            self._inner.register_step_post_hook(self._count)
+        elif offload != "none":
+            raise UserError("offload must be none with DeepSpeed: set offload_optimizer in its own configuration")
+        super().__init__(
+            offload,
+            state=lambda: (t for state in self._inner.state.values() for t in state.values() if torch.is_tensor(t)),
+            weights=self.model.parameters,
+        )
+
+    def _count(self, *_: object) -> None:
+        self._steps += 1
+
+    @property
+    def version(self) -> int:
+        """The number of optimizer steps so far."""
+        return int(self._prepared.global_steps) if self._is_deepspeed else self._steps  # type: ignore[arg-type]
+
+    def weight_source(self, dtype: torch.dtype) -> FsdpWeightSource:
+        """The weights under their checkpoint names, to be sent in `dtype`, the engine's."""
+        return FsdpWeightSource(
+            [*parameter_names(self.model).items()],
+            dtype,
+            lambda name, shape: checkpoint_views(self.model, name, shape),
+        )
+
+    @torch.no_grad()
+    def score_tokens(self, token_ids: list[int]) -> list[float]:
+        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`. Collective: all ranks call it."""
+        training = self._prepared.training
+        self._prepared.eval()
+        ids = torch.tensor([token_ids], device=next(self.model.parameters()).device)
+        logprobs = self._prepared(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        self._prepared.train(training)
+        scores: list[float] = logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1).tolist()
+        return scores
