@@ -9,7 +9,7 @@ _BLOCK, _WHOLE, _LAST = 32768, 1, 4
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """Records (`wandb_internal_pb2.Record`) of a `.wandb` file, which is LevelDB's log behind seven bytes of its own."""
+    """Records (`wandb_internal_pb2.Record`) of a `.wandb` file: LevelDB's log behind seven bytes of its own."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     log, at, data = file.read_bytes(), 7, b""
