@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
 from generation.engine.sampling import SamplingSettings
 from sharding.apart.broadcast import CollectiveSender
 from sharding.send.push import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from tests.colocated import HfPolicy, start_engine, stop
+from tests.nemo_worker import NemoWorker
 from trainer.commands.tiny_model import make_tiny_model
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
@@ -25,7 +25,7 @@ def test_weights_reach_an_engine_on_another_gpu(tmp_path: Path) -> None:
         pytest.skip("NCCL joins no two processes on one GPU: needs two")
     folder = make_tiny_model(tmp_path / "model", hidden_size=512, heads=8, kv_heads=4, layers=8)
     cuda = {"device_indices": (1,), "kv_cache_bytes": 1 << 30, "gpu_memory_utilization": 0.1, "dtype": "bfloat16"}
-    leader = start_engine(folder, kind=VllmAsyncGenerationWorker, **cuda)
+    leader = start_engine(folder, kind=NemoWorker, **cuda)
     policy = HfPolicy(folder, "cuda:0", torch.bfloat16)
     layout = lambda name, shape: checkpoint_views(policy.model, name, shape)  # noqa: E731
     source = FsdpWeightSource(list(parameter_names(policy.model).items()), torch.bfloat16, layout)

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from generation.compat.nemo.batch import (
     BatchedDataDict,
@@ -16,10 +16,16 @@ from generation.compat.nemo.batch import (
     text_output,
     text_rows,
 )
-from generation.compat.nemo.config import VllmConfig, engine_settings, pad_token_id, sampling_settings
+from generation.compat.nemo.config import (
+    VllmConfig,
+    counted_gpus,
+    engine_settings,
+    pad_token_id,
+    sampling_settings,
+)
 from generation.engine.engine import Engine
+from generation.engine.lifecycle import Memory
 from generation.engine.sampling import SamplingSettings, sample_seed
-from generation.engine.settings import EngineSettings
 from generation.engine.thread import as_ready
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
@@ -31,27 +37,32 @@ class VllmAsyncGenerationWorker(Engine):
 
     def __init__(
         self,
-        settings: EngineSettings,
-        sampling: SamplingSettings | None = None,
-        pad_token_id: int = 0,
-        expose_http_server: bool = False,
+        config: VllmConfig,
+        bundle_indices: Sequence[int] | None = None,
+        fraction_of_gpus: float = 1.0,
+        seed: int | None = None,
     ) -> None:
-        super().__init__(settings)
-        self.sampling, self.pad_token_id = sampling, pad_token_id
+        """A worker that is not started yet; ValueError names what it cannot be.
+
+        Args:
+            bundle_indices: the devices of the engine, which holds all workers of its tied group; see `engine_settings`.
+            fraction_of_gpus: the share of a GPU that Ray counts, with `vllm_cfg.backend` ray; 1.0 without.
+            seed: replaces the configuration's.
+        """
+        super().__init__(engine_settings(config, bundle_indices, seed))
+        counted_gpus(config, fraction_of_gpus)
+        self.sampling, self.pad_token_id = sampling_settings(config), pad_token_id(config)
         self.device_ids: list[str] = []  # the device of each worker, known after `post_init_async`
         self.server: OpenAIServer | None = None  # started by `post_init_async` if it was asked to
-        self._expose_http_server = expose_http_server
+        self._expose_http_server = config["vllm_cfg"].get("expose_http_server", False)
         self._calls = itertools.count()  # seeds are made of a call's number
 
-    @classmethod
-    def from_config(cls, config: VllmConfig, device_indices: Sequence[int] = (), seed: int | None = None) -> Self:
-        """A worker for a `VllmConfig`, not yet started; on CPU without `device_indices`."""
-        settings, sampling = engine_settings(config, device_indices, seed), sampling_settings(config)
-        serve = config["vllm_cfg"].get("expose_http_server", False)
-        return cls(settings, sampling, pad_token_id(config), serve)
-
     async def post_init_async(self) -> None:
-        """After `start`: learn the workers' devices, adopt loaded weights as version 0, start the server."""
+        """Start the engine, unless `start` has. Then learn the workers' devices, adopt loaded weights as version 0, and
+        start the server.
+        """
+        if self.is_closed:
+            await self.start()
         self.device_ids = await self.report_device_id_async()
         if self.settings.load_format != "dummy":
             self.state.adopt_checkpoint(0)
@@ -91,8 +102,6 @@ class VllmAsyncGenerationWorker(Engine):
 
     def _sampling(self, stop: list[str], greedy: bool) -> SamplingSettings:
         """This worker's settings, with a sample's own stop strings added."""
-        if self.sampling is None:
-            raise ValueError("this worker has no sampling settings: construct it with some, or with from_config")
         if (stop or self.sampling.stop) and not self.has_tokenizer:
             raise ValueError("stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init to false")
         temperature = 0.0 if greedy else self.sampling.temperature
@@ -135,8 +144,16 @@ class VllmAsyncGenerationWorker(Engine):
         return [str(torch.cuda.get_device_properties(index).uuid) for index in self.settings.device_indices]
 
     reset_prefix_cache_async = Engine.reset_prefix_cache
-    sleep_async = Engine.sleep
-    wake_up_async = Engine.wake
+
+    async def sleep_async(self, level: int = 2) -> None:
+        """Give memory back, if the engine is not asleep already; see `Engine.sleep`."""
+        if self.state.memory is not Memory.ASLEEP:
+            await self.sleep(level)
+
+    async def wake_up_async(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what is not held already of the memory called `tags`; all of it by default."""
+        held = {Memory.AWAKE: {"weights", "kv_cache"}, Memory.WEIGHTS: {"weights"}}.get(self.state.memory, set())
+        await self.wake([tag for tag in (("weights", "kv_cache") if tags is None else tags) if tag not in held])
 
     async def init_collective_async(
         self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int, timeout_s: float = 300.0

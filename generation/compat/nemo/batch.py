@@ -187,7 +187,7 @@ class GenerationInterface(ABC):
     """A generation backend. Every failure is raised: what returns a bool returns True."""
 
     @abstractmethod
-    def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> list[Future[None]]:
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Future[None]]:
         """Start joining the group that weights are broadcast in; wait for the futures when trainer ranks join, too."""
 
     @abstractmethod

@@ -8,8 +8,9 @@ from typing import Any, NotRequired, TypedDict
 
 import psutil
 
-from generation.compat.nemo.batch import GenerationConfig
+from generation.compat.nemo.batch import ColocatedConfig, GenerationConfig
 from generation.engine.sampling import SamplingSettings
+from generation.engine.devices import device_count
 from generation.engine.settings import EngineSettings, cpu_places, kv_elements
 
 MAX_NUM_SEQS = 64
@@ -35,10 +36,11 @@ class VllmSpecificArgs(TypedDict):
     async_engine: NotRequired[bool]  # either value: every engine serves the blocking and the asynchronous methods
     expose_http_server: NotRequired[bool]  # the OpenAI-compatible API, on the loopback interface
     num_replicas: NotRequired[int]  # engines, each with tensor_parallel_size devices of its own
+    backend: NotRequired[str]  # "local": engines are child processes; "ray": each is an actor, wherever Ray places it
     seed: NotRequired[int]  # decides, with a request's place, what is sampled
 
 
-_OWN = {"async_engine", "expose_http_server", "num_replicas", "precision", "expert_parallel_size"}
+_OWN = {"async_engine", "backend", "expose_http_server", "num_replicas", "precision", "expert_parallel_size"}
 """Keys of `vllm_cfg` that are not vLLM's names of engine arguments."""
 
 
@@ -53,8 +55,12 @@ class VllmConfig(GenerationConfig):
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise a ValueError that names what is missing from a `VllmConfig`, unknown in it, or out of its range."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config must be a VllmConfig, which is a dictionary, not {type(config).__name__}")
     _check_keys("generation", config, VllmConfig)
     _check_keys("generation.vllm_cfg", config["vllm_cfg"], VllmSpecificArgs)
+    shared = config.get("colocated") or ColocatedConfig(enabled=False)
+    _check_keys("generation.colocated", shared, ColocatedConfig)
     top_k, top_p, stop = config.get("top_k"), config.get("top_p", 1.0), config.get("stop_strings")
     rules = {
         "backend": (config["backend"] == "vllm", "'vllm'"),
@@ -64,6 +70,8 @@ def check_config(config: Mapping[str, Any]) -> None:
         "top_k": (top_k is None or top_k == -1 or top_k >= 1, "at least 1, or -1 or None for all tokens"),
         "stop_strings": (not isinstance(stop, str), "a list of strings"),
     }
+    counted = "left out: an engine takes tensor_parallel_size devices, and vllm_cfg.num_replicas says how many engines"
+    _check(shared, "generation.colocated", {"resources": (not any((shared.get("resources") or {}).values()), counted)})
     _check(config, "generation", rules)
     engine: Mapping[str, Any] = config["vllm_cfg"]
     size, share = engine.get("tensor_parallel_size", 1), engine.get("gpu_memory_utilization", 1.0)
@@ -76,6 +84,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         "pipeline_parallel_size": (engine.get("pipeline_parallel_size", 1) == 1, one_stage),
         "expert_parallel_size": (experts, f"1, or {size} as tensor_parallel_size"),
         "gpu_memory_utilization": (0 < share <= 1, "more than 0, and 1 at most"),
+        "backend": (engine.get("backend", "local") in ("local", "ray"), "local or ray"),
         "precision": (engine.get("precision", "float32") in ("float32", "bfloat16"), "float32 or bfloat16"),
         "load_format": (engine.get("load_format") != "dummy" or extension is not None, updates),
     }
@@ -128,14 +137,19 @@ def sampling_settings(config: Mapping[str, Any]) -> SamplingSettings:
 
 
 def engine_settings(
-    config: Mapping[str, Any], device_indices: Sequence[int] = (), seed: int | None = None
+    config: Mapping[str, Any], bundle_indices: Sequence[int] | None = None, seed: int | None = None
 ) -> EngineSettings:
-    """One replica's engine: on these CUDA devices, or on CPU where there are none."""
+    """One replica's engine: on these of the CUDA devices that this process sees, by default the first ones. Where it
+    sees none, these are cores, to which the workers are bound if they are several.
+    """
     check_config(config)
     engine: Mapping[str, Any] = config["vllm_cfg"]
-    size, on_cpu = engine.get("tensor_parallel_size", 1), not device_indices
-    if device_indices and len(device_indices) != size:
-        raise ValueError(f"an engine with tensor_parallel_size {size} needs {size} devices, not {len(device_indices)}")
+    size, devices = engine.get("tensor_parallel_size", 1), device_count()
+    bundle, on_cpu = tuple(range(size) if bundle_indices is None else bundle_indices), devices == 0
+    if len(bundle) != size:
+        raise ValueError(f"bundle_indices {[*bundle]}: an engine with tensor_parallel_size {size} needs {size} of them")
+    if any(index < 0 or index >= devices and not on_cpu for index in bundle):
+        raise ValueError(f"bundle_indices {[*bundle]}: the devices here are 0 to {devices - 1}")
     arguments: dict[str, Any] = {
         "model": config["model_name"],
         "dtype": engine.get("precision", "float32" if on_cpu else "bfloat16"),
@@ -151,8 +165,8 @@ def engine_settings(
         arguments["seed"] = seed
     if on_cpu and arguments.get("kv_cache_memory_bytes") is None:
         arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(config)
-    places = cpu_places(range(size), size * replicas(config)) if on_cpu else {}
-    return EngineSettings.from_vllm(arguments, sleep=colocated(config), device_indices=tuple(device_indices), **places)
+    places = cpu_places(bundle, size * replicas(config)) if on_cpu else {"device_indices": bundle}
+    return EngineSettings.from_vllm(arguments, sleep=colocated(config), **places)
 
 
 def _cpu_kv_cache_bytes(config: Mapping[str, Any]) -> int:
@@ -188,3 +202,24 @@ def colocated(config: Mapping[str, Any]) -> bool:
 def replicas(config: Mapping[str, Any]) -> int:
     """Number of engines."""
     return int(config["vllm_cfg"].get("num_replicas", 1))
+
+
+def on_ray(config: Mapping[str, Any]) -> bool:
+    """True if engines are to be Ray actors."""
+    return config["vllm_cfg"].get("backend", "local") == "ray"
+
+
+def counted_gpus(config: Mapping[str, Any], fraction_of_gpus: float) -> float:
+    """GPUs that Ray counts for an engine. ValueError where nothing counts shares of them, or Ray cannot."""
+    size = config["vllm_cfg"].get("tensor_parallel_size", 1)
+    if fraction_of_gpus != 1.0 and not on_ray(config):
+        raise ValueError(
+            f"fraction_of_gpus is {fraction_of_gpus}, but only Ray counts shares of GPUs: leave it at 1.0 (the share of "
+            "memory is vllm_cfg.gpu_memory_utilization), or set vllm_cfg.backend to ray"
+        )
+    if not 0 < fraction_of_gpus <= 1 or (size > 1 and fraction_of_gpus != 1.0):
+        wanted = (
+            "1.0, since Ray gives an engine of several GPUs whole ones" if size > 1 else "more than 0, and 1 at most"
+        )
+        raise ValueError(f"fraction_of_gpus is {fraction_of_gpus}: it must be {wanted}")
+    return size * fraction_of_gpus

@@ -25,7 +25,6 @@ from generation.compat.nemo.batch import (
 from generation.compat.nemo.config import VllmConfig, check_config, colocated, pad_token_id, replicas
 from generation.engine.devices import device_count
 from generation.engine.engine import Leader
-from generation.engine.lifecycle import Memory
 from generation.engine.thread import as_ready
 from generation.exact_ids import Generation
 
@@ -80,13 +79,18 @@ class VllmGenerationWorker(_Batches, EngineLoad):
     """A started engine. Its methods may be called from any thread except the engine's, and wait `timeout` seconds."""
 
     def __init__(
-        self, config: VllmConfig, device_indices: Sequence[int] = (), seed: int | None = None, timeout: float = 1800.0
+        self,
+        config: VllmConfig,
+        bundle_indices: Sequence[int] | None = None,
+        fraction_of_gpus: float = 1.0,
+        seed: int | None = None,
+        timeout: float = 1800.0,
     ) -> None:
-        """Start the engine on these CUDA devices, or on CPU where there are none; `seed` replaces the config's."""
+        """Start the engine; arguments as `VllmAsyncGenerationWorker`'s."""
         super().__init__()
         self.timeout, self.workers = timeout, [self]
         self._pad, self._calls = pad_token_id(config), itertools.count()
-        self.engine = VllmAsyncGenerationWorker.from_config(config, device_indices, seed)
+        self.engine = VllmAsyncGenerationWorker(config, bundle_indices, fraction_of_gpus, seed)
         self._leader = Leader.start(self.engine, timeout)
         self.thread = self._leader.thread  # on its loop run the coroutines of `engine`
         try:
@@ -98,41 +102,34 @@ class VllmGenerationWorker(_Batches, EngineLoad):
     def _choose(self, _: Any) -> int:
         return 0
 
-    def _counted(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the engine's loop, counted as a request until it ends."""
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start one of the asynchronous worker's methods."""
+        return self.thread.submit(getattr(self.engine, method)(*args, **kwargs))
+
+    def _counted(self, method: str, *args: Any) -> Future[Any]:
+        """The same, counted as a request until it ends."""
         self.submitted()
-        future = self.thread.submit(coroutine)
+        future = self.submit(method, *args)
         future.add_done_callback(lambda _: self.finished())
         return future
 
     def answer(self, row: Row, greedy: bool, call: int) -> Future[Generation]:
         """Start to generate for one sample of a batch; see `VllmAsyncGenerationWorker.answer`."""
-        return self._counted(self.engine.answer(row, greedy, call))
+        return self._counted("answer", row, greedy, call)
 
     def answer_text(self, row: Row, greedy: bool, call: int) -> Future[tuple[str, str]]:
         """Start to generate for one text."""
-        return self._counted(self.engine.answer_text(row, greedy, call))
+        return self._counted("answer_text", row, greedy, call)
 
     def __getattr__(self, name: str) -> Any:
         """The asynchronous worker's `NAME_async` for NAME, blocking: `report_device_id`, `init_collective`,
-        `prepare_refit_info`, `update_weights_via_ipc_zmq`, `update_weights_from_collective`, `reset_prefix_cache`.
+        `prepare_refit_info`, `update_weights_via_ipc_zmq`, `update_weights_from_collective`, `reset_prefix_cache`,
+        `sleep`, `wake_up`.
         """
         method = None if "engine" not in self.__dict__ else getattr(self.engine, f"{name}_async", None)
         if method is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return lambda *args, **kwargs: self._wait(method(*args, **kwargs), name.replace("_", " "))
-
-    def sleep(self, level: int = 2) -> None:
-        """Give memory back, if the engine is not asleep already; see `Engine.sleep`."""
-        if self.engine.state.memory is not Memory.ASLEEP:
-            self._wait(self.engine.sleep(level), "putting the engine to sleep")
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take back what is not held already of the memory called `tags`; all of it by default."""
-        held = {Memory.AWAKE: {"weights", "kv_cache"}, Memory.WEIGHTS: {"weights"}}
-        wanted = ("weights", "kv_cache") if tags is None else tags
-        missing = [tag for tag in wanted if tag not in held.get(self.engine.state.memory, set())]
-        self._wait(self.engine.wake(missing), "waking the engine")
 
     def shutdown(self) -> None:
         """Stop the server, the engine's processes and the loop; safe to call twice."""
@@ -174,9 +171,9 @@ class VllmGeneration(_Batches, GenerationInterface):
         self._pad, self._calls = pad_token_id(config), itertools.count()
         self._end = weakref.finalize(self, _stop, self.workers)
         try:
-            for devices in _devices(config):
+            for bundle in _bundles(config):
                 # One after the other: an engine is started with an environment of its own, and there is only one.
-                self.workers.append(VllmGenerationWorker(config, devices, timeout=timeout))
+                self.workers.append(VllmGenerationWorker(config, bundle, timeout=timeout))
         except BaseException:
             self.shutdown()
             raise
@@ -239,12 +236,23 @@ class VllmGeneration(_Batches, GenerationInterface):
             worker.reset_prefix_cache()
         return True
 
-    def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> list[Future[None]]:
-        """Let every engine's workers join a weights group at `ip`:`port`; a future for each engine."""
-        size = (world_size - train_world_size) // len(self.workers)
+    def init_collective(
+        self, ip: str, port: int, world_size: int, train_world_size: int | None = None
+    ) -> list[Future[None]]:
+        """Let every engine's workers join a weights group at `ip`:`port`; a future for each engine. The trainer's ranks
+        come first, by default all that engines leave; ValueError for a world that does not divide so.
+        """
+        size = self.config["vllm_cfg"].get("tensor_parallel_size", 1)
+        left = world_size - size * len(self.workers)
+        train_world_size = left if train_world_size is None else train_world_size
+        if left < 1 or left != train_world_size:
+            raise ValueError(
+                f"a world of {world_size} with {train_world_size} of the trainer does not fit {len(self.workers)} "
+                f"engines of {size} workers: world_size must be the trainer's, 1 or more, and {world_size - left}"
+            )
         return [
-            w.thread.submit(w.engine.init_collective_async(number * size, ip, port, world_size, train_world_size))
-            for number, w in enumerate(self.workers)
+            worker.submit("init_collective_async", number * size, ip, port, world_size, train_world_size)
+            for number, worker in enumerate(self.workers)
         ]
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
@@ -254,11 +262,11 @@ class VllmGeneration(_Batches, GenerationInterface):
 
     def update_weights_via_ipc_zmq(self) -> list[Future[bool]]:
         """Let all engines take an update from the ranks of their machine; a future for each."""
-        return [w.thread.submit(w.engine.update_weights_via_ipc_zmq_async()) for w in self.workers]
+        return [worker.submit("update_weights_via_ipc_zmq_async") for worker in self.workers]
 
     def update_weights_from_collective(self) -> list[Future[bool]]:
         """Let all engines take an update from the group they joined; a future for each."""
-        return [w.thread.submit(w.engine.update_weights_from_collective_async()) for w in self.workers]
+        return [worker.submit("update_weights_from_collective_async") for worker in self.workers]
 
     def shutdown(self) -> bool:
         """End all engines; safe to call twice."""
@@ -275,13 +283,11 @@ def _stop(workers: list[VllmGenerationWorker]) -> None:
         worker.shutdown()
 
 
-def _devices(config: VllmConfig) -> list[range]:
-    """Each engine's CUDA devices; empty ranges on a machine without any."""
+def _bundles(config: VllmConfig) -> list[range]:
+    """Each engine's CUDA devices; its cores, on a machine without any."""
     size, count = config["vllm_cfg"].get("tensor_parallel_size", 1), replicas(config)
     available = device_count()
-    if available == 0:
-        return [range(0)] * count
-    if size * count > available:
+    if 0 < available < size * count:
         raise ValueError(
             f"{count} engines with tensor_parallel_size {size} need {size * count} devices, here are {available}: "
             "lower generation.vllm_cfg.num_replicas or tensor_parallel_size"

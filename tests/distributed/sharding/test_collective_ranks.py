@@ -16,7 +16,6 @@ def check_ranks(model: str, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
     from generation.engine.engine import Leader
     from generation.engine.sampling import SamplingSettings
     from generation.engine.settings import EngineSettings
@@ -27,6 +26,7 @@ def check_ranks(model: str, folder: str) -> None:
     from sharding.send.push import SyncSettings
     from sharding.send.source import FsdpWeightSource
     from tests.colocated import HfPolicy, stop
+    from tests.nemo_worker import NemoWorker
     from tests.sliced import Episodes
     from trainer.distributed import destroy_process_group, init_process_group
     from trainer.policy.hf_format import checkpoint_views, parameter_names
@@ -39,7 +39,7 @@ def check_ranks(model: str, folder: str) -> None:
             "keyed_noise": True,
         }
         settings = EngineSettings(model, 128, kv_cache_bytes=16 << 20, plain_cpu_weights=True, **two)  # type: ignore
-        return Leader.start(VllmAsyncGenerationWorker(settings), 270)
+        return Leader.start(NemoWorker(settings), 270)
 
     init_process_group(280, "cpu")
     leader = start_engine() if rank() == 0 else None

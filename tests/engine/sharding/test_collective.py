@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
 from generation.engine.sampling import SamplingSettings
 from sharding.apart.broadcast import CollectiveSender, engine_ranks
 from sharding.apart.storage import StorageWriter
@@ -21,6 +20,7 @@ from sharding.send.source import FsdpWeightSource, StreamSource
 from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import checkpoint_manifest, differences
 from tests.colocated import HfPolicy, start_engine, stop
+from tests.nemo_worker import NemoWorker
 from tests.conftest import TinyModel
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
@@ -34,7 +34,7 @@ class Apart:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.policy = HfPolicy(folder)
-        self.engines = [start_engine(folder, plain, VllmAsyncGenerationWorker) for plain in (True, False)]
+        self.engines = [start_engine(folder, plain, NemoWorker) for plain in (True, False)]
         self.sender = self.join(SETTINGS)
 
     def source(self) -> FsdpWeightSource:

@@ -163,7 +163,7 @@ generation:
 def test_an_asynchronous_worker_by_itself_on_the_yaml_of_nemo_rl(model: Path) -> None:
     thread = EngineThread()
     yaml_config = yaml.safe_load(SEED_002_YAML)["generation"] | {"model_name": str(model)}
-    worker = VllmAsyncGenerationWorker.from_config(yaml_config)
+    worker = VllmAsyncGenerationWorker(yaml_config)
 
     async def live() -> None:
         await worker.start()

@@ -3,6 +3,7 @@ configurations, and what a backend is.
 """
 
 import asyncio
+import os
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
+from generation.compat.nemo import config as config_module
 from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
 from generation.compat.nemo.batch import BatchedDataDict, GenerationInterface, padded_output, rows_of, sequence_output
 from generation.compat.nemo.config import (
     VllmConfig,
     check_config,
     configure_generation_config,
+    counted_gpus,
     engine_settings,
     pad_token_id,
     sampling_settings,
 )
-from generation.compat.nemo.generation import collected
+from generation.compat.nemo.generation import VllmGeneration, collected
 from generation.engine.lifecycle import EngineStateError
+from generation.engine.settings import EngineSettings
 from generation.engine.thread import as_ready
 from generation.exact_ids import Generation
 from sharding import WORKER_EXTENSION
@@ -199,7 +203,6 @@ def test_a_configuration_becomes_settings() -> None:
     assert engine.extra == {"skip_tokenizer_init": True, "block_size": 16}
     assert pad_token_id(config) == 0
     assert pad_token_id({**config, "_pad_token_id": 5}) == 5
-    assert engine_settings(config, device_indices=(3,)).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -218,6 +221,9 @@ def test_a_configuration_becomes_settings() -> None:
         ({"vllm_cfg": {"max_model_len": 8, "expert_parallel_size": 3}}, "expert_parallel_size"),
         ({"vllm_cfg": {"max_model_len": 8, "precision": "half"}}, "it must be float32 or bfloat16"),
         ({"vllm_cfg": {"max_model_len": 8, "gpu_memory_utilization": 9}}, "gpu_memory_utilization"),
+        ({"vllm_cfg": {"max_model_len": 8, "backend": "mp"}}, "vllm_cfg.backend is 'mp': it must be local or ray"),
+        ({"colocated": {"enable": True}}, "generation.colocated has no key enable"),
+        ({"colocated": {"enabled": False, "resources": {"num_nodes": 2}}}, "num_replicas says how many engines"),
         ({"vllm_kwargs": {}}, r"load_format is 'dummy': .*worker_extension_cls sharding\.WORKER_EXTENSION"),
     ],
 )
@@ -259,22 +265,73 @@ def test_on_cpu_the_cache_holds_the_longest_sequences_and_no_more(tiny_qwen2: Pa
         engine_settings({**CONFIG, "vllm_cfg": engine})
 
 
+def test_bundles_are_devices_or_cores_of_the_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = VllmConfig({**CONFIG, "vllm_cfg": CONFIG["vllm_cfg"] | {"tensor_parallel_size": 2}})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+    for bundle, cores in (None, (4, 5)), ([2, 3], (6, 7)):
+        settings = VllmAsyncGenerationWorker(two, bundle).settings
+        assert (settings.cpu_cores, settings.device_indices, settings.dtype) == (cores, (), "float32")
+    monkeypatch.setattr(config_module, "device_count", lambda: 4)
+    for bundle, devices in (None, (0, 1)), ([2, 3], (2, 3)):
+        settings = VllmAsyncGenerationWorker(two, bundle, seed=3).settings
+        assert (settings.device_indices, settings.dtype, settings.seed) == (devices, "bfloat16", 3)
+    for bundle, complaint in ([3], "needs 2 of them"), ([3, 4], r"\[3, 4\]: the devices here are 0 to 3"):
+        with pytest.raises(ValueError, match=complaint):
+            VllmAsyncGenerationWorker(two, bundle)
+
+
+def test_shares_of_a_gpu_are_for_ray_to_count() -> None:
+    def on_ray(size: int) -> VllmConfig:
+        engine = CONFIG["vllm_cfg"] | {"backend": "ray", "tensor_parallel_size": size}
+        return VllmConfig({**CONFIG, "vllm_cfg": engine})  # type: ignore[typeddict-item]
+
+    assert counted_gpus(CONFIG, 1.0) == 1 and counted_gpus(on_ray(1), 0.5) == 0.5 and counted_gpus(on_ray(2), 1.0) == 2
+    with pytest.raises(ValueError, match="0.5, but only Ray counts shares .*vllm_cfg.gpu_memory_utilization"):
+        VllmAsyncGenerationWorker(CONFIG, fraction_of_gpus=0.5)
+    for size, share in (1, 0.0), (1, 1.5), (2, 0.5):
+        with pytest.raises(ValueError, match=f"fraction_of_gpus is {share}: it must be"):
+            VllmAsyncGenerationWorker(on_ray(size), fraction_of_gpus=share)
+
+
+def test_a_worker_is_made_of_a_configuration_only() -> None:
+    with pytest.raises(TypeError, match="config must be a VllmConfig, which is a dictionary, not EngineSettings"):
+        VllmAsyncGenerationWorker(EngineSettings("model", 64))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("world", "trainers"), [(3, None), (5, 2), (4, 1), (2, None), (2, 0)])
+def test_a_world_without_the_trainers_ranks_is_the_engines(world: int, trainers: int | None) -> None:
+    generation = VllmGeneration.__new__(VllmGeneration)
+    generation.config, joined = CONFIG, list[Any]()
+    worker = SimpleNamespace(submit=lambda *call: joined.append(call))
+    generation.workers = [worker, worker]  # type: ignore[list-item]
+    if world - 2 == (trainers or world - 2) > 0:
+        generation.init_collective("ip", 1, world, trainers)  # type: ignore[arg-type]
+        assert joined == [("init_collective_async", number, "ip", 1, world, world - 2) for number in range(2)]
+    else:
+        with pytest.raises(ValueError, match=f"a world of {world} .* 2 engines of 1 workers: world_size must be"):
+            generation.init_collective("ip", 1, world, trainers)
+
+
 @pytest.mark.covers("N7")
 def test_a_samples_stop_strings_stand_beside_the_configurations() -> None:
     engine = CONFIG["vllm_cfg"] | {"skip_tokenizer_init": False}
     config = VllmConfig({**CONFIG, "stop_strings": ["a"], "vllm_cfg": engine})
-    worker = VllmAsyncGenerationWorker.from_config(config)
+    worker = VllmAsyncGenerationWorker(config)
     assert worker._sampling(["b"], greedy=False) == replace(sampling_settings(config), stop=["a", "b"])
     assert worker._sampling([], greedy=True) == replace(sampling_settings(config), temperature=0.0)
 
 
 @pytest.mark.covers("N12")
 def test_without_a_checkpoint_there_is_nothing_to_generate_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = VllmAsyncGenerationWorker.from_config(CONFIG)
+    worker = VllmAsyncGenerationWorker(CONFIG)
 
     async def devices() -> list[str]:
         return ["cpu:0", "cpu:1"]
 
+    async def start() -> None:
+        pass
+
+    monkeypatch.setattr(worker, "start", start)
     monkeypatch.setattr(worker, "report_device_id_async", devices)
     asyncio.run(worker.post_init_async())
     assert worker.device_ids == ["cpu:0", "cpu:1"]
@@ -285,7 +342,7 @@ def test_without_a_checkpoint_there_is_nothing_to_generate_with(monkeypatch: pyt
 class Smallest(GenerationInterface):
     """A backend with the four methods that NeMo RL asks for."""
 
-    def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> list[Future[None]]:
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Future[None]]:
         return []
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
