@@ -55,49 +55,70 @@ class ActorEngine(Engine):
         await asyncio.to_thread(self.close)  # it stops a task of this loop, too
 
 
-class Replica:
-    """An engine in an actor. `requests`: that it is answering; `started`: when it has been placed and can answer."""
+class Actor:
+    """A Ray actor that holds an engine. Ray is imported when one is made, and not before.
 
-    def __init__(self, settings: EngineSettings, name: str) -> None:
-        """Ask Ray for the actor and start its engine; on the loop that will use it. It takes all devices of its engine
-        as one bundle, so that they are on one node, where Ray tells it which by CUDA_VISIBLE_DEVICES.
-        """
+    Its engine's workers are its children, and all their devices its one bundle, so that they are on one node, where Ray
+    tells it which by CUDA_VISIBLE_DEVICES. The engine queues requests, not Ray.
+    """
+
+    def __init__(self, kind: type[Engine], *arguments: Any, cpus: int, gpus: float, **options: Any) -> None:
+        """Ask Ray for an actor that makes a `kind` of `arguments`; `options` are Ray's own, such as a name."""
         import ray
 
-        workers = settings.tensor_parallel_size
-        needs = {"num_cpus": workers, "num_gpus": workers if settings.device_indices else 0}
-        actor = ray.remote(ActorEngine).options(max_concurrency=1 << 16, **needs)  # the engine queues, not Ray
-        self.name, self.requests = name, 0
-        self._ray, self._actor = ray, actor.remote(settings)
-        self.placed = asyncio.ensure_future(self.call("__ray_ready__"))
-        self.started = asyncio.ensure_future(self.call("start"))
+        self._ray = ray
+        options |= {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 1 << 16}
+        self.handle = ray.remote(kind).options(**options).remote(*arguments)
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Start a method of the engine; what Ray calls the ObjectRef of its result."""
+        return getattr(self.handle, method).remote(*args, **kwargs)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A coroutine method of the engine. Raises what it raises, and ReplicaDied."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        answer = getattr(self._actor, method).remote(*args, **kwargs)
+        """The result of a coroutine method of the engine; cancelling the call cancels the method. Raises what it
+        raises, and Ray's own errors.
+        """
+        answer = self.submit(method, *args, **kwargs)
         try:
             return await answer
         except asyncio.CancelledError:
             self._ray.cancel(answer)
             raise
         except self._ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, EngineDeadError):
-                raise ReplicaDied(f"{self.name}: its engine has ended") from error
-            raise error.cause from error  # the engine's own
+            raise error.cause from error
+
+    def kill(self) -> None:
+        """End the actor, and its engine with it."""
+        self._ray.kill(self.handle)
+
+
+class Replica(Actor):
+    """An engine in an actor. `requests`: that it is answering; `started`: when it has been placed and can answer."""
+
+    def __init__(self, settings: EngineSettings, name: str) -> None:
+        """Ask Ray for the actor and start its engine; on the loop that will use it."""
+        workers = settings.tensor_parallel_size
+        super().__init__(ActorEngine, settings, cpus=workers, gpus=workers if settings.device_indices else 0)
+        self.name, self.requests = name, 0
+        self.placed = asyncio.ensure_future(self.call("__ray_ready__"))
+        self.started = asyncio.ensure_future(self.call("start"))
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """See `Actor`. Raises ReplicaDied instead of what says that the actor, or its engine, has ended."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await super().call(method, *args, **kwargs)
+        except EngineDeadError as error:
+            raise ReplicaDied(f"{self.name}: its engine has ended") from error
         except self._ray.exceptions.RayError as error:
             raise ReplicaDied(f"{self.name}: {str(error).splitlines()[0].rstrip('.')}") from error
 
     def kill(self) -> None:
-        """End the actor, and its engine with it."""
+        """See `Actor`."""
         for task in (self.placed, self.started):
             task.cancel()
-        self._ray.kill(self._actor)
-
-    def stop(self) -> Any:
-        """Have the engine stop; what Ray is to wait for."""
-        return self._actor.shutdown.remote()
+        super().kill()
 
 
 class ReplicatedEngine(Engine):
@@ -283,7 +304,7 @@ class ReplicatedEngine(Engine):
             self._closed, replicas = True, [*self.members, *self._coming]
             self.members, self._coming = [], []
             with suppress(ray.exceptions.RayError):
-                ray.wait([r.stop() for r in replicas], num_returns=len(replicas), timeout=_ANSWER_SECONDS)
+                ray.wait([r.submit("shutdown") for r in replicas], num_returns=len(replicas), timeout=_ANSWER_SECONDS)
             for replica in replicas:
                 with suppress(ray.exceptions.RayError):
                     replica.kill()

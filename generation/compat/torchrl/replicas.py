@@ -5,14 +5,14 @@ when the first actor is made, and not before.
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from generation.compat.load_balancer import EngineLoad
 from generation.engine.devices import device_count
-from generation.engine.engine import Engine
+from generation.engine.replicas import Actor, ActorEngine
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import cache_usage_logger, unfinished_requests
@@ -66,7 +66,7 @@ class UpdateGate:
             updated.set()
 
 
-class ServiceEngine(Engine):
+class ServiceEngine(ActorEngine):
     """An engine with the methods that `AsyncVLLM` calls. All coroutines run on one event loop."""
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -134,10 +134,6 @@ class ServiceEngine(Engine):
             await self.receive(method, *arguments)
         return self.state.version
 
-    async def shutdown(self) -> None:
-        """Stop the engine's processes; safe to call twice."""
-        await asyncio.to_thread(self.close)  # it stops a task of this loop, too
-
 
 class Replica(EngineLoad, ABC):
     """One engine as the service sees it; its load is counted here, at submit and finish."""
@@ -179,16 +175,14 @@ class RayReplica(Replica):
         super().__init__()
         self._settings, self._thread, self._name = settings, thread, name
         self._class = actor_class or ServiceEngine
-        self._actor: Any = None
+        self._actor: Actor | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     def launch(self) -> Future[Any]:
         """Create the actor and start the engine in it."""
-        # One actor takes all devices of its engine, so they are on one node; Ray tells it which by
-        # CUDA_VISIBLE_DEVICES, and the engine's workers are the actor's children. Its engine queues requests, not Ray.
-        options = {"num_cpus": 1, "num_gpus": len(self._settings.device_indices), "max_concurrency": 1 << 16}
-        actor = ray_module().remote(self._class)
-        self._actor = actor.options(name=self._name, namespace="hotbunk", **options).remote(self._settings)
+        named = {"name": self._name, "namespace": "hotbunk"}
+        gpus = len(self._settings.device_indices)
+        self._actor = Actor(self._class, self._settings, cpus=1, gpus=gpus, **named)
         return self._thread.submit(self._start())
 
     async def _start(self) -> None:
@@ -209,15 +203,9 @@ class RayReplica(Replica):
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         return self._thread.submit(self._call(method, *args, **kwargs))
 
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        answer = getattr(self._actor, method).remote(*args, **kwargs)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            ray_module().cancel(answer)
-            raise
-        except ray_module().exceptions.RayTaskError as error:
-            raise error.cause from error  # the actor's own error, as a local replica raises it
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        assert self._actor is not None
+        return self._actor.call(method, *args, **kwargs)
 
     async def close(self) -> None:
         """Stop the engine's processes, then the actor; a dead actor is not an error."""
@@ -228,11 +216,11 @@ class RayReplica(Replica):
         if self._watcher is not None:
             self._watcher.cancel()
         try:
-            await actor.shutdown.remote()
+            await actor.call("shutdown")
         except ray.exceptions.RayError as error:
             log.warning("Actor %s did not stop its engine: %s", self._name, error)
         finally:
-            ray.kill(actor)
+            actor.kill()
 
 
 def ray_module() -> Any:
