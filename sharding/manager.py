@@ -7,7 +7,7 @@ gather without sending, and the failure is raised on all ranks together at the n
 import gc
 import itertools
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +28,9 @@ from sharding.send.push import (
     SyncSettings,
     announce,
     different_weights,
+    futures,
     push,
+    raise_if_failed,
 )
 from sharding.send.source import ShardedSource
 from sharding.send.ways import BucketPlan, Staged, Way
@@ -78,14 +80,22 @@ class ShardingManager:
         """At an address of its own each time: what an earlier worker has sent, or sends yet, is not for this one."""
         return Listener(self._folder, f"weights-{rank()}-{next(self._connections)}")
 
-    def connect(self) -> None:
-        """Pair every rank with the worker on its device. Collective; engines must be running."""
+    def endpoints(self) -> list[dict[str, list[str]]]:
+        """Addresses and secrets of the ranks, by device, for each engine group. Collective."""
         mine = {"device_id": self._device_id, "endpoint": self._channel.endpoint, "secret": self._channel.secret}
-        ranks = exchange(mine)
-        first = rank() // self._group_size * self._group_size
-        endpoints = {r["device_id"]: [r["endpoint"], r["secret"]] for r in ranks[first : first + self._group_size]}
-        connect = ("hotbunk_connect", endpoints, self._way.reader)
+        ranks, size = exchange(mine), self._group_size
+        groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        return [{r["device_id"]: [r["endpoint"], r["secret"]] for r in group} for group in groups]
+
+    def connect(self, calls: Sequence[Any] = ()) -> None:
+        """Pair every rank with the worker on its device. Collective; engines must be running.
+        `calls`: of engines without a leader, on the rank that holds them: those of their `connect_ipc(endpoints)`.
+        """
+        connect = ("hotbunk_connect", self.endpoints()[rank() // self._group_size], self._way.reader)
         self._lead("connecting workers", lambda engine: engine.call_workers(*connect))
+        with agreed("connecting workers"):
+            for call in futures(calls):
+                call.result(self._settings.timeout)
         with agreed("connecting workers"):
             self._channel.accept(self._settings.timeout, self._device_id)
         self._connect_way()
@@ -195,23 +205,40 @@ class ShardingManager:
             if self._leader is not None:
                 self._leader.thread.run(action(self._leader.engine), self._settings.timeout, phase)
 
-    def _sync(self, version: int) -> None:
+    def send(self, version: int, calls: Sequence[Any] = ()) -> SyncReport:
+        """Bring engines without a leader to `version`, and verify it, once their weights' memory is awake. Collective.
+        `calls`: on the rank that holds them, those of their `update_weights_via_ipc_zmq`, which run already.
+        Raises RemoteError: on all ranks, naming the worker and the weight. The engines hold no version until the next
+        complete update.
+        """
+        self.report, running, kind = SyncReport(version), futures(calls), ""
+        waiting_for = f"word from the worker on {self._device_id} that it takes weights"
+        with agreed("starting the update"):
+            while kind != "ready":  # before it there may be the end of an update that broke off
+                message = self._channel.receive(self._settings.timeout, waiting_for, lambda: raise_if_failed(running))
+                kind = message["kind"]
+        with self._timed("sync"):
+            self._sync(version, running)
+        return self.report
+
+    def _sync(self, version: int, calls: "list[Future[Any]] | None" = None) -> None:
+        """`calls`: those that take the update, where the leader is not to start one."""
         if self._broken:
             self._connect_way()
         self._session += 1
-        call: Future[Any] | None = None
+        running = calls or []
         with agreed("starting the update"):  # from here on the engine holds no version, and its workers wait
-            if self._leader is not None:
-                call = self._leader.thread.submit(self._receive(self._leader.engine, version))
+            if self._leader is not None and calls is None:
+                running = [self._leader.thread.submit(self._receive(self._leader.engine, version))]
         timeout = self._settings.timeout
-        link = Link(self._channel, self._session, timeout, lambda: _raise_if_dead(call), self._device_id)
+        link = Link(self._channel, self._session, timeout, lambda: _raise_if_dead(running), self._device_id)
         try:
             check = DigestCheck(self._source, self._parameters, self._settings.verify, version)
             different = self._send(link, version, check)
             self._verify(link, check, different)
-            self._finish(link, call, version)
+            self._finish(link, running)
         except BaseException as error:
-            self._fail(link, call)
+            self._fail(link, running)
             if isinstance(error, RuntimeError) and not isinstance(error, RemoteError) and (whom := dead_ranks()):
                 raise RemoteError(f"rank {rank()} lost contact with {whom} during a weight update: {error}") from error
             raise
@@ -288,7 +315,7 @@ class ShardingManager:
         agree(link.error, "verifying weights")
         self.report.verified = self._settings.verify if self._plain else ""
 
-    def _finish(self, link: Link, call: "Future[Any] | None", version: int) -> None:
+    def _finish(self, link: Link, calls: "list[Future[Any]]") -> None:
         self.report.staging_bytes = 0 if self._way.in_place else BUFFERS * self._plan.capacity
         fewer = isinstance(self._way, Pull) or self._plan.capacity > self._settings.bucket_bytes
         less = self._way.shares or (self._records and fewer)
@@ -300,20 +327,21 @@ class ShardingManager:
         self.report.messages = link.messages
         agree(link.error, "ending the update")
         with agreed("finishing the update"):
-            outcomes = [] if call is None else call.result(self._settings.timeout)
+            results = [call.result(self._settings.timeout) for call in calls]
             self._way.finish(release)
             if self._leader is not None:
+                (outcomes,) = results
                 known = [weights for outcome in outcomes if (weights := outcome.get("unreplayable")) is not None]
                 together = {name: why for weights in known for name, why in weights.items()}
                 self.report.unreplayable = together if known else None
                 found = [set(outcome.get("left_out", [])) for outcome in outcomes]
                 self.report.left_out = sorted(set.intersection(*found)) if found else []
 
-    def _fail(self, link: Link, call: "Future[Any] | None") -> None:
+    def _fail(self, link: Link, calls: "list[Future[Any]]") -> None:
         """Get the workers out of their receive loops; the engine stays without a version until a complete sync."""
         link.abort()
-        if call is not None:
-            wait([call], ABORT_SECONDS)
+        wait(calls, ABORT_SECONDS)
+        for call in calls:
             call.cancel()
         if self._leader is not None:
             self._leader.engine.state.fail_sync()
@@ -329,8 +357,8 @@ class ShardingManager:
             return draw_probe(policy, vocabulary)
 
 
-def _raise_if_dead(call: "Future[Any] | None") -> None:
+def _raise_if_dead(calls: "list[Future[Any]]") -> None:
     """Called while waiting for a worker: a call that ended early means that the engine, or its worker, is gone."""
-    error = call.exception() if call is not None and call.done() else None
-    if error is not None and not isinstance(error, WorkerError):  # what a worker complains of, it tells its rank itself
-        raise SyncError(f"the engine ended during a weight update: {type(error).__name__}: {error}") from error
+    for error in (call.exception() for call in calls if call.done()):
+        if error is not None and not isinstance(error, WorkerError):  # what a worker complains of, it tells its rank
+            raise SyncError(f"the engine ended during a weight update: {type(error).__name__}: {error}") from error

@@ -25,8 +25,10 @@ from sharding.send.push import (
     SyncSettings,
     announce,
     different_weights,
+    futures,
     parameters_to_verify,
     push,
+    raise_if_failed,
 )
 from sharding.send.source import WeightSource
 from sharding.send.ways import BucketPlan, Call
@@ -268,11 +270,11 @@ class CollectiveSender:
         """The weights of every update: checkpoint name -> [shape, dtype]; for the engines' `prepare_refit_info`."""
         return manifest_of(self._parameters)
 
-    def connect(self, calls: Sequence["Future[Any]"] = ()) -> None:
-        """Wait for all workers to join. `calls`, arguments and errors as `Broadcast.meet`."""
-        self._way.meet(calls)
+    def connect(self, calls: Sequence[Any] = ()) -> None:
+        """Wait for all workers to join. `calls`: futures, or Ray's ObjectRefs; otherwise as `Broadcast.meet`."""
+        self._way.meet(futures(calls))
 
-    def send(self, version: int, calls: Sequence["Future[Any]"] = ()) -> SyncReport:
+    def send(self, version: int, calls: Sequence[Any] = ()) -> SyncReport:
         """Bring all engines to `version`, and verify that they hold it. Collective over the trainer's ranks.
         `calls`: the engines' `update_weights_from_collective` calls, which run already. They are waited for; one that
         fails early ends the update at once.
@@ -280,12 +282,13 @@ class CollectiveSender:
         repairs it; when a worker was lost, a new sender and a new `init_collective` are needed, and it says so.
         """
         report, start = SyncReport(version), time.perf_counter()
+        running = futures(calls)
         self.session += 1
         with agreed("starting the update"):
             self._way.begin(version, self._plan)
         peer: Workers | NullPeer = NullPeer()
         if rank() == 0:
-            peer = Workers(self._channels, self.session, self._settings.timeout, lambda: raise_if_failed(calls))
+            peer = Workers(self._channels, self.session, self._settings.timeout, lambda: raise_if_failed(running))
         try:
             self._update(peer, report)
         except BaseException as error:
@@ -296,7 +299,7 @@ class CollectiveSender:
                 self._way.abort(reason)
             raise
         with agreed("the engines' end of the update"):
-            for call in calls:
+            for call in running:
                 call.result(self._settings.timeout)
         self._way.finish(release=True)
         report.seconds["sync"] = time.perf_counter() - start
@@ -333,10 +336,3 @@ class CollectiveSender:
         """Leave the group and stop listening; safe to call twice."""
         self._way.abort("the sender was closed")
         self._channels, self._way.store = [], None
-
-
-def raise_if_failed(calls: Sequence["Future[Any]"]) -> None:
-    """Raise when an engine's call has ended with an error: nobody will answer for that engine."""
-    for call in calls:
-        if call.done() and (error := call.exception()) is not None:
-            raise SyncError(f"an engine's call failed: {type(error).__name__}: {error}") from error

@@ -9,7 +9,8 @@ is trusted: not the cast, the gather, the staging buffer, nor what the worker re
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -76,6 +77,18 @@ class SyncReport:
     left_out: list[str] = field(default_factory=list)
     offloaded: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+def futures(calls: Sequence[Any]) -> "list[Future[Any]]":
+    """Engines' calls as futures: Ray's ObjectRefs have one each."""
+    return [call.future() if hasattr(call, "future") else call for call in calls]
+
+
+def raise_if_failed(calls: Sequence["Future[Any]"]) -> None:
+    """Raise when an engine's call has ended with an error: nobody will answer for that engine."""
+    for call in calls:
+        if call.done() and (error := call.exception()) is not None:
+            raise SyncError(f"an engine's call failed: {type(error).__name__}: {error}") from error
 
 
 class Peer(Protocol):

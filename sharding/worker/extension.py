@@ -115,11 +115,15 @@ class VllmInternalWorkerExtension:
         buckets = (READERS.get(reader) or load(reader))(self)
         self.hotbunk_rank = ChannelCarrier(channel, buckets, "the trainer's rank", self.device)  # type: ignore[attr-defined]
 
-    def update_weights_via_ipc_zmq(self, session: int, timeout_s: float) -> Outcome:
-        """Receive one weight update from this worker's rank; success and failure are reported to the rank, too."""
+    def update_weights_via_ipc_zmq(self, session: int | None, timeout_s: float) -> Outcome:
+        """Receive one weight update from this worker's rank; success and failure are reported to the rank, too.
+        `session`: the number that its messages carry; None: the next that begins, once the rank has heard of the call.
+        """
         if self.hotbunk_rank is None:
             return self._hotbunk_outcome("no rank to receive from: hotbunk_connect comes first")
         self.hotbunk_rank.start(session, timeout_s)
+        if session is None:
+            self.hotbunk_rank.call_for_weights()
         return self._hotbunk_receive(self.hotbunk_rank)
 
     def hotbunk_share_weights(self) -> Outcome:

@@ -247,13 +247,18 @@ class ChannelCarrier:
         self._channel, self._buckets, self._waiting_for = channel, buckets, f"message from {waiting_for}"
         self.shards = MappedShards(device or torch.device("cpu"))
         self._session: int | None = None
+        self._over: int | None = None  # the session before
         self._timeout = 0.0
         self._ahead: deque[dict[str, Any]] = deque()
 
     def start(self, session: int | None, timeout: float) -> None:
-        """The next messages are those of `session`, or of any; silence for `timeout` seconds is a failure."""
-        self._session, self._timeout = session, timeout
+        """The next messages are those of `session`, or of any new one; silence for `timeout` seconds is a failure."""
+        self._over, self._session, self._timeout = self._session, session, timeout
         self._ahead.clear()
+
+    def call_for_weights(self) -> None:
+        """Let a sender know that its next session is awaited, before it begins one."""
+        self._channel.send("ready")
 
     def next(self) -> dict[str, Any]:
         return self._ahead.popleft() if self._ahead else self._read()
@@ -261,7 +266,7 @@ class ChannelCarrier:
     def _read(self) -> dict[str, Any]:
         while True:
             message = self._channel.receive(self._timeout, self._waiting_for)
-            if self._session is None:
+            if self._session is None and message["session"] != self._over:
                 self._session = message["session"]
             if message["session"] == self._session:  # older ones are left over from an update that broke off
                 break

@@ -169,13 +169,18 @@ class VllmAsyncGenerationWorker(Engine):
         plain = {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in announced}
         await self.ask_workers("prepare_refit_info", plain)
 
+    async def connect_ipc_async(self, endpoints: Mapping[str, Sequence[str]]) -> None:
+        """Connect each worker to the trainer's rank on its device: device -> (address, secret)."""
+        await self.call_workers("hotbunk_connect", dict(endpoints))
+
     async def update_weights_via_ipc_zmq_async(
-        self, session: int = 0, timeout_s: float = 300.0, version: int | None = None
+        self, session: int | None = None, timeout_s: float = 300.0, version: int | None = None
     ) -> bool:
         """Receive one update from the trainer's rank on each worker's device, which must be connected.
 
-        `session` is the number that the ranks' messages carry, `timeout_s` how long a worker waits for one, `version`
-        as in `Engine.receive`. Returns True: an update that fails raises, and leaves the engine without a version.
+        `session` is the number that the ranks' messages carry, by default that of the next `ShardingManager.send`;
+        `timeout_s` how long a worker waits for one, `version` as in `Engine.receive`. Returns True: an update that fails
+        raises, and leaves the engine without a version.
         """
         return bool(await self.receive("update_weights_via_ipc_zmq", session, timeout_s, version=version))
 

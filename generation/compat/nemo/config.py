@@ -9,8 +9,8 @@ from typing import Any, NotRequired, TypedDict
 import psutil
 
 from generation.compat.nemo.batch import ColocatedConfig, GenerationConfig
-from generation.engine.sampling import SamplingSettings
 from generation.engine.devices import device_count
+from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places, kv_elements
 
 MAX_NUM_SEQS = 64
@@ -148,7 +148,7 @@ def engine_settings(
     bundle, on_cpu = tuple(range(size) if bundle_indices is None else bundle_indices), devices == 0
     if len(bundle) != size:
         raise ValueError(f"bundle_indices {[*bundle]}: an engine with tensor_parallel_size {size} needs {size} of them")
-    if any(index < 0 or index >= devices and not on_cpu for index in bundle):
+    if any(index < 0 or (index >= devices and not on_cpu) for index in bundle):
         raise ValueError(f"bundle_indices {[*bundle]}: the devices here are 0 to {devices - 1}")
     arguments: dict[str, Any] = {
         "model": config["model_name"],
@@ -214,8 +214,8 @@ def counted_gpus(config: Mapping[str, Any], fraction_of_gpus: float) -> float:
     size = config["vllm_cfg"].get("tensor_parallel_size", 1)
     if fraction_of_gpus != 1.0 and not on_ray(config):
         raise ValueError(
-            f"fraction_of_gpus is {fraction_of_gpus}, but only Ray counts shares of GPUs: leave it at 1.0 (the share of "
-            "memory is vllm_cfg.gpu_memory_utilization), or set vllm_cfg.backend to ray"
+            f"fraction_of_gpus is {fraction_of_gpus}, but only Ray counts shares of GPUs: leave it at 1.0, since the "
+            "share of memory is vllm_cfg.gpu_memory_utilization, or set vllm_cfg.backend to ray"
         )
     if not 0 < fraction_of_gpus <= 1 or (size > 1 and fraction_of_gpus != 1.0):
         wanted = (

@@ -255,6 +255,18 @@ class VllmGeneration(_Batches, GenerationInterface):
             for number, worker in enumerate(self.workers)
         ]
 
+    def connect_ipc(self, endpoints: Sequence[Mapping[str, Sequence[str]]]) -> list[Future[None]]:
+        """Let every engine's workers connect to the trainer's ranks on their devices, whose `ShardingManager.endpoints`
+        these are; a future for each engine. ValueError where there are more or fewer ranks than workers.
+        """
+        if len(endpoints) != len(self.workers):
+            raise ValueError(
+                f"{len(endpoints)} groups of ranks cannot send to {len(self.workers)} engines: start as many ranks as "
+                "engines have workers, and make their ShardingManagers with the engines' tensor_parallel_size"
+            )
+        groups = zip(self.workers, endpoints, strict=True)
+        return [worker.submit("connect_ipc_async", group) for worker, group in groups]
+
     def prepare_refit_info(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
         """Tell all engines what weights come: checkpoint name -> (shape, dtype)."""
         for worker in self.workers:

@@ -1,27 +1,61 @@
-"""The loop that docs/engines.md puts together by hand, with a tiny model."""
+"""The programs that docs/engines.md puts together by hand, with a tiny model."""
 
+import json
 import os
 import re
 import subprocess
 from pathlib import Path
 
+import pytest
+import torch
+
+from tests.colocated import HfPolicy
 from tests.conftest import ROOT
 from tests.forked import ENGINES, PYTHON
 
 NUMBER = r"[\d.e+-]+"
+TRAINED = "[parameter.data.mul_(1 + 0.5 * step) for _, parameter in policy.named_parameters()]"
+
+
+def code_with(call: str) -> str:
+    """The program of the page that has this call."""
+    page = (ROOT / "docs" / "engines.md").read_text()
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if call in code)
+    return code
+
+
+def printed_by(code: str, model: Path, folder: Path) -> str:
+    (folder / "runs" / "arithmetic").mkdir(parents=True)
+    (folder / "runs" / "arithmetic" / "model").symlink_to(model)
+    (folder / "by_hand.py").write_text(code)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), ENGINES: "1"}
+    command = [*PYTHON, str(folder / "by_hand.py")]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_parts_put_together_by_hand_train_and_agree(tiny_qwen2: Path, tmp_path: Path) -> None:
     """Each step's answers are sampled by the policy that scores them."""
-    page = (ROOT / "docs" / "engines.md").read_text()
-    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ShardingManager(" in code)
-    (tmp_path / "runs" / "arithmetic").mkdir(parents=True)
-    (tmp_path / "runs" / "arithmetic" / "model").symlink_to(tiny_qwen2)
-    (tmp_path / "by_hand.py").write_text(code)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), ENGINES: "1"}
-    command = [*PYTHON, str(tmp_path / "by_hand.py")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    steps = re.findall(rf"^(\d) (\d) .*'loss': ({NUMBER}), 'gap': ({NUMBER})", done.stdout, re.MULTILINE)
-    assert [(step, version) for step, version, _, _ in steps] == [("0", "0"), ("1", "1"), ("2", "2")], done.stdout
+    printed = printed_by(code_with("generation_shift("), tiny_qwen2, tmp_path)
+    steps = re.findall(rf"^(\d) (\d) .*'loss': ({NUMBER}), 'gap': ({NUMBER})", printed, re.MULTILINE)
+    assert [(step, version) for step, version, _, _ in steps] == [("0", "0"), ("1", "1"), ("2", "2")], printed
     assert all(float(gap) < 1e-4 for *_, gap in steps) and any(float(loss) for _, _, loss, _ in steps)
+
+
+@pytest.mark.parametrize("call", ["update_weights_via_ipc_zmq(", "update_weights_from_collective("])
+def test_a_policy_updates_nemo_rls_engines(call: str, tiny_qwen2: Path, tmp_path: Path) -> None:
+    """Where the page says `train here`, weights are changed; plain Transformers, changed alike, answers the same."""
+    code = code_with(call)
+    assert code.count("\n") < 40
+    code, changes = re.subn(r"# train here.*", TRAINED, code)
+    printed = printed_by(code, tiny_qwen2, tmp_path)
+    answers = re.findall(r"^(\d) (\[\[.*?\]\]) (\[\[.*?\]\])$", printed, re.MULTILINE)
+    assert changes == 1 and [step for step, *_ in answers] == ["0", "1", "2"], printed
+    expected = HfPolicy(tiny_qwen2)
+    for step, ids, logprobs in ((int(step), *map(json.loads, lists)) for step, *lists in answers):
+        with torch.no_grad():
+            for parameter in expected.model.parameters():
+                parameter.mul_(1 + 0.5 * step)
+        assert torch.tensor(logprobs[0][3:]).allclose(torch.tensor(expected.logprobs(ids[0])[2:]), atol=1e-4), printed
+    assert len({logprobs for *_, logprobs in answers}) > 1
