@@ -15,7 +15,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,15 @@ class Actor:
     def kill(self) -> None:
         """End the actor, and its engine with it."""
         self._ray.kill(self.handle)
+
+    async def close(self) -> None:
+        """Stop the engine's processes, then the actor; one that has died already is not an error."""
+        try:
+            await self.call("shutdown")
+        except self._ray.exceptions.RayError as error:
+            log.warning("an actor did not stop its engine: %s", error)
+        with suppress(self._ray.exceptions.RayError):  # whoever started the cluster may have ended it
+            self._ray.kill(self.handle)
 
 
 class Replica(Actor):
@@ -326,7 +335,7 @@ def join_cluster(cpus: int) -> None:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("engine.apart is ray, but Ray is not installed: pip install ray") from error
+        raise ImportError("engines are to be Ray's actors, but Ray is not installed: pip install ray") from error
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "CRITICAL", "namespace": "hotbunk"}
     if not alone:
         ray.init(**quiet)
@@ -338,6 +347,14 @@ def join_cluster(cpus: int) -> None:
     own = {"_temp_dir": folder} if len(folder) <= _LONGEST_FOLDER else {}
     cores = max(cpus, os.cpu_count() or 1)
     ray.init("local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1", **own, **quiet)
+
+
+def join_once(cpus: int) -> Callable[[], None]:
+    """Join as `join_cluster`, unless this process is in a cluster already; returns what leaves one that it joined."""
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return lambda: None
+    join_cluster(cpus)
+    return sys.modules["ray"].shutdown  # type: ignore[no-any-return]
 
 
 def cluster_address() -> str:

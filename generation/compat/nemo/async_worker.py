@@ -1,5 +1,6 @@
 """One vLLM engine with NeMo RL's asynchronous methods, for batches padded on the right."""
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -73,11 +74,6 @@ class VllmAsyncGenerationWorker(Engine):
         """The base URL of the OpenAI-compatible server, such as `http://127.0.0.1:4711/v1`; None without one."""
         return None if self.server is None else self.server.base_url
 
-    @property
-    def has_tokenizer(self) -> bool:
-        """True if texts and stop strings can be used."""
-        return not self.settings.extra.get("skip_tokenizer_init")
-
     async def answer(self, row: Row, greedy: bool, call: int) -> Generation:
         """One sample of a batch. Its seed depends on (engine seed, `call`, place in the batch), not on the engine.
 
@@ -102,7 +98,7 @@ class VllmAsyncGenerationWorker(Engine):
 
     def _sampling(self, stop: list[str], greedy: bool) -> SamplingSettings:
         """This worker's settings, with a sample's own stop strings added."""
-        if (stop or self.sampling.stop) and not self.has_tokenizer:
+        if (stop or self.sampling.stop) and self.settings.extra.get("skip_tokenizer_init"):
             raise ValueError("stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init to false")
         temperature = 0.0 if greedy else self.sampling.temperature
         return replace(self.sampling, temperature=temperature, stop=[*self.sampling.stop, *stop])
@@ -125,7 +121,7 @@ class VllmAsyncGenerationWorker(Engine):
         """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready.
         `stop_strings` in the batch hold by sample; a response ends with the one that ended it.
         """
-        rows, call = text_rows(data, self.has_tokenizer), next(self._calls)
+        rows, call = text_rows(data, not self.settings.extra.get("skip_tokenizer_init")), next(self._calls)
         self.state.usable_version()
         async with aclosing(as_ready(self.answer_text(row, greedy, call) for row in rows)) as answers:
             async for place, answer in answers:
@@ -179,8 +175,8 @@ class VllmAsyncGenerationWorker(Engine):
         """Receive one update from the trainer's rank on each worker's device, which must be connected.
 
         `session` is the number that the ranks' messages carry, by default that of the next `ShardingManager.send`;
-        `timeout_s` how long a worker waits for one, `version` as in `Engine.receive`. Returns True: an update that fails
-        raises, and leaves the engine without a version.
+        `timeout_s` how long a worker waits for one, `version` as in `Engine.receive`. Returns True: an update that
+        fails raises, and leaves the engine without a version.
         """
         return bool(await self.receive("update_weights_via_ipc_zmq", session, timeout_s, version=version))
 
@@ -201,5 +197,5 @@ class VllmAsyncGenerationWorker(Engine):
         server, self.server = self.server, None
         if server is not None:
             await server.stop()
-        self.close()
+        await asyncio.to_thread(self.close)  # it stops a task of this loop, too
         return True

@@ -223,3 +223,8 @@ def counted_gpus(config: Mapping[str, Any], fraction_of_gpus: float) -> float:
         )
         raise ValueError(f"fraction_of_gpus is {fraction_of_gpus}: it must be {wanted}")
     return size * fraction_of_gpus
+
+
+def has_tokenizer(config: Mapping[str, Any]) -> bool:
+    """True if engines can work with texts and stop strings."""
+    return not {**config["vllm_cfg"], **(config.get("vllm_kwargs") or {})}.get("skip_tokenizer_init")

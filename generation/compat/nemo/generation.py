@@ -4,8 +4,8 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import aclosing
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, aclosing
 from typing import Any, Self, TypeVar
 
 from generation.compat.load_balancer import EngineLoad, LoadBalancer
@@ -22,10 +22,20 @@ from generation.compat.nemo.batch import (
     text_output,
     text_rows,
 )
-from generation.compat.nemo.config import VllmConfig, check_config, colocated, pad_token_id, replicas
+from generation.compat.nemo.config import (
+    VllmConfig,
+    check_config,
+    colocated,
+    counted_gpus,
+    has_tokenizer,
+    on_ray,
+    pad_token_id,
+    replicas,
+)
 from generation.engine.devices import device_count
-from generation.engine.engine import Leader
-from generation.engine.thread import as_ready
+from generation.engine.lifecycle import EngineStateError
+from generation.engine.replicas import Actor, join_once
+from generation.engine.thread import EngineThread, as_ready
 from generation.exact_ids import Generation
 
 T = TypeVar("T")
@@ -34,6 +44,7 @@ T = TypeVar("T")
 class _Batches:
     """Batches on one worker or on several; `_choose` gives the place of a prompt's worker among `workers`."""
 
+    config: VllmConfig
     workers: "list[VllmGenerationWorker]"
     timeout: float
     _pad: int
@@ -51,13 +62,13 @@ class _Batches:
         """The samples of a batch of ids, and the number of this call; raises unless all engines can generate."""
         rows = rows_of(data, self._pad)
         for worker in self.workers:
-            worker.engine.state.usable_version()
+            worker.check_usable()
         return rows, next(self._calls)
 
     def _texts(self, data: BatchedDataDict[Any], greedy: bool) -> list[Future[tuple[str, str]]]:
-        rows, call = text_rows(data, self.workers[0].engine.has_tokenizer), next(self._calls)
+        rows, call = text_rows(data, has_tokenizer(self.config)), next(self._calls)
         for worker in self.workers:
-            worker.engine.state.usable_version()
+            worker.check_usable()
         return [self.workers[self._choose(row.text)].answer_text(row, greedy, call) for row in rows]
 
     def generate(self, data: Prompts, greedy: bool = False) -> Responses:
@@ -76,7 +87,12 @@ class _Batches:
 
 
 class VllmGenerationWorker(_Batches, EngineLoad):
-    """A started engine. Its methods may be called from any thread except the engine's, and wait `timeout` seconds."""
+    """A started engine, a child of this process or in a Ray actor. Its methods may be called from any thread except
+    `thread`, and wait `timeout` seconds.
+
+    `engine` or `actor`: the `VllmAsyncGenerationWorker` here, or the actor that is one.
+    `device_ids`, `base_url`: the device of each of its workers, and the base URL of its server, if it has one.
+    """
 
     def __init__(
         self,
@@ -86,15 +102,28 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         seed: int | None = None,
         timeout: float = 1800.0,
     ) -> None:
-        """Start the engine; arguments as `VllmAsyncGenerationWorker`'s."""
+        """Start the engine; arguments as `VllmAsyncGenerationWorker`'s, except that Ray chooses devices by itself."""
         super().__init__()
-        self.timeout, self.workers = timeout, [self]
+        check_config(config)
+        self.config, self.timeout, self.workers = config, timeout, [self]
         self._pad, self._calls = pad_token_id(config), itertools.count()
-        self.engine = VllmAsyncGenerationWorker(config, bundle_indices, fraction_of_gpus, seed)
-        self._leader = Leader.start(self.engine, timeout)
-        self.thread = self._leader.thread  # on its loop run the coroutines of `engine`
+        self.engine: VllmAsyncGenerationWorker | None = None
+        self.actor: Actor | None = None
+        self._leave: Callable[[], None] = lambda: None
+        gpus = counted_gpus(config, fraction_of_gpus)
+        if not on_ray(config):
+            self.engine = VllmAsyncGenerationWorker(config, bundle_indices, fraction_of_gpus, seed)
+        elif bundle_indices is not None:
+            raise ValueError("bundle_indices: with vllm_cfg.backend ray, Ray chooses the devices: leave them out")
+        else:
+            self._leave = join_once(size := config["vllm_cfg"].get("tensor_parallel_size", 1))
+            needs = {"cpus": size, "gpus": gpus if cluster_room()[0] == "GPU" else 0}
+            self.actor = Actor(VllmAsyncGenerationWorker, config, None, fraction_of_gpus, seed, **needs)
+        self.thread = EngineThread()  # on its loop run the engine's coroutines, or wait those for the actor
         try:
-            self._wait(self.engine.post_init_async(), "preparing the engine")
+            self._wait("post_init_async", f"starting the engine for {config['model_name']}")
+            self.device_ids: list[str] = self.report_device_id()
+            self.base_url: str | None = self._wait("report_dp_openai_server_base_url", "asking for the server")
         except BaseException:
             self.shutdown()
             raise
@@ -102,14 +131,28 @@ class VllmGenerationWorker(_Batches, EngineLoad):
     def _choose(self, _: Any) -> int:
         return 0
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Start one of the asynchronous worker's methods."""
-        return self.thread.submit(getattr(self.engine, method)(*args, **kwargs))
+    def check_usable(self) -> None:
+        """Raise EngineStateError where the engine cannot generate. An actor says so itself, in its answers."""
+        if self.engine is not None:
+            self.engine.state.usable_version()
+        elif self.thread.loop.is_closed():
+            raise EngineStateError("cannot generate: the engine is closed")
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Start one of the asynchronous worker's methods; its future, or Ray's ObjectRef."""
+        if self.actor is not None:
+            return self.actor.submit(method, *args, **kwargs)
+        return self.thread.submit(self._coroutine(method, *args, **kwargs))
+
+    def _coroutine(self, method: str, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        if self.actor is not None:
+            return self.actor.call(method, *args, **kwargs)
+        return getattr(self.engine, method)(*args, **kwargs)  # type: ignore[no-any-return]
 
     def _counted(self, method: str, *args: Any) -> Future[Any]:
-        """The same, counted as a request until it ends."""
+        """Start it, counted as a request until it ends."""
         self.submitted()
-        future = self.submit(method, *args)
+        future = self.thread.submit(self._coroutine(method, *args))
         future.add_done_callback(lambda _: self.finished())
         return future
 
@@ -126,21 +169,27 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         `prepare_refit_info`, `update_weights_via_ipc_zmq`, `update_weights_from_collective`, `reset_prefix_cache`,
         `sleep`, `wake_up`.
         """
-        method = None if "engine" not in self.__dict__ else getattr(self.engine, f"{name}_async", None)
-        if method is None:
+        if not hasattr(VllmAsyncGenerationWorker, method := f"{name}_async"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return lambda *args, **kwargs: self._wait(method(*args, **kwargs), name.replace("_", " "))
+        return lambda *args, **kwargs: self._wait(method, name.replace("_", " "), *args, **kwargs)
 
     def shutdown(self) -> None:
-        """Stop the server, the engine's processes and the loop; safe to call twice."""
+        """Stop the server, the engine's processes, the actor and the loop; safe to call twice."""
+        if self.thread.loop.is_closed():
+            return
         try:
-            if self.engine.server is not None:
-                self._wait(self.engine.shutdown(), "stopping the engine and its server")
+            if self.actor is not None:
+                self.thread.run(self.actor.close(), self.timeout, "stopping the engine and its actor")
+            elif self.engine is not None and not self.engine.is_closed:
+                self._wait("shutdown", "stopping the engine and its server")
         finally:
-            self._leader.close()
+            if self.engine is not None:
+                self.engine.close()
+            self.thread.close()
+            self._leave()
 
-    def _wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        return self.thread.run(coroutine, self.timeout, what)
+    def _wait(self, method: str, what: str, *args: Any, **kwargs: Any) -> Any:
+        return self.thread.run(self._coroutine(method, *args, **kwargs), self.timeout, what)
 
 
 def collected(futures: Sequence[Future[T]], timeout: float) -> list[T]:
@@ -155,8 +204,8 @@ def collected(futures: Sequence[Future[T]], timeout: float) -> list[T]:
 
 
 class VllmGeneration(_Batches, GenerationInterface):
-    """Engines for a `VllmConfig`, as children of this process: `num_replicas` of them, each on
-    `tensor_parallel_size` CUDA devices of its own, or on the CPU where there are none.
+    """Engines for a `VllmConfig`, as children of this process or, with `vllm_cfg.backend` ray, in Ray actors:
+    `num_replicas` of them, each on `tensor_parallel_size` CUDA devices of its own, or on the CPU where there are none.
 
     Each request goes to the engine with the fewest unfinished ones. The choice does not change what is sampled: seeds
     depend on the configuration's, the number of the call and the place in the batch. A context manager; without one,
@@ -169,11 +218,20 @@ class VllmGeneration(_Batches, GenerationInterface):
         self.config, self.timeout = config, timeout
         self.workers = []
         self._pad, self._calls = pad_token_id(config), itertools.count()
-        self._end = weakref.finalize(self, _stop, self.workers)
+        size, count = config["vllm_cfg"].get("tensor_parallel_size", 1), replicas(config)
+        leave = join_once(size * count) if on_ray(config) else lambda: None
+        self._end = weakref.finalize(self, _stop, self.workers, leave)
+
+        def start(bundle: range | None) -> None:
+            self.workers.append(VllmGenerationWorker(config, bundle, timeout=timeout))
+
         try:
-            for bundle in _bundles(config):
-                # One after the other: an engine is started with an environment of its own, and there is only one.
-                self.workers.append(VllmGenerationWorker(config, bundle, timeout=timeout))
+            bundles = _bundles(config)
+            if on_ray(config):
+                with ThreadPoolExecutor(count) as pool:
+                    [*pool.map(start, bundles)]
+            else:  # one after the other: an engine is started with an environment of its own, and there is only one
+                [*map(start, bundles)]
         except BaseException:
             self.shutdown()
             raise
@@ -182,13 +240,12 @@ class VllmGeneration(_Batches, GenerationInterface):
     @property
     def device_uuids(self) -> list[list[str]]:
         """The device of each worker of each engine."""
-        return [worker.engine.device_ids for worker in self.workers]
+        return [worker.device_ids for worker in self.workers]
 
     @property
     def dp_openai_server_base_urls(self) -> list[str | None]:
         """The base URL of each engine's OpenAI-compatible server; None without `expose_http_server`."""
-        servers = [worker.engine.server for worker in self.workers]
-        return [None if server is None else server.base_url for server in servers]
+        return [worker.base_url for worker in self.workers]
 
     async def generate_async(self, data: Prompts, greedy: bool = False) -> AsyncIterator[tuple[int, Responses]]:
         """Yields (place in the batch, its output without padding) as responses are ready, on the caller's own loop.
@@ -248,7 +305,7 @@ class VllmGeneration(_Batches, GenerationInterface):
         if left < 1 or left != train_world_size:
             raise ValueError(
                 f"a world of {world_size} with {train_world_size} of the trainer does not fit {len(self.workers)} "
-                f"engines of {size} workers: world_size must be the trainer's, 1 or more, and {world_size - left}"
+                f"engines of {size} workers: it must be {world_size - left} more than the trainer's ranks, 1 at least"
             )
         return [
             worker.submit("init_collective_async", number * size, ip, port, world_size, train_world_size)
@@ -290,18 +347,29 @@ async def _awaited(future: Future[Any]) -> Any:
     return await asyncio.wrap_future(future)
 
 
-def _stop(workers: list[VllmGenerationWorker]) -> None:
-    for worker in workers:
-        worker.shutdown()
+def _stop(workers: list[VllmGenerationWorker], leave: Callable[[], None]) -> None:
+    with ExitStack() as stack:
+        stack.callback(leave)
+        for worker in workers:
+            stack.callback(worker.shutdown)
 
 
-def _bundles(config: VllmConfig) -> list[range]:
-    """Each engine's CUDA devices; its cores, on a machine without any."""
+def _bundles(config: VllmConfig) -> Sequence[range | None]:
+    """Each engine's CUDA devices, or its cores on a machine without any; None where Ray chooses."""
     size, count = config["vllm_cfg"].get("tensor_parallel_size", 1), replicas(config)
-    available = device_count()
+    kind, available = cluster_room() if on_ray(config) else ("GPU", device_count())
     if 0 < available < size * count:
         raise ValueError(
-            f"{count} engines with tensor_parallel_size {size} need {size * count} devices, here are {available}: "
+            f"{count} engines with tensor_parallel_size {size} need {size * count} {kind}s, here are {available:.0f}: "
             "lower generation.vllm_cfg.num_replicas or tensor_parallel_size"
         )
-    return [range(number * size, (number + 1) * size) for number in range(count)]
+    return [None if on_ray(config) else range(number * size, (number + 1) * size) for number in range(count)]
+
+
+def cluster_room() -> tuple[str, float]:
+    """The resource that Ray counts engines by, GPU or, where the cluster has none, CPU; and how much there is of it."""
+    import ray
+
+    resources = ray.cluster_resources()
+    kind = "GPU" if resources.get("GPU") else "CPU"
+    return kind, resources.get(kind, 0)

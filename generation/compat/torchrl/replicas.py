@@ -210,17 +210,10 @@ class RayReplica(Replica):
     async def close(self) -> None:
         """Stop the engine's processes, then the actor; a dead actor is not an error."""
         actor, self._actor = self._actor, None
-        if actor is None:
-            return
-        ray = ray_module()
         if self._watcher is not None:
             self._watcher.cancel()
-        try:
-            await actor.call("shutdown")
-        except ray.exceptions.RayError as error:
-            log.warning("Actor %s did not stop its engine: %s", self._name, error)
-        finally:
-            actor.kill()
+        if actor is not None:
+            await actor.close()
 
 
 def ray_module() -> Any:

@@ -4,31 +4,27 @@ Expected log-probabilities and greedy tokens come from plain Transformers.
 """
 
 import asyncio
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import torch
-import yaml
 from transformers import AutoTokenizer
 
-from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
 from generation.compat.nemo.batch import BatchedDataDict, rows_of, verify_right_padding
 from generation.compat.nemo.config import VllmConfig, VllmSpecificArgs
 from generation.compat.nemo.generation import VllmGeneration
+from generation.engine.engine import WorkerError
 from generation.engine.lifecycle import EngineStateError
-from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import unfinished_requests
 from sharding import WORKER_EXTENSION
 from sharding.apart.broadcast import CollectiveSender
-from sharding.send.push import Link, SyncSettings, announce, push
+from sharding.manager import ShardingManager
+from sharding.ranks import RemoteError
+from sharding.send.push import SyncReport, SyncSettings
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import BucketPlan, Staged
-from sharding.wire.channel import Listener
 from tests.colocated import HfPolicy
 from tests.conftest import TinyModel
 from trainer.policy.hf_format import checkpoint_views, parameter_names
@@ -90,103 +86,6 @@ def model(tiny_model: TinyModel) -> Path:
 def generation(model: Path) -> Iterator[VllmGeneration]:
     with VllmGeneration(config(model), timeout=120) as generation:
         yield generation
-
-
-@pytest.mark.covers("N6")
-def test_the_example_of_nemo_rl_runs_as_printed(model: Path) -> None:
-    before = set(psutil.Process().children(recursive=True))
-    # Configure VLLM generation
-    vllm_config = VllmConfig(
-        backend="vllm",
-        max_new_tokens=128,
-        temperature=0.7,
-        top_p=0.9,
-        top_k=50,
-        model_name=str(model),
-        stop_token_ids=[2],  # EOS token
-        vllm_cfg={
-            "tensor_parallel_size": 1,
-            "gpu_memory_utilization": 0.9,
-            "max_model_len": 2048,
-        },
-    )
-    # Initialize generation backend
-    generation = VllmGeneration(vllm_config)
-    # Prepare input data (right-padded)
-    input_data = BatchedDataDict(
-        {
-            "input_ids": torch.tensor(
-                [
-                    [1, 2, 3, 0, 0],  # Right-padded sequence
-                    [1, 2, 3, 4, 5],  # Full sequence
-                ]
-            ),
-            "input_lengths": torch.tensor([3, 5]),  # Actual lengths
-        }
-    )
-    # Generate responses
-    output_data = generation.generate(input_data, greedy=False)
-    # Access results
-    generated_text = output_data["output_ids"]
-    logprobs = output_data["logprobs"]
-
-    assert generated_text.shape == logprobs.shape == (2, 5 + output_data["generation_lengths"].max())
-    assert generated_text[0, :3].tolist() == [1, 2, 3]
-    assert output_data["errors"] == ["", ""]
-    assert generation.shutdown() is True
-    assert generation.shutdown() is True
-    assert not psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=30)[1]
-    with pytest.raises(EngineStateError, match="closed"):
-        generation.generate(input_data)
-
-
-SEED_002_YAML = """
-generation:
-  backend: "vllm"
-  max_new_tokens: 128
-  temperature: 0.7
-  top_p: 0.9
-  top_k: 50
-  model_name: "meta-llama/Llama-2-7b-hf"
-  stop_token_ids: [2]
-
-  vllm_cfg:
-    tensor_parallel_size: 1
-    gpu_memory_utilization: 0.9
-    max_model_len: 2048
-    load_format: "auto"
-    skip_tokenizer_init: true
-"""
-
-
-@pytest.mark.covers("N12")
-def test_an_asynchronous_worker_by_itself_on_the_yaml_of_nemo_rl(model: Path) -> None:
-    thread = EngineThread()
-    yaml_config = yaml.safe_load(SEED_002_YAML)["generation"] | {"model_name": str(model)}
-    worker = VllmAsyncGenerationWorker(yaml_config)
-
-    async def live() -> None:
-        await worker.start()
-        with pytest.raises(EngineStateError, match="weights of no version"):
-            await collect(worker.generate_async(padded(PROMPTS)))
-        await worker.post_init_async()
-        assert worker.device_ids == await worker.report_device_id_async() == ["cpu:0"]
-        assert await worker.report_dp_openai_server_base_url() is None
-        results = await collect(worker.generate_async(padded(PROMPTS)))
-        assert sorted(place for place, _ in results) == [0, 1, 2, 3]
-        assert all(output["errors"] == [""] and output["generation_lengths"] > 0 for _, output in results)
-        with pytest.raises(ValueError, match="stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init"):
-            await collect(worker.generate_async(padded([[1]], stop_strings=[["x"]])))
-        with pytest.raises(ValueError, match="texts need the tokenizer"):
-            await collect(worker.generate_text_async(BatchedDataDict({"prompts": ["x"]})))
-        assert await worker.shutdown() is True
-        assert await worker.shutdown() is True
-
-    try:
-        thread.run(live(), 250, "a test")
-    finally:
-        worker.close()
-        thread.close()
 
 
 @pytest.mark.covers("N2")
@@ -432,26 +331,43 @@ def test_weights_by_broadcast_between_sleep_and_generation(generation: VllmGener
 
 
 @pytest.mark.covers("N12")
-def test_weights_from_the_rank_on_the_same_device(generation: VllmGeneration, model: Path, tmp_path: Path) -> None:
-    """An update that breaks off raises, and the engine generates nothing until a complete one."""
-    policy, worker = HfPolicy(model), generation.workers[0]
+def test_weights_from_the_rank_on_the_same_device(
+    generation: VllmGeneration, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that breaks off raises, and the engine generates nothing until a complete one, which may follow."""
+    policy, worker, settings = HfPolicy(model), generation.workers[0], SyncSettings("full", 1 << 18, 60)
+    source = source_of(policy)
     policy.randomise(seed=6)
-    listener = Listener(tmp_path, "weights-0")
-    connect = worker.engine.call_workers("hotbunk_connect", {"cpu:0": [listener.endpoint, listener.secret]})
-    worker.thread.run(connect, 60, "a test")
-    listener.accept(60, "cpu:0")
+    sender = ShardingManager(source, policy.device, settings, tmp_path)
+    with pytest.raises(ValueError, match="1 groups of ranks cannot send to 2 engines: start as many ranks as"):
+        generation.connect_ipc(sender.endpoints())
+    never = worker.submit("update_weights_via_ipc_zmq_async")
+    with pytest.raises(WorkerError, match="no rank to receive from"):
+        never.result(60)
+    sender.connect([worker.submit("connect_ipc_async", *sender.endpoints())])
+
+    def send() -> SyncReport:
+        return sender.send(7, [worker.submit("update_weights_via_ipc_zmq_async", timeout_s=60)])
+
     try:
-        broken = worker.thread.submit(worker.engine.update_weights_via_ipc_zmq_async(session=1, timeout_s=60))
-        Link(listener, 1, 60, lambda: None, "cpu:0").abort()
-        with pytest.raises(RuntimeError, match="worker 0 on cpu:0.*broke the update off"):
+        worker.sleep()
+        for _ in range(2):
+            with pytest.raises(RemoteError, match="EngineStateError: cannot update weights: the engine is asleep"):
+                send()
+        worker.wake_up(["weights"])
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "gather_into", lambda *_: 1 / 0)
+            broken = worker.submit("update_weights_via_ipc_zmq_async")
+            with pytest.raises(ZeroDivisionError):
+                sender.send(7, [broken])
+        with pytest.raises(RuntimeError, match=r"worker 0 on cpu:0.*broke the update off"):
             broken.result(60)
+        worker.wake_up()
         with pytest.raises(EngineStateError, match="weights of no version"):
             generation.generate(padded(PROMPTS))
-        update = worker.thread.submit(worker.engine.update_weights_via_ipc_zmq_async(session=2, timeout_s=60))
-        send(policy, Link(listener, 2, 60, lambda: None, "cpu:0"))
-        assert update.result(60) is True
+        assert send().version == 7
     finally:
-        listener.close()
+        sender.close()
     assert worker.engine.state.version == 7
     assert responses(worker.generate(padded(PROMPTS), greedy=True)) == [
         greedy_by_transformers(policy.model, prompt, 12) for prompt in PROMPTS
@@ -461,22 +377,6 @@ def test_weights_from_the_rank_on_the_same_device(generation: VllmGeneration, mo
 def source_of(policy: HfPolicy) -> FsdpWeightSource:
     parameters = list(parameter_names(policy.model).items())
     return FsdpWeightSource(parameters, torch.float32, lambda name, shape: checkpoint_views(policy.model, name, shape))
-
-
-def send(policy: HfPolicy, link: Link) -> None:
-    """What the sharding manager does for one rank."""
-    source = source_of(policy)
-    plan = BucketPlan(source.parameters(), 1 << 18)
-    way = Staged(policy.device)
-    try:
-        announce(link, source.parameters(), version=7)
-        way.begin(7, plan, read=True)
-        push(source, plan, way, link, "bucket", itertools.count(1))
-        link.ask("finish")
-        link.ask("end", close=True)
-        assert link.error is None
-    finally:
-        way.finish(release=True)
 
 
 def assert_weights_are(policy: HfPolicy, generation: VllmGeneration) -> None:

@@ -308,7 +308,7 @@ def test_a_world_without_the_trainers_ranks_is_the_engines(world: int, trainers:
         generation.init_collective("ip", 1, world, trainers)  # type: ignore[arg-type]
         assert joined == [("init_collective_async", number, "ip", 1, world, world - 2) for number in range(2)]
     else:
-        with pytest.raises(ValueError, match=f"a world of {world} .* 2 engines of 1 workers: world_size must be"):
+        with pytest.raises(ValueError, match=f"a world of {world} .* 2 engines of 1 workers: it must be 2 more"):
             generation.init_collective("ip", 1, world, trainers)
 
 
