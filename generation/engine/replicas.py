@@ -55,20 +55,23 @@ class ActorEngine(Engine):
         await asyncio.to_thread(self.close)  # it stops a task of this loop, too
 
 
-class Actor:
-    """A Ray actor that holds an engine. Ray is imported when one is made, and not before.
+def actor_of(kind: type[Engine], *arguments: Any, cpus: int, gpus: float, **options: Any) -> Any:
+    """Ask Ray for an actor that makes a `kind` of `arguments`; its handle. `options` are Ray's own, such as a name.
 
     Its engine's workers are its children, and all their devices its one bundle, so that they are on one node, where Ray
-    tells it which by CUDA_VISIBLE_DEVICES. The engine queues requests, not Ray.
+    tells it which by CUDA_VISIBLE_DEVICES. The engine queues requests, not Ray. Ray is imported here, and not before.
     """
+    import ray
 
-    def __init__(self, kind: type[Engine], *arguments: Any, cpus: int, gpus: float, **options: Any) -> None:
-        """Ask Ray for an actor that makes a `kind` of `arguments`; `options` are Ray's own, such as a name."""
-        import ray
+    options |= {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 1 << 16}
+    return ray.remote(kind).options(**options).remote(*arguments)
 
-        self._ray = ray
-        options |= {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 1 << 16}
-        self.handle = ray.remote(kind).options(**options).remote(*arguments)
+
+class Actor:
+    """An engine in a Ray actor, called by awaiting, or for ObjectRefs. `handle`: Ray's own."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Start a method of the engine; what Ray calls the ObjectRef of its result."""
@@ -78,27 +81,33 @@ class Actor:
         """The result of a coroutine method of the engine; cancelling the call cancels the method. Raises what it
         raises, and Ray's own errors.
         """
+        import ray
+
         answer = self.submit(method, *args, **kwargs)
         try:
             return await answer
         except asyncio.CancelledError:
-            self._ray.cancel(answer)
+            ray.cancel(answer)
             raise
-        except self._ray.exceptions.RayTaskError as error:
+        except ray.exceptions.RayTaskError as error:
             raise error.cause from error
 
     def kill(self) -> None:
         """End the actor, and its engine with it."""
-        self._ray.kill(self.handle)
+        import ray
+
+        ray.kill(self.handle)
 
     async def close(self) -> None:
         """Stop the engine's processes, then the actor; one that has died already is not an error."""
+        import ray
+
         try:
             await self.call("shutdown")
-        except self._ray.exceptions.RayError as error:
+        except ray.exceptions.RayError as error:
             log.warning("an actor did not stop its engine: %s", error)
-        with suppress(self._ray.exceptions.RayError):  # whoever started the cluster may have ended it
-            self._ray.kill(self.handle)
+        with suppress(ray.exceptions.RayError):  # whoever started the cluster may have ended it
+            self.kill()
 
 
 class Replica(Actor):
@@ -107,20 +116,22 @@ class Replica(Actor):
     def __init__(self, settings: EngineSettings, name: str) -> None:
         """Ask Ray for the actor and start its engine; on the loop that will use it."""
         workers = settings.tensor_parallel_size
-        super().__init__(ActorEngine, settings, cpus=workers, gpus=workers if settings.device_indices else 0)
+        gpus = workers if settings.device_indices else 0
+        super().__init__(actor_of(ActorEngine, settings, cpus=workers, gpus=gpus))
         self.name, self.requests = name, 0
         self.placed = asyncio.ensure_future(self.call("__ray_ready__"))
         self.started = asyncio.ensure_future(self.call("start"))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """See `Actor`. Raises ReplicaDied instead of what says that the actor, or its engine, has ended."""
+        import ray
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             return await super().call(method, *args, **kwargs)
         except EngineDeadError as error:
             raise ReplicaDied(f"{self.name}: its engine has ended") from error
-        except self._ray.exceptions.RayError as error:
+        except ray.exceptions.RayError as error:
             raise ReplicaDied(f"{self.name}: {str(error).splitlines()[0].rstrip('.')}") from error
 
     def kill(self) -> None:

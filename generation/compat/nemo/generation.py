@@ -34,7 +34,7 @@ from generation.compat.nemo.config import (
 )
 from generation.engine.devices import device_count
 from generation.engine.lifecycle import EngineStateError
-from generation.engine.replicas import Actor, join_once
+from generation.engine.replicas import Actor, actor_of, join_once
 from generation.engine.thread import EngineThread, as_ready
 from generation.exact_ids import Generation
 
@@ -118,7 +118,7 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         else:
             self._leave = join_once(size := config["vllm_cfg"].get("tensor_parallel_size", 1))
             needs = {"cpus": size, "gpus": gpus if cluster_room()[0] == "GPU" else 0}
-            self.actor = Actor(VllmAsyncGenerationWorker, config, None, fraction_of_gpus, seed, **needs)
+            self.actor = Actor(actor_of(VllmAsyncGenerationWorker, config, None, fraction_of_gpus, seed, **needs))
         self.thread = EngineThread()  # on its loop run the engine's coroutines, or wait those for the actor
         try:
             self._wait("post_init_async", f"starting the engine for {config['model_name']}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from generation.compat.load_balancer import EngineLoad
 from generation.engine.devices import device_count
-from generation.engine.replicas import Actor, ActorEngine
+from generation.engine.replicas import Actor, ActorEngine, actor_of
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import cache_usage_logger, unfinished_requests
@@ -182,7 +182,7 @@ class RayReplica(Replica):
         """Create the actor and start the engine in it."""
         named = {"name": self._name, "namespace": "hotbunk"}
         gpus = len(self._settings.device_indices)
-        self._actor = Actor(self._class, self._settings, cpus=1, gpus=gpus, **named)
+        self._actor = Actor(actor_of(self._class, self._settings, cpus=1, gpus=gpus, **named))
         return self._thread.submit(self._start())
 
     async def _start(self) -> None:
