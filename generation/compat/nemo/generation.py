@@ -117,8 +117,9 @@ class VllmGenerationWorker(_Batches, EngineLoad):
             raise ValueError("bundle_indices: with vllm_cfg.backend ray, Ray chooses the devices: leave them out")
         else:
             self._leave = join_once(size := config["vllm_cfg"].get("tensor_parallel_size", 1))
-            needs = {"cpus": size, "gpus": gpus if cluster_room()[0] == "GPU" else 0}
-            self.actor = Actor(actor_of(VllmAsyncGenerationWorker, config, None, fraction_of_gpus, seed, **needs))
+            gpus = gpus if cluster_room()[0] == "GPU" else 0
+            made_of = (VllmAsyncGenerationWorker, config, None, fraction_of_gpus, seed)
+            self.actor = Actor(actor_of(*made_of, cpus=size, gpus=gpus))
         self.thread = EngineThread()  # on its loop run the engine's coroutines, or wait those for the actor
         try:
             self._wait("post_init_async", f"starting the engine for {config['model_name']}")

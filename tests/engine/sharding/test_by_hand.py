@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 from tests.forked import ENGINES, PYTHON
 
 NUMBER = r"[\d.e+-]+"
-TRAINED = "[parameter.data.mul_(1 + 0.5 * step) for _, parameter in policy.named_parameters()]"
+TRAINED = "[parameter.data.mul_(1 + 0.5 * step) for _, parameter in actor.named_parameters()]"
 
 
 def code_with(call: str) -> str:
