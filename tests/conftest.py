@@ -70,6 +70,7 @@ LONGEST = (
     "test_not_finite.py",
     "test_collective_ranks.py",
     "test_ray_service.py",
+    "test_ray_generation.py",
 )
 """Files that take longest, the first first. They come before all others, or one process would end with them alone."""
 
