@@ -149,7 +149,7 @@ class LoadBalancer:
 
     def _ask(self, method: str) -> list[Any]:
         calls = [getattr(actor, method) for actor in self.actors]
-        if not hasattr(calls[0], "remote"):
+        if not any(hasattr(call, "remote") for call in calls):
             return [call() for call in calls]
         import ray
 

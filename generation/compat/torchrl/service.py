@@ -161,17 +161,19 @@ class AsyncVLLM(WeightUpdates):
         if self.launched:
             log.warning("AsyncVLLM %s is launched already", self.service_id)
             return
+        if not self._owner:
+            raise RuntimeError("this copy of a service has let go of its engines: take another from the owner")
         timeout = start_timeout()
-        if self.backend == "ray":
-            self._own_cluster = join_ray(self.num_replicas * gpus_per_replica(self.settings))
-        gpus = gpu_count(self.backend)
-        each = of_replicas(self.settings, self.num_replicas, gpus, self.backend == "local")
-        self._taken = {index for own in each for index in own.device_indices} if self.backend == "local" else set()
-        if gpus and len(self._taken) == gpus:
-            log.warning("%s: new weights can come by load_weights_from_storage only", NO_DEVICE_LEFT)
         self._thread = EngineThread(f"async-vllm-{self.service_id}")
         starts: list[Future[Any]] = []
         try:
+            if self.backend == "ray":
+                self._own_cluster = join_ray(self.num_replicas * gpus_per_replica(self.settings))
+            gpus = gpu_count(self.backend)
+            each = of_replicas(self.settings, self.num_replicas, gpus, self.backend == "local")
+            self._taken = {index for own in each for index in own.device_indices} if self.backend == "local" else set()
+            if gpus and len(self._taken) == gpus:
+                log.warning("%s: new weights can come by load_weights_from_storage only", NO_DEVICE_LEFT)
             for number, settings in enumerate(each):
                 if self.backend == "local":
                     self.actors.append(LocalReplica(settings, self._thread))

@@ -266,6 +266,9 @@ def test_statistics_have_the_promised_keys() -> None:
         {"actor_index": 0, "pending_requests": 3, "cache_usage": 0.25},
         {"actor_index": 1, "pending_requests": 0, "cache_usage": None},
     ]
+    gone = LoadBalancer([Engine()])
+    gone.actors.clear()
+    assert gone.get_stats()["actor_stats"] == [] and "error" not in gone.get_stats()
     broken = LoadBalancer([Broken()]).get_stats()
     assert set(broken) == keys | {"error"}
     assert broken["error"] == "no counters today"

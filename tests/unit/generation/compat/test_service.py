@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from generation.compat.torchrl import arguments, replicas
+from generation.compat.torchrl import service as service_module
 from generation.compat.torchrl.arguments import (
     PromptErrors,
     answer_or_error,
@@ -458,6 +459,8 @@ def test_only_the_owner_of_engines_updates_them(monkeypatch: pytest.MonkeyPatch)
     finally:
         copy.shutdown()
     assert not copy.launched
+    with pytest.raises(RuntimeError, match="has let go of its engines: take another from the owner"):
+        copy.start()
 
 
 def test_ray_is_joined_as_a_run_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,6 +474,19 @@ def test_ray_is_joined_as_a_run_joins_it(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(replicas, "ray_module", lambda: SimpleNamespace(is_initialized=lambda: False))
     assert replicas.join_ray(3)
     assert joined == [3]
+
+
+def test_a_cluster_of_its_own_ends_with_a_service_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+    monkeypatch.setattr(service_module, "join_ray", lambda cpus: cpus == 6)
+    monkeypatch.setattr(service_module, "gpu_count", lambda backend: 5)
+    monkeypatch.setattr(service_module, "ray_module", lambda: SimpleNamespace(shutdown=lambda: ends.append("cluster")))
+    service = AsyncVLLM(settings(tensor_parallel_size=2), 3, backend="ray")
+    with pytest.raises(ValueError, match="3 replicas of 2 devices each need 6 devices, not 5"):
+        service.start()
+    assert ends == ["cluster"] and not service.launched
+    service.shutdown()
+    assert ends == ["cluster"]
 
 
 def test_a_tied_head_may_come_if_it_is_the_embedding() -> None:
