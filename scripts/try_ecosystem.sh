@@ -3,10 +3,11 @@
 #
 # Makes environments of Python for them in FOLDER (runs/ecosystem by default; needs a package index), a random model and one that calls
 # tools. Trains two steps of each trial of scripts/ecosystem/trial.py, or of those named, looks at what was recorded, has lm-eval and
-# inspect-ai ask `hotbunk serve`, and prints the table of docs/ecosystem.md. The exit status is 1 if anything is not as it should be.
-# Half an hour on two cores.
+# inspect-ai ask `hotbunk serve`, has TorchRL's clients ask a service, and prints the table of docs/ecosystem.md. The exit status is 1
+# if anything is not as it should be. Half an hour on two cores; TorchRL's clients alone, `bash scripts/try_ecosystem.sh torchrl`, some minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ "${1:-}" != torchrl ] || set -- runs/ecosystem torchrl
 folder=$(realpath -m "${1:-runs/ecosystem}")
 shift || true
 mkdir -p "$folder"
@@ -17,15 +18,26 @@ environment() {
     [ -x "$folder/$1/bin/python" ] || python3 -m venv "$folder/$1"
     "$folder/$1/bin/python" -m pip install --quiet --prefer-binary "${@:2}"
 }
+# beside PACKAGE...: the same for libraries that run beside Hotbunk: it sees Hotbunk's packages, and adds what is not there
+beside() {
+    [ -x "$folder/libraries/bin/python" ] || python3 -m venv "$folder/libraries"
+    own=$("$folder/libraries/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$own/hotbunk.pth"
+    environment libraries "$@"
+}
+torchrl() {
+    beside torchrl==0.14.1 &&
+        PYTHONPATH=$own .venv/bin/python -m pytest -n 0 tests/engine/generation/compat/test_torchrl_client.py
+}
+if [ "$*" = torchrl ]; then
+    torchrl
+    exit
+fi
 environment agents openai-agents 'pydantic-ai-slim[openai]' langgraph langchain-openai 'smolagents[openai]' anthropic
 environment litellm litellm # which wants another release of openai than openai-agents does
 environment verifiers 'verifiers>=0.4,<0.5' uv
 environment evaluations 'lm-eval[api]' inspect-ai openai
-# Libraries that run beside Hotbunk: in an environment that sees its packages, and adds what is not there.
-[ -x "$folder/libraries/bin/python" ] || python3 -m venv "$folder/libraries"
-own=$("$folder/libraries/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$own/hotbunk.pth"
-environment libraries gymnasium textarena openenv-core reasoning-gym
+beside gymnasium textarena openenv-core reasoning-gym
 
 if [ ! -e "$folder/calling/model" ]; then
     .venv/bin/python scripts/make_tiny.py "$folder/model" --layers 2
@@ -57,6 +69,7 @@ for name in "${@:-agents litellm verifiers mcp-command mcp-url gymnasium-tools g
     done
 done
 [ $# -gt 0 ] || bash scripts/ecosystem/evaluations.sh "$folder" || status=1
+[ $# -gt 0 ] || torchrl || status=1
 .venv/bin/python - "$folder/rows.jsonl" <<'PYTHON'
 import json, sys
 from pathlib import Path

@@ -24,6 +24,7 @@ _HOMES = {
     "VllmInternalWorkerExtension": "worker.extension",
     "WeightSource": "send.source",
     "differences": "wire.manifest",
+    "stateless_init_process_group": "apart.broadcast",
 }
 __all__ = sorted(["SHARING_WORKER", "WORKER_EXTENSION", *_HOMES])
 

@@ -1,7 +1,8 @@
 """The choice of an engine for a request: by prompt prefix, by requests in flight, by KV-cache use, or in turn.
 
-No engine is asked over a wire. Whoever submits a request counts it (`EngineLoad`), so a choice takes microseconds and
-sees the request that was submitted a moment ago; polled counts lag, and send a whole burst to one engine.
+No engine of a service is asked over a wire. Whoever submits a request counts it (`EngineLoad`), so a choice takes
+microseconds and sees the request that was submitted a moment ago; polled counts lag, and send a whole burst to one
+engine. Only handles of Ray's in a plain list are polled, since nobody counts for them here.
 """
 
 import hashlib
@@ -55,7 +56,7 @@ class LoadBalancer:
 
     def __init__(
         self,
-        engines: Any,
+        actors: Any,
         strategy: str | Sequence[str] | None = None,
         prefix_length: int = 8,
         overload_threshold: float = 1.5,
@@ -63,11 +64,11 @@ class LoadBalancer:
         overload_floor: int = 4,
         seed: int = 0,
     ) -> None:
-        """Balance over `engines`, which may gain and lose members while the balancer is in use.
+        """Balance over `actors`, which may gain and lose members while the balancer is in use.
 
         Args:
-            engines: an `AsyncVLLM`, or a list of objects with the two methods of `EngineLoad` that read the load;
-                neither may ask another process.
+            actors: an `AsyncVLLM`, or a list of objects with the two methods of `EngineLoad` that read the load, or of
+                handles of Ray actors with these methods, which are asked at each choice.
             strategy: one strategy or several in order; by default "prefix-aware", then "requests".
             prefix_length: tokens (of a text: words) that decide where a prompt goes.
             overload_threshold: an engine with more than this many times the engines' mean requests is overloaded,
@@ -75,7 +76,7 @@ class LoadBalancer:
                 overload its engine, and prefixes would never meet their cache at low load.
             seed: of the generator that breaks ties.
         """
-        self.actors: list[Any] = getattr(engines, "actors", engines)
+        self.actors: list[Any] = getattr(actors, "actors", actors)
         if not isinstance(self.actors, list):
             raise ValueError("actors must be either an AsyncVLLM instance or a list of actors")
         if not self.actors:
@@ -101,19 +102,17 @@ class LoadBalancer:
         self.overload_floor, self._random = overload_floor, random.Random(seed)
         self._next_in_turn, self._turn_lock = 0, threading.Lock()
 
-    def select_actor(self, prompt: Any = None, request_context: Mapping[str, str] | None = None) -> int:
+    def select_actor(self, prompt: Any = None, request_context: Mapping[str, Any] | None = None) -> int:
         """Index of the engine that the next request should go to; ValueError where there are none.
 
         Only "prefix-aware" looks at `prompt`: a text, token ids, or a prompt dictionary of vLLM's with either.
-        `request_context`, `{"session_id": name}` and nothing else, keeps the requests of one session together, as if
-        the name were the prompt; turns that begin differently still share most of their cache.
+        The `session_id` of a `request_context` keeps the requests of one session together, as if it were the prompt:
+        turns that begin differently still share most of their cache. Other entries change nothing.
         """
         if not self.actors:
             raise ValueError("No actors available for selection")
-        if request_context:
-            if set(request_context) != {"session_id"}:
-                raise ValueError(f"request_context may hold session_id only, not {', '.join(sorted(request_context))}")
-            prompt = "session " + request_context["session_id"]
+        if request_context and "session_id" in request_context:
+            prompt = f"session {request_context['session_id']}"
         for strategy in self.strategies:
             if strategy == "prefix-aware" and prompt is None:
                 continue
@@ -137,8 +136,8 @@ class LoadBalancer:
         }
         try:
             stats["actor_stats"] = [
-                {"actor_index": index, "pending_requests": pending, "cache_usage": engine.get_cache_usage()}
-                for index, (engine, pending) in enumerate(zip(self.actors, self._counts(), strict=True))
+                {"actor_index": index, "pending_requests": pending, "cache_usage": usage}
+                for index, (pending, usage) in enumerate(zip(self._counts(), self._ask("get_cache_usage"), strict=True))
             ]
         except Exception as error:  # statistics never take down who asks for them
             log.warning("Error gathering load balancer stats: %s", error)
@@ -146,7 +145,15 @@ class LoadBalancer:
         return stats
 
     def _counts(self) -> list[int]:
-        return [engine.get_num_unfinished_requests() for engine in self.actors]
+        return self._ask("get_num_unfinished_requests")
+
+    def _ask(self, method: str) -> list[Any]:
+        calls = [getattr(actor, method) for actor in self.actors]
+        if not any(hasattr(call, "remote") for call in calls):
+            return [call() for call in calls]
+        import ray
+
+        return list(ray.get([call.remote() for call in calls], timeout=10.0))
 
     def _fewest_requests(self, counts: list[int]) -> int:
         fewest = min(counts)
@@ -155,7 +162,7 @@ class LoadBalancer:
         return self._random.choice([i for i, count in enumerate(counts) if count == fewest])
 
     def _by_cache_usage(self) -> int:
-        usages: list[float | None] = [engine.get_cache_usage() for engine in self.actors]
+        usages = self._ask("get_cache_usage")
         known = [usage for usage in usages if usage is not None]
         if len(known) < len(usages):
             raise ValueError(f"engine {usages.index(None)} has not reported its KV-cache use")

@@ -346,7 +346,7 @@ def join_cluster(cpus: int) -> None:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("engines are to be Ray's actors, but Ray is not installed: pip install ray") from error
+        raise ImportError("ray is not installed. Please install it with `pip install ray`.") from error
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "CRITICAL", "namespace": "hotbunk"}
     if not alone:
         ray.init(**quiet)
@@ -362,7 +362,7 @@ def join_cluster(cpus: int) -> None:
 
 def join_once(cpus: int) -> Callable[[], None]:
     """Join as `join_cluster`, unless this process is in a cluster already; returns what leaves one that it joined."""
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+    if (ray := sys.modules.get("ray")) and ray.is_initialized():
         return lambda: None
     join_cluster(cpus)
     return sys.modules["ray"].shutdown  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ vLLM changes in this process only its patches of Inductor remain (`vllm.env_over
 docs/vllm-notes.md lists what is relied on here, with upstream's issues and files.
 """
 
+import asyncio
 import dataclasses
 import logging
 import os
@@ -334,6 +335,15 @@ def cache_usage_logger(report: Callable[[float], None]) -> type:
             report(float(scheduler_stats.kv_cache_usage))
 
     return _logger(record)
+
+
+async def log_throughput(engine: "AsyncLLM") -> None:
+    """Until cancelled, let vLLM log its statistics every VLLM_LOG_STATS_INTERVAL seconds, as its server does."""
+    from vllm import envs
+
+    while True:
+        await asyncio.sleep(envs.VLLM_LOG_STATS_INTERVAL)
+        await engine.do_log_stats()
 
 
 def preemption_logger(report: Callable[[int], None]) -> type:

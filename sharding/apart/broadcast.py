@@ -154,6 +154,16 @@ class Broadcast:
         if self._group is not None and (work := self._works.pop(buffer, None)) is not None:
             self._group.wait(work, "broadcast of a bucket")
 
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: Any = None) -> None:
+        """Send one weight to all workers, for a call of their `update_weight`. `stream`: the one that has made it.
+        Raises GroupError: a member was lost, or gave up.
+        """
+        if src != 0 or self._group is None:
+            raise GroupError(f"rank 0 alone sends, not rank {src}" if src else f"there is no group: {self.lost}")
+        if stream is not None:
+            stream.synchronize()
+        self._group.broadcast(tensor.detach().to(self._device).contiguous(), "broadcast of a weight")
+
     def finish(self, release: bool) -> None:
         if release:
             self.buffers = []
@@ -168,6 +178,28 @@ class Broadcast:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def stateless_init_process_group(
+    master_address: str | None,
+    master_port: int | str,
+    rank: int,
+    world_size: int,
+    device: torch.device | None = None,
+    timeout: float = 300.0,
+) -> Broadcast:
+    """The trainer's end of a group that workers join with `init_weight_update_group`: NCCL on a GPU, gloo on the CPU.
+    `broadcast` goes with their `update_weight`, `abort` ends it. Returns when all `world_size` - 1 workers have joined.
+    Raises ValueError: a `rank` other than 0; RemoteError: after `timeout` seconds, naming who is missing.
+    """
+    if rank != 0:
+        raise ValueError(f"rank {rank} is a worker's, which joins with init_weight_update_group: here is rank 0's end")
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    group = Broadcast(device, world_size - 1, timeout, master_address or "127.0.0.1", int(master_port))
+    group.listen()
+    group.meet(())
+    return group
 
 
 class Workers:
@@ -249,9 +281,8 @@ class CollectiveSender:
         """Listen on `host` for `workers` workers, all engines together; loopback by default. `adapter`: weights are the
         factors of one. `session`: that of a sender before, some of whose workers join this one.
         """
-        self._source, self._settings, self._adapter = source, settings, adapter
-        self._parameters = source.parameters()
-        self._plan = BucketPlan(self._parameters, settings.bucket_bytes)
+        self._settings, self._adapter = settings, adapter
+        self.use(source)
         self.session, self._stamps = session, itertools.count(1)
         self._way = Broadcast(device, workers, settings.timeout, host, port)
         self._way.listen()
@@ -265,6 +296,11 @@ class CollectiveSender:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def use(self, source: WeightSource) -> None:
+        """Take weights from this source from the next update on; on all ranks."""
+        self._source, self._parameters = source, source.parameters()
+        self._plan = BucketPlan(self._parameters, self._settings.bucket_bytes)
 
     def refit_info(self) -> Manifest:
         """The weights of every update: checkpoint name -> [shape, dtype]; for the engines' `prepare_refit_info`."""

@@ -198,6 +198,10 @@ class BroadcastGroup:
         except RuntimeError as error:
             raise GroupError(f"a broadcast could not start: {error}") from error
 
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        """Send or receive a contiguous tensor of any dtype. Raises GroupError: as `wait`."""
+        self.wait(self.start(tensor.view(-1).view(torch.uint8)), what)
+
     def wait(self, work: Work, what: str) -> None:
         """Until the memory of a broadcast can be used. Raises GroupError: a member was lost, or the deadline passed."""
         self._until(work.is_completed, what)

@@ -6,7 +6,9 @@ is imported here.
 """
 
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +22,7 @@ from sharding.wire.channel import SyncError, connect
 from sharding.wire.manifest import Manifest, check_manifest, first_names
 from sharding.wire.staging import MemoryFile, cuda_handle, release_pages, release_weights, resident_bytes
 from sharding.worker.broadcast import BroadcastBuckets, CollectiveCarrier, Membership, Place
-from sharding.worker.loader import own_checkpoint, reprocessed_modules
+from sharding.worker.loader import WeightLoader, own_checkpoint, reprocessed_modules
 from sharding.worker.noise import key_noise
 from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtype
 from sharding.worker.recording import Recording, storage_key
@@ -97,6 +99,8 @@ class VllmInternalWorkerExtension:
     hotbunk_recording: Recording | None = None
     hotbunk_shared: SharedWeights | None = None
     hotbunk_routes: RouteRecorder | None = None
+    hotbunk_joining: "Future[Outcome] | None" = None
+    hotbunk_by_weight: WeightLoader | None = None
 
     def report_device_id(self) -> str:
         """The device this worker runs on: its UUID on CUDA, `cpu:<rank in the engine group>` on CPU."""
@@ -200,6 +204,62 @@ class VllmInternalWorkerExtension:
             return self._hotbunk_outcome("in no weights group: init_collective comes first")
         return self._hotbunk_receive(CollectiveCarrier(self, self.hotbunk_membership, timeout_s))
 
+    def init_weight_update_group(
+        self, master_address: str, master_port: int | str, rank_offset: int, world_size: int
+    ) -> Outcome:
+        """Begin to join a group, as TorchRL's workers do: returns at once, and what becomes of it the first
+        `update_weight` says. Rank 0 is a `stateless_init_process_group` or a `CollectiveSender`; this worker's rank is
+        its rank in the engine + `rank_offset`.
+        """
+        place, joining = (rank_offset - 1, master_address, int(master_port), world_size), self.hotbunk_joining
+        if joining is not None and not joining.done():
+            return self._hotbunk_outcome("it is joining a weights group already")
+        self.hotbunk_joining = joining = Future()
+        join = lambda: joining.set_result(self.init_collective(*place))  # noqa: E731 - it never raises
+        threading.Thread(target=join, name="weights-group-join", daemon=True).start()
+        return self._hotbunk_outcome(None)
+
+    check_nccl_group_ready = check_collective_ready
+
+    def update_weight(self, name: str, dtype_name: str, shape: list[int], timeout_s: float = 300.0) -> Outcome:
+        """Receive one weight that rank 0 of the group broadcasts now, and load it. `left`: how many are still to come.
+        The first begins an update of all weights of the model; an error ends it.
+        """
+        left: list[str] = []
+
+        @torch.no_grad()
+        def take() -> None:
+            joined = self.hotbunk_joining.result(timeout_s) if self.hotbunk_joining else {"error": None}
+            if joined["error"] or self.hotbunk_membership is None:
+                raise RuntimeError(joined["error"] or "Weight update group not initialized")
+            weight = torch.empty(list(shape), dtype=getattr(torch, dtype_name), device=self.device)  # type: ignore[attr-defined]
+            self.hotbunk_membership.group.broadcast(weight, f"broadcast of {name}")  # even if it is not wanted
+            loader = self.hotbunk_by_weight = self.hotbunk_by_weight or self._hotbunk_begin_by_weight()
+            try:
+                loader.load([(name, weight)])
+            except SyncError as error:
+                raise SyncError(f"{error}; still to come: {first_names(loader.arrivals.missing())}") from error
+            left.extend(loader.arrivals.missing())
+            if not left:
+                loader.finish()
+            self.hotbunk_recording = loader.recording
+
+        outcome = self._hotbunk_try(take)
+        if not left:
+            self._hotbunk_end_by_weight()
+        return outcome | {"left": len(left)}
+
+    def _hotbunk_begin_by_weight(self) -> WeightLoader:
+        model, config = self.get_model(), self.vllm_config  # type: ignore[attr-defined]
+        loader = WeightLoader(model, config, reprocessed_modules(model, _PLAIN_ON_CPU), self.hotbunk_recording)
+        loader.begin(self.hotbunk_promised or self.hotbunk_weights or own_checkpoint(config.model_config))
+        return loader
+
+    def _hotbunk_end_by_weight(self) -> None:
+        if self.hotbunk_by_weight is not None:
+            self.hotbunk_by_weight.abort()  # nothing to give up after `finish`
+        self.hotbunk_by_weight = None
+
     def close_collective(self) -> Outcome:
         """Leave the group, if this worker is in one."""
         return self._hotbunk_try(self._hotbunk_leave)
@@ -226,6 +286,7 @@ class VllmInternalWorkerExtension:
         return self._hotbunk_try(look) | {"weights": found}
 
     def _hotbunk_receive(self, carrier: Carrier) -> Outcome:
+        self._hotbunk_end_by_weight()
         if self.hotbunk_routes is not None:
             self.hotbunk_routes.clear()
         reprocessed = reprocessed_modules(self.get_model(), _PLAIN_ON_CPU)  # type: ignore[attr-defined]

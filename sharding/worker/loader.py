@@ -183,6 +183,10 @@ class Arrivals:
         """True if a weight was announced as it is among others."""
         return others.get(name) == self._expected[name]
 
+    def missing(self) -> list[str]:
+        """The weights of which nothing has arrived."""
+        return sorted(self._expected.keys() - self._arrived - self._parts.keys())
+
     def unread(self, read: set[str]) -> list[str]:
         """The weights that arrived but are not among the ones that the engine has `read`."""
         return sorted((self._arrived | self._parts.keys()) - read)
@@ -194,7 +198,7 @@ class Arrivals:
             arrived, elements = sum(last - first for first, last in places), math.prod(self._expected[name][0])
             if arrived < elements:
                 complaints.append(f"only {arrived} of {elements} elements of {name} were sent")
-        if lost := sorted(self._expected.keys() - self._arrived - self._parts.keys()):
+        if lost := self.missing():
             complaints.append(f"announced but never sent: {first_names(lost)}")
         if unread := self.unread(read):
             complaints.append(f"sent but read by no part of the engine's model: {first_names(unread)}")
@@ -211,7 +215,7 @@ class WeightLoader:
     """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, after which it can be loaded.
     `plain`: every module is written in place.
     `recording`: what the loaders did, of this update or of an earlier one; None where nothing is recorded.
-    `left_out`: the weights that the model does without on purpose, known after `finish`.
+    `left_out`: the weights that the model does without on purpose, known after `finish`. `arrivals`: those that came.
     """
 
     def __init__(
@@ -229,7 +233,7 @@ class WeightLoader:
         self._reload = Reload(model, self._reprocessed, vllm_config)
         self._records = model not in self._reprocessed
         self._watcher = LoadWatcher()
-        self._arrivals = Arrivals({})
+        self.arrivals = Arrivals({})
 
     def begin(self, weights: Manifest, replay: bool = True) -> None:
         """Start an update that will bring exactly these weights; `replay` records what the loaders do, or repeats it.
@@ -237,7 +241,7 @@ class WeightLoader:
         Raises SyncError: as `check_unpacked`.
         """
         check_unpacked(self._model, self._reprocessed)
-        self._arrivals = Arrivals(weights)
+        self.arrivals = Arrivals(weights)
         if not (self._records and replay):
             self.recording = None
         elif self.recording is None or not self.recording.fits(self._model, weights):
@@ -253,7 +257,7 @@ class WeightLoader:
                 f"{type(self._model).__name__} has other parameters, or is sent other weights, than when its memory "
                 "was shared with the trainer"
             )
-        self._arrivals.check_off_all()
+        self.arrivals.check_off_all()
         for name in self.recording.weights:
             self._watcher.note_replayed(name, self.recording.targets(name))
 
@@ -261,7 +265,7 @@ class WeightLoader:
         """Load some of the announced weights. When it returns, their memory may be overwritten.
         Raises SyncError: a weight that was not announced as it is, that came before, or that the model refuses.
         """
-        self._arrivals.check_off(weights)
+        self.arrivals.check_off(weights)
         if self.recording is not None and self.recording.complete:  # what can be copied needs no loaders
             ready = [pair for pair in weights if self.recording.replayable(pair[0])]
             self.recording.replay(ready)
@@ -278,14 +282,14 @@ class WeightLoader:
         """Load parts of weights, as `load`; of those that `whole` does not name.
         Raises SyncError: as `load` does; or a weight has to come whole.
         """
-        self._arrivals.check_off_parts(parts)
+        self.arrivals.check_off_parts(parts)
         self._replay_parts(parts)
 
     def pull(self, parts: list[Part], added: dict[str, Callable[[], Factors]]) -> int:
         """As `load_parts`, out of memory that holds them in any dtype; returns their bytes in the model's dtype.
         `added`: weights of which parts of W come, and W + scale · B A is wanted, in the order of `parts`.
         """
-        self._arrivals.check_off_parts(parts, cast=True)
+        self.arrivals.check_off_parts(parts, cast=True)
         nbytes = self._replay_parts([part for part in parts if part[0] not in added])
         for name, some in groupby((part for part in parts if part[0] in added), key=itemgetter(0)):
             factors = added[name]()
@@ -368,7 +372,7 @@ class WeightLoader:
                 self.recording.refill()
         elif self.recording is not None:
             self.recording.check(whole=self._config.parallel_config.tensor_parallel_size == 1)
-        self._leave_out(self._arrivals.unread(self._watcher.read))
+        self._leave_out(self.arrivals.unread(self._watcher.read))
         elsewhere, written = self._reload.parameters(), self._watcher.written
         untouched = [
             name
@@ -378,7 +382,7 @@ class WeightLoader:
         untouched += self._reload.untouched()
         with self._watcher:  # modules with padding, such as a vocabulary of odd size, are loaded only now
             self._reload.finish()
-        complaints = self._arrivals.complaints(self._watcher.read.union(self.left_out))
+        complaints = self.arrivals.complaints(self._watcher.read.union(self.left_out))
         if untouched:
             complaints.append(f"never sent, so the engine would keep old values: {first_names(untouched)}")
         for entry in self._watcher.written.values():
@@ -398,7 +402,7 @@ class WeightLoader:
         """
         with suppress(SyncError, OSError, ValueError):  # where the checkpoint is not here, nothing is known of it
             own = own_checkpoint(self._config.model_config) if unread else {}
-            self.left_out = [name for name in unread if self._arrivals.is_like(name, own)]
+            self.left_out = [name for name in unread if self.arrivals.is_like(name, own)]
         if self.recording is not None:
             self.left_out = self.recording.leave_out(self.left_out)
 

@@ -56,6 +56,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
+        if (folder / "meta.json").exists():
+            raise SyncError(
+                f"{folder} is TensorDict's, without digests: write it with sharding.StorageWriter"
+            ) from None
         raise SyncError(f"{folder} holds no complete weights: {MANIFEST} is missing") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SyncError(f"{path} cannot be read: {error}") from error

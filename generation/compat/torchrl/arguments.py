@@ -9,6 +9,8 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self
 
+import psutil
+
 from generation.engine.settings import EngineSettings, cpu_places
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
 """Environment variable: seconds that all engines of a service together may take to start; 300 without it."""
+
+DEFAULT_SHARE = 0.9  # of a GPU's memory; on a CPU engines take a quarter of what is free
 
 
 def require_vllm() -> None:
@@ -62,7 +66,9 @@ def as_settings(engine_args: Any) -> EngineSettings:
 def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
     """Settings from vLLM's engine arguments, by vLLM's names; ValueError for one that a service cannot honour."""
     if "worker_extension_cls" in arguments:
-        raise ValueError("worker_extension_cls is the service's own, which carriers=sharding sets: leave it out")
+        raise ValueError("worker_extension_cls is the service's own: leave it out")
+    if arguments.get("distributed_executor_backend") == "ray":
+        raise ValueError("distributed_executor_backend: leave it out, and set backend to ray for engines in actors")
     given = {name: value for name, value in arguments.items() if value is not None}
     if given.get("pipeline_parallel_size", 1) > 1:
         given.setdefault("distributed_executor_backend", "mp")
@@ -73,7 +79,7 @@ def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
         config = AutoConfig.from_pretrained(given["model"], trust_remote_code=trust).get_text_config()
         given["max_model_len"] = int(config.max_position_embeddings)
     # vLLM's own defaults; those of `EngineSettings` are for engines that share a device.
-    defaults = {"dtype": "auto", "enforce_eager": False, "max_num_seqs": 256, "gpu_memory_utilization": 0.9}
+    defaults = {"dtype": "auto", "enforce_eager": False, "max_num_seqs": 256, "gpu_memory_utilization": DEFAULT_SHARE}
     return EngineSettings.from_vllm(defaults | given, sleep=False)
 
 
@@ -108,6 +114,9 @@ def of_replicas(settings: EngineSettings, num_replicas: int, gpus: int, shared: 
     devices = settings.device_indices or tuple(range(max(0, gpus - needed), gpus))
     if not devices:
         bound = settings.cpu_cores or cpu_places(range(size), size)["cpu_cores"]
+        if settings.kv_cache_bytes is None and settings.gpu_memory_utilization == DEFAULT_SHARE:
+            free = psutil.virtual_memory().available  # which all replicas share, with whatever else there is
+            settings = dataclasses.replace(settings, kv_cache_bytes=min(4 << 30, free // (4 * num_replicas)))
         return [dataclasses.replace(settings, cpu_cores=bound)] * num_replicas
     if len(devices) < needed or (settings.device_indices and len(devices) > needed):
         raise ValueError(f"{num_replicas} replicas of {size} devices each need {needed} devices, not {len(devices)}")
@@ -133,6 +142,14 @@ class PromptErrors(ExceptionGroup[Exception]):
         return PromptErrors(excs, self.outputs)
 
 
+class PromptTimeouts(TimeoutError):
+    """All prompts of a batch that failed timed out. `exceptions` and `outputs` are as of `PromptErrors`."""
+
+    def __init__(self, errors: PromptErrors) -> None:
+        super().__init__(f"{errors.message}; the first error: {errors.exceptions[0]}")
+        self.exceptions, self.outputs = errors.exceptions, errors.outputs
+
+
 def answer_or_error(future: Future[Any], place: int) -> Any:
     """The result of a future that has ended, or its error with a note that names the prompt."""
     try:
@@ -151,7 +168,8 @@ def answers(results: list[Any], single: bool, return_exceptions: bool) -> Any:
     if errors and not return_exceptions:
         if single:
             raise errors[0]
-        raise PromptErrors(errors, [None if isinstance(result, Exception) else result for result in results])
+        failed = PromptErrors(errors, [None if isinstance(result, Exception) else result for result in results])
+        raise PromptTimeouts(failed) if all(isinstance(error, TimeoutError) for error in errors) else failed
     return results[0] if single else results
 
 

@@ -15,12 +15,15 @@ from generation.engine.devices import device_count
 from generation.engine.replicas import Actor, ActorEngine, actor_of
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
-from generation.engine.vllm_compat import cache_usage_logger, unfinished_requests
+from generation.engine.vllm_compat import cache_usage_logger, log_throughput, unfinished_requests
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
+
+UPDATE_SECONDS = 300.0
+"""Longest single wait of an update: for requests in flight to end, for a worker, for a bucket."""
 
 
 class UpdateGate:
@@ -73,6 +76,9 @@ class ServiceEngine(ActorEngine):
         super().__init__(settings)
         self._gate = UpdateGate()
         self._cache_usage = 0.0  # as of the last scheduler step
+        self._by_weight = False  # an update is under way whose weights come one by one
+        self._one_weight = asyncio.Lock()
+        self._statistics: asyncio.Task[None] | None = None
 
     async def start(self, stat_loggers: list[Any] | None = None) -> None:
         """Start the engine, and let it generate one token: only then is it ready."""
@@ -82,6 +88,8 @@ class ServiceEngine(ActorEngine):
             self._cache_usage = usage
 
         await super().start([*(stat_loggers or ()), cache_usage_logger(note)])
+        if not self.settings.extra.get("disable_log_stats", True):
+            self._statistics = asyncio.ensure_future(log_throughput(self.llm))
         if self.settings.load_format != "dummy":
             self.state.adopt_checkpoint(0)
         params = SamplingParams(max_tokens=1, temperature=0.0)
@@ -113,17 +121,42 @@ class ServiceEngine(ActorEngine):
         output.weight_version = held  # type: ignore[attr-defined]
         return output
 
-    async def cache_usage(self) -> float:
+    def get_cache_usage(self) -> float:
         """Share of the KV cache in use, 0 to 1, as of the last scheduler step; an abort does not count as one."""
-        return self.cache_usage_now()
-
-    def cache_usage_now(self) -> float:
-        """`cache_usage` for callers in the same process."""
         return self._cache_usage if unfinished_requests(self.llm) else 0.0
 
-    async def unfinished_requests(self) -> int:
+    async def get_num_unfinished_requests(self) -> int:
         """The requests that vLLM itself counts; the service counts at its own end."""
         return unfinished_requests(self.llm)
+
+    async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+        """See `Engine`. From the first `update_weight` until the last weight has come, the engine holds no version;
+        from then on one more than the last. An error among the outcomes ends the update.
+        """
+        if method != "update_weight":
+            return await super().call_workers(method, *args, timeout=timeout, **kwargs)
+        async with self._one_weight:
+            if not self._by_weight:
+                async with self._gate.update(timeout or UPDATE_SECONDS):  # requests in flight end first
+                    self.state.begin_sync()
+                self._by_weight = True
+            left = -1
+            try:
+                outcomes = await super().call_workers(method, *args, timeout=timeout, **kwargs)
+                left = -1 if any(outcome["error"] for outcome in outcomes) else outcomes[0]["left"]
+                if left == 0:
+                    await self.reset_prefix_cache()
+                    self.state.finish_sync(self.state.latest + 1)
+                    outcomes = [outcome | {"version": self.state.version} for outcome in outcomes]
+            finally:
+                if left < 1:
+                    self._end_by_weight()
+            return outcomes
+
+    def _end_by_weight(self) -> None:
+        if self._by_weight and self.state.syncing:
+            self.state.fail_sync()
+        self._by_weight = False
 
     async def update_weights(self, method: str, arguments: tuple[Any, ...], timeout: float) -> int | None:
         """Let the workers take weights by one of the extension's methods, with no request in the engine.
@@ -131,8 +164,15 @@ class ServiceEngine(ActorEngine):
         Returns the version that the sender says. After a `WorkerError` of the workers the engine holds no version.
         """
         async with self._gate.update(timeout):
+            self._end_by_weight()
             await self.receive(method, *arguments)
         return self.state.version
+
+    async def shutdown(self) -> None:
+        """Stop the engine's processes; safe to call twice."""
+        if self._statistics is not None:
+            self._statistics.cancel()
+        await super().shutdown()
 
 
 class Replica(EngineLoad, ABC):
@@ -145,6 +185,10 @@ class Replica(EngineLoad, ABC):
     @abstractmethod
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a coroutine method of the replica's `ServiceEngine`; cancelling the future cancels it there."""
+
+    def refer(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As `submit`; with Ray an ObjectRef."""
+        return self.submit(method, *args, **kwargs)
 
     @abstractmethod
     async def close(self) -> None:
@@ -162,54 +206,62 @@ class LocalReplica(Replica):
         return self._thread.submit(getattr(self._engine, method)(*args, **kwargs))
 
     def get_cache_usage(self) -> float | None:
-        return self._engine.cache_usage_now()
+        return self._engine.get_cache_usage()
 
     async def close(self) -> None:
         await self._engine.shutdown()
 
 
 class RayReplica(Replica):
-    """An engine in a Ray actor, on a node of the cluster that has its devices free."""
+    """An engine in a Ray actor, on a node of the cluster that has its devices free. `actor`: its handle."""
 
     def __init__(self, settings: EngineSettings, thread: EngineThread, name: str, actor_class: type | None) -> None:
         super().__init__()
-        self._settings, self._thread, self._name = settings, thread, name
+        self._settings, self._thread, self.name = settings, thread, name
         self._class = actor_class or ServiceEngine
-        self._actor: Actor | None = None
+        self.actor: Actor | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     def launch(self) -> Future[Any]:
         """Create the actor and start the engine in it."""
-        named = {"name": self._name, "namespace": "hotbunk"}
+        named = {"name": self.name, "namespace": "hotbunk"}
         gpus = len(self._settings.device_indices)
-        self._actor = Actor(actor_of(self._class, self._settings, cpus=1, gpus=gpus, **named))
+        self.actor = Actor(actor_of(self._class, self._settings, cpus=1, gpus=gpus, **named))
         return self._thread.submit(self._start())
 
     async def _start(self) -> None:
         await self._call("start")
+        await self.watch()
+
+    async def watch(self) -> None:
+        """From now on know how full the KV cache is."""
         self._watcher = asyncio.ensure_future(self._watch())
 
     async def _watch(self) -> None:
         """Ask the actor every half second how full its KV cache is."""
         try:
             while True:
-                self.cache_usage = await self._call("cache_usage")
+                self.cache_usage = await self._call("get_cache_usage")
                 await asyncio.sleep(0.5)
         except ray_module().exceptions.RayError as error:  # requests raise the same error to their callers
-            log.warning("Actor %s no longer reports its load: %s", self._name, error)
+            log.warning("Actor %s no longer reports its load: %s", self.name, error)
         finally:
             self.cache_usage = None
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         return self._thread.submit(self._call(method, *args, **kwargs))
 
+    def refer(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        assert self.actor is not None
+        return self.actor.submit(method, *args, **kwargs)
+
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        assert self._actor is not None
-        return self._actor.call(method, *args, **kwargs)
+        assert self.actor is not None
+        return self.actor.call(method, *args, **kwargs)
 
     async def close(self) -> None:
         """Stop the engine's processes, then the actor; a dead actor is not an error."""
-        actor, self._actor = self._actor, None
+        actor, self.actor = self.actor, None
         if self._watcher is not None:
             self._watcher.cancel()
         if actor is not None:
@@ -226,9 +278,5 @@ def ray_module() -> Any:
 
 
 def gpu_count(backend: str) -> int:
-    """Devices there are: of this machine, or of the whole Ray cluster; RuntimeError where there is none."""
-    if backend == "ray":
-        if not ray_module().is_initialized():
-            raise RuntimeError("there is no Ray cluster: call ray.init() first, which starts one or connects to one")
-        return int(ray_module().cluster_resources().get("GPU", 0))
-    return device_count()
+    """Devices there are: of this machine, or of the whole Ray cluster."""
+    return int(ray_module().cluster_resources().get("GPU", 0)) if backend == "ray" else device_count()

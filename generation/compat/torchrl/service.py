@@ -18,6 +18,7 @@ from generation.compat.torchrl.arguments import (
     answer_or_error,
     answers,
     as_settings,
+    gpus_per_replica,
     of_replicas,
     prompt_dictionaries,
     require_vllm,
@@ -27,9 +28,12 @@ from generation.compat.torchrl.arguments import (
     start_timeout,
     wait_until_started,
 )
+from generation.compat.torchrl.client import engine_class
 from generation.compat.torchrl.replicas import LocalReplica, RayReplica, Replica, gpu_count
 from generation.compat.torchrl.weights import NO_DEVICE_LEFT, WeightUpdates
+from generation.engine.replicas import join_once
 from generation.engine.thread import EngineThread
+from generation.engine.vllm_compat import engine_arguments
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -44,7 +48,11 @@ class AsyncVLLM(WeightUpdates):
     """A service of engines of one model. May be used from several threads; a context manager.
 
     `weight_version` is that of the weights that answers are given with, 0 for the checkpoint's; outputs carry theirs.
+    Where a program has imported TorchRL's `vLLMWrapper` or `vLLMUpdaterV2` before, these take a service for an engine.
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        return super().__new__(engine_class(cls))
 
     def __init__(
         self,
@@ -62,8 +70,9 @@ class AsyncVLLM(WeightUpdates):
             engine_args: vLLM's `AsyncEngineArgs`, or `EngineSettings`; not changed.
             actor_class: a subclass of `ServiceEngine` for Ray's actors; implies `backend="ray"`.
             enable_prefix_caching: overrides `engine_args`; None leaves it at what they say.
-            backend: "local" runs replicas as processes of this machine, "ray" as actors on a cluster that is there.
-            carriers: the package `sharding`, for weight updates; without it answers are given with the checkpoint's.
+            backend: "local" runs replicas as processes of this machine, "ray" as actors on the cluster that the program
+                has joined; else on that of RAY_ADDRESS, or a private one of this machine until `shutdown`.
+            carriers: the package that carries weights, by default `sharding`.
         """
         super().__init__(carriers)
         require_vllm()
@@ -74,8 +83,7 @@ class AsyncVLLM(WeightUpdates):
         settings = as_settings(engine_args)
         if enable_prefix_caching is not None:
             settings = replace(settings, extra=settings.extra | {"enable_prefix_caching": enable_prefix_caching})
-        if carriers is not None:
-            settings = replace(settings, worker_extension=carriers.WORKER_EXTENSION)
+        settings = replace(settings, worker_extension=settings.worker_extension or self._carriers.WORKER_EXTENSION)
         self.settings, self.num_replicas = settings, num_replicas
         self.backend = backend or ("local" if actor_class is None else "ray")
         self.service_id = uuid.uuid4().hex[:8]
@@ -83,7 +91,10 @@ class AsyncVLLM(WeightUpdates):
         self.weight_version = 0
         self._actor_class, self._random = actor_class, random.Random(settings.seed)
         self._thread: EngineThread | None = None
+        self._owner = True
+        self._leave_cluster: Callable[[], object] = bool  # what leaves a cluster that was joined here
         self._load_balancer: LoadBalancer | None = None
+        self._balancing: tuple[Any, dict[str, Any]] | None = None  # arguments of `create_load_balancer`
         self._lock = threading.Lock()  # choosing an engine and counting the request on it are one step
         self._unfinished: set[Future[Any]] = set()
 
@@ -97,11 +108,41 @@ class AsyncVLLM(WeightUpdates):
 
     @classmethod
     def from_pretrained(
-        cls, model_name: str, num_devices: int | None = None, num_replicas: int = 1, **options: Any
+        cls,
+        model_name: str,
+        num_devices: int | None = None,
+        num_replicas: int = 1,
+        verbose: bool = True,
+        compile: bool = True,
+        enable_fp32_output: bool = False,
+        **options: Any,
     ) -> "AsyncVLLM":
-        """A started service for a model; `options` are those of `make_async_vllm_engine`."""
-        options |= {"num_devices": num_devices, "num_replicas": num_replicas}
-        return make_async_vllm_engine(model_name=model_name, **options)
+        """A started service for a model; arguments are those of `make_async_vllm_engine`."""
+        options |= {"num_devices": num_devices, "num_replicas": num_replicas, "verbose": verbose, "compile": compile}
+        return make_async_vllm_engine(model_name=model_name, enable_fp32_output=enable_fp32_output, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy for another process of the cluster, which generates as this one does; this one remains the owner."""
+        if self.backend == "local":
+            raise TypeError("local processes are this process's own, and not to be pickled: set backend to ray")
+        self._require_launched("pickling")
+        actors = [(replica.name, replica.actor) for replica in self.actors]  # type: ignore[attr-defined]
+        state = self.settings, self.service_id, actors, self.weight_version, self._balancing
+        importable: Any = next(kind for kind in type(self).__mro__ if not kind.__module__.startswith("torchrl."))
+        return importable._copy, state
+
+    @classmethod
+    def _copy(cls, settings: Any, service_id: str, actors: list[Any], weight_version: int, balancing: Any) -> Self:
+        service = cls(settings, len(actors), backend="ray")
+        service._owner, service.service_id, service.weight_version = False, service_id, weight_version
+        service._thread = thread = EngineThread(f"async-vllm-{service_id}")
+        for name, actor in actors:
+            service.actors.append(replica := RayReplica(settings, thread, name, None))
+            replica.actor = actor
+            thread.submit(replica.watch())
+        if balancing is not None:
+            service.create_load_balancer(balancing[0], **balancing[1])
+        return service
 
     def __enter__(self) -> Self:
         self.start()
@@ -122,15 +163,19 @@ class AsyncVLLM(WeightUpdates):
         if self.launched:
             log.warning("AsyncVLLM %s is launched already", self.service_id)
             return
+        if not self._owner:
+            raise RuntimeError("this copy of a service has let go of its engines: take another from the owner")
         timeout = start_timeout()
-        gpus = gpu_count(self.backend)
-        each = of_replicas(self.settings, self.num_replicas, gpus, self.backend == "local")
-        self._taken = {index for own in each for index in own.device_indices} if self.backend == "local" else set()
-        if gpus and len(self._taken) == gpus:
-            log.warning("%s: new weights can come by load_weights_from_storage only", NO_DEVICE_LEFT)
         self._thread = EngineThread(f"async-vllm-{self.service_id}")
         starts: list[Future[Any]] = []
         try:
+            if self.backend == "ray":
+                self._leave_cluster = join_once(self.num_replicas * gpus_per_replica(self.settings))
+            gpus = gpu_count(self.backend)
+            each = of_replicas(self.settings, self.num_replicas, gpus, self.backend == "local")
+            self._taken = {index for own in each for index in own.device_indices} if self.backend == "local" else set()
+            if gpus and len(self._taken) == gpus:
+                log.warning("%s: new weights can come by load_weights_from_storage only", NO_DEVICE_LEFT)
             for number, settings in enumerate(each):
                 if self.backend == "local":
                     self.actors.append(LocalReplica(settings, self._thread))
@@ -148,7 +193,7 @@ class AsyncVLLM(WeightUpdates):
 
     def shutdown(self, drain_seconds: float = CLOSE_SECONDS) -> None:
         """Stop all engines, cancelling requests in flight after `drain_seconds`. Safe to call twice and in any state;
-        the service can be started again.
+        the service can be started again. A copy only lets go of them.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -156,12 +201,14 @@ class AsyncVLLM(WeightUpdates):
         self.close_weights_group()
         for future in wait(list(self._unfinished), drain_seconds).not_done:
             future.cancel()
-        closing = [thread.submit(replica.close()) for replica in self.actors]
+        closing = [thread.submit(replica.close()) for replica in self.actors if self._owner]
         self.actors.clear()
         for future in wait(closing, CLOSE_SECONDS).done:
             if (error := future.exception()) is not None:
                 log.warning("an engine did not stop cleanly: %s", error)
         thread.close()
+        leave, self._leave_cluster = self._leave_cluster, bool
+        leave()
 
     def generate(
         self,
@@ -191,6 +238,7 @@ class AsyncVLLM(WeightUpdates):
         Raises:
             ValueError: before anything is submitted, for prompts or parameters of no known form.
             PromptErrors: some prompts of a list failed; it holds the others' outputs. One by itself raises its own.
+            PromptTimeouts: these only timed out; a TimeoutError with the same `exceptions` and `outputs`.
         """
         for name, value in removed.items():
             if name not in _GONE:
@@ -259,6 +307,7 @@ class AsyncVLLM(WeightUpdates):
         """Make, keep and return the balancer that `generate` asks; `options` are those of `LoadBalancer`."""
         self._require_launched("creating load balancer")
         self._load_balancer = LoadBalancer(self, strategy, **({"seed": self.settings.seed} | options))
+        self._balancing = strategy, options
         return self._load_balancer
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> Any:
@@ -278,6 +327,13 @@ class AsyncVLLM(WeightUpdates):
     def get_random_actor_index(self) -> int:
         """The index of any engine, from a generator with a seed."""
         return self._random.randrange(self.num_replicas)
+
+    @property
+    def engine_args(self) -> Any:
+        """The `AsyncEngineArgs` that engines start with."""
+        from vllm import AsyncEngineArgs
+
+        return AsyncEngineArgs(**engine_arguments(self.settings))
 
     def get_tp_size(self) -> int:
         """Workers of one engine that share each of its layers."""
@@ -300,14 +356,38 @@ class AsyncVLLM(WeightUpdates):
         """Call a method of every worker of every engine; waits. One list of results, in worker order, per engine.
         TimeoutError where one did not answer in `timeout` seconds (without: the service's time to start).
         """
-        self._require_launched("calling workers")
-        named = {"timeout": timeout, **(kwargs or {})}
-        calls = [replica.submit("call_workers", method, *args, **named) for replica in self.actors]
+        calls = self._calls("submit", method, timeout, args, kwargs)
         return results_of(calls, timeout or start_timeout(), f"the workers' {method}")
 
-    def _require_launched(self, action: str) -> None:
+    def collective_rpc_futures(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """As `collective_rpc`, without waiting: one future per engine, with Ray an ObjectRef."""
+        return self._calls("refer", method, timeout or start_timeout(), args, kwargs)
+
+    def _calls(self, way: str, method: str, timeout: float | None, args: Any, kwargs: Any) -> list[Any]:
+        self._require_launched("calling workers")
+        named = {"timeout": timeout, **(kwargs or {})}
+        calls = [getattr(replica, way)("call_workers", method, *args, **named) for replica in self.actors]
+
+        def note(future: Future[Any]) -> None:
+            """Where a call has brought an engine's last weight, the service is of its version from then on."""
+            outcome = {} if future.cancelled() or future.exception() else future.result()[0]
+            self.weight_version = max(self.weight_version, outcome.get("version", 0))
+
+        for future in calls if method == "update_weight" else []:
+            (future if isinstance(future, Future) else future.future()).add_done_callback(note)
+        return calls
+
+    def _require_launched(self, action: str, owner: bool = False) -> None:
         if not self.launched:
             raise RuntimeError(f"AsyncVLLM service must be launched before {action}")
+        if owner and not self._owner:
+            raise RuntimeError(f"{action} is for the process that launched the service, of which this is a copy")
 
     def _checked_index(self, index: int) -> int:
         if not 0 <= index < len(self.actors):
@@ -337,14 +417,13 @@ def make_async_vllm_engine(
 
     Args:
         num_devices: of each replica; the same as `tensor_parallel_size`.
-        verbose: let vLLM log what it does.
+        verbose: let vLLM log what it does, throughput included, every ten seconds.
         compile: torch.compile and CUDA graphs; without, engines start sooner and generate slower.
         enable_fp32_output: compute logits in float32, whatever the weights' dtype.
         engine_args: fields of vLLM's `AsyncEngineArgs`, by name.
     """
     require_vllm()
     if verbose:
-        for name in ("vllm", "vllm.engine.metrics"):
-            logging.getLogger(name).setLevel(logging.INFO)
+        engine_args = {"disable_log_stats": False, "log_level": "INFO"} | engine_args
     settings = resolve(model_name, num_devices, compile, enable_fp32_output, **engine_args)
     return AsyncVLLM.launch(settings, num_replicas, backend=backend, carriers=carriers)

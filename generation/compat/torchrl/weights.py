@@ -1,43 +1,27 @@
 """New weights for an `AsyncVLLM`: by broadcast from a trainer, or from a folder. The carriers and their rules (every
-weight accounted for, none cast in silence) live in the package `sharding`, which the service is given.
+weight accounted for, none cast in silence) live in the package `sharding`, which is loaded by its name.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from importlib import import_module
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from generation.compat.torchrl.arguments import gpus_per_replica, results_of
-from generation.compat.torchrl.replicas import Replica, ray_module
+from generation.compat.torchrl.replicas import UPDATE_SECONDS, Replica, ray_module
 from generation.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+
 NO_DEVICE_LEFT = "every GPU of this machine has an engine, and NCCL cannot join two processes on one"
-
-UPDATE_SECONDS = 300.0
-"""Longest single wait of an update: for requests in flight to end, for a worker, for a bucket."""
-
-
-class _CurrentSource:
-    """The stream of the update that is under way; its sender outlives it."""
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-
-    def parameters(self) -> list[Any]:
-        return self.source.parameters()
-
-    @property
-    def repeatable(self) -> bool:
-        return getattr(self.source, "repeatable", True)
-
-    def gather_into(self, names: list[str], slots: "list[torch.Tensor]") -> None:
-        self.source.gather_into(names, slots)
-
-    def gather_part(self, name: str, start: int, slot: "torch.Tensor") -> None:
-        self.source.gather_part(name, start, slot)
 
 
 class WeightUpdates:
@@ -49,13 +33,13 @@ class WeightUpdates:
     settings: EngineSettings
     backend: str
     weight_version: int
-    _require_launched: Callable[[str], None]
+    _require_launched: Callable[..., None]
 
-    def __init__(self, carriers: Any) -> None:
-        self._carriers = carriers
+    def __init__(self, carriers: Any = None) -> None:
+        self._carriers = carriers or import_module("sharding")  # which imports this package: docs/source.md
         self._taken: set[int] = set()  # devices of this machine that have an engine
         self._sender: Any = None
-        self._source: _CurrentSource | None = None
+        self._joined: list[Future[Any]] = []  # the engines' calls to join the sender's group
 
     def get_model_metadata(self) -> "dict[str, tuple[torch.dtype, torch.Size]]":
         """(dtype, shape) of every weight that an update must bring, by its name in the checkpoint."""
@@ -71,19 +55,13 @@ class WeightUpdates:
             raise ValueError("the trainer's weights are not the engines': " + "; ".join(complaints))
 
     def _manifest(self) -> dict[str, list[Any]]:
-        self._require_carriers("asking for model metadata")
+        self._require_launched("asking for model metadata")
         calls = [replica.submit("ask_workers", "hotbunk_model_metadata") for replica in self.actors]
         outcomes = [outcome for each in results_of(calls, UPDATE_SECONDS, "model metadata") for outcome in each]
         manifests = [outcome["weights"] for outcome in outcomes]
         if any(manifest != manifests[0] for manifest in manifests):
             raise RuntimeError("the engines hold different models: their weights' names, shapes or dtypes differ")
         return manifests[0]
-
-    def _require_carriers(self, action: str) -> None:
-        self._require_launched(action)
-        if self._carriers is None:
-            remedy = "import sharding, and start the service with AsyncVLLM(..., carriers=sharding)"
-            raise RuntimeError(f"{action} needs the package that carries weights: {remedy}")
 
     def get_master_address(self) -> str:
         """The address at which this process listens for the engines: loopback, unless a Ray cluster has other nodes."""
@@ -92,72 +70,96 @@ class WeightUpdates:
         return str(ray_module().util.get_node_ip_address())
 
     def get_master_port(self) -> int:
-        """The port of `update_weights`' group, as the system chose it; RuntimeError before there is a group."""
-        if self._sender is None:
-            raise RuntimeError("there is no weights group yet: the first update_weights makes it")
-        return int(self._sender.port)
+        """The port of `update_weights`' group, which this process holds from this call on."""
+        return int(self._listening("asking for the port").port)
 
-    def init_weight_update_group(self, master_address: str, master_port: int | str) -> list[Future[Any]]:
-        """Let all workers join the group of a trainer's own `sharding.CollectiveSender`, whose `ip` and `port` these
-        are: rank 0 is the trainer, workers follow in the engines' order. One future an engine, for its `connect`; they
-        end when the whole group stands.
+    def init_weight_update_group(
+        self, master_address: str | None = None, master_port: int | str | None = None
+    ) -> list[Future[Any]]:
+        """Let all workers join a group for weights. One future an engine; they end when the whole group stands.
+
+        Rank 0, a trainer's own `sharding.CollectiveSender` or `stateless_init_process_group`, listens at the address;
+        workers follow in the engines' order. Without an address, or with that of this service, it is rank 0 itself, for
+        `update_weights`, and the futures have ended when this returns.
         """
-        self._require_launched("initializing weight update group")
+        self._require_launched("initializing weight update group", owner=True)
+        if (master_address is None) != (master_port is None):
+            raise ValueError("init_weight_update_group takes both master_address and master_port, or neither")
+        if master_port is None or (self._sender is not None and int(master_port) == self._sender.port):
+            return self._join_own_group()
+        return self._join(master_address, int(master_port))
+
+    def _join(self, *address: Any) -> list[Future[Any]]:
         size = gpus_per_replica(self.settings)
-        address = master_address, int(master_port), 1 + size * len(self.actors), 1, UPDATE_SECONDS
+        place = *address, 1 + size * len(self.actors), 1, UPDATE_SECONDS
         return [
-            replica.submit("ask_workers", "init_collective", number * size, *address)
+            replica.submit("ask_workers", "init_collective", number * size, *place)
             for number, replica in enumerate(self.actors)
         ]
+
+    def _listening(self, action: str) -> Any:
+        """The sender of all updates, which listens for the engines."""
+        self._require_launched(action, owner=True)
+        if self._sender is None:
+            settings, nothing = self._carriers.SyncSettings(timeout=UPDATE_SECONDS), self._carriers.StreamSource({}, ())
+            workers = len(self.actors) * gpus_per_replica(self.settings), self.get_master_address()
+            self._sender = self._carriers.CollectiveSender(nothing, self._sending_device(), settings, *workers)
+        return self._sender
+
+    def _join_own_group(self) -> list[Future[Any]]:
+        sender = self._listening("joining the weights group")
+        if not self._joined:
+            try:
+                calls = self._join(sender.ip, sender.port)
+                sender.connect(calls)
+                results_of(calls, UPDATE_SECONDS, "joining the weights group")
+            except BaseException:
+                self.close_weights_group()
+                raise
+            self._joined = calls
+        return self._joined
 
     def receive_weights(self) -> list[Future[int]]:
         """Let all engines take one update from the group they joined: futures of its version, for the sender."""
         return self._updates("update_weights_from_collective")
 
     def _updates(self, method: str, *arguments: Any) -> list[Future[int]]:
-        self._require_launched("updating weights")
+        self._require_launched("updating weights", owner=True)
         call = method, (*arguments, UPDATE_SECONDS), UPDATE_SECONDS
         return [replica.submit("update_weights", *call) for replica in self.actors]
 
     def update_weights(self, weights: Any, version: int | None = None) -> Any:
-        """Broadcast new weights from this process to all engines, bucket by bucket; blocks. Returns a `SyncReport`.
+        """Broadcast new weights from this process to all engines, bucket by bucket; blocks. Returns a `SyncReport`,
+        or None, with a warning, where there are none.
 
         Args:
             weights: (name, tensor) pairs, by names of the checkpoint and in any order, none held longer than needed;
-                or a `sharding.WeightSource`.
+                or a `sharding.WeightSource`. A tied head may come beside the embedding that it equals.
             version: of these weights; one more than the last by default.
 
         Raises:
             RemoteError: naming what is missing, unknown, sent twice or of the wrong shape, and the engine that failed.
                 Engines whose weights cannot be trusted refuse to generate until an update succeeds.
         """
-        self._require_carriers("updating weights")
+        self._require_launched("updating weights", owner=True)
+        if not hasattr(weights, "gather_into"):
+            stream = iter(weights)
+            if not (begun := [*islice(stream, 1)]):
+                log.warning("No weights provided for update")
+                return None
+            manifest, stream = self._manifest(), chain(begun, stream)
+            del begun  # else the first weight were held until the end
+            weights = self._carriers.StreamSource(manifest, _untied(stream, manifest))
         version = self.weight_version + 1 if version is None else version
-        is_source = hasattr(weights, "gather_into")
-        source = weights if is_source else self._carriers.StreamSource(self._manifest(), weights)
         try:
-            return self._connected_sender(source).send(version, self.receive_weights())
+            self._join_own_group()
+            self._sender.use(weights)
+            return self._sender.send(version, self.receive_weights())
         except BaseException:
             self.close_weights_group()
             raise
         finally:
             self.weight_version = version  # engines that hold older weights must not be asked any more
-
-    def _connected_sender(self, source: Any) -> Any:
-        """The sender of the updates before, or a new one that all workers have joined."""
-        if self._sender is not None and self._source is not None:
-            self._source.source = source
-            return self._sender
-        self._source = _CurrentSource(source)
-        settings = self._carriers.SyncSettings(timeout=UPDATE_SECONDS)
-        workers = len(self.actors) * gpus_per_replica(self.settings)
-        self._sender = self._carriers.CollectiveSender(
-            self._source, self._sending_device(), settings, workers, host=self.get_master_address()
-        )
-        calls = self.init_weight_update_group(self._sender.ip, self._sender.port)
-        self._sender.connect(calls)
-        results_of(calls, UPDATE_SECONDS, "joining the weights group")
-        return self._sender
 
     def _sending_device(self) -> "torch.device":
         """A GPU that none of this machine's engines is on, the current one if it can be."""
@@ -175,7 +177,7 @@ class WeightUpdates:
         """Stop listening for the engines; the next update makes a new group."""
         if self._sender is not None:
             self._sender.close()
-        self._sender = self._source = None
+        self._sender, self._joined = None, []
 
     def load_weights_from_storage(self, path: Path | str, num_threads: int = 1) -> int:
         """Let all engines load the latest complete update in a folder of a `sharding.StorageWriter`; gives its version.
@@ -191,3 +193,20 @@ class WeightUpdates:
             raise RuntimeError(f"engines loaded versions {sorted(set(versions))}, since the folder changed: load again")
         self.weight_version = versions[0]
         return self.weight_version
+
+
+def _untied(weights: Iterator[Any], names: Collection[str]) -> Iterator[Any]:
+    """Weights without an output head that is not among `names`, as the engine's embedding is its head, too, while state
+    dicts of Transformers have both. Raises ValueError at the end, unless they are equal.
+    """
+    embedding = head = None
+    for name, weight in weights:
+        if name == "lm_head.weight" and name not in names and head is None:
+            head = weight
+            continue
+        embedding = weight if name.endswith(_EMBEDDINGS) else embedding
+        yield name, weight
+    import torch
+
+    if head is not None and (embedding is None or not torch.equal(head, embedding)):
+        raise ValueError("lm_head.weight differs from the embedding, but the engine's model has one weight for both")

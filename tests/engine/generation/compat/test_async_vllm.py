@@ -2,7 +2,9 @@
 
 import math
 import os
+import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,7 +45,7 @@ def model(tiny_model: TinyModel) -> Path:
 @pytest.fixture(scope="module")
 def service(model: Path) -> Iterator[AsyncVLLM]:
     with make_async_vllm_engine(
-        model_name=str(model), num_replicas=2, verbose=False, compile=False, carriers=sharding, **SMALL
+        model_name=str(model), num_replicas=2, verbose=False, compile=False, **SMALL
     ) as service:
         yield service
 
@@ -64,7 +66,7 @@ def nothing_unfinished(service: AsyncVLLM) -> bool:
 
 
 def unfinished_in_engines(service: AsyncVLLM) -> list[int]:
-    return [replica.submit("unfinished_requests").result(30) for replica in service.actors]
+    return [replica.submit("get_num_unfinished_requests").result(30) for replica in service.actors]
 
 
 def gap(policy: HfPolicy, output: Any) -> float:
@@ -112,10 +114,13 @@ def test_order_and_parameters_of_each_prompt(service: AsyncVLLM) -> None:
 def test_a_deadline_is_one_prompts_and_ends_in_the_engine(service: AsyncVLLM) -> None:
     params = [SamplingParams(max_tokens=1), ENDLESS, SamplingParams(max_tokens=2, ignore_eos=True)]
     for replica in range(2):
-        with pytest.raises(PromptErrors) as caught:
+        with pytest.raises(TimeoutError) as caught:
             service.generate(["a", "b", "c"], params, timeout_seconds=0.12, actor_index=replica)
-        assert [output is None for output in caught.value.outputs] == [False, True, False]
-        assert "vLLM generation timed out after 0.12 seconds" in str(caught.value.exceptions[0])
+        assert [output is None for output in caught.value.outputs] == [False, True, False]  # type: ignore[attr-defined]
+        [error] = caught.value.exceptions  # type: ignore[attr-defined]
+        assert "vLLM generation timed out after 0.12 seconds" in str(error)
+    with pytest.raises(PromptErrors):  # one of them failed otherwise
+        service.generate(["a", [5] * 300], ENDLESS, timeout_seconds=0.12)
     with pytest.raises(TimeoutError, match=r"vLLM generation timed out after 0\.01 seconds"):
         service.generate("a", ENDLESS, timeout_seconds=0.01)
     assert service.generate("a", GREEDY, timeout_seconds=0).finished  # no limit
@@ -225,6 +230,9 @@ def test_vllms_own_arguments_are_taken(model: Path) -> None:
     settings = as_settings(args)
     assert (settings.max_num_seqs, settings.dtype, settings.enforce_eager) == (3, "auto", False)
     assert settings.extra == {"enable_prefix_caching": False, "block_size": 16}
+    started = AsyncVLLM(args).engine_args
+    assert isinstance(started, AsyncEngineArgs) and started is not args
+    assert (started.model, started.max_num_seqs, started.block_size) == (str(model), 3, 16)
     assert engine_arguments(settings)["enable_prefix_caching"] is False
     assert repr(args) == before
     assert dict(os.environ) == environment
@@ -265,7 +273,7 @@ def test_weights_reach_engines_by_broadcast(service: AsyncVLLM, model: Path) -> 
         (lambda w: [*w, w[0]], "twice|already|again"),
         (lambda w: [*w, ("model.bogus", w[0][1])], "model.bogus"),
         (lambda w: [(n, t[:-1] if n == "model.norm.weight" else t) for n, t in w], "model.norm.weight"),
-        (lambda w: [], "ended without"),
+        (lambda w: [*w, ("lm_head.weight", w[0][1] + 1)], "lm_head.weight differs from the embedding"),
     ],
 )
 @pytest.mark.covers("T34")
@@ -281,6 +289,121 @@ def test_weights_that_do_not_fit_are_fatal_until_some_do(
         service.generate("a", GREEDY)
     service.update_weights(weights)
     assert service.generate("a", GREEDY).finished
+
+
+def test_no_weights_change_nothing(service: AsyncVLLM, caplog: pytest.LogCaptureFixture) -> None:
+    before = service.weight_version
+    assert service.update_weights(iter(())) is None
+    assert "No weights provided for update" in caplog.text
+    assert service.generate("a", GREEDY).weight_version == service.weight_version == before
+
+
+def test_a_state_dict_of_transformers_may_have_a_tied_head(service: AsyncVLLM, model: Path) -> None:
+    policy = HfPolicy(model)
+    policy.randomise(21)
+    state = policy.model.state_dict()
+    assert "lm_head.weight" in state and "lm_head.weight" not in service.get_model_metadata()
+    service.update_weights(iter(state.items()))
+    assert gap(policy, service.generate([1, 2, 3], SamplingParams(max_tokens=4, logprobs=0))) < 1e-4
+
+
+def test_the_port_is_held_before_there_is_a_group(service: AsyncVLLM, model: Path) -> None:
+    service.close_weights_group()
+    address = service.get_master_address(), service.get_master_port()
+    with pytest.raises(OSError, match="in use"), socket.create_server(address):
+        pass
+    assert service.get_master_port() == address[1]
+    calls = service.init_weight_update_group(*address)  # its own: nobody else is waited for
+    assert [call.done() for call in calls] == [True, True]
+    assert service.init_weight_update_group() == calls
+    assert service.collective_rpc("check_nccl_group_ready") == [[True], [True]]
+    service.update_weights(HfPolicy(model).model.named_parameters())
+    assert service.get_master_port() == address[1]
+    with pytest.raises(ValueError, match="both master_address and master_port, or neither"):
+        service.init_weight_update_group("127.0.0.1")
+
+
+@pytest.fixture
+def trainers_group(service: AsyncVLLM) -> Iterator[Any]:
+    """Rank 0 of a group as TorchRL's trainers make it, and the workers in it."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    service.close_weights_group()
+    for number, replica in enumerate(service.actors):
+        place = "localhost", str(port), 1 + number, 3
+        [outcome] = replica.submit("call_workers", "init_weight_update_group", *place).result(60)
+        assert outcome["error"] is None  # at once: nobody listens yet
+    assert service.collective_rpc("check_nccl_group_ready") == [[False], [False]]
+    group = sharding.stateless_init_process_group("localhost", str(port), 0, 3, torch.device("cpu"), timeout=60)
+    yield group
+    group.abort("the test is over")
+
+
+def send(service: AsyncVLLM, group: Any, name: str, weight: torch.Tensor) -> list[dict[str, Any]]:
+    """One weight, as TorchRL sends it: a call of all workers, and the broadcast that goes with it."""
+    dtype = str(weight.dtype).removeprefix("torch.")
+    futures = service.collective_rpc_futures("update_weight", args=(name, dtype, tuple(weight.shape)))
+    group.broadcast(weight, src=0, stream=None)
+    return [outcome for future in futures for outcome in future.result(60)]
+
+
+def test_weights_come_one_by_one_to_torchrls_names(service: AsyncVLLM, model: Path, trainers_group: Any) -> None:
+    """Between the first weight and the last an engine holds no version; then it holds one more, on all workers."""
+    policy, version = HfPolicy(model), service.weight_version
+    policy.randomise(31)
+    prompt = list(range(30, 230))
+    before = [service.generate(prompt, GREEDY, actor_index=i) for i in (0, 1, 0, 1)]
+    assert before[-1].num_cached_tokens > 0
+    held = service.submit([5], ENDLESS)  # ends with the old weights
+    weights = list(policy.model.named_parameters())
+    for number, (name, weight) in enumerate(weights[:-1]):
+        outcomes = send(service, trainers_group, name, weight)
+        assert [(o["error"], o["left"]) for o in outcomes] == [(None, len(weights) - 1 - number)] * 2
+    assert held.result(0).weight_version == version  # type: ignore[attr-defined]
+    with pytest.raises(EngineStateError, match="being updated"):
+        service.generate("a", GREEDY)
+    outcomes = send(service, trainers_group, *weights[-1])
+    assert [(o["left"], o["version"]) for o in outcomes] == [(0, version + 1)] * 2
+    assert service.weight_version == version + 1
+    for index in range(2):
+        output = service.generate(prompt, SamplingParams(max_tokens=4, logprobs=0), actor_index=index)
+        assert (output.weight_version, output.num_cached_tokens) == (version + 1, 0)
+        assert gap(policy, output) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda weights: ("model.bogus", weights[1][1]), "not announced: model.bogus; still to come: model"),
+        (lambda weights: weights[0], "embed_tokens.weight arrived a second time; still to come: model"),
+        (lambda weights: (weights[1][0], weights[1][1].double()), "arrived as .*float64"),
+        (lambda weights: (weights[1][0], weights[1][1][:-1]), "and was announced as"),
+    ],
+)
+def test_a_weight_that_does_not_fit_ends_its_update(
+    service: AsyncVLLM, model: Path, trainers_group: Any, wrong: Any, message: str
+) -> None:
+    """And says so in the outcome; a complete update, by whatever way, is the remedy."""
+    weights = list(HfPolicy(model).model.named_parameters())
+    assert all(outcome["error"] is None for outcome in send(service, trainers_group, *weights[0]))
+    for outcome in send(service, trainers_group, *wrong(weights)):
+        assert re.search(message, outcome["error"]), outcome
+    with pytest.raises(EngineStateError, match="no version"):
+        service.generate("a", GREEDY)
+    send(service, trainers_group, *weights[0])  # begins another, in whose place comes this one
+    service.update_weights(weights)
+    assert service.generate("a", GREEDY).finished
+
+
+def test_a_weight_without_a_group_is_an_outcome_too(service: AsyncVLLM, model: Path) -> None:
+    service.collective_rpc("close_collective")
+    [[outcome], _] = service.collective_rpc("update_weight", args=("x", "float32", (1,)))
+    assert "Weight update group not initialized" in outcome["error"]
+    with pytest.raises(ValueError, match="rank 1 is a worker's, which joins with init_weight_update_group"):
+        sharding.stateless_init_process_group(None, 1, 1, 2)
+    service.close_weights_group()
+    service.update_weights(HfPolicy(model).model.named_parameters())
 
 
 @pytest.mark.covers("T33", "D12")
@@ -338,6 +461,9 @@ def test_weights_are_read_from_a_folder(service: AsyncVLLM, model: Path, tmp_pat
     source = FsdpWeightSource(list(policy.model.named_parameters()), torch.float32)
     with pytest.raises(RuntimeError, match="worker 0 on cpu:0"):
         service.load_weights_from_storage(tmp_path / "nothing")
+    (tmp_path / "meta.json").write_text("{}")  # as TensorDict writes it
+    [[outcome], _] = service.collective_rpc("load_weights_from_storage", args=(str(tmp_path), 2))
+    assert "is TensorDict's, without digests: write it with sharding.StorageWriter" in outcome["error"]
     folder = StorageWriter(tmp_path / "weights", source).write(70)
     assert service.load_weights_from_storage(folder, num_threads=2) == 70 == service.weight_version
     output = service.generate([1, 2, 3], SamplingParams(max_tokens=4, logprobs=0))

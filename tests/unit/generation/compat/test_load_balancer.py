@@ -210,8 +210,8 @@ def test_all_forms_of_one_prompt_go_the_same_way() -> None:
 def test_sessions_stay_together() -> None:
     balancer = LoadBalancer(engines(*[0] * 8))
     assert len({balancer.select_actor([i] * 9, {"session_id": "a"}) for i in range(30)}) == 1
-    with pytest.raises(ValueError, match="request_context may hold session_id only, not user"):
-        balancer.select_actor("x", {"user": "me"})
+    assert len({balancer.select_actor([i] * 9, {"session_id": 7, "user": object()}) for i in range(30)}) == 1
+    assert balancer.select_actor("x", {"user": "me"}) == balancer.select_actor("x")
 
 
 @pytest.mark.covers("T46")
@@ -266,6 +266,9 @@ def test_statistics_have_the_promised_keys() -> None:
         {"actor_index": 0, "pending_requests": 3, "cache_usage": 0.25},
         {"actor_index": 1, "pending_requests": 0, "cache_usage": None},
     ]
+    gone = LoadBalancer([Engine()])
+    gone.actors.clear()
+    assert gone.get_stats()["actor_stats"] == [] and "error" not in gone.get_stats()
     broken = LoadBalancer([Broken()]).get_stats()
     assert set(broken) == keys | {"error"}
     assert broken["error"] == "no counters today"

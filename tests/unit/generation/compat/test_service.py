@@ -1,8 +1,11 @@
 """The parts of AsyncVLLM that need no engine: forms of input, settings, the gate before updates, errors."""
 
+import abc
 import asyncio
 import dataclasses
+import itertools
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -11,11 +14,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
 
 from generation.compat.torchrl import arguments
+from generation.compat.torchrl import service as service_module
 from generation.compat.torchrl.arguments import (
     PromptErrors,
     answer_or_error,
@@ -29,8 +34,10 @@ from generation.compat.torchrl.arguments import (
     start_timeout,
     wait_until_started,
 )
-from generation.compat.torchrl.replicas import UpdateGate
+from generation.compat.torchrl.replicas import RayReplica, UpdateGate
 from generation.compat.torchrl.service import AsyncVLLM, make_async_vllm_engine
+from generation.compat.torchrl.weights import _untied
+from generation.engine import replicas as engine_replicas
 from generation.engine.settings import EngineSettings
 from generation.engine.vllm_compat import engine_arguments
 
@@ -61,9 +68,9 @@ def test_importing_needs_neither_vllm_nor_ray() -> None:
         "import sys\n"
         "sys.modules['vllm'] = sys.modules['ray'] = None\n"  # importing either raises ImportError
         "import generation.compat.torchrl.service, generation.compat.load_balancer\n"
-        "from generation.compat.torchrl.replicas import gpu_count\n"
+        "from generation.engine.replicas import join_once\n"
         "try:\n"
-        "    gpu_count('ray')\n"
+        "    join_once(1)\n"
         "except ImportError as error:\n"
         "    print(error)\n"
     )
@@ -175,6 +182,8 @@ def test_a_new_service_is_not_launched() -> None:
         (lambda s: s.update_weights([]), "before updating weights"),
         (lambda s: s.load_weights_from_storage("x"), "before updating weights"),
         (lambda s: s.get_model_metadata(), "before asking for model metadata"),
+        (lambda s: s.get_master_port(), "before asking for the port"),
+        (lambda s: s.collective_rpc_futures("x"), "before calling workers"),
         (lambda s: s.collective_rpc("x"), "before calling workers"),
     ],
 )
@@ -231,6 +240,8 @@ def test_what_make_async_vllm_engine_starts() -> None:
         resolve("m", 2, tensor_parallel_size=4, max_model_len=64)
     with pytest.raises(ValueError, match="worker_extension_cls is the service's own"):
         resolve("m", max_model_len=64, worker_extension_cls="x.Y")
+    with pytest.raises(ValueError, match="distributed_executor_backend: leave it out, and set backend to ray"):
+        resolve("m", max_model_len=64, distributed_executor_backend="ray")
 
 
 @pytest.mark.covers("T49", "D20")
@@ -271,6 +282,22 @@ def test_devices_are_dealt_out() -> None:
         of_replicas(own, 1, 0, shared=True)
 
 
+def test_replicas_on_a_cpu_share_what_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would give 0.9 of all there is to each, and the second not start."""
+    monkeypatch.setattr(arguments.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
+    plain = from_arguments({"model": "m", "max_model_len": 64})
+    for count, gib in ((1, 2), (2, 1), (4, 0.5)):
+        made = of_replicas(plain, count, 0, shared=True)
+        assert [s.kv_cache_bytes for s in made] == [int(gib * 2**30)] * count
+    monkeypatch.setattr(arguments.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 40))
+    assert of_replicas(plain, 1, 0, shared=True)[0].kv_cache_bytes == 4 << 30
+    for own in ({"kv_cache_memory_bytes": 7}, {"gpu_memory_utilization": 0.1}):
+        asked = from_arguments({"model": "m", "max_model_len": 64} | own)
+        [made] = of_replicas(asked, 1, 0, shared=True)
+        assert engine_arguments(made) == engine_arguments(asked)
+    assert of_replicas(plain, 2, 2, shared=True)[0].kv_cache_bytes is None
+
+
 def test_weights_are_sent_from_a_gpu_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     service = AsyncVLLM(settings(), 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -297,12 +324,12 @@ def test_ranks_of_the_workers() -> None:
             return ended(None)
 
     service = AsyncVLLM(settings(tensor_parallel_size=2), 2)
-    replicas = [Recorder(), Recorder()]
-    service.actors += replicas  # type: ignore[arg-type]
+    recorders = [Recorder(), Recorder()]
+    service.actors += recorders  # type: ignore[arg-type]
     service._thread = SimpleNamespace()  # type: ignore[assignment]
     futures = service.init_weight_update_group("127.0.0.1", "4711")
     assert [future.result(0) for future in futures] == [None, None]
-    assert [r.calls for r in replicas] == [
+    assert [r.calls for r in recorders] == [
         [("ask_workers", "init_collective", rank - 1, "127.0.0.1", 4711, 5, 1, 300.0)] for rank in (1, 3)
     ]
 
@@ -394,6 +421,110 @@ def test_one_failing_prompt_does_not_lose_the_others() -> None:
     with pytest.raises(TimeoutError, match="late"):
         answers(results[1:2], single=True, return_exceptions=False)
     assert answers(results[:1], single=True, return_exceptions=False) == "a"
+
+
+def test_a_batch_that_only_timed_out_is_a_timeout() -> None:
+    futures = [ended("a"), ended(TimeoutError("late")), ended(TimeoutError("later"))]
+    results = [answer_or_error(future, place) for place, future in enumerate(futures)]
+    with pytest.raises(TimeoutError, match="2 of 3 prompts failed; .*; the first error: late") as caught:
+        answers(results, single=False, return_exceptions=False)
+    assert caught.value.outputs == ["a", None, None]  # type: ignore[attr-defined]
+    assert caught.value.exceptions == tuple(results[1:])  # type: ignore[attr-defined]
+
+
+def test_a_service_of_local_processes_is_not_pickled() -> None:
+    with pytest.raises(TypeError, match="local processes are this process's own.*set backend to ray"):
+        pickle.dumps(AsyncVLLM(settings()))
+    with pytest.raises(RuntimeError, match="must be launched before pickling"):
+        pickle.dumps(AsyncVLLM(settings(), backend="ray"))
+
+
+def test_only_the_owner_of_engines_updates_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayReplica, "watch", AsyncMock())
+    copy = AsyncVLLM._copy(settings(), "abc", [("first", object())], 3, (["requests"], {"overload_threshold": 2.0}))
+    try:
+        assert (copy.service_id, copy.weight_version, len(copy.actors)) == ("abc", 3, 1)
+        assert copy._load_balancer is not None and copy._load_balancer.overload_threshold == 2.0
+        updates: list[Callable[[], Any]] = [
+            lambda: copy.update_weights(iter([("a", torch.zeros(1))])),
+            lambda: copy.load_weights_from_storage("x"),
+            lambda: copy.init_weight_update_group("127.0.0.1", 1),
+            copy.get_master_port,
+            copy.receive_weights,
+        ]
+        for update in updates:
+            with pytest.raises(
+                RuntimeError, match="for the process that launched the service, of which this is a copy"
+            ):
+                update()
+    finally:
+        copy.shutdown()
+    assert not copy.launched
+    with pytest.raises(RuntimeError, match="has let go of its engines: take another from the owner"):
+        copy.start()
+
+
+def test_ray_is_joined_as_a_run_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On loopback, closed to others; and it is left as it was where the program has joined one."""
+    joined, left = list[int](), list[str]()
+    monkeypatch.setattr(engine_replicas, "join_cluster", joined.append)
+    for initialized in (True, False):
+        ray = SimpleNamespace(is_initialized=lambda own=initialized: own, shutdown=lambda: left.append("cluster"))
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        engine_replicas.join_once(3)()
+    assert joined == [3] and left == ["cluster"]
+
+
+def test_a_cluster_of_its_own_ends_with_a_service_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(service_module, "join_once", lambda cpus: lambda: ends.append(cpus))
+    monkeypatch.setattr(service_module, "gpu_count", lambda backend: 5)
+    service = AsyncVLLM(settings(tensor_parallel_size=2), 3, backend="ray")
+    with pytest.raises(ValueError, match="3 replicas of 2 devices each need 6 devices, not 5"):
+        service.start()
+    assert ends == [6] and not service.launched
+    service.shutdown()
+    assert ends == [6]
+
+
+def test_a_tied_head_may_come_if_it_is_the_embedding() -> None:
+    names, one, other = ["model.embed_tokens.weight", "a"], torch.ones(2, 2), torch.zeros(2, 2)
+    weights = {"model.embed_tokens.weight": one, "lm_head.weight": one.clone(), "a": other}
+    for order in itertools.permutations(weights):
+        assert {*names} == {name for name, _ in _untied(((n, weights[n]) for n in order), names)}
+        with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding"):
+            [*_untied(((n, other if "head" in n else weights[n]) for n in order), names)]
+    untied = [*names, "lm_head.weight"]
+    assert [name for name, _ in _untied(iter(weights.items()), untied)] == [*weights]
+    with pytest.raises(ValueError, match="differs"):
+        [*_untied(iter([("lm_head.weight", one)]), ["a"])]
+
+
+@pytest.mark.parametrize("base_is_imported", [True, False])
+def test_where_torchrl_is_imported_a_service_is_one_of_its_engines(
+    monkeypatch: pytest.MonkeyPatch, base_is_imported: bool
+) -> None:
+    """As its clients ask: the real ones do in tests/engine."""
+
+    class RLvLLMEngine(abc.ABC):  # noqa: B024
+        pass
+
+    home = "torchrl.modules.llm.backends.vllm"
+    monkeypatch.setitem(sys.modules, "torchrl", SimpleNamespace())
+    if base_is_imported:
+        monkeypatch.setitem(sys.modules, f"{home}.base", SimpleNamespace(RLvLLMEngine=RLvLLMEngine))
+    else:
+        monkeypatch.delitem(sys.modules, f"{home}.base", raising=False)
+
+    class Derived(AsyncVLLM):
+        pass
+
+    for kind in (AsyncVLLM, Derived):
+        service = kind(settings())
+        assert type(service).__name__ == "AsyncVLLM" and type(service).__module__.startswith(home)
+        assert isinstance(service, kind) and isinstance(service, RLvLLMEngine) == base_is_imported
+    monkeypatch.delitem(sys.modules, "torchrl")
+    assert type(AsyncVLLM(settings())) is AsyncVLLM
 
 
 def test_a_cancelled_prompt_says_why() -> None:

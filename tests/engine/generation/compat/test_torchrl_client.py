@@ -1,0 +1,118 @@
+"""TorchRL's own client classes, unmodified, with a service of ours for their engine.
+
+Skipped where TorchRL is not installed; `bash scripts/try_ecosystem.sh torchrl` installs it, and runs this.
+"""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.colocated import HfPolicy
+from tests.conftest import TinyModel
+
+pytestmark = pytest.mark.skipif(find_spec("torchrl") is None, reason="torchrl is not installed")
+
+SMALL = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_bytes": 32 << 20, "dtype": "float32"}
+PROMPTS = [[5, 6, 7, 8], [4, 8, 9, 10]]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyModel) -> Path:
+    """With tied embeddings."""
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def service(model: Path) -> Iterator[Any]:
+    """Made where TorchRL has been imported."""
+    from torchrl.collectors.llm import vLLMUpdaterV2  # noqa: F401
+    from torchrl.modules.llm import vLLMWrapper  # noqa: F401
+
+    from generation import AsyncVLLM
+
+    with AsyncVLLM.from_pretrained(str(model), num_replicas=2, verbose=False, compile=False, **SMALL) as service:
+        yield service
+
+
+def wrapper(service: Any, **options: Any) -> Any:
+    from torchrl.modules.llm import vLLMWrapper
+
+    options = {"generate": True, "return_log_probs": True, "generate_kwargs": {"max_tokens": 6}} | options
+    return vLLMWrapper(service, **options)
+
+
+def scored(service: Any) -> torch.Tensor:
+    """Log-probabilities of the prompts' tokens but the first, as TorchRL's wrapper has the engine tell them."""
+    from tensordict import TensorDict
+    from torchrl.modules.llm.policies import Tokens
+
+    score = wrapper(service, input_mode="tokens", generate=False, pad_output=True, generate_kwargs=None)
+    full = Tokens(full=torch.tensor(PROMPTS), batch_size=[2])
+    return score(TensorDict(tokens=full, batch_size=[2]))["log_probs"].full[:, 1:]
+
+
+def own(policy: HfPolicy) -> torch.Tensor:
+    return torch.tensor([policy.logprobs(ids) for ids in PROMPTS])
+
+
+def test_texts_get_texts_and_log_probabilities(service: Any) -> None:
+    from tensordict import TensorDict
+    from torchrl.modules.llm.policies import Text
+
+    texts = TensorDict(text=Text(prompt=["one two", "three"], batch_size=[2]), batch_size=[2])
+    out = wrapper(service, input_mode="text")(texts)
+    assert len(out["text"].response) == 2 and all(isinstance(text, str) for text in out["text"].response)
+    for logprobs, ids in zip(
+        out["log_probs"].get("response", as_list=True), out["tokens"].get("response", as_list=True), strict=True
+    ):
+        assert logprobs.shape == ids.shape and 1 <= len(ids) <= 6 and (logprobs <= 0).all()
+
+
+def test_a_history_gets_its_answer(service: Any, model: Path) -> None:
+    from tensordict import TensorDict
+    from torchrl.data.llm import History
+    from torchrl.modules.llm.policies import ChatHistory
+
+    history = History.from_chats([[{"role": "user", "content": "hi"}]])
+    out = wrapper(service, input_mode="history")(
+        TensorDict(history=ChatHistory(prompt=history, batch_size=[1]), batch_size=[1])
+    )
+    asked = out["tokens"].get("prompt", as_list=True)[0].tolist()
+    chat = [{"role": "user", "content": "hi"}]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert asked == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True)["input_ids"]
+    assert 1 <= len(out["tokens"].get("response", as_list=True)[0]) <= 6
+
+
+def test_tokens_are_scored_as_transformers_scores_them(service: Any, model: Path) -> None:
+    from tensordict import TensorDict
+    from torchrl.modules.llm.policies import Tokens
+
+    prompts = Tokens(prompt=torch.tensor(PROMPTS), batch_size=[2])
+    out = wrapper(service, input_mode="tokens", pad_output=True)(TensorDict(tokens=prompts, batch_size=[2]))
+    assert out["tokens"].response.shape[0] == out["log_probs"].response.shape[0] == 2
+    assert (scored(service) - own(HfPolicy(model))).abs().max() < 1e-4
+
+
+def test_the_updater_pushes_a_tied_model_which_then_answers(service: Any, model: Path) -> None:
+    from torchrl.collectors.llm import vLLMUpdaterV2
+    from torchrl.modules.llm import TransformersWrapper
+
+    updater = vLLMUpdaterV2(service)
+    assert updater.master_port == service.get_master_port() and updater.get_tp_size() == 1
+    updater.init()
+    policy = HfPolicy(model)
+    assert "lm_head.weight" in policy.model.state_dict()
+    for version in (1, 2):
+        policy.randomise(version)
+        updater.push_weights_from_transformers(TransformersWrapper(policy.model, tokenizer=service.get_tokenizer()))
+        assert service.weight_version == version
+        for _ in range(2):  # both engines, by turns
+            assert (scored(service) - own(policy)).abs().max() < 1e-4
+    updater.push_weights(iter(()))  # a warning, and the engines go on
+    assert (scored(service) - own(policy)).abs().max() < 1e-4
