@@ -69,7 +69,9 @@ class RolloutLevel:
         if (custom := named.custom) is not None:
             self.function = _checked("rollout.custom", lambda: custom_rollout(load(custom), kwargs))
         elif (sampler := named.sampler) is not None:
-            self.function, self.sampler = None, _checked("rollout.sampler", lambda: make_sampler(load(sampler), kwargs))
+            recipe = config.model_dump()
+            self.function = None
+            self.sampler = _checked("rollout.sampler", lambda: make_sampler(load(sampler), kwargs, recipe))
         elif named.client is not None or named.verifiers is not None:
             self.function = _client_function(config, start_server)
         elif named.tools or named.mcp or named.environment is not None:
@@ -387,9 +389,9 @@ class Rollouts:
         if trajectory.error:
             return
         start = time.perf_counter()
-        trajectory.text = self._text(trajectory.response_ids)
-        last = trajectory.response_ids[trajectory.answer_start :]
-        completion = self._text(last) if trajectory.answer_start else trajectory.text
+        decoded, last = trajectory.decoded, trajectory.response_ids[trajectory.answer_start :]
+        trajectory.text = self._text(trajectory.response_ids) if decoded is None else decoded
+        completion = self._text(last) if trajectory.answer_start and decoded is None else trajectory.text
         if voting:
             trajectory.vote = await self._rewards.extract(completion)
         if not self._rewards.labels:

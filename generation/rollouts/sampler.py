@@ -95,13 +95,18 @@ class FnCallRolloutSampler:
         return list(await asyncio.gather(*(runner.run(self._tools, calls, metrics) for calls, metrics in asked)))
 
 
-def make_sampler(found: Any, kwargs: Mapping[str, Any] | None = None) -> Sampler:
+def make_sampler(
+    found: Any, kwargs: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
+) -> Sampler:
     """A sampler from what a recipe names: a class (made with `kwargs`), an object, or a function. Raises ValueError
-    where it can neither be called nor has a `generate` method.
+    where it can neither be called nor has a `generate` method, and what its `check_recipe`, if it has one, raises when
+    it is given the `recipe`, a mapping of sections.
     """
     made = found(**(kwargs or {})) if isinstance(found, type) else found
     if kwargs and not isinstance(found, type):
         raise ValueError(f"{found!r:.100} takes no kwargs: only a class is made with them")
+    if recipe is not None and hasattr(made, "check_recipe"):
+        made.check_recipe(recipe)
     if callable(made):
         return made  # type: ignore[no-any-return]
     if callable(generate := getattr(made, "generate", None)):
@@ -212,6 +217,7 @@ def _trajectory(
     done.error = answer.error or (f"vLLM ended the request with {answer.finish_reason!r}" if aborted else "")
     done.prompt_index, done.sample_index = prompt.place
     done.metrics |= prompt.metrics
+    done.decoded = prompt.decoded
     return done
 
 
