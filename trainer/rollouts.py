@@ -18,6 +18,7 @@ from generation.engine.sampling import NotFiniteError
 from generation.importing import load
 from generation.rollouts.agent import (
     Agent,
+    InlineTags,
     environment_class,
     environment_rollout,
     environment_tools,
@@ -161,7 +162,8 @@ def _agent_function(
     schemas = [tool.schema for tool in tools.values()]
     if named.environment is None:
         _check_rates(named, tools)
-        return inline_rollout(agent) if inline else tool_rollout(agent), schemas
+        tags = InlineTags(**named.inline_tags.model_dump())
+        return inline_rollout(agent, tags) if inline else tool_rollout(agent), schemas
     found = _checked("rollout.environment", functools.partial(load, named.environment))
     cls = _checked("rollout.environment", lambda: environment_class(found, named.kwargs))
     methods = _checked("rollout.environment", lambda: environment_tools(cls))

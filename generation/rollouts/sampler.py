@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from generation.engine.logits import new_way
 from generation.exact_ids import Generation, History, joined
 from generation.images import ImageRules
-from generation.importing import importable, load
+from generation.importing import load
 from generation.rollouts.episode import RolloutSettings
 from generation.rollouts.sampler_llm import SamplerLLM
 from generation.rollouts.sampler_prompts import PromptText
@@ -58,7 +58,7 @@ class FnCallRolloutSampler:
         self, functions: Sequence[Callable[..., Any] | str] = (), max_turns: int = 8, limits: ToolLimits | None = None
     ) -> None:
         """`functions` are plain and typed (level 2), or their names; after `max_turns` answers a conversation ends."""
-        loaded = [load(importable(found)) if isinstance(found, str) else found for found in functions]
+        loaded = [load(found) if isinstance(found, str) else found for found in functions]
         self._tools = tools_by_name(map(make_tool, loaded))
         self._max_turns, self._limits = max_turns, limits or ToolLimits()
 
