@@ -421,7 +421,8 @@ def test_a_module_samples_for_training_as_any_sampler(leader: Leader, tokenizer:
     for _ in range(2):
         found = sample(leader, tokenizer, module, how=settings(group=2))
         assert [t.response_ids for t in found] == [t.response_ids for t in expected]
-        assert [t.decoded for t in found] == [tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in found]
+        texts = [tokenizer.decode(t.response_ids, skip_special_tokens=True).rstrip("\ufffd") for t in found]
+        assert [t.decoded for t in found] == texts  # vLLM waits for a character's last byte
     textless = {t.error for t in sample(leader, tokenizer, VLLMPolicyInference(sizes))}
     assert len(textless) == 1 and "not a mapping whose str_outputs has 2 texts" in textless.pop()
     with pytest.raises(ValueError, match="not sampled as training asks: temperature is 0.5 instead of 1.0"):
@@ -437,13 +438,13 @@ def test_a_modules_requests_stop_and_go_on_as_it_says_in_training(leader: Leader
     assert {len(t.response_ids) for t in longer} == {40}
     for one, other in zip(plain, longer, strict=True):
         assert other.response_ids[: len(one.response_ids)] == one.response_ids
-    token = max((len(t.response_ids), t.response_ids[len(t.response_ids) // 2]) for t in plain)[1]
-    word = tokenizer.decode([token])
-    if tokenizer.encode(word, add_special_tokens=False) == [token]:
-        shorter = sample(leader, tokenizer, VLLMModule(sizes | {"stop_token_list": word}), how=how)
-        for one, other in zip(plain, shorter, strict=True):
-            ends = [*one.response_ids, token].index(token) + 1
-            assert other.response_ids == one.response_ids[:ends]
+    inner = [token for t in plain for token in t.response_ids[1:-1]]
+    words = {token: tokenizer.decode([token]) for token in inner}
+    token = next(token for token in inner if tokenizer.encode(words[token], add_special_tokens=False) == [token])
+    shorter = sample(leader, tokenizer, VLLMModule(sizes | {"stop_token_list": words[token]}), how=how)
+    for one, other in zip(plain, shorter, strict=True):
+        assert other.response_ids == one.response_ids[: [*one.response_ids, token].index(token) + 1]
+    assert sum(len(t.response_ids) for t in shorter) < sum(len(t.response_ids) for t in plain)
     evaluation = replace(settings(temperature=0.0), evaluation=True, step=-3)
     assert sample(leader, tokenizer, VLLMModule(sizes | {"temperature": 1.0, "eval_temperature": 0.0}), how=evaluation)
 

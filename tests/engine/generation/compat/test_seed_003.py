@@ -199,7 +199,7 @@ def test_the_pages_class_answers_in_evaluation(policy: VLLMPolicyInference, mode
     expected = network.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=10)[0, ids.shape[1] :]
     for answer in answers:
         assert answer["token_ids"] == expected.tolist()
-        assert answer["text"] == tokenizer.decode(expected)
+        assert answer["text"] == tokenizer.decode(expected).rstrip("\ufffd")  # vLLM waits for a character's last byte
 
 
 def test_an_empty_batch_is_decoded_as_any(policy: VLLMPolicyInference) -> None:
