@@ -70,7 +70,7 @@ def test_a_hyper_parameter_applies_alone_or_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_a_hyper_parameter_applies_in_training_or_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Applies: requests are otherwise, or the names of what they are made of; its row says which of both."""
-    assert f"`{name}`" in CHATLEARN or (name.startswith("disable_") and "`disable_…`" in CHATLEARN) or (
+    assert re.search(rf"`{name}\b", CHATLEARN) or (name.startswith("disable_") and "`disable_…`" in CHATLEARN) or (
         "penalty" in name and "the penalties" in CHATLEARN) or (
         name in ("max_num_seqs", "max_concurrent_requests", "generation_batch_size", "micro_batch_size",
                  "tensor_parallel_size", "tensor_model_parallel_size")
@@ -251,7 +251,7 @@ def test_arguments_of_samplers_reach_what_they_are_for() -> None:
     llm = SimpleNamespace(generate=lambda **options: given.update(options) or [])
     assert OneShotRolloutSampler()(llm, "prompts", "params") == []
     assert given == {"prompts": "prompts", "sampling_params": "params", "use_tqdm": False}
-    limits = ToolLimits(error="!{error}")
+    limits = ToolLimits()
     assert FnCallRolloutSampler(limits=limits)._limits is limits
     assert inline_rollout.__defaults__ == (InlineTags(),)
 
