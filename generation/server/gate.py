@@ -205,8 +205,8 @@ class Gate:
         if generates and (named := body.pop(REQUESTED, None)) is not None:
             try:
                 call.processors = requested(named, self._worker.settings.extra)
-            except ValueError as error:
-                raise Refused(400, str(error)) from error
+            except ValueError as unknown:
+                raise Refused(400, str(unknown)) from unknown
         lengths = ("max_tokens", "max_completion_tokens", "max_output_tokens")
         call.open_ended = all(body.get(name) is None for name in lengths)
         kept = (call.conversation or self._conversations).responses

@@ -4,7 +4,6 @@ import difflib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,10 @@ def check_recipe(args: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
     for name, value in args.items():
         field, decided = name.removeprefix("eval_"), dict[str, Any]()
         if key := _RECIPE.get(name):
-            decided[key] = reduce(lambda section, part: section.get(part), key.split("."), recipe)
+            setting: Any = recipe
+            for part in key.split("."):
+                setting = setting.get(part)
+            decided[key] = setting
             if name != field:
                 datasets = recipe["eval"]["datasets"].items()
                 decided |= {f"eval.datasets.{of}.{field}": own[field] for of, own in datasets if own[field] is not None}
@@ -117,9 +119,9 @@ def check_recipe(args: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
             value /= 2**30
         for by, other in decided.items():
             if value is not None and value != other and (field, value, other) != ("top_k", 0, -1):
-                setting = "has none" if other is None else f"has {other!r}"
+                it_has = "has none" if other is None else f"has {other!r}"
                 remedy = f"let them agree, or leave {name} out"
-                raise ValueError(f"{name} is {args[name]!r}, but in training {by} decides, which {setting}: {remedy}")
+                raise ValueError(f"{name} is {args[name]!r}, but in training {by} decides, which {it_has}: {remedy}")
 
 
 def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
