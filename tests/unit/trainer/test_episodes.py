@@ -140,6 +140,8 @@ def test_combinations_that_mean_nothing_are_refused(rollout: dict[str, Any], rea
     (problem,) = problems("rollout.", **rollout)
     assert reason in problem
     assert problems("rollout.", environment="a:b", tools=["c:d"], kwargs={"a": 1}) == []
+    written = config(tools=["c:d"]).model_dump()["rollout"]  # as a run's config.yaml has it, defaults and all
+    assert problems("rollout.", **written) == []
 
 
 def test_a_reward_for_failures_is_refused_where_these_are_left_out() -> None:
