@@ -26,6 +26,7 @@ _HOMES = {
     "OneShotRolloutSampler": "rollouts.sampler",
     "OpenAIServer": "server",
     "PolicyLLM": "rollouts.episode",
+    "PromptPipeline": "compat.chatlearn.module",
     "RolloutFunction": "rollouts.episode",
     "RolloutSampler": "rollouts.sampler",
     "SamplingSettings": "engine.sampling",
@@ -38,7 +39,9 @@ _HOMES = {
     "VllmGenerationWorker": "compat.nemo.generation",
     "broadcast_across_tp": "compat.broadcast",
     "configure_generation_config": "compat.nemo.config",
+    "get_model": "compat.chatlearn.module",
     "make_async_vllm_engine": "compat.torchrl.service",
+    "print_rank_0": "compat.chatlearn.module",
     "replace_prefix_tokens": "exact_ids",
     "verify_right_padding": "compat.nemo.batch",
 }

@@ -31,7 +31,8 @@ class Trajectory:
         finish_reason: "stop", "length" (an answer or the context was cut), "max_turns" or "error".
         turns: how many times the policy answered.
         answer_start: where its last answer begins in `response_ids`; reward functions see the text from there on.
-        text: the whole response, decoded, special tokens left out.
+        text: the whole response, decoded, special tokens left out; or `decoded`.
+        decoded: a sampler's own text of the answer, shown and rewarded in place of the ids'; None: it has none.
         vote: what the last answer comes down to where answers are put to the vote; None: nothing.
         reward: what the environment or the rollout function gave; the trainer adds the reward functions' sum. An
             episode's reward is that of its last trajectory.
@@ -58,6 +59,7 @@ class Trajectory:
     turns: int = 1
     answer_start: int = 0
     text: str = ""
+    decoded: str | None = None
     vote: str | None = None
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)

@@ -120,7 +120,7 @@ def sample_held_out(
     """
     seed, extra = config.run.seed, config.data.chat_template_kwargs
     settings = RolloutSettings(
-        held_out.samples, held_out.sampling, policy_version=version, seed=seed, step=step, chat_template_kwargs=extra
+        held_out.samples, held_out.sampling, version, seed, step, chat_template_kwargs=extra, evaluation=True
     )
     deadline, voting = config.run.first_step_deadline_s, bool(config.eval.k)
     return rollouts.run(list(held_out.prompts), settings, Terms(deadline, details=True), voting)

@@ -18,6 +18,7 @@ from generation.engine.sampling import NotFiniteError
 from generation.importing import load
 from generation.rollouts.agent import (
     Agent,
+    InlineTags,
     environment_class,
     environment_rollout,
     environment_tools,
@@ -69,7 +70,9 @@ class RolloutLevel:
         if (custom := named.custom) is not None:
             self.function = _checked("rollout.custom", lambda: custom_rollout(load(custom), kwargs))
         elif (sampler := named.sampler) is not None:
-            self.function, self.sampler = None, _checked("rollout.sampler", lambda: make_sampler(load(sampler), kwargs))
+            recipe = config.model_dump()
+            self.function = None
+            self.sampler = _checked("rollout.sampler", lambda: make_sampler(load(sampler), kwargs, recipe))
         elif named.client is not None or named.verifiers is not None:
             self.function = _client_function(config, start_server)
         elif named.tools or named.mcp or named.environment is not None:
@@ -159,7 +162,8 @@ def _agent_function(
     schemas = [tool.schema for tool in tools.values()]
     if named.environment is None:
         _check_rates(named, tools)
-        return inline_rollout(agent) if inline else tool_rollout(agent), schemas
+        tags = InlineTags(**named.inline_tags.model_dump())
+        return inline_rollout(agent, tags) if inline else tool_rollout(agent), schemas
     found = _checked("rollout.environment", functools.partial(load, named.environment))
     cls = _checked("rollout.environment", lambda: environment_class(found, named.kwargs))
     methods = _checked("rollout.environment", lambda: environment_tools(cls))
@@ -387,9 +391,9 @@ class Rollouts:
         if trajectory.error:
             return
         start = time.perf_counter()
-        trajectory.text = self._text(trajectory.response_ids)
-        last = trajectory.response_ids[trajectory.answer_start :]
-        completion = self._text(last) if trajectory.answer_start else trajectory.text
+        decoded, last = trajectory.decoded, trajectory.response_ids[trajectory.answer_start :]
+        trajectory.text = self._text(trajectory.response_ids) if decoded is None else decoded
+        completion = self._text(last) if trajectory.answer_start and decoded is None else trajectory.text
         if voting:
             trajectory.vote = await self._rewards.extract(completion)
         if not self._rewards.labels:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class RolloutSettings:
     """One step's rollouts: `group_size` samples of each prompt by the policy of `policy_version`.
 
-    `seed` and `step` only choose the samples' seeds. The prompts were rendered with `chat_template_kwargs`.
+    `seed` and `step` only choose the samples' seeds. The prompts were rendered with `chat_template_kwargs`. Answers of
+    an `evaluation` are not trained on.
     """
 
     group_size: int
@@ -35,6 +36,7 @@ class RolloutSettings:
     seed: int
     step: int
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    evaluation: bool = False
 
 
 class SamplingError(RuntimeError):

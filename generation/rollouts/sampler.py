@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from generation.engine.logits import new_way
 from generation.exact_ids import Generation, History, joined
 from generation.images import ImageRules
-from generation.importing import importable, load
+from generation.importing import load
 from generation.rollouts.episode import RolloutSettings
 from generation.rollouts.sampler_llm import SamplerLLM
 from generation.rollouts.sampler_prompts import PromptText
@@ -58,7 +58,7 @@ class FnCallRolloutSampler:
         self, functions: Sequence[Callable[..., Any] | str] = (), max_turns: int = 8, limits: ToolLimits | None = None
     ) -> None:
         """`functions` are plain and typed (level 2), or their names; after `max_turns` answers a conversation ends."""
-        loaded = [load(importable(found)) if isinstance(found, str) else found for found in functions]
+        loaded = [load(found) if isinstance(found, str) else found for found in functions]
         self._tools = tools_by_name(map(make_tool, loaded))
         self._max_turns, self._limits = max_turns, limits or ToolLimits()
 
@@ -95,13 +95,18 @@ class FnCallRolloutSampler:
         return list(await asyncio.gather(*(runner.run(self._tools, calls, metrics) for calls, metrics in asked)))
 
 
-def make_sampler(found: Any, kwargs: Mapping[str, Any] | None = None) -> Sampler:
+def make_sampler(
+    found: Any, kwargs: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
+) -> Sampler:
     """A sampler from what a recipe names: a class (made with `kwargs`), an object, or a function. Raises ValueError
-    where it can neither be called nor has a `generate` method.
+    where it can neither be called nor has a `generate` method, and what its `check_recipe`, if it has one, raises when
+    it is given the `recipe`, a mapping of sections.
     """
     made = found(**(kwargs or {})) if isinstance(found, type) else found
     if kwargs and not isinstance(found, type):
         raise ValueError(f"{found!r:.100} takes no kwargs: only a class is made with them")
+    if recipe is not None and hasattr(made, "check_recipe"):
+        made.check_recipe(recipe)
     if callable(made):
         return made  # type: ignore[no-any-return]
     if callable(generate := getattr(made, "generate", None)):
@@ -212,6 +217,7 @@ def _trajectory(
     done.error = answer.error or (f"vLLM ended the request with {answer.finish_reason!r}" if aborted else "")
     done.prompt_index, done.sample_index = prompt.place
     done.metrics |= prompt.metrics
+    done.decoded = prompt.decoded
     return done
 
 

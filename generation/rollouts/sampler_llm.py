@@ -106,7 +106,7 @@ class SamplerLLM:
             sampling_params: as for `generate`.
             options: `tools` (OpenAI schemas), `chat_template_kwargs`; `use_tqdm` is accepted.
         """
-        options = _options(options, "tools", "chat_template_kwargs", "chat_template_content_format")
+        options = _options(options, "tools", "chat_template_kwargs")
         kwargs = options.get("chat_template_kwargs") or {}
         requests = self._prompts.chat_requests(messages, options.get("tools"), kwargs)
         return self._wait(self._run(requests, self._params(sampling_params, len(requests))))

@@ -27,6 +27,7 @@ class PromptText(str):
         messages: those it was rendered from, or None.
         row: the dataset's row.
         metrics: figures of this trajectory, by name, to be filled in by the sampler.
+        decoded: the answer's text as the sampler has decoded it, to be shown and rewarded; None: that of its ids.
         images, image_spans: as of `Trajectory`; the messages hold the images, too.
     """
 
@@ -36,6 +37,7 @@ class PromptText(str):
     messages: Messages | None
     row: Mapping[str, Any]
     metrics: dict[str, float]
+    decoded: str | None
     images: tuple[Image, ...]
     image_spans: Spans
 
@@ -53,7 +55,7 @@ class PromptText(str):
         self = super().__new__(cls, text)
         self.token_ids, self.row, self.images, self.image_spans = list(token_ids), row or {}, images, image_spans
         self.messages = _with_images(split_images(messages, images)[0], images) if messages and images else messages
-        self.prompt_index, self.sample_index, self.metrics = prompt_index, sample_index, {}
+        self.prompt_index, self.sample_index, self.metrics, self.decoded = prompt_index, sample_index, {}, None
         return self
 
     @property

@@ -199,6 +199,7 @@ class Call:
         find_exact: the ids that a chat's prompt has to begin with, if any.
         unread: vLLM could not read the tool calls in its answer.
         generations: the answers, by the choice's index in the response.
+        processors: those of the engine's logits processors that it names; None: it says nothing of them.
         expanded: its messages as vLLM has rendered them, where there are images among them.
     """
 
@@ -213,6 +214,7 @@ class Call:
     totals: Counter[str] = field(default_factory=Counter)
     messages: list[Any] | None = None
     items: list[dict[str, Any]] | None = None
+    processors: list[str] | None = None
     turns: list[Any] | None = None
     find_exact: Callable[[dict[str, Any]], Awaitable[KnownPrefix | None]] | None = None
     unread: bool = False

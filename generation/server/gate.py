@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from generation.engine.engine import Engine
+from generation.engine.logits import REQUESTED, requested
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import KnownPrefix
 from generation.images import ImageRules
@@ -201,6 +202,11 @@ class Gate:
             check_ready(self._worker, call)
         body = parse_body(await self._read(request))
         self._limits.check_sizes(body)
+        if generates and (named := body.pop(REQUESTED, None)) is not None:
+            try:
+                call.processors = requested(named, self._worker.settings.extra)
+            except ValueError as unknown:
+                raise Refused(400, str(unknown)) from unknown
         lengths = ("max_tokens", "max_completion_tokens", "max_output_tokens")
         call.open_ended = all(body.get(name) is None for name in lengths)
         kept = (call.conversation or self._conversations).responses

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from generation.engine.engine import Engine
 from generation.engine.images import ImageCountError
 from generation.engine.lifecycle import EngineStateError
+from generation.engine.logits import REQUESTED
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import as_ready
@@ -203,6 +204,8 @@ class ServedEngine:
                 if call.count("strict_ignored"):
                     _log.warning("strict tools, and calls one at a time, are not enforced in training: %s", _FREELY)
             _check_sampling(params, call.sampling)
+        if call.processors is not None:
+            params.extra_args = (params.extra_args or {}) | {REQUESTED: call.processors}
         if call.conversation is not None:
             seed = call.conversation.next_seed()
             params.seed = seed if params.seed is None and call.sampling and call.sampling.temperature else params.seed

@@ -36,7 +36,7 @@ from trainer.config.model_file import (
     sees,
     steady_positions,
 )
-from trainer.config.schema import TrainConfig
+from trainer.config.schema import InlineTagsConfig, TrainConfig
 from trainer.config.slices import check_slices
 from trainer.config.ways import check_way
 from trainer.errors import UserError, shown
@@ -339,6 +339,10 @@ def _check_rollout(config: TrainConfig) -> Iterator[str]:
         yield "data.path is set, but the tasks of rollout.verifiers are the prompts: leave data.path out"
     if rollout.tool_parser == "inline" and named:
         yield f"rollout.tool_parser is inline, which goes with rollout.tools only: rollout.{named[0]} takes messages"
+    if rollout.inline_tags != InlineTagsConfig() and rollout.tool_parser != "inline":
+        yield "rollout.inline_tags is set, but rollout.tool_parser is not inline: set that, or leave the tags out"
+    if rollout.inline_tags.start == rollout.inline_tags.end:
+        yield f"rollout.inline_tags: start and end are both {rollout.inline_tags.end!r}: set two different tags"
     if "{error}" not in rollout.tool_error:
         yield f"rollout.tool_error is {rollout.tool_error!r}, but must say {{error}} where the error goes"
     for key in config.data.chat_template_kwargs.keys() & _OWN_TEMPLATE_KEYS:

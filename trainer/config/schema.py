@@ -401,6 +401,15 @@ class McpServerConfig(Section):
     )  # fmt: skip
 
 
+class InlineTagsConfig(Section):
+    """The tags around calls and results inside an answer."""
+
+    start: Text = key("<function>", "before a call")
+    end: Text = key("</function>", "behind a call, where the engine stops")
+    result_start: str = key("<result>", "before its result")
+    result_end: str = key("</result>", "behind its result")
+
+
 class RolloutConfig(Section):
     """How a prompt becomes an answer: nothing here, one generation; else tools, an environment, or your own code.
 
@@ -425,6 +434,7 @@ class RolloutConfig(Section):
     tool_parser: Text = key(
         "hermes", "how calls are written: hermes, inline (<function> name(1, 2) </function>), or one of vLLM's"
     )
+    inline_tags: InlineTagsConfig = key(InlineTagsConfig(), "with tool_parser inline: the tags around calls")
     describe_tools: bool = key(True, "give schemas to the chat template; false: the prompts describe the tools")
     tool_timeout_s: CallSeconds = key(30, "longest a call may take; then its reply is an error")
     tool_rates: dict[str, Positive] = key({}, "calls a second that a tool, by its name, gets from each engine's leader")

@@ -14,20 +14,26 @@
         answers = policy.generate([rows[0], rows[1]])
 
 Alone, a module starts an engine of its own. Named in a recipe as `rollout.sampler`, with its hyper-parameters as
-`rollout.kwargs.model_args`, it samples for training, on the engine that has the policy's weights.
+`rollout.kwargs.model_args`, it samples for training, on the engine that has the policy's weights, and what
+`decode_internal` gives as `str_outputs` is shown and rewarded. `setup` is called before the first step's answers.
 
 What vLLM's scheduler used to hand out, it keeps to itself today; asking for it is an error that says what to do.
 Prompts are measured by tokens, never by characters, and never cut at the end that asks for an answer.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from omegaconf import OmegaConf
-
-from generation.compat.chatlearn.settings import ChatLearnSettings, read_settings
+from generation.compat.chatlearn.settings import (
+    SAMPLING,
+    ChatLearnSettings,
+    check_recipe,
+    read_model_args,
+    read_settings,
+)
 from generation.engine.devices import first_devices
 from generation.engine.engine import Engine, Leader
 from generation.engine.sampling import SamplingSettings
@@ -36,7 +42,6 @@ from generation.exact_ids import sampled_logprobs
 from generation.rollouts.episode import RolloutSettings
 from generation.rollouts.sampler_llm import SamplerLLM
 from generation.rollouts.sampler_prompts import PromptText
-from generation.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +52,10 @@ _SCHEDULED = ("seq_group_metadata_list", "blocks_to_swap_in", "blocks_to_swap_ou
 
 
 class PromptPipeline:
-    """Prompts with their ids: items `{"input_ids": …, "prompt": …}`. `dropped` is how many had too many tokens."""
+    """Prompts with their ids: items `{"input_ids": …, "prompt": …}`.
+
+    `prompts` are the same as pairs of text and ids; `dropped` is how many had too many tokens.
+    """
 
     def __init__(
         self, prompts: Sequence[str], max_prompt_length: int, tokenizer: "PreTrainedTokenizerBase", cut: bool = False
@@ -65,7 +73,11 @@ class PromptPipeline:
                 item["input_ids"] = item["input_ids"][-max_prompt_length:]
                 item["prompt"] = tokenizer.decode(item["input_ids"])
         self.prompts_ids = [item for item in items if len(item["input_ids"]) <= max_prompt_length]
+        self.prompts = [(item["prompt"], item["input_ids"]) for item in self.prompts_ids]
         self.dropped = len(items) - len(self.prompts_ids)
+        if self.dropped:
+            longer = f"more than {max_prompt_length} tokens, and are left out"
+            warnings.warn(f"{self.dropped} of {len(items)} prompts have {longer}", stacklevel=2)
 
     def __len__(self) -> int:
         return len(self.prompts_ids)
@@ -116,21 +128,21 @@ _INTERNALS = ("scheduler", "schedule", "build_scheduler", "block_manager", "cach
 class VLLMModule:
     """A policy that answers prompts by vLLM. All methods except `generate` may be overridden.
 
-    `model_args` are the hyper-parameters as given, includes merged in; `llm` is anything with vLLM's `generate`.
+    `model_args` are the hyper-parameters as given, files merged in; `llm` is anything with vLLM's `generate`.
     """
 
     def __init__(self, model_args: Mapping[str, Any] | str | Path, llm: Any = None) -> None:
-        """`model_args` may be a YAML file; without `llm`, `setup` starts an engine for `model_args["model"]`."""
-        if isinstance(model_args, str | Path):
-            model_args = dict(OmegaConf.to_container(read_yaml(Path(model_args)), resolve=True))  # type: ignore[arg-type]
-        self.model_args = dict(model_args)
+        """`model_args` may be a YAML file, as of a model or as `rlhf.yaml`; without `llm`, `setup` starts an engine for
+        `model_args["model"]`.
+        """
+        self.model_args = read_model_args(model_args)
         self.settings: ChatLearnSettings = read_settings(self.model_args)
         self.llm = llm
         self._tokenizer = None if llm is None else ModuleTokenizer(llm.get_tokenizer())
         self._own: Leader | None = None
         self._queue: list[tuple[Any, list[int], SamplingParams]] = []
         self._eval_mode = False
-        self._given: SamplingParams | None = None
+        self._given: SamplingParams | None = None  # in training, which has called `setup` by then
 
     def __getattr__(self, name: str) -> Any:
         gone = f"{name} belonged to vLLM's inside, which is its own now: {STEP_REMEDY}"
@@ -161,6 +173,26 @@ class VLLMModule:
             started.state.adopt_checkpoint(0)
             self._renew_llm(0)
         return self.llm
+
+    def load_checkpoint(self, path: str | Path) -> Any:
+        """Answer with the weights of another folder in Hugging Face format, on an engine of the module's own. Raises
+        ValueError where it samples on another, whose weights are not the module's to change.
+        """
+        if self.llm is not None and self._own is None:
+            raise ValueError(f"load_checkpoint({str(path)!r}): the llm has weights of its own; in training, model.path")
+        self.close()
+        self.settings.engine["model"] = str(path)
+        return self.model_provider()
+
+    def check_recipe(self, recipe: Mapping[str, Any]) -> None:
+        """Raise ValueError where the module would say in vain what the recipe, a mapping of sections, decides."""
+        if type(self).build_dataset is not VLLMModule.build_dataset:
+            what = f"{type(self).__name__}.build_dataset is not called in training, whose prompts come from data.path"
+            raise ValueError(f"{what}: prepare them there, and leave build_dataset out")
+        check_recipe(self.model_args, recipe)
+        if self.settings.engine.get("tokenizer"):
+            policy = {"tokenizer": recipe["model"]["tokenizer"], "model": recipe["model"]["path"]}
+            check_tokenizer(load_tokenizer(self.settings.engine), load_tokenizer(policy))
 
     def build_dataset(self, train_prompts: Sequence[str], is_eval: bool = False) -> Any:
         """Prompts as items with ids and text; those that have too many tokens are left out."""
@@ -195,24 +227,38 @@ class VLLMModule:
 
     def generate(self, data: Any, iteration: int = 0, is_eval: bool = False) -> Any:
         """Answer a batch, a mapping of lists or a list of a dataset's items: what `decode_internal` makes of it."""
+        return self.decode_internal(self._outputs(data, iteration, is_eval))
+
+    def _outputs(self, data: Any, iteration: int, is_eval: bool) -> "list[RequestOutput]":
         batch = self._prepare(data, iteration, is_eval)
-        outputs = (self.eval_forward if is_eval else self.forward_step)(batch, iteration=iteration)
-        return self.decode_internal(outputs)
+        forward = self.eval_forward if is_eval else self.forward_step
+        return forward(batch, iteration=iteration) if batch else []
 
     def __call__(self, llm: Any, prompts: Sequence[Any], sampling_params: "SamplingParams") -> "list[RequestOutput]":
-        """As a sampler in training (level 5): the recipe's sampling, the trainer's prompts, group and evaluation."""
-        if self.settings.n != 1:
-            raise ValueError(f"n is {self.settings.n}, but in training algorithm.group_size says how many answers")
-        if self._tokenizer is None and self.settings.engine.get("tokenizer"):
-            check_tokenizer(load_tokenizer(self.settings.engine), llm.get_tokenizer())
-        self.llm, self._given = llm, sampling_params
-        self._tokenizer = ModuleTokenizer(llm.get_tokenizer())
+        """As a sampler in training (level 5), on one output for each prompt: the trainer repeats those of a group.
+
+        Evaluation goes through `eval_forward`. The iteration is the step, or in evaluation the steps so far.
+        """
+        self.llm, first, self._given = llm, self._given is None, sampling_params
+        if first:
+            self._tokenizer = ModuleTokenizer(llm.get_tokenizer())
+            self.setup()
         items = [{self.settings.prompt_key: p, self.settings.input_ids_key: p.token_ids} for p in prompts]
-        batch = self._prepare(items, 0, is_eval=False)
-        return self.forward_step(batch, iteration=0)
+        step, is_eval = llm.settings.step, llm.settings.evaluation
+        outputs = self._outputs(items, step if step >= 0 else -1 - step, is_eval)
+        decoded = self.decode_internal(outputs)
+        texts = decoded.get("str_outputs") if isinstance(decoded, Mapping) else None
+        if not isinstance(texts, list) or [type(text) for text in texts] != [str] * len(prompts):
+            lacking = f"decode_internal gave {decoded!r:.60}, not a mapping whose str_outputs has {len(prompts)} texts"
+            raise ValueError(f"{lacking}: in training they are shown and rewarded, one for each answer")
+        for prompt, text in zip(prompts, texts, strict=True):
+            prompt.decoded = text
+        return outputs
 
     def execute_step(self, data: Any = None, *scheduled: Any) -> "list[RequestOutput]":
-        """Sample for all requests that were added (for `data`, if none were); outputs in their order."""
+        """Sample for all requests that were added (for `data`, if none were). There is an output for each prompt, in
+        their order, whose completions are numbered by `index`.
+        """
         if scheduled or not (data is None or isinstance(data, Mapping)):
             raise ValueError(f"execute_step takes the batch only: {STEP_REMEDY}")
         if not self._queue and data is not None:
@@ -225,7 +271,12 @@ class VLLMModule:
         outputs = self.llm.generate(prompts, [params for *_, params in queue], use_tqdm=False)
         for output, (prompt, *_) in zip(outputs, queue, strict=True):
             output.prompt = str(prompt)
-        return list(outputs)
+        for first in range(0, len(queue), self._answers):
+            group = outputs[first : first + self._answers]
+            group[0].outputs = [completion for output in group for completion in output.outputs]
+            for index, completion in enumerate(group[0].outputs):
+                completion.index = index
+        return list(outputs[:: self._answers])
 
     def close(self) -> None:
         """Stop the module's own engine, if it has one."""
@@ -250,8 +301,14 @@ class VLLMModule:
             self._renew_llm(iteration)
         if self.llm is None:
             raise ValueError(f"{type(self).__name__} has nothing to sample with: call its setup(), or give it an llm")
-        self._hand_over(batch)
+        if batch:
+            self._hand_over(batch)
         return batch
+
+    @property
+    def _answers(self) -> int:
+        """Requests for each prompt: in training it is there once for each answer of its group already."""
+        return self.settings.n if self._given is None else 1
 
     def _hand_over(self, data: Mapping[str, Any]) -> None:
         known = "is_eval" in inspect.signature(self._add_request).parameters
@@ -270,23 +327,32 @@ class VLLMModule:
         pairs = [(prompt, input_ids)] if isinstance(prompt, str) else zip(prompt, input_ids, strict=True)
         for text, ids in pairs:
             params = self._sampling_params(list(ids), is_eval or self._eval_mode)
-            self._queue += [(text, list(ids), params)] * self.settings.n
+            self._queue += [(text, list(ids), params)] * self._answers
 
     def _sampling_params(self, ids: list[int], is_eval: bool) -> "SamplingParams":
         from vllm import SamplingParams
 
-        if self._given is not None:
-            return self._given
         settings = self.settings
+        single = {stop: self.tokenizer.encode(stop, add_special_tokens=False) for stop in settings.stop}
+        stop = [stop for stop, tokens in single.items() if len(tokens) != 1]
+        ends = [tokens[0] for tokens in single.values() if len(tokens) == 1]
+        fields = settings.eval_sampling if is_eval else settings.sampling
+        if self._given is not None:
+            params, ignore_eos = self._given.clone(), settings.sampling["ignore_eos"]
+            for name in SAMPLING:  # where one is not as the recipe's, the trajectory will be refused by name
+                if (value := self.model_args.get("eval_" * is_eval + name)) is not None:
+                    setattr(params, name, value)
+            params.ignore_eos, params.prompt_logprobs = ignore_eos, settings.sampling.get("prompt_logprobs")
+            params.stop = [*(params.stop or []), *stop]
+            params.stop_token_ids = [*([] if ignore_eos else params.stop_token_ids or []), *ends]
+            return params
         if len(ids) > settings.max_prompt_length:
             room = f"the {settings.max_prompt_length} that seq_length and max_new_tokens leave"
             raise ValueError(f"a prompt has {len(ids)} tokens, more than {room}: drop it in build_dataset")
-        single = {stop: self.tokenizer.encode(stop, add_special_tokens=False) for stop in settings.stop}
-        fields = settings.eval_sampling if is_eval else settings.sampling
         return SamplingParams(
             max_tokens=settings.max_tokens(len(ids)),
-            stop=[stop for stop, tokens in single.items() if len(tokens) != 1],
-            stop_token_ids=[tokens[0] for tokens in single.values() if len(tokens) == 1],
+            stop=stop,
+            stop_token_ids=ends,
             skip_special_tokens=False,
             logprobs=0,
             **fields,

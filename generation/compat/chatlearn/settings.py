@@ -4,7 +4,13 @@ import difflib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
+
+from generation.engine.settings import OWN_ARGUMENTS
+from generation.yaml_files import read_yaml
 
 _GONE = {
     "max_paddings": "vLLM pads no batches any more: leave it out; max_num_batched_tokens bounds the tokens of a step",
@@ -13,7 +19,7 @@ _GONE = {
     "sliding_window": "the window is read from the model's config.json: leave it out; disable_sliding_window: true "
     "switches it off",
 }
-_SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
+SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (lambda v: v >= 0, "at least 0, which is greedy"),
     "top_p": (lambda v: 0 < v <= 1, "in (0, 1]"),
     "top_k": (lambda v: v >= -1, "at least 1, or -1 or 0 for all tokens"),
@@ -27,13 +33,25 @@ _ENGINE = (  # vLLM's own names
     "kv_cache_memory_bytes", "enforce_eager", "max_num_batched_tokens", "block_size", "kv_offloading_size",
     "cpu_offload_gb", "disable_sliding_window", "disable_custom_all_reduce",
 )  # fmt: skip
-_CONCURRENCY = ("max_concurrent_requests", "max_num_seqs", "generation_batch_size", "micro_batch_size")
+_ALIASES = {  # of vLLM's names, ChatLearn's
+    "max_num_seqs": ("max_concurrent_requests", "max_num_seqs", "generation_batch_size", "micro_batch_size"),
+    "tensor_parallel_size": ("tensor_parallel_size", "tensor_model_parallel_size"),
+}
 _PROMPTS = ("seq_length", "max_new_tokens", "new_token_limit", "vllm_input_ids_key", "vllm_prompt_key")
-_RANKS = "tensor_model_parallel_size"  # ChatLearn's name for tensor_parallel_size
 _OWN = ("n", "ignore_eos", "use_beam_search", "stop_token_list", "prompt_logprobs", "includes")
-KNOWN = frozenset(
-    [*_SAMPLING, *(f"eval_{name}" for name in _SAMPLING), *_ENGINE, *_CONCURRENCY, *_PROMPTS, *_OWN, *_GONE, _RANKS]
-)
+KNOWN = frozenset([*SAMPLING, *(f"eval_{name}" for name in SAMPLING), *_ENGINE, *(alias for same in _ALIASES.values()
+                   for alias in same), *_PROMPTS, *_OWN, *_GONE])  # fmt: skip
+_RECIPE = {  # the recipe's keys that decide in training
+    "seq_length": "engine.max_model_len",
+    "max_new_tokens": "sampling.max_tokens",
+    "n": "algorithm.group_size",
+    **{name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p")},
+    **{f"eval_{name}": f"eval.{name}" for name in ("temperature", "top_p")},
+    **{name: OWN_ARGUMENTS.get(name) or f"engine.extra.{name}" for name in _ENGINE if name != "tokenizer"},
+    **{alias: f"engine.{name}" for name, aliases in _ALIASES.items() for alias in aliases},
+}
+_FIXED = {"top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
+          "new_token_limit": True}  # of what a recipe has no key for, in training or in evaluation  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,6 +79,51 @@ class ChatLearnSettings:
         return self.max_new_tokens if self.new_token_limit else self.seq_length - prompt_tokens
 
 
+def read_model_args(args: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """Hyper-parameters of a mapping or a YAML file, over those of the file that their `model_config_file` names.
+
+    They may be a section of their own, as `policy` in `rlhf.yaml`. Raises ValueError where there are several.
+    """
+    folder, values = Path(), args
+    if isinstance(args, str | Path):
+        folder, values = Path(args).parent, OmegaConf.to_container(read_yaml(Path(args)), resolve=True)  # type: ignore[assignment]
+    assert isinstance(values, Mapping)
+    while sections := [name for name, value in values.items() if isinstance(value, Mapping)]:
+        if len(values) > 1:
+            remedy = "give the module the file that its own model_config_file names"
+            raise ValueError(f"{args!s:.80} holds {', '.join(map(str, values))}, not one model's section: {remedy}")
+        values = values[sections[0]]
+    own = dict(values)
+    if (name := own.pop("model_config_file", None)) is not None:
+        own = {**OmegaConf.to_container(read_yaml(folder / name), resolve=True), **own}  # type: ignore[dict-item]
+    return own
+
+
+def check_recipe(args: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first hyper-parameter that is otherwise in the recipe, a mapping of sections, which
+    decides in training. What requests alone are about (`stop_token_list`, `ignore_eos`, `prompt_logprobs`) is not.
+    """
+    for name, value in args.items():
+        field, decided = name.removeprefix("eval_"), dict[str, Any]()
+        if key := _RECIPE.get(name):
+            setting: Any = recipe
+            for part in key.split("."):
+                setting = setting.get(part)
+            decided[key] = setting
+            if name != field:
+                datasets = recipe["eval"]["datasets"].items()
+                decided |= {f"eval.datasets.{of}.{field}": own[field] for of, own in datasets if own[field] is not None}
+        elif field in _FIXED:
+            decided["the trainer"] = _FIXED[field]
+        if name == "kv_cache_memory_bytes" and value is not None:
+            value /= 2**30
+        for by, other in decided.items():
+            if value is not None and value != other and (field, value, other) != ("top_k", 0, -1):
+                it_has = "has none" if other is None else f"has {other!r}"
+                remedy = f"let them agree, or leave {name} out"
+                raise ValueError(f"{name} is {args[name]!r}, but in training {by} decides, which {it_has}: {remedy}")
+
+
 def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
     """The settings from a model's hyper-parameters; ValueError for one that is unknown, out of its range, or has no
     meaning any more, naming what replaces it.
@@ -72,6 +135,8 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
         if key not in KNOWN:
             close = difflib.get_close_matches(key, KNOWN, n=1)
             raise ValueError(f"{key} is not a hyper-parameter" + (f"; did you mean {close[0]}?" if close else ""))
+    if "includes" in given:
+        raise ValueError("includes is read from YAML files: give the module the path of one that has it")
     if given.get("use_beam_search"):
         raise ValueError(
             "use_beam_search: beams are not samples of the policy, and vLLM no longer has them: set it to false, "
@@ -108,7 +173,7 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
 def _sampling(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Fields of `SamplingParams` with their ranges checked; with a prefix, only those that are set under it."""
     fields: dict[str, Any] = {}
-    for name, (fits, meaning) in _SAMPLING.items():
+    for name, (fits, meaning) in SAMPLING.items():
         value = given.get(prefix + name)
         if value is None:
             continue
@@ -124,19 +189,22 @@ def _sampling(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _engine(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {key: given[key] for key in _ENGINE if key in given}
-    if _RANKS in given:
-        arguments.setdefault("tensor_parallel_size", given[_RANKS])
     share = arguments.get("gpu_memory_utilization", 1)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ValueError(f"gpu_memory_utilization is {share!r}, but should be in (0, 1]")
     for key in ("block_size", "max_num_batched_tokens"):  # tokens, both; the page's "16 MB" is a mistake
         if key in given:
             _whole(given, key, 1)
-    if named := [key for key in _CONCURRENCY if key in given]:
-        at_once = arguments["max_num_seqs"] = _whole(given, named[0], 1)
-        if (tokens := arguments.get("max_num_batched_tokens", at_once)) < at_once:
-            text = f"max_num_batched_tokens = {tokens} lets fewer than {at_once} answers grow at once"
-            warnings.warn(text, stacklevel=2)
+    for name, aliases in _ALIASES.items():
+        for key in [alias for alias in aliases if alias in given]:
+            if arguments.setdefault(name, _whole(given, key, 1)) != given[key]:
+                raise ValueError(
+                    f"{key} is {given[key]}, but {name}, which means the same, is {arguments[name]}: drop one"
+                )
+    at_once = arguments.get("max_num_seqs", 1)
+    if (tokens := arguments.get("max_num_batched_tokens", at_once)) < at_once:
+        text = f"max_num_batched_tokens = {tokens} lets fewer than {at_once} answers grow at once"
+        warnings.warn(text, stacklevel=2)
     return arguments
 
 

@@ -11,6 +11,9 @@ engine runs, or a *factory*, which suits both:
 It is called once for each request, so what it returns has state of its own; None leaves the request alone, so that a
 request can ask for it in `extra_args`. What it returns is called with the ids generated so far and the logits
 (vocabulary,) of the next token, and gives them back changed.
+
+A request may also name the factories that are to see it, in `extra_args={"logits_processors": [...]}`, or to the server
+by `extra_body={"logits_processors": [...]}`; without that all do. Classes of vLLM's see every request.
 """
 
 import importlib
@@ -21,6 +24,9 @@ from generation.importing import importable, load
 
 FACTORIES = "hotbunk_logits_factories"
 """Where the factories' names travel to the workers: this entry of vLLM's `additional_config`."""
+
+REQUESTED = "logits_processors"
+"""Where a request names them, in its `extra_args`."""
 
 _V1 = "generation.engine.logits.adapter_v1:FactoryProcessor"
 _V2 = "generation.engine.logits.adapter_v2:FactoryProcessor"
@@ -63,9 +69,32 @@ def engine_arguments(named: Sequence[str | Mapping[str, Any]], v2: bool) -> dict
     return {"logits_processors": [*classes, _V2 if v2 else _V1], "additional_config": {FACTORIES: factories}}
 
 
-def load_factories(additional_config: Any) -> list[Any]:
-    """In a worker: the factories that the engine was started with."""
-    return [load(spec) for spec in (additional_config or {}).get(FACTORIES, [])]
+def load_factories(additional_config: Any) -> dict[str, Any]:
+    """In a worker: the factories that the engine was started with, by name."""
+    return {spec: load(spec) for spec in (additional_config or {}).get(FACTORIES, [])}
+
+
+def processors_of(factories: Mapping[str, Any], params: Any) -> list[Any]:
+    """In a worker: what the factories, or those that the request names, make for a request with these parameters."""
+    named = (params.extra_args or {}).get(REQUESTED, factories)
+    return [made for spec, factory in factories.items() if spec in named and (made := factory(params)) is not None]
+
+
+def requested(named: Any, arguments: Mapping[str, Any]) -> list[str]:
+    """The processors that a request names, one or a list of them in any form that a recipe may have, as an engine with
+    these arguments knows them. Raises ValueError for one that its recipe has not named.
+    """
+    specs = [*arguments.get("logits_processors", []), *arguments.get("additional_config", {}).get(FACTORIES, [])]
+    known = {spec.replace(":", "."): spec for spec in specs if spec not in (_V1, _V2)}
+    found = []
+    for entry in named if isinstance(named, list) else [named]:
+        if not isinstance(entry, str | Mapping) or (spec := known.get(_spelled(entry).replace(":", "."))) is None:
+            names = ", ".join(known.values()) or "none"
+            raise ValueError(
+                f"logits_processors names {entry!r:.60}, but engine.logits_processors of the recipe: {names}"
+            )
+        found.append(spec)
+    return found
 
 
 def _spelled(entry: str | Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from generation.engine.logits import load_factories
+from generation.engine.logits import load_factories, processors_of
 
 
 class FactoryProcessor(AdapterLogitsProcessor):
@@ -25,7 +25,7 @@ class FactoryProcessor(AdapterLogitsProcessor):
         self, params: SamplingParams
     ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
         """The processors of one request; None where no factory wants it."""
-        chain = [made for factory in self._factories if (made := factory(params)) is not None]
+        chain = processors_of(self._factories, params)
         if not chain:
             return None
 

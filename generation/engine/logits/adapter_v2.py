@@ -6,7 +6,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
-from generation.engine.logits import load_factories
+from generation.engine.logits import load_factories, processors_of
 
 
 class FactoryProcessor(LogitsProcessor):
@@ -19,7 +19,7 @@ class FactoryProcessor(LogitsProcessor):
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """True if any factory wants this request; the processors of the slot's former request are dropped."""
-        self._chains[req_idx] = [made for make in self._factories if (made := make(sampling_params)) is not None]
+        self._chains[req_idx] = processors_of(self._factories, sampling_params)
         return bool(self._chains[req_idx])
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -361,7 +362,7 @@ class VLLMPolicyInference(VLLMModule):
         return self._forward_step(data, iteration, eval_mode=False)
 
     def decode_internal(self, batched_outputs: Any) -> Any:
-        return [(o.prompt, o.prompt_token_ids, o.outputs[0]) for o in batched_outputs]
+        return [(o.prompt, o.prompt_token_ids, completion) for o in batched_outputs for completion in o.outputs]
 
 
 MODULE = {
@@ -383,9 +384,9 @@ def test_the_example_of_the_page_runs(leader: Leader, tokenizer: Any) -> None:
     assert [(prompt, ids) for prompt, ids, _ in answers] == [
         (r["prompt"], r["input_ids"]) for r in rows for _ in (0, 1)
     ]
-    for _, _, completion in answers:
+    for number, (_, _, completion) in enumerate(answers):
         assert len(completion.token_ids) == len(completion.logprobs) == 10  # whatever EOS was sampled
-        assert completion.index == 0
+        assert completion.index == number % 2
         assert isinstance(completion.logprobs[0][completion.token_ids[0]].logprob, float)
     assert answers[0][2].token_ids != answers[1][2].token_ids
     greedy = module.generate(rows, is_eval=True)
@@ -414,11 +415,38 @@ def test_engine_and_trainer_agree_at_another_temperature(leader: Leader, tokeniz
 
 @pytest.mark.covers("C02")
 def test_a_module_samples_for_training_as_any_sampler(leader: Leader, tokenizer: Any) -> None:
-    module = make_sampler(VLLMPolicyInference, {"model_args": {"seq_length": 64, "max_new_tokens": 12}})
+    sizes = {"seq_length": 64, "max_new_tokens": 12}
     expected = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=2))
+    module = make_sampler(VLLMModule, {"model_args": sizes | {"temperature": 1.0, "n": 2}})
     for _ in range(2):
         found = sample(leader, tokenizer, module, how=settings(group=2))
         assert [t.response_ids for t in found] == [t.response_ids for t in expected]
+        texts = [tokenizer.decode(t.response_ids, skip_special_tokens=True).rstrip("\ufffd") for t in found]
+        assert [t.decoded for t in found] == texts  # vLLM waits for a character's last byte
+    textless = {t.error for t in sample(leader, tokenizer, VLLMPolicyInference(sizes))}
+    assert len(textless) == 1 and "not a mapping whose str_outputs has 2 texts" in textless.pop()
+    with pytest.raises(ValueError, match="not sampled as training asks: temperature is 0.5 instead of 1.0"):
+        sample(leader, tokenizer, VLLMModule(sizes | {"temperature": 0.5}))
+
+
+def test_a_modules_requests_stop_and_go_on_as_it_says_in_training(leader: Leader, tokenizer: Any) -> None:
+    """Against the same answers without its hyper-parameters: each of them changes where an answer ends."""
+    how = settings(group=8, stop_token_ids=[2], max_tokens=40)
+    sizes = {"seq_length": 64, "max_new_tokens": 40}
+    plain = sample(leader, tokenizer, VLLMModule(sizes), how=how)
+    longer = sample(leader, tokenizer, VLLMModule(sizes | {"ignore_eos": True}), how=how)
+    assert {len(t.response_ids) for t in longer} == {40}
+    for one, other in zip(plain, longer, strict=True):
+        assert other.response_ids[: len(one.response_ids)] == one.response_ids
+    inner = [token for t in plain for token in t.response_ids[1:-1]]
+    words = {token: tokenizer.decode([token]) for token in inner}
+    token = next(token for token in inner if tokenizer.encode(words[token], add_special_tokens=False) == [token])
+    shorter = sample(leader, tokenizer, VLLMModule(sizes | {"stop_token_list": words[token]}), how=how)
+    for one, other in zip(plain, shorter, strict=True):
+        assert other.response_ids == one.response_ids[: [*one.response_ids, token].index(token) + 1]
+    assert sum(len(t.response_ids) for t in shorter) < sum(len(t.response_ids) for t in plain)
+    evaluation = replace(settings(temperature=0.0), evaluation=True, step=-3)
+    assert sample(leader, tokenizer, VLLMModule(sizes | {"temperature": 1.0, "eval_temperature": 0.0}), how=evaluation)
 
 
 @pytest.mark.covers("C20", "C30", "C32", "C33")

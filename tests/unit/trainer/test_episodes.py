@@ -129,12 +129,19 @@ def test_a_rate_is_for_a_tool_that_there_is(code: Path) -> None:
         ({"kwargs": {"a": 1}}, "nothing takes them"),
         ({"environment": "a:b", "tool_parser": "inline"}, "goes with rollout.tools only: rollout.environment"),
         ({"tool_error": "oops"}, "must say {error}"),
+        ({"tools": ["a:b"], "inline_tags": {"end": "!"}}, "rollout.inline_tags is set, but rollout.tool_parser is not"),
+        (
+            {"tools": ["a:b"], "tool_parser": "inline", "inline_tags": {"start": "!", "end": "!"}},
+            "start and end are both '!': set two different tags",
+        ),
     ],
 )
 def test_combinations_that_mean_nothing_are_refused(rollout: dict[str, Any], reason: str) -> None:
     (problem,) = problems("rollout.", **rollout)
     assert reason in problem
     assert problems("rollout.", environment="a:b", tools=["c:d"], kwargs={"a": 1}) == []
+    written = config(tools=["c:d"]).model_dump()["rollout"]  # as a run's config.yaml has it, defaults and all
+    assert problems("rollout.", **written) == []
 
 
 def test_a_reward_for_failures_is_refused_where_these_are_left_out() -> None:

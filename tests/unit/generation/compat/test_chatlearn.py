@@ -1,5 +1,6 @@
 """ChatLearn's hyper-parameters and module without an engine: each row of the page, and what its example class does."""
 
+import json
 import random
 import warnings
 from pathlib import Path
@@ -7,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from generation.compat.chatlearn.module import PromptPipeline, VLLMModule, check_tokenizer, get_model
+import generation
+from generation.compat.chatlearn.module import (
+    PromptPipeline,
+    VLLMModule,
+    check_tokenizer,
+    get_model,
+    print_rank_0,
+)
 from generation.compat.chatlearn.settings import KNOWN, read_settings
 from tests.unit.small_tokenizer import small_tokenizer
 
@@ -109,6 +117,9 @@ def test_hyper_parameters_mean_what_they_mean_today(args: dict[str, Any], where:
         ({"sliding_window": 128}, r"sliding_window is gone: .*config\.json.*disable_sliding_window"),
         ({"temperatur": 1}, "temperatur is not a hyper-parameter; did you mean temperature"),
         ({"seq_length": None}, "seq_length is missing"),
+        ({"includes": ["a.yaml"]}, "includes is read from YAML files"),
+        ({"micro_batch_size": 8, "max_num_seqs": 4}, "micro_batch_size is 8, but max_num_seqs, .* same, is 4"),
+        ({"tensor_parallel_size": 1, "tensor_model_parallel_size": 2}, "tensor_model_parallel_size is 2, but tensor_p"),
         ({"max_new_tokens": 64}, "must be an integer greater than 0: seq_length - max_new_tokens = 64 - 64"),
     ],
 )
@@ -133,6 +144,46 @@ def test_hyper_parameters_come_from_files_that_include_others(tmp_path: Path, mo
     monkeypatch.setenv("HOTBUNK_TEST_LENGTH", "48")
     made = VLLMModule(tmp_path / "engine.yaml", FakeLLM())
     assert made.model_args == {"seq_length": 48, "temperature": 0.9, "max_new_tokens": 8}
+
+
+def test_the_pages_rlhf_yaml_names_the_models_file(tmp_path: Path) -> None:
+    """Relative to it; its own keys win. A recipe may name the file as well."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "sizes.yaml").write_text("seq_length: 48\n")
+    (tmp_path / "models" / "vllm.yaml").write_text("includes: [sizes.yaml]\nmax_new_tokens: 8\ntemperature: 0.9\n")
+    section = {"model_config_file": "models/vllm.yaml", "temperature": 0.5}
+    expected = {"seq_length": 48, "max_new_tokens": 8, "temperature": 0.5}
+    for number, text in enumerate([{"policy": section}, {"models": {"policy": section}}, section]):
+        (tmp_path / f"{number}.yaml").write_text(json.dumps(text))
+        assert VLLMModule(tmp_path / f"{number}.yaml", FakeLLM()).model_args == expected
+    absolute = {"model_config_file": str(tmp_path / "models" / "vllm.yaml"), "temperature": 0.5}
+    assert VLLMModule(absolute, FakeLLM()).model_args == expected
+    (tmp_path / "two.yaml").write_text(json.dumps({"policy": section, "reward": section}))
+    with pytest.raises(ValueError, match="holds policy, reward, not one model's section: give the mod"):
+        VLLMModule(tmp_path / "two.yaml", FakeLLM())
+
+
+def test_an_empty_batch_gives_what_empty_outputs_give() -> None:
+    llm = FakeLLM()
+    made = module(llm)
+    for empty in ([], {}, PromptPipeline([], 3, small_tokenizer())):
+        assert made.generate(empty) == made.decode_internal([])
+    assert llm.calls == []
+
+
+def test_an_output_has_the_numbered_answers_to_its_prompt() -> None:
+    made = module(n=3)
+    rows = made.build_dataset(["first", "second!"])
+    outputs = made.execute_step({"prompt": ["first", "second!"], "input_ids": [row["input_ids"] for row in rows]})
+    assert [output.prompt for output in outputs] == ["first", "second!"]
+    assert [[answer.index for answer in output.outputs] for output in outputs] == [[0, 1, 2]] * 2
+    assert [answer.text for output in outputs for answer in output.outputs] == [f"answer {n}" for n in range(6)]
+
+
+def test_the_names_of_the_page_come_from_one_package() -> None:
+    names = ("VLLMModule", "PromptPipeline", "get_model", "print_rank_0")
+    assert [getattr(generation, name) for name in names] == [VLLMModule, PromptPipeline, get_model, print_rank_0]
+    assert {*names} <= {*generation.__all__}
 
 
 @pytest.mark.covers("C05", "C06")
@@ -166,7 +217,9 @@ def test_prompts_are_measured_in_tokens_and_never_cut_at_their_end() -> None:
     kept = PromptPipeline(["x" * 100], 30, tokenizer)
     assert len(kept[0]["input_ids"]) == 20
     prompts = ["x" * 100 + "Answer:", "short"]
-    dropped = PromptPipeline(prompts, 10, tokenizer)
+    with pytest.warns(UserWarning, match="1 of 2 prompts have more than 10 tokens, and are left out"):
+        dropped = PromptPipeline(prompts, 10, tokenizer)
+    assert dropped.prompts == [("short", ["short"])]
     assert (len(dropped), dropped.dropped, dropped[0]["prompt"]) == (1, 1, "short")
     cut = PromptPipeline(prompts, 10, tokenizer, cut=True)
     assert (len(cut), cut.dropped, len(cut[0]["input_ids"])) == (2, 0, 10)

@@ -9,7 +9,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
-from generation.engine.logits import FACTORIES
+from generation.engine.logits import FACTORIES, REQUESTED, engine_arguments, requested
 from generation.engine.logits.adapter_v1 import FactoryProcessor as First
 from generation.engine.logits.adapter_v2 import FactoryProcessor as Second
 
@@ -94,3 +94,24 @@ def test_requests_without_processors_cost_nothing_on_the_device() -> None:
     assert not processor.add_request(0, PLAIN)
     logits = torch.ones(1, WIDTH)
     assert processor.apply(logits, SimpleNamespace(idx_mapping_np=np.array([0]))) is logits  # type: ignore[arg-type]
+
+
+def test_a_request_may_choose_among_the_factories_of_its_recipe() -> None:
+    """By any of the forms that recipes have; both interfaces leave out those that it does not name."""
+    arguments = engine_arguments([f"{__name__}:doubling", f"{__name__}:counting"], v2=False)
+    dotted = f"{__name__}.doubling"
+    for named in (dotted, f"{__name__}:doubling", {"qualname": dotted}, [{"qualname": dotted}]):
+        assert requested(named, arguments) == [f"{__name__}:doubling"]
+    assert requested([], arguments) == []
+    for named in (f"{__name__}:tripling", ["os.system"], [3], {"FactoryProcessor": 1}, None):
+        with pytest.raises(ValueError, match="logits_processors names|must hold qualname alone"):
+            requested(named, arguments)
+    with pytest.raises(ValueError, match="but engine.logits_processors of the recipe: none"):
+        requested(dotted, {})
+    only = SamplingParams(extra_args={"count": True, REQUESTED: requested(dotted, arguments)})
+    none = SamplingParams(extra_args={"count": True, REQUESTED: []})
+    first = First(CONFIG, torch.device("cpu"), False)
+    first.update_state(BatchUpdate(2, [], [(0, only, [9], [1]), (1, none, [9], [1])], []))
+    assert torch.equal(first.apply(torch.ones(2, WIDTH)), torch.stack([expected([1], False), torch.ones(WIDTH)]))
+    second = Second(CONFIG, SimpleNamespace())  # type: ignore[arg-type]
+    assert [second.add_request(slot, params) for slot, params in enumerate([only, none])] == [True, False]

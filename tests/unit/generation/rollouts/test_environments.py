@@ -29,6 +29,8 @@ from generation.rollouts.tools import (
 )
 from generation.trajectory import Trajectory
 from tests.unit.scripted import END, ScriptedEngine, merging_tokenizer, run, spelled
+from trainer.config.schema import TrainConfig
+from trainer.rollouts import RolloutLevel
 
 TOKENIZER = merging_tokenizer()
 say = functools.partial(spelled, TOKENIZER)
@@ -203,6 +205,21 @@ def test_the_threads_two_prompts_give_906_and_305() -> None:
         own = [token for token, mask in zip(done.response_ids, done.loss_mask, strict=True) if mask]
         assert own == say(call, end=False) + say(after)
         assert (done.turns, done.answer_start, done.finish_reason) == (2, 0, "stop")
+
+
+def test_a_recipe_may_name_other_tags() -> None:
+    """Those that the thread's class has by default, which are not those that it printed."""
+    tags = {"start": " <function>", "end": " </function>", "result_start": "<results>", "result_end": "</results>"}
+    rollout = {"tools": [f"{__name__}:multiply"], "tool_parser": "inline", "inline_tags": tags}
+    config = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "rollout": rollout})
+    function = RolloutLevel(config, TOKENIZER).function
+    assert function is not None
+    call, after = "say <function> multiply(3, 302) </function>", ". More?"
+    (done,) = run(StoppingEngine({5: say(call, end=False) + say(after)}), function, [[5]], TOKENIZER)
+    assert TOKENIZER.decode(done.response_ids, skip_special_tokens=True) == f"{call}<results>906.0</results>{after}"
+    assert list(TrainConfig.model_validate(config.model_dump(include={"model", "data"})).rollout.inline_tags) == [
+        (name, getattr(InlineTags(), name)) for name in tags
+    ]
 
 
 @pytest.mark.covers("V17")
