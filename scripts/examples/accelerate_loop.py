@@ -63,7 +63,7 @@ def main() -> None:
     leader = Leader.start(engine, SECONDS)  # vLLM in processes of its own, and a thread that talks to them
     with tempfile.TemporaryDirectory() as sockets:
         source = policy.weight_source(torch.float32)
-        manager = ShardingManager(source, accelerator.device, SyncSettings(), Path(sockets), leader=leader)
+        manager = ShardingManager(source, accelerator.device, SyncSettings("full"), Path(sockets), leader=leader)
         try:
             manager.connect()
             manager.sleep()
@@ -76,8 +76,9 @@ def main() -> None:
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-                rank, verified = accelerator.process_index, manager.report.verified
-                print(f"rank {rank} step {step} reward {reward:.3f} gap {gap:.1e} verified {verified}", flush=True)
+                rewards, gaps = accelerator.gather(torch.tensor([[reward, gap]], device=accelerator.device)).T
+                figures = f"reward {rewards.mean():.3f} gap {gaps.max():.1e} verified {manager.report.verified}"
+                accelerator.print(f"step {step} version {policy.version} {figures}", flush=True)
         finally:
             manager.close()
             leader.close()
