@@ -94,7 +94,7 @@ async def every_method(
     async def meanwhile(send: Any, *calls: Any) -> list[Any]:
         running = [asyncio.run_coroutine_threadsafe(call, loop) for call in calls]
         await loop.run_in_executor(trainer, send, running)
-        return [call.result() for call in running]
+        return [await asyncio.wrap_future(call) for call in running]
 
     loop = asyncio.get_running_loop()
     await worker.post_init_async()
