@@ -230,7 +230,7 @@ class VllmInternalWorkerExtension:
         @torch.no_grad()
         def take() -> None:
             joined = self.hotbunk_joining.result(timeout_s) if self.hotbunk_joining else {"error": None}
-            if joined["error"] or self.hotbunk_membership is None:
+            if self.hotbunk_membership is None:
                 raise RuntimeError(joined["error"] or "Weight update group not initialized")
             weight = torch.empty(list(shape), dtype=getattr(torch, dtype_name), device=self.device)  # type: ignore[attr-defined]
             self.hotbunk_membership.group.broadcast(weight, f"broadcast of {name}")  # even if it is not wanted
@@ -265,14 +265,14 @@ class VllmInternalWorkerExtension:
         return self._hotbunk_try(self._hotbunk_leave)
 
     def load_weights_from_storage(
-        self, path: str, num_threads: int = 1, timeout_s: float = 300.0, verify: bool = True
+        self, storage_path: str, num_threads: int = 1, timeout_s: float = 300.0, verify: bool = True
     ) -> Outcome:
-        """Load the latest complete update that a `StorageWriter` has written to the folder `path`, reading so many
-        buckets of it at a time.
+        """Load the latest complete update that a `StorageWriter` has written to the folder `storage_path`, reading so
+        many buckets of it at a time.
         `verify`: read it again and compare, where weights are kept as they are sent; digests are always checked.
         """
         device: torch.device = self.device  # type: ignore[attr-defined]
-        return self._hotbunk_receive(StorageCarrier(path, device, timeout_s, verify, num_threads))
+        return self._hotbunk_receive(StorageCarrier(storage_path, device, timeout_s, verify, num_threads))
 
     def hotbunk_model_metadata(self) -> Outcome:
         """`weights`: checkpoint name -> [shape, dtype] of everything an update must bring.

@@ -339,6 +339,9 @@ def _check_rollout(config: TrainConfig) -> Iterator[str]:
         yield "data.path is set, but the tasks of rollout.verifiers are the prompts: leave data.path out"
     if rollout.tool_parser == "inline" and named:
         yield f"rollout.tool_parser is inline, which goes with rollout.tools only: rollout.{named[0]} takes messages"
+    if rollout.sampler and rollout.tool_parser not in ("hermes", "inline"):
+        parser = f"rollout.tool_parser is {rollout.tool_parser}, but rollout.sampler reads calls by itself"
+        yield f"{parser}: leave tool_parser out"
     if rollout.inline_tags != InlineTagsConfig() and rollout.tool_parser != "inline":
         yield "rollout.inline_tags is set, but rollout.tool_parser is not inline: set that, or leave the tags out"
     if rollout.inline_tags.start == rollout.inline_tags.end:

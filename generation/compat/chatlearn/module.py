@@ -111,7 +111,7 @@ def load_tokenizer(engine: Mapping[str, Any]) -> "PreTrainedTokenizerBase":
 
     if not (name := engine.get("tokenizer") or engine.get("model")):
         raise ValueError("tokenizer is missing: set it or model, or give the module an llm")
-    return AutoTokenizer.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=bool(engine.get("trust_remote_code")))
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", training: "PreTrainedTokenizerBase") -> None:
@@ -191,7 +191,7 @@ class VLLMModule:
             raise ValueError(f"{what}: prepare them there, and leave build_dataset out")
         check_recipe(self.model_args, recipe)
         if self.settings.engine.get("tokenizer"):
-            policy = {"tokenizer": recipe["model"]["tokenizer"], "model": recipe["model"]["path"]}
+            policy = recipe["model"] | {"model": recipe["model"]["path"]}
             check_tokenizer(load_tokenizer(self.settings.engine), load_tokenizer(policy))
 
     def build_dataset(self, train_prompts: Sequence[str], is_eval: bool = False) -> Any:

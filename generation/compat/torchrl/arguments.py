@@ -70,15 +70,18 @@ def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
     if arguments.get("distributed_executor_backend") == "ray":
         raise ValueError("distributed_executor_backend: leave it out, and set backend to ray for engines in actors")
     given = {name: value for name, value in arguments.items() if value is not None}
-    if given.get("pipeline_parallel_size", 1) > 1:
-        given.setdefault("distributed_executor_backend", "mp")
+    if (stages := given.get("pipeline_parallel_size", 1)) > 1:
+        why = "weights reach tensor parallel workers only: raise tensor_parallel_size instead"
+        raise ValueError(f"pipeline_parallel_size is {stages}: it must be 1, since {why}")
     if "max_model_len" not in given:
         from transformers import AutoConfig
 
         trust = given.get("trust_remote_code", False)
         config = AutoConfig.from_pretrained(given["model"], trust_remote_code=trust).get_text_config()
-        given["max_model_len"] = int(config.max_position_embeddings)
-    # vLLM's own defaults; those of `EngineSettings` are for engines that share a device.
+        if not (longest := getattr(config, "max_position_embeddings", None)):
+            raise ValueError("max_model_len is missing: the model's config does not say how long its sequences may be")
+        given["max_model_len"] = int(longest)
+    # As vLLM's own defaults, but 0.9 of the memory; those of `EngineSettings` are for engines that share a device.
     defaults = {"dtype": "auto", "enforce_eager": False, "max_num_seqs": 256, "gpu_memory_utilization": DEFAULT_SHARE}
     return EngineSettings.from_vllm(defaults | given, sleep=False)
 

@@ -7,11 +7,12 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from generation.compat.load_balancer import EngineLoad
 from generation.engine.devices import device_count
+from generation.engine.engine import WorkerError
 from generation.engine.replicas import Actor, ActorEngine, actor_of
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
@@ -131,8 +132,11 @@ class ServiceEngine(ActorEngine):
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """See `Engine`. From the first `update_weight` until the last weight has come, the engine holds no version;
-        from then on one more than the last. An error among the outcomes ends the update.
+        from then on one more than the last. An error among the outcomes ends the update. `load_weights_from_storage` is
+        an update of its own.
         """
+        if method == "load_weights_from_storage" and not self.state.syncing:
+            return await self._load(method, *args, timeout=timeout, **kwargs)
         if method != "update_weight":
             return await super().call_workers(method, *args, timeout=timeout, **kwargs)
         async with self._one_weight:
@@ -152,6 +156,19 @@ class ServiceEngine(ActorEngine):
                 if left < 1:
                     self._end_by_weight()
             return outcomes
+
+    async def _load(self, *call: Any, timeout: float | None, **kwargs: Any) -> list[Any]:
+        """The workers' outcomes; after an error among them the engine holds no version."""
+        outcomes: list[Any] = []
+        with suppress(WorkerError):
+            async with self._gate.update(timeout or UPDATE_SECONDS):
+                self._end_by_weight()
+                async with self.update() as update:
+                    outcomes = await super().call_workers(*call, timeout=timeout, **kwargs)
+                    if any(outcome["error"] for outcome in outcomes):
+                        raise WorkerError
+                    update.version = outcomes[0]["version"]
+        return outcomes
 
     def _end_by_weight(self) -> None:
         if self._by_weight and self.state.syncing:

@@ -371,15 +371,17 @@ class AsyncVLLM(WeightUpdates):
 
     def _calls(self, way: str, method: str, timeout: float | None, args: Any, kwargs: Any) -> list[Any]:
         self._require_launched("calling workers")
+        if "timeout" in (kwargs or {}):
+            raise ValueError("kwargs has timeout, which is an argument of the call itself: pass timeout=... beside it")
         named = {"timeout": timeout, **(kwargs or {})}
         calls = [getattr(replica, way)("call_workers", method, *args, **named) for replica in self.actors]
 
         def note(future: Future[Any]) -> None:
             """Where a call has brought an engine's last weight, the service is of its version from then on."""
             outcome = {} if future.cancelled() or future.exception() else future.result()[0]
-            self.weight_version = max(self.weight_version, outcome.get("version", 0))
+            self.weight_version = max(self.weight_version, 0 if outcome.get("error") else outcome.get("version", 0))
 
-        for future in calls if method == "update_weight" else []:
+        for future in calls if method in ("update_weight", "load_weights_from_storage") else []:
             (future if isinstance(future, Future) else future.future()).add_done_callback(note)
         return calls
 

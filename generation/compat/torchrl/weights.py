@@ -87,13 +87,13 @@ class WeightUpdates:
             raise ValueError("init_weight_update_group takes both master_address and master_port, or neither")
         if master_port is None or (self._sender is not None and int(master_port) == self._sender.port):
             return self._join_own_group()
-        return self._join(master_address, int(master_port))
+        return self._join("refer", master_address, int(master_port))
 
-    def _join(self, *address: Any) -> list[Future[Any]]:
+    def _join(self, way: str, *address: Any) -> list[Any]:
         size = gpus_per_replica(self.settings)
         place = *address, 1 + size * len(self.actors), 1, UPDATE_SECONDS
         return [
-            replica.submit("ask_workers", "init_collective", number * size, *place)
+            getattr(replica, way)("ask_workers", "init_collective", number * size, *place)
             for number, replica in enumerate(self.actors)
         ]
 
@@ -110,7 +110,7 @@ class WeightUpdates:
         sender = self._listening("joining the weights group")
         if not self._joined:
             try:
-                calls = self._join(sender.ip, sender.port)
+                calls = self._join("submit", sender.ip, sender.port)
                 sender.connect(calls)
                 results_of(calls, UPDATE_SECONDS, "joining the weights group")
             except BaseException:

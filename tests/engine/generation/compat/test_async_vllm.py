@@ -464,8 +464,16 @@ def test_weights_are_read_from_a_folder(service: AsyncVLLM, model: Path, tmp_pat
     (tmp_path / "meta.json").write_text("{}")  # as TensorDict writes it
     [[outcome], _] = service.collective_rpc("load_weights_from_storage", args=(str(tmp_path), 2))
     assert "is TensorDict's, without digests: write it with sharding.StorageWriter" in outcome["error"]
+    with pytest.raises(EngineStateError):  # an update that failed leaves no weights to answer with
+        service.generate("a", GREEDY)
     folder = StorageWriter(tmp_path / "weights", source).write(70)
     assert service.load_weights_from_storage(folder, num_threads=2) == 70 == service.weight_version
+    running = service.submit([1, 2, 3], ENDLESS)  # it ends before the workers of its engine load others
+    StorageWriter(tmp_path / "weights", source).write(71)
+    by_name = {"storage_path": str(folder), "num_threads": 2}
+    for [outcome] in service.collective_rpc("load_weights_from_storage", kwargs=by_name):
+        assert outcome["error"] is None and outcome["version"] == 71
+    assert running.result(60).weight_version == 70 and service.weight_version == 71
     output = service.generate([1, 2, 3], SamplingParams(max_tokens=4, logprobs=0))
     assert gap(policy, output) < 1e-4
 

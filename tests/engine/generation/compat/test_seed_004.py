@@ -5,7 +5,7 @@ Changed are the imports; the models' names, of which one tiny model stands for a
 
 - `make_async_vllm_engine("Qwen/Qwen2.5-3B")`: its arguments are keyword-only in TorchRL, too, so it is `model_name=`.
 - `sampling_params` of that example is defined in another one.
-- The futures of `init_weight_update_group` are waited for with `result`; `ray.get` takes those of a service with Ray.
+- The futures of `init_weight_update_group` are waited for with `result`: the service is rank 0 itself.
 """
 
 import json

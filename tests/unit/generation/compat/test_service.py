@@ -234,8 +234,8 @@ def test_what_make_async_vllm_engine_starts() -> None:
     assert resolve("m", max_model_len=64).tensor_parallel_size == 1
     assert resolve("m", 2, tensor_parallel_size=2, max_model_len=64).tensor_parallel_size == 2
     assert resolve("m", tensor_parallel_size=4, max_model_len=64).tensor_parallel_size == 4
-    staged = resolve("m", pipeline_parallel_size=2, max_model_len=64)
-    assert staged.extra == {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with pytest.raises(ValueError, match="pipeline_parallel_size is 2: it must be 1, since weights reach tensor"):
+        resolve("m", pipeline_parallel_size=2, max_model_len=64)
     with pytest.raises(ValueError, match="tensor_parallel_size must be set to 2"):
         resolve("m", 2, tensor_parallel_size=4, max_model_len=64)
     with pytest.raises(ValueError, match="worker_extension_cls is the service's own"):
