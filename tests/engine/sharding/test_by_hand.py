@@ -37,7 +37,7 @@ def printed_by(code: str, model: Path, folder: Path) -> str:
 
 def test_parts_put_together_by_hand_train_and_agree(tiny_qwen2: Path, tmp_path: Path) -> None:
     """Each step's answers are sampled by the policy that scores them."""
-    printed = printed_by(code_with("generation_shift("), tiny_qwen2, tmp_path)
+    printed = printed_by(code_with("micro_batches("), tiny_qwen2, tmp_path)
     steps = re.findall(rf"^(\d) (\d) .*'loss': ({NUMBER}), 'gap': ({NUMBER})", printed, re.MULTILINE)
     assert [(step, version) for step, version, _, _ in steps] == [("0", "0"), ("1", "1"), ("2", "2")], printed
     assert all(float(gap) < 1e-4 for *_, gap in steps) and any(float(loss) for _, _, loss, _ in steps)

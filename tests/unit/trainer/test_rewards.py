@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,10 @@ def test_what_a_function_started_ends_with_its_worker_wherever_it_has_gone(tmp_p
         assert score(pool, marks[0])[0].failures == {"starts": "timeout"}
         assert started() == []
         assert score(pool, marks[1])[0].reward == 1.0
-        assert started() == marks[1:]
+        deadline = time.monotonic() + 60  # setsid becomes sleep when the machine has time for it
+        while started() != marks[1:]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     assert started() == []
 
 

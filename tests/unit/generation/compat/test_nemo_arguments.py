@@ -138,15 +138,20 @@ class Recorder:
         return note
 
 
+def parameters_of(function: Any) -> list[str]:
+    """Its parameters; Ray adds one of its own to the methods of a class of which it has made an actor."""
+    return [name for name in inspect.signature(function).parameters if name != "_ray_trace_ctx"]
+
+
 def taking_arguments(kind: type) -> list[str]:
     """Public methods of the class itself that take something."""
     methods = {name: m for name, m in vars(kind).items() if inspect.isfunction(m) and not name.startswith("_")}
-    return sorted(name for name, m in methods.items() if len(inspect.signature(m).parameters) > 1 and name not in APART)
+    return sorted(name for name, m in methods.items() if len(parameters_of(m)) > 1 and name not in APART)
 
 
 def heard_of(method: Any, heard: list[Any]) -> dict[str, Any]:
     """Call it with a value for each argument; the arguments whose values nobody has heard of."""
-    given = {name: VALUES[name] for name in inspect.signature(method).parameters}
+    given = {name: VALUES[name] for name in parameters_of(method)}
     if "endpoints" in given and inspect.iscoroutinefunction(method):
         given["endpoints"] = given["endpoints"][0]
     result = method(**given)
@@ -183,9 +188,9 @@ def test_every_argument_reaches_the_workers(name: str) -> None:
 def test_constructors_take_what_is_shown_to_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """`timeout` bounds every wait: here that for an engine which does not start."""
     shown = ["self", "config", "bundle_indices", "fraction_of_gpus", "seed"]
-    assert list(inspect.signature(VllmAsyncGenerationWorker.__init__).parameters) == shown
-    assert list(inspect.signature(VllmGenerationWorker.__init__).parameters) == [*shown, "timeout"]
-    assert list(inspect.signature(VllmGeneration.__init__).parameters) == ["self", "config", "timeout"]
+    assert parameters_of(VllmAsyncGenerationWorker.__init__) == shown
+    assert parameters_of(VllmGenerationWorker.__init__) == [*shown, "timeout"]
+    assert parameters_of(VllmGeneration.__init__) == ["self", "config", "timeout"]
 
     async def start(worker: VllmAsyncGenerationWorker) -> None:
         await asyncio.sleep(60)
