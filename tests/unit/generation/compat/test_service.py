@@ -319,7 +319,7 @@ def test_ranks_of_the_workers() -> None:
         def __init__(self) -> None:
             self.calls: list[tuple[Any, ...]] = []
 
-        def submit(self, *call: Any) -> "Future[Any]":
+        def refer(self, *call: Any) -> "Future[Any]":
             self.calls.append(call)
             return ended(None)
 
