@@ -1,0 +1,154 @@
+"""A process that calls the GPU in software as its standard input asks: lines of Python, each answered by one of JSON.
+
+`python calls.py FOLDER`, with the libraries that build.sh has made in FOLDER. No torch.
+"""
+
+import ctypes
+import json
+import sys
+from ctypes import byref, c_char, c_int, c_size_t, c_uint64, c_void_p
+
+driver, cuda, nvml = (
+    ctypes.CDLL(f"{sys.argv[1]}/{name}") for name in ("libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1")
+)
+GRAIN = 2 << 20
+
+
+class Handle(ctypes.Structure):
+    """CUDA's IPC handles: 64 bytes, passed by value."""
+
+    _fields_ = (("bytes", c_char * 64),)
+
+
+class Properties(ctypes.Structure):
+    """CUmemAllocationProp: pinned memory of device `id`."""
+
+    _fields_ = (("type", c_int), ("handles", c_int), ("kind", c_int), ("id", c_int), ("rest", c_uint64 * 2))
+
+
+for name in ("cudaFree", "cudaIpcCloseMemHandle", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaEventQuery"):
+    getattr(cuda, name).argtypes = [c_void_p]
+cuda.cudaMemcpyAsync.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_void_p]
+cuda.cudaMemcpy.argtypes = [c_void_p, c_void_p, c_size_t, c_int]
+cuda.cudaMemset.argtypes = [c_void_p, c_int, c_size_t]
+cuda.cudaIpcGetMemHandle.argtypes = cuda.cudaIpcGetEventHandle.argtypes = [c_void_p, c_void_p]
+cuda.cudaIpcOpenMemHandle.argtypes = [c_void_p, Handle, c_int]
+cuda.cudaIpcOpenEventHandle.argtypes = [c_void_p, Handle]
+cuda.cudaEventRecord.argtypes = [c_void_p, c_void_p]
+cuda.cudaStreamWaitEvent.argtypes = [c_void_p, c_void_p, c_int]
+driver.cuMemMap.argtypes = [c_uint64, c_size_t, c_size_t, c_uint64, c_uint64]
+driver.cuMemSetAccess.argtypes = [c_uint64, c_size_t, c_void_p, c_size_t]
+driver.cuMemUnmap.argtypes = driver.cuMemAddressFree.argtypes = [c_uint64, c_size_t]
+driver.cuMemRelease.argtypes = [c_uint64]
+
+
+class CudaError(Exception):
+    """What a call returned, if it was not 0."""
+
+
+def check(error: int) -> None:
+    if error:
+        raise CudaError(error)
+
+
+def malloc(size: int) -> int:
+    pointer = c_void_p()
+    check(cuda.cudaMalloc(byref(pointer), c_size_t(size)))
+    return pointer.value or 0
+
+
+def mem_get_info() -> tuple[int, int]:
+    """Free and total bytes, by the runtime."""
+    free, total = c_size_t(), c_size_t()
+    check(cuda.cudaMemGetInfo(byref(free), byref(total)))
+    return free.value, total.value
+
+
+def nvml_used(index: int = 0) -> int:
+    """Bytes that all processes use, by NVML."""
+    device, memory = c_void_p(), (c_uint64 * 3)()
+    check(nvml.nvmlDeviceGetHandleByIndex_v2(index, byref(device)))
+    check(nvml.nvmlDeviceGetMemoryInfo(device, memory))
+    return memory[2]
+
+
+def write(pointer: int, text: str) -> None:
+    ctypes.memmove(pointer, text.encode(), len(text))
+
+
+def read(pointer: int, size: int) -> str:
+    return ctypes.string_at(pointer, size).decode(errors="replace")
+
+
+def copy(to: int, source: int, size: int, stream: int = 0) -> None:
+    check(cuda.cudaMemcpyAsync(to, source, size, 4, stream))
+
+
+def export(pointer: int) -> str:
+    handle = Handle()
+    check(cuda.cudaIpcGetMemHandle(byref(handle), pointer))
+    return bytes(handle).hex()
+
+
+def open_handle(text: str) -> int:
+    pointer = c_void_p()
+    check(cuda.cudaIpcOpenMemHandle(byref(pointer), Handle.from_buffer_copy(bytes.fromhex(text)), 1))
+    return pointer.value or 0
+
+
+def stream() -> int:
+    made = c_void_p()
+    check(cuda.cudaStreamCreateWithFlags(byref(made), 1))
+    return made.value or 0
+
+
+def event() -> int:
+    made = c_void_p()
+    check(cuda.cudaEventCreateWithFlags(byref(made), 2))
+    return made.value or 0
+
+
+def export_event(event: int) -> str:
+    handle = Handle()
+    check(cuda.cudaIpcGetEventHandle(byref(handle), event))
+    return bytes(handle).hex()
+
+
+def open_event(text: str) -> int:
+    made = c_void_p()
+    check(cuda.cudaIpcOpenEventHandle(byref(made), Handle.from_buffer_copy(bytes.fromhex(text))))
+    return made.value or 0
+
+
+def create(size: int, device: int = 0) -> int:
+    """Memory without an address, of the driver's virtual memory management."""
+    handle = c_uint64()
+    check(driver.cuMemCreate(byref(handle), c_size_t(size), byref(Properties(1, 1, 1, device)), c_uint64()))
+    return handle.value
+
+
+def reserve(size: int) -> int:
+    start = c_uint64()
+    check(driver.cuMemAddressReserve(byref(start), c_size_t(size), c_size_t(), c_uint64(), c_uint64()))
+    return start.value
+
+
+def map_at(start: int, size: int, handle: int) -> None:
+    check(driver.cuMemMap(start, size, 0, handle, 0))
+    check(driver.cuMemSetAccess(start, size, None, 1))
+
+
+def main() -> None:
+    for line in sys.stdin:
+        try:
+            try:
+                answer = eval(line, globals())
+            except SyntaxError:
+                answer = exec(line, globals())
+        except CudaError as error:
+            answer = {"error": error.args[0]}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
