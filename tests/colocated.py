@@ -1,5 +1,6 @@
 """A trainer's model and a real engine on the same machine, one rank: what the engine tests share."""
 
+import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
 from generation.exact_ids import Generation
 from generation.trajectory import Trajectory
-from sharding import WORKER_EXTENSION
+from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import Way, ZeroCopy
@@ -57,6 +58,22 @@ def assert_replay_helps(apart: dict[bool, torch.Tensor]) -> None:
     found = {replay: (gap[int(0.95 * len(gap))].item(), gap[-1].item()) for replay, gap in apart.items()}
     print(f"gap p95, max without and with the engine's routes: {found}")
     assert found[True][1] <= found[False][1] / 4 and found[True][0] <= found[False][0] / 2
+
+
+def assert_as_close_as_bfloat16(policy: "HfPolicy", prompt: list[int], sampled: Generation) -> None:
+    """The engine is no further from plain Transformers in float32 than plain Transformers in the policy's dtype is.
+
+    In the 95th percentile of the answer's log-probabilities, and with half as much again for another order of sums.
+    """
+    exact = HfPolicy.__new__(HfPolicy)
+    exact.device, exact.model = policy.device, copy.deepcopy(policy.model).float()
+    expected, rounded = (model.logprobs(prompt + sampled.token_ids)[len(prompt) - 1 :] for model in (exact, policy))
+    noise, gap = (
+        sorted(abs(a - b) for a, b in zip(logprobs, expected, strict=True))[int(0.95 * len(expected))]
+        for logprobs in (rounded, sampled.logprobs)
+    )
+    print(f"95th percentile of the distance from float32: Transformers {noise:.3f}, engine {gap:.3f} nats")
+    assert gap <= 1.5 * noise
 
 
 class HfPolicy:
@@ -121,6 +138,8 @@ class Colocated:
     ):
         """`shared`: the policy, one that has `compute_in`, computes with the engine's weights."""
         name = str(dtype).removeprefix("torch.")
+        if shared and device != "cpu":  # the memory of vLLM's sleeping allocator has no IPC handle
+            engine["worker_class"] = SHARING_WORKER
         self.leader = start_engine(folder, plain, dtype=name, shared_weights=shared, **engine)
         self.policy = policy or HfPolicy(folder, device, dtype)
         self.source = FsdpWeightSource(

@@ -17,7 +17,6 @@ from typing import Any
 LIBRARIES = f"{sys.prefix}/softgpu"
 
 ENGINE = {
-    "max_num_batched_tokens": 64,  # Triton's kernels are interpreted, program by program
     "attention_config": {"backend": "TRITON_ATTN"},
     "compilation_config": {"mode": 0, "custom_ops": ["none"], "cudagraph_mode": "NONE"},
     "kernel_config": {
@@ -117,7 +116,8 @@ def add_flash_attention(library: Any) -> None:
         return -1 if left is None else left, -1 if right is None else right
 
     def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None,
-                window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None, num_splits=None):  # fmt: skip
+                window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
+                num_splits=None):  # fmt: skip
         check(q, k, v, cu_q)
         out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], device=q.device)
         heads, scale = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
@@ -157,6 +157,17 @@ def after_triton_interpreter(module: ModuleType) -> None:
     """Triton's interpreter copies tensors to the host and back; here they are there."""
     module.GridExecutor._init_args_hst = lambda self, args, kwargs: (list(args), kwargs)
     module.GridExecutor._restore_args_dev = lambda *_: None
+    patch, patched = module._patch_lang, set()
+
+    def patch_once(kernel: Any) -> Any:
+        """Leave triton.language as the interpreter wants it: to change it for each call costs more than the call."""
+        languages = frozenset(id(x) for x in kernel.__globals__.values() if x is module.tl or x is module.tl.core)
+        if languages not in patched:
+            patched.add(languages)
+            patch(kernel)
+        return module._LangPatchScope()
+
+    module._patch_lang = patch_once
 
 
 def after_triton_attention(module: ModuleType) -> None:
@@ -210,8 +221,22 @@ def after_c10d(module: ModuleType) -> None:
 
 def after_vllm_compat(module: ModuleType) -> None:
     """Hotbunk's engines are started with the arguments above."""
-    arguments = module.engine_arguments
-    module.engine_arguments = lambda settings: arguments(settings) | ({} if settings.on_cpu else ENGINE)
+    make = module.engine_arguments
+
+    def engine_arguments(settings: Any) -> dict[str, Any]:
+        arguments = make(settings)
+        if settings.on_cpu:
+            return arguments
+        tokens = max(64, arguments["max_num_seqs"])  # few, as Triton's kernels are interpreted, program by program
+        return arguments | ENGINE | {"max_num_batched_tokens": tokens}
+
+    module.engine_arguments = engine_arguments
+
+
+def after_engine_thread(module: ModuleType) -> None:
+    """Everything is slower than tests expect of a GPU, on a busy machine above all."""
+    run = module.EngineThread.run
+    module.EngineThread.run = lambda self, call, timeout, what: run(self, call, 5 * timeout, what)
 
 
 HOOKS: dict[str, Callable[[ModuleType], None]] = {
@@ -220,6 +245,7 @@ HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "triton.runtime.interpreter": after_triton_interpreter,
     "vllm.v1.attention.backends.triton_attn": after_triton_attention,
     "generation.engine.vllm_compat": after_vllm_compat,
+    "generation.engine.thread": after_engine_thread,
 }
 """What is done as soon as a module has been imported."""
 

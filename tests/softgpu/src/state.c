@@ -128,7 +128,7 @@ static void setup(void) {
     pthread_mutex_lock(&once);
     if (!self) {
         if (!state) {
-            total_bytes = bytes_of("SOFTGPU_MEMORY", "4G");
+            total_bytes = bytes_of("SOFTGPU_MEMORY", "8G");
             context_bytes = bytes_of("SOFTGPU_CONTEXT", "64M");
             map_state();
             pthread_atfork(0, 0, after_fork);
