@@ -216,6 +216,34 @@ def test_another_process_reads_and_writes_the_same_memory() -> None:
     assert child.exitcode == 0
 
 
+def read_late(answers, waits: bool) -> None:
+    """In another process, whose copies run late: how often of 20 times another stream has read the old bytes."""
+    side, old = torch.cuda.Stream(), 0
+    for number in range(1, 21):
+        x, target, seen = torch.full((1000,), float(number), device="cuda"), *torch.zeros(2, 1000, device="cuda")
+        torch.cuda.synchronize()
+        target.copy_(x)
+        if waits:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            seen.copy_(target)
+        torch.cuda.synchronize()
+        old += not torch.equal(seen, x)
+    answers.put(old)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_wait_that_is_missing_between_streams_is_seen(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOFTGPU_LATE", "1")
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    child = context.Process(target=read_late, args=(answers, waits))
+    child.start()
+    old = answers.get(timeout=120)
+    child.join(60)
+    assert child.exitcode == 0 and (old == 0) == waits
+
+
 def llama(device: str, attention: str, dtype: torch.dtype) -> tuple[list[float], list[torch.Tensor]]:
     """Losses and parameters of five steps."""
     torch.manual_seed(0)
