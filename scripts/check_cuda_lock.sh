@@ -5,14 +5,16 @@
 # - with an empty libcuda.so.1 and eight made-up H100s, everything that a run imports can be imported, and vLLM's configuration is the
 #   one that our arguments ask for;
 # - on fake CUDA tensors no device is mixed, and nothing waits for the device;
-# - unit tests and the tests of several ranks (gloo, CPU tensors) pass on its torch.
+# - unit tests and the tests of several ranks (gloo, CPU tensors) pass on its torch;
+# - tests/gpu, hotbunk doctor and short runs pass on a GPU in software (tests/softgpu/README.md says what that shows), in an environment
+#   of its own, .venv.softgpu.
 #
-# Nothing that needs a kernel or a driver is run.
+# No kernel of CUDA's is run.
 #
 #   --resolve              first resolve the lock anew, as close to cpu.txt as it can be, and rewrite cuda.txt and cuda_metadata.json
 #   HOTBUNK_VENV=FOLDER    the environment (default: .venv.cuda)
 #
-# Further arguments go to pytest. It downloads some 5 GB from PyPI, takes 9 GB of disk and some 20 minutes, and is not part of .ci/run.
+# Further arguments go to pytest. It downloads some 5 GB from PyPI, takes 9 GB of disk for each of two environments and an hour, and is not part of .ci/run.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${HOTBUNK_VENV:-$PWD/.venv.cuda}
@@ -67,6 +69,7 @@ check "the lock is complete" "$python" scripts/check_lock.py cuda "${store[@]}"
 check "imports, configurations and fake tensors on made-up GPUs" with_stub "$python" -m pytest -n 0 -W ignore tests/cuda_lock "$@"
 check "unit tests" "$python" -m pytest -n 2 tests/unit "$@"
 check "tests of several ranks" "$python" -m pytest -n 0 tests/distributed "$@"
+check "a GPU in software" bash tests/softgpu/check.sh
 [ "${#failed[@]}" = 0 ] && echo "check_cuda_lock: all passed in $SECONDS s" && exit
 printf 'check_cuda_lock: FAILED: %s\n' "${failed[@]}"
 exit 1

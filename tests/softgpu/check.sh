@@ -2,7 +2,7 @@
 # Runs the CUDA side on the GPU in software: torch against the CPU, tests/gpu, hotbunk doctor on two devices, and runs of two steps.
 # Makes .venv.softgpu first (environment.sh). Takes half an hour on two quiet cores.
 #
-#   check.sh [NAME ...]    only these: torch, gpu, doctor, or a run of the list below
+#   check.sh [NAME ...]    only these: torch, late, gpu, doctor, or a run of the list below
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export HOTBUNK_VENV=${SOFTGPU_VENV:-$PWD/.venv.softgpu}
@@ -47,6 +47,7 @@ END
 }
 
 check torch "$python" -m pytest -n 0 -q tests/softgpu
+check late env SOFTGPU_LATE=1 "$python" -m pytest -n 0 -q tests/softgpu
 check gpu "$python" -m pytest -n 0 -q tests/gpu
 check doctor "$python" -m trainer doctor --output "$work/doctor"
 if [ ! -e runs/arithmetic_start/model ]; then # on the CPU
