@@ -7,6 +7,7 @@ import ctypes
 import json
 import sys
 from ctypes import byref, c_char, c_int, c_size_t, c_uint64, c_void_p
+from typing import Any
 
 driver, cuda, nvml = (
     ctypes.CDLL(f"{sys.argv[1]}/{name}") for name in ("libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1")
@@ -51,10 +52,59 @@ def check(error: int) -> None:
         raise CudaError(error)
 
 
+def made(function: Any, kind: type[Any], *arguments: Any) -> int:
+    """Value of the first argument of a call, into which it writes."""
+    result = kind()
+    check(function(byref(result), *arguments))
+    return result.value or 0
+
+
+def handle_of(function: Any, item: int) -> str:
+    handle = Handle()
+    check(function(byref(handle), item))
+    return bytes(handle).hex()
+
+
 def malloc(size: int) -> int:
-    pointer = c_void_p()
-    check(cuda.cudaMalloc(byref(pointer), c_size_t(size)))
-    return pointer.value or 0
+    return made(cuda.cudaMalloc, c_void_p, c_size_t(size))
+
+
+def stream() -> int:
+    return made(cuda.cudaStreamCreateWithFlags, c_void_p, 1)
+
+
+def event() -> int:
+    return made(cuda.cudaEventCreateWithFlags, c_void_p, 2)
+
+
+def export(pointer: int) -> str:
+    return handle_of(cuda.cudaIpcGetMemHandle, pointer)
+
+
+def export_event(event: int) -> str:
+    return handle_of(cuda.cudaIpcGetEventHandle, event)
+
+
+def open_handle(text: str) -> int:
+    return made(cuda.cudaIpcOpenMemHandle, c_void_p, Handle.from_buffer_copy(bytes.fromhex(text)), 1)
+
+
+def open_event(text: str) -> int:
+    return made(cuda.cudaIpcOpenEventHandle, c_void_p, Handle.from_buffer_copy(bytes.fromhex(text)))
+
+
+def create(size: int, device: int = 0) -> int:
+    """Memory without an address, of the driver's virtual memory management."""
+    return made(driver.cuMemCreate, c_uint64, c_size_t(size), byref(Properties(1, 1, 1, device)), c_uint64())
+
+
+def reserve(size: int) -> int:
+    return made(driver.cuMemAddressReserve, c_uint64, c_size_t(size), c_size_t(), c_uint64(), c_uint64())
+
+
+def map_at(start: int, size: int, handle: int) -> None:
+    check(driver.cuMemMap(start, size, 0, handle, 0))
+    check(driver.cuMemSetAccess(start, size, None, 1))
 
 
 def mem_get_info() -> tuple[int, int]:
@@ -82,60 +132,6 @@ def read(pointer: int, size: int) -> str:
 
 def copy(to: int, source: int, size: int, stream: int = 0) -> None:
     check(cuda.cudaMemcpyAsync(to, source, size, 4, stream))
-
-
-def export(pointer: int) -> str:
-    handle = Handle()
-    check(cuda.cudaIpcGetMemHandle(byref(handle), pointer))
-    return bytes(handle).hex()
-
-
-def open_handle(text: str) -> int:
-    pointer = c_void_p()
-    check(cuda.cudaIpcOpenMemHandle(byref(pointer), Handle.from_buffer_copy(bytes.fromhex(text)), 1))
-    return pointer.value or 0
-
-
-def stream() -> int:
-    made = c_void_p()
-    check(cuda.cudaStreamCreateWithFlags(byref(made), 1))
-    return made.value or 0
-
-
-def event() -> int:
-    made = c_void_p()
-    check(cuda.cudaEventCreateWithFlags(byref(made), 2))
-    return made.value or 0
-
-
-def export_event(event: int) -> str:
-    handle = Handle()
-    check(cuda.cudaIpcGetEventHandle(byref(handle), event))
-    return bytes(handle).hex()
-
-
-def open_event(text: str) -> int:
-    made = c_void_p()
-    check(cuda.cudaIpcOpenEventHandle(byref(made), Handle.from_buffer_copy(bytes.fromhex(text))))
-    return made.value or 0
-
-
-def create(size: int, device: int = 0) -> int:
-    """Memory without an address, of the driver's virtual memory management."""
-    handle = c_uint64()
-    check(driver.cuMemCreate(byref(handle), c_size_t(size), byref(Properties(1, 1, 1, device)), c_uint64()))
-    return handle.value
-
-
-def reserve(size: int) -> int:
-    start = c_uint64()
-    check(driver.cuMemAddressReserve(byref(start), c_size_t(size), c_size_t(), c_uint64(), c_uint64()))
-    return start.value
-
-
-def map_at(start: int, size: int, handle: int) -> None:
-    check(driver.cuMemMap(start, size, 0, handle, 0))
-    check(driver.cuMemSetAccess(start, size, None, 1))
 
 
 def main() -> None:
