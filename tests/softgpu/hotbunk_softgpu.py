@@ -24,6 +24,7 @@ ENGINE = {
         "enable_flashinfer_autotune": False,
         "ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]},
     },
+    "disable_custom_all_reduce": True,
     "enforce_eager": True,
 }
 """Arguments of vLLM's with which its engine asks for no compiled kernel."""
@@ -273,7 +274,9 @@ def install() -> None:
     """At each start of Python. SOFTGPU_OFF leaves this process without a GPU."""
     if "SOFTGPU_OFF" in os.environ or not os.path.exists(f"{LIBRARIES}/libsoftgpu_ops.so"):
         return
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    # vLLM's tensor parallelism asks torch's groups, which are Gloo's, rather than NCCL and kernels of its own.
+    off = dict.fromkeys(("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"), "0")
+    os.environ.update({"TRITON_INTERPRET": "1", "VLLM_DISABLE_PYNCCL": "1"} | off)
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # whoever asks for them by name gets those that are loaded
         libraries.append(ctypes.CDLL(f"{LIBRARIES}/{name}", mode=ctypes.RTLD_GLOBAL))
     sys.meta_path.insert(0, Finder())

@@ -130,17 +130,21 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CU
     sg_log("cuMemCreate of %zu bytes on %d", size, device);
     return 0;
 }
-static void release(physical_t *physical) {
+static CUresult release(physical_t *physical) { /* the struct stays, to know what is released twice */
     sg_lock();
-    int references = --physical->references;
+    int references = physical->references ? --physical->references : -1;
     sg_unlock();
-    if (references) return;
+    if (references < 0) {
+        sg_violation("cuMemRelease of %zu bytes that are released", physical->size);
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (references) return 0;
     sg_log("%zu bytes of cuMemCreate on %d given back", physical->size, physical->device);
     close(physical->fd);
     sg_charge(physical->device, -(int64_t)physical->size);
-    free(physical);
+    return 0;
 }
-CUresult cuMemRelease(CUmemGenericAllocationHandle handle) { release((physical_t *)(uintptr_t)handle); return 0; }
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) { return release((physical_t *)(uintptr_t)handle); }
 
 CUresult cuMemAddressReserve(CUdeviceptr *start, size_t size, size_t alignment, CUdeviceptr hint, unsigned long long flags) {
     char *range = mmap(0, size + SG_GRAIN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
