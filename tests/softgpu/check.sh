@@ -27,11 +27,7 @@ check() {
 }
 
 # Two steps of the arithmetic recipe, whose gap must be that of float32: run NAME RANKS [--section.key value ...]
-run() {
-    local name=$1 ranks=$2
-    shift 2
-    check "$name" two_steps "$name" "$ranks" "$@"
-}
+run() { check "$1" two_steps "$@"; }
 two_steps() {
     local name=softgpu_$1 ranks=$2
     shift 2

@@ -18,15 +18,8 @@ CUresult cuDeviceGet(CUdevice *device, int index) {
 }
 CUresult cuDeviceGetName(char *name, int size, CUdevice device) { snprintf(name, size, SG_NAME); return 0; }
 CUresult cuDeviceTotalMem_v2(size_t *size, CUdevice device) { *size = sg_total(); return 0; }
-CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
-    memset(uuid, 0x5a, sizeof *uuid);
-    uuid->bytes[15] = sg_physical(device);
-    return 0;
-}
-CUresult cuDeviceGetPCIBusId(char *id, int size, CUdevice device) {
-    snprintf(id, size, "0000:%02x:00.0", sg_physical(device) + 1);
-    return 0;
-}
+CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) { memset(uuid, 0x5a, 15), uuid->bytes[15] = sg_physical(device); return 0; }
+CUresult cuDeviceGetPCIBusId(char *id, int size, CUdevice device) { snprintf(id, size, "0000:%02x:00.0", sg_physical(device) + 1); return 0; }
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     switch ((int)attribute) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
@@ -91,15 +84,8 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *activ
     return 0;
 }
 CUresult cuCtxGetCurrent(CUcontext *context) { *context = current; return 0; }
-CUresult cuCtxSetCurrent(CUcontext context) {
-    current = context;
-    if (context) sg_current = device_of(context);
-    return 0;
-}
-CUresult cuCtxGetDevice(CUdevice *device) {
-    *device = device_of(current);
-    return current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
-}
+CUresult cuCtxSetCurrent(CUcontext context) { current = context; if (context) sg_current = device_of(context); return 0; }
+CUresult cuCtxGetDevice(CUdevice *device) { *device = device_of(current); return current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
 CUresult cuCtxPushCurrent_v2(CUcontext context) { return cuCtxSetCurrent(context); }
 CUresult cuCtxPopCurrent_v2(CUcontext *context) { if (context) *context = current; return 0; }
 CUresult cuCtxSynchronize(void) { if (sg_wait) sg_wait(0, 0, "cuCtxSynchronize"); return 0; }
@@ -109,11 +95,8 @@ CUresult cuCtxGetFlags(unsigned *flags) { *flags = 0; return 0; }
 
 typedef struct { int fd, device, references; size_t size; } physical_t;
 
-CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
-    sg_info(sg_physical(sg_current), (uint64_t *)free_bytes, (uint64_t *)total);
-    return 0;
-}
-CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *properties, CUmemAllocationGranularity_flags option) {
+CUresult cuMemGetInfo_v2(size_t *free_, size_t *total) { sg_info(sg_physical(sg_current), (uint64_t *)free_, (uint64_t *)total); return 0; }
+CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *properties, CUmemAllocationGranularity_flags flags) {
     *size = SG_GRAIN;
     return 0;
 }
@@ -155,9 +138,7 @@ CUresult cuMemAddressReserve(CUdeviceptr *start, size_t size, size_t alignment, 
     *start = (uintptr_t)aligned;
     return 0;
 }
-CUresult cuMemAddressFree(CUdeviceptr start, size_t size) {
-    return munmap((void *)start, size) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
-}
+CUresult cuMemAddressFree(CUdeviceptr start, size_t size) { return munmap((void *)start, size) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS; }
 CUresult cuMemMap(CUdeviceptr start, size_t size, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
     physical_t *physical = (physical_t *)(uintptr_t)handle;
     if (sg_find(start)) {
@@ -202,14 +183,6 @@ CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdevi
     }
     return cudaErrorNotSupported;
 }
-CUresult cuMemGetAddressRange_v2(CUdeviceptr *start, size_t *size, CUdeviceptr address) {
-    sg_block *block = sg_find(address);
-    if (!block) return CUDA_ERROR_INVALID_VALUE;
-    if (start) *start = block->start;
-    if (size) *size = block->size;
-    return 0;
-}
-
 static CUresult unsupported(void) { return cudaErrorNotSupported; }
 CUresult cuGetProcAddress_v2(const char *name, void **function, int version, cuuint64_t flags, CUdriverProcAddressQueryResult *status) {
     static void *library;

@@ -1,7 +1,7 @@
 /* libnvidia-ml.so.1, as pynvml and torch ask it. A device's handle is its physical number plus one. */
 #include "softgpu.h"
 
-enum { NOT_SUPPORTED = 3, INVALID_ARGUMENT = 2 };
+enum { INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3 };
 typedef struct { unsigned long long total, free, used; } memory_t;
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } memory_v2_t;
 typedef struct { char legacy_id[16]; unsigned domain, bus, device, id, subsystem; char id_text[32]; } pci_t;
@@ -56,8 +56,5 @@ int nvmlDeviceGetPciInfo_v3(void *device, pci_t *pci) {
 }
 int nvmlDeviceGetP2PStatus(void *device, void *peer, int what, int *status) { *status = 0; return 0; }
 int nvmlDeviceGetMigMode(void *device, unsigned *current, unsigned *pending) { *current = *pending = 0; return 0; }
-int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *processes) { *count = 0; return 0; }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, void *processes) { *count = 0; return 0; }
-int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, int *type) { return NOT_SUPPORTED; }
-int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, pci_t *pci) { return NOT_SUPPORTED; }
 int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return NOT_SUPPORTED; }

@@ -55,8 +55,6 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return 0;
 }
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) { return sg_error(cudaErrorNotSupported); }
-cudaError_t cudaProfilerStart(void) { return 0; }
-cudaError_t cudaProfilerStop(void) { return 0; }
 
 /* Memory of the device */
 
@@ -160,7 +158,6 @@ cudaError_t cudaHostGetDevicePointer(void **device_pointer, void *pointer, unsig
     *device_pointer = pointer;
     return sg_find((uintptr_t)pointer) ? 0 : sg_error(cudaErrorInvalidValue);
 }
-cudaError_t cudaHostGetFlags(unsigned *flags, void *pointer) { *flags = 0; return 0; }
 
 /* Copies */
 
@@ -190,13 +187,6 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int device, const void *from, int peer
 }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t stream) { return copy(to, 0, size, value, stream, 0); }
 cudaError_t cudaMemset(void *to, int value, size_t size) { return copy(to, 0, size, value, 0, 1); }
-cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
-                              enum cudaMemcpyKind kind, cudaStream_t stream) {
-    int error = 0;
-    for (size_t i = 0; i < height && !error; i++)
-        error = cudaMemcpyAsync((char *)to + i * to_pitch, (const char *)from + i * from_pitch, width, kind, stream);
-    return error;
-}
 
 /* Memory of other processes: a handle names a memory file of a process. Only cudaMalloc's memory has one, as with a real driver. */
 

@@ -176,7 +176,6 @@ void sg_info(int device, uint64_t *free_bytes, uint64_t *total) {
 int sg_use(int device) {
     if (device < 0) return cudaErrorInvalidDevice;
     if (forked) return cudaErrorInitializationError;
-    if (in_use[device]) return 0;
     setup();
     if (__atomic_exchange_n(&in_use[device], 1, __ATOMIC_SEQ_CST)) return 0;
     return sg_charge(device, context_bytes) ? cudaErrorMemoryAllocation : 0;

@@ -127,9 +127,7 @@ int sg_launch(cudaStream_t handle) {
     if (late()) wait_for(stream, stream->enqueued);
     return 0;
 }
-void sg_drain(void) {
-    for (stream_t *stream = streams; late() && stream; stream = stream->next) wait_for(stream, stream->enqueued);
-}
+void sg_drain(void) { for (stream_t *stream = streams; late() && stream; stream = stream->next) wait_for(stream, stream->enqueued); }
 static int overlap(sg_range a, const char *start, size_t size) {
     return a.size && (const char *)a.start < start + size && start < (const char *)a.start + a.size;
 }
@@ -159,9 +157,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *handle, unsigned flags, i
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return cudaStreamCreateWithPriority(stream, flags, 0); }
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-cudaError_t cudaStreamDestroy(cudaStream_t handle) { /* its work goes on; the few bytes stay, as events may name it */
-    return 0;
-}
+cudaError_t cudaStreamDestroy(cudaStream_t handle) { return 0; } /* its work goes on; the few bytes stay, as events may name it */
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return sg_launch(stream); }
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
     stream_t *stream = stream_of(handle);
@@ -179,21 +175,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCapture
     return 0;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return 0; }
-cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
-    int error = sg_launch(stream);
-    function(stream, error, data);
-    return error;
-}
-cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
-    int error = sg_launch(stream);
-    if (!error) function(data);
-    return error;
-}
-cudaError_t cudaDeviceSynchronize(void) {
-    int error = sg_launch(0);
-    if (!error) sg_drain();
-    return error;
-}
+cudaError_t cudaDeviceSynchronize(void) { int error = sg_launch(0); if (!error) sg_drain(); return error; }
 
 /* Events */
 
