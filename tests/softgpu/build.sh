@@ -45,7 +45,7 @@ link libcuda.so.1 "$out"/{state,driver}.o $(stubs cuda)
 link libcudart.so.13 "$out"/{runtime,streams}.o $(stubs cudart) -Wl,--version-script="$out/cudart.map" -l:libcuda.so.1
 link libnvidia-ml.so.1 "$out"/nvml.o -l:libcuda.so.1
 
-if [ -n "$python" ]; then
+if [ -n "$python" ] && [ ops.cpp -nt "$out/libsoftgpu_ops.so" ]; then # it takes a minute
     torch=$("$python" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
     g++ -std=c++20 -O1 -fPIC -shared -w ops.cpp -o "$out/libsoftgpu_ops.so" -I"$torch/include" -I"$torch/include/torch/csrc/api/include" \
         -I"$cuda/include" -I. -L"$torch/lib" -lc10 -lc10_cuda -ltorch_cpu -ltorch_cuda -L"$out" -l:libcudart.so.13

@@ -164,10 +164,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
     return stream->done < stream->enqueued ? cudaErrorNotReady : 0; /* torch takes this one for an answer */
 }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { *priority = stream_of(stream)->priority; return 0; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-    *status = cudaStreamCaptureStatusNone;
-    return 0;
-}
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *s) { *s = cudaStreamCaptureStatusNone; return 0; }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
                                      const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
     *status = cudaStreamCaptureStatusNone;
