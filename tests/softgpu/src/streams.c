@@ -59,28 +59,28 @@ static int ready(work_t *work) {
     return !work->remote || remote_done(work->remote, work->remote_count);
 }
 
+static stream_t *choose(void) { /* a random one whose first work may run */
+    int count = 0;
+    stream_t *chosen = 0;
+    for (stream_t *stream = streams; stream; stream = stream->next)
+        if (stream->first && ready(stream->first) && rand_r(&seed) % ++count == 0) chosen = stream;
+    return chosen;
+}
 static void *device(void *unused) {
     pthread_mutex_lock(&mutex);
     for (;;) {
-        int count = 0;
-        stream_t *chosen = 0;
-        for (stream_t *stream = streams; stream; stream = stream->next)
-            if (stream->first && ready(stream->first) && rand_r(&seed) % ++count == 0) chosen = stream;
-        if (!chosen) {
-            struct timespec soon;
-            clock_gettime(CLOCK_REALTIME, &soon);
-            if ((soon.tv_nsec += 200000) >= 1000000000) soon.tv_sec++, soon.tv_nsec -= 1000000000;
-            pthread_cond_timedwait(&progress, &mutex, &soon);
-            continue;
-        }
-        work_t *work = chosen->first;
-        unsigned pause = work->run && pause_us ? rand_r(&seed) % pause_us : 0;
+        int idle = !choose();
+        pthread_mutex_unlock(&mutex); /* meanwhile more is enqueued, and what came last may run first */
+        usleep(idle ? 50 : pause_us ? rand_r(&seed) % pause_us : 0);
+        pthread_mutex_lock(&mutex);
+        stream_t *stream = choose();
+        if (!stream) continue;
+        work_t *work = stream->first;
         pthread_mutex_unlock(&mutex);
-        if (pause) usleep(pause);
         if (work->run) work->run(work->data);
         pthread_mutex_lock(&mutex);
-        if (!(chosen->first = work->next)) chosen->last = 0;
-        chosen->done++;
+        if (!(stream->first = work->next)) stream->last = 0;
+        stream->done++;
         free(work->data), free(work);
         pthread_cond_broadcast(&progress);
     }
@@ -97,7 +97,6 @@ static void append(stream_t *stream, work_t work) { /* holding the mutex */
     stream->enqueued++;
     pthread_t thread;
     if (!started) started = !pthread_create(&thread, 0, device, 0);
-    pthread_cond_broadcast(&progress);
 }
 static void wait_for(stream_t *stream, uint64_t count) {
     pthread_mutex_lock(&mutex);
