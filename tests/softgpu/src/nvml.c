@@ -7,13 +7,11 @@ typedef struct { unsigned version; unsigned long long total, reserved, free, use
 typedef struct { char legacy_id[16]; unsigned domain, bus, device, id, subsystem; char id_text[32]; } pci_t;
 static int number(void *device) { return (int)(uintptr_t)device - 1; }
 
-int nvmlInit(void) { return 0; }
 int nvmlInit_v2(void) { return 0; }
 int nvmlInitWithFlags(unsigned flags) { return 0; }
 int nvmlShutdown(void) { return 0; }
 const char *nvmlErrorString(int error) { return error ? "error of the GPU in software" : "success"; }
 int nvmlSystemGetDriverVersion(char *text, unsigned size) { snprintf(text, size, "580.65.06"); return 0; }
-int nvmlSystemGetCudaDriverVersion(int *version) { *version = 13000; return 0; }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13000; return 0; }
 
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = sg_device_count(); return 0; }
@@ -57,4 +55,8 @@ int nvmlDeviceGetPciInfo_v3(void *device, pci_t *pci) {
 int nvmlDeviceGetP2PStatus(void *device, void *peer, int what, int *status) { *status = 0; return 0; }
 int nvmlDeviceGetMigMode(void *device, unsigned *current, unsigned *pending) { *current = *pending = 0; return 0; }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, void *processes) { *count = 0; return 0; }
+/* torch looks these up when memory is out */
+int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *processes) { *count = 0; return 0; }
+int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, int *type) { return NOT_SUPPORTED; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, pci_t *pci) { return NOT_SUPPORTED; }
 int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return NOT_SUPPORTED; }

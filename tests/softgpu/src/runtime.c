@@ -25,7 +25,6 @@ cudaError_t cudaGetLastError(void) { cudaError_t error = last_error; last_error 
 cudaError_t cudaPeekAtLastError(void) { return last_error; }
 const char *cudaGetErrorString(cudaError_t error) { const char *text; cuGetErrorString((CUresult)error, &text); return text; }
 const char *cudaGetErrorName(cudaError_t error) { const char *text; cuGetErrorName((CUresult)error, &text); return text; }
-cudaError_t cudaDeviceReset(void) { return 0; }
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
     return (cudaError_t)cuDeviceGetAttribute(value, (CUdevice_attribute)attribute, device);
 }
