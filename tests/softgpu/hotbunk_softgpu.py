@@ -75,14 +75,14 @@ def add_wide_products(library: Any) -> None:
     library.impl("addmm.dtype_out", lambda c, a, b, dtype, *, out, **scales: out.copy_(addmm(c, a, b, dtype, **scales)))
 
 
-def attention_scores(q, k, scale: float, causal: bool, left: int, right: int):
-    """Scores [heads, rows, columns] of [heads, tokens, size]; the last row sees the last column, -1 is no window."""
+def attention_scores(q, k, scale: float, causal: bool, left: int | None, right: int | None):
+    """Scores [heads, rows, columns] of [heads, tokens, size]; the last row sees the last column."""
     import torch
 
     scores = (q @ k.transpose(1, 2)) * scale
     rows, columns = scores.shape[1:]
     distance = torch.arange(rows, device=q.device)[:, None] + columns - rows - torch.arange(columns, device=q.device)
-    right = 0 if causal else right
+    left, right = -1 if left is None else left, 0 if causal else -1 if right is None else right
     hidden = torch.zeros(rows, columns, dtype=torch.bool, device=q.device)
     if right >= 0:
         hidden |= distance < -right
@@ -113,9 +113,6 @@ def add_flash_attention(library: Any) -> None:
         if q.shape[-1] % 8 or q.shape[-1] > 256 or q.shape[1] % k.shape[1]:
             raise RuntimeError("head sizes or numbers of heads are not taken")
 
-    def windows(left, right):
-        return -1 if left is None else left, -1 if right is None else right
-
     def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None,
                 window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
                 num_splits=None):  # fmt: skip
@@ -123,9 +120,9 @@ def add_flash_attention(library: Any) -> None:
         out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], device=q.device)
         heads, scale = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
         for sq, sk in pieces(cu_q, cu_k):
-            assert sq.stop - sq.start <= max_q and sk.stop - sk.start <= max_k, "max_q or max_k is too small"
-            window = windows(window_size_left, window_size_right)
-            scores = attention_scores(host(q, sq, heads), host(k, sk, heads), scale, causal, *window)
+            scores = attention_scores(
+                host(q, sq, heads), host(k, sk, heads), scale, causal, window_size_left, window_size_right
+            )
             out[sq] = (scores.softmax(-1) @ host(v, sk, heads)).transpose(0, 1).to(q.dtype).to(q.device)
             lse[:, sq] = scores.logsumexp(-1).to(q.device)
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
@@ -141,8 +138,7 @@ def add_flash_attention(library: Any) -> None:
         sum_groups = lambda t: t.unflatten(0, (-1, group)).sum(1).transpose(0, 1)  # noqa: E731
         for sq, sk in pieces(cu_q, cu_k):
             hq, hk, hv, g = host(q, sq, heads), host(k, sk, heads), host(v, sk, heads), host(grad, sq, heads)
-            window = windows(window_size_left, window_size_right)
-            p = attention_scores(hq, hk, scale, causal, *window).softmax(-1)
+            p = attention_scores(hq, hk, scale, causal, window_size_left, window_size_right).softmax(-1)
             dp = g @ hv.transpose(1, 2)
             ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
             dq[sq] = (ds @ hk).transpose(0, 1).to(q.dtype).to(q.device)
@@ -234,6 +230,11 @@ def after_vllm_compat(module: ModuleType) -> None:
     module.engine_arguments = engine_arguments
 
 
+def after_embedding(module: ModuleType) -> None:
+    """vLLM's embedding of several devices in plain operations, rather than its kernel."""
+    module.VocabParallelEmbedding.use_fused_embedding = property(lambda _: False, lambda *_: None)
+
+
 def after_engine_thread(module: ModuleType) -> None:
     """Everything is slower than tests expect of a GPU, on a busy machine above all."""
     run = module.EngineThread.run
@@ -244,6 +245,7 @@ HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "torch": after_torch,
     "torch.distributed.distributed_c10d": after_c10d,
     "triton.runtime.interpreter": after_triton_interpreter,
+    "vllm.model_executor.layers.vocab_parallel_embedding": after_embedding,
     "vllm.v1.attention.backends.triton_attn": after_triton_attention,
     "generation.engine.vllm_compat": after_vllm_compat,
     "generation.engine.thread": after_engine_thread,

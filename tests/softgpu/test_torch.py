@@ -89,7 +89,6 @@ def autocast(device: str) -> Made:
 
 
 COMPUTED: dict[str, Callable[[str], Made]] = {
-    "a sum": lambda device: matrix(device) + 1,
     "a product": lambda device: matrix(device) @ matrix(device).T,
     "a softmax": lambda device: matrix(device).softmax(-1),
     "an output that grows": resized,
@@ -97,7 +96,6 @@ COMPUTED: dict[str, Callable[[str], Made]] = {
     "a masked assignment": zeroed,
     "cat and where": lambda device: torch.where(torch.cat([matrix(device)] * 2) > 0, 1.0, -1.0),
     "sort and topk": lambda device: [*matrix(device).sort(), *matrix(device).topk(2)],
-    "nonzero": lambda device: (matrix(device) > 0).nonzero(),
     "copies that cast and transpose": lambda device: torch.empty(16, 8, device=device).copy_(matrix(device).half().T),
     "norms of many": lambda device: torch.nn.utils.get_total_norm([matrix(device)] * 2),
     "foreach copies": foreach_copies,
