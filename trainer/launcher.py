@@ -42,7 +42,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, _leave)
     os.environ["HOTBUNK_LAUNCHER"] = str(os.getpid())  # the ranks end with it
 
-from torch.distributed import PrefixStore
+from torch.distributed import DistNetworkError, PrefixStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
@@ -104,7 +104,8 @@ class BoundRendezvous(StaticTCPRendezvous):
         assert self._store is not None
         if self._store.add(f"hotbunk/launcher/{self.rank}", 1) == 1:
             return True
-        alarm(PrefixStore(PREFIX, self._store), f"node {self.rank} had died and has been started again")
+        with suppress(DistNetworkError):  # the store is gone with the attempt, as soon as that has heard of the alarm
+            alarm(PrefixStore(PREFIX, self._store), f"node {self.rank} had died and has been started again")
         self._store = None
         return False
 

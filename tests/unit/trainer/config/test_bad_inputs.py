@@ -218,15 +218,16 @@ def test_rows_need_an_answer_only_where_a_reward_takes_it(
     ("named", "said"),
     [
         ("no.module:f", "engine.logits_processors: 'no.module:f' cannot be loaded"),
-        ("{0}/rewards.py:absent", "has no 'absent'"),
-        ("{0}/rewards.py:number", "is neither a class of processors nor a function that makes one"),
+        ("{0}/processors_here.py:absent", "has no 'absent'"),
+        ("{0}/processors_here.py:number", "is neither a class of processors nor a function that makes one"),
     ],
 )
 def test_logits_processors_are_looked_at_before_anything_is_loaded(
     mode: str, named: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (folder / "rewards.py").write_text("number = 7\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])  # vLLM imports such a file by its name
+    monkeypatch.delitem(sys.modules, "processors_here", raising=False)
+    (folder / "processors_here.py").write_text("number = 7\n")
     named = named.replace("{0}", str(folder))
     assert main(["train", str(folder / "recipe.yaml"), mode, "--engine.logits_processors", f"['{named}']"]) == 2
     captured = capsys.readouterr()
