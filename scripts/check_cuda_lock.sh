@@ -6,7 +6,7 @@
 #   one that our arguments ask for;
 # - on fake CUDA tensors no device is mixed, and nothing waits for the device;
 # - unit tests and the tests of several ranks (gloo, CPU tensors) pass on its torch;
-# - tests/gpu, hotbunk doctor and short runs pass on a GPU in software (tests/softgpu/README.md says what that shows), in an environment
+# - (not passed as a whole yet) tests/gpu, hotbunk doctor and short runs pass on a GPU in software (tests/softgpu/README.md says what that shows), in an environment
 #   of its own, .venv.softgpu.
 #
 # No kernel of CUDA's is run.
