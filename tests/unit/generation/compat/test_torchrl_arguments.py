@@ -227,6 +227,8 @@ def test_what_is_refused_is_so_with_the_sentence_of_the_page() -> None:
         lambda: AsyncVLLM(EngineSettings(model="m", max_model_len=64, extra={"data_parallel_size": 2})),
         lambda: settings_of(num_devices=2, tensor_parallel_size=3),
         lambda: settings_of(worker_extension_cls="a.B"),
+        lambda: settings_of(pipeline_parallel_size=2),
+        lambda: service.collective_rpc("x", kwargs={"timeout": 5}),
         lambda: settings_of(distributed_executor_backend="ray"),
         lambda: service.__reduce__(),
         lambda: service.init_weight_update_group("127.0.0.1"),
