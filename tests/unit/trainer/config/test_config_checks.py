@@ -467,3 +467,10 @@ def test_mcp_servers_have_a_command_or_an_address_and_a_rollout_that_calls_tools
     assert needs == ["rollout.mcp.none", "rollout.mcp.both"]
     installed = importlib.util.find_spec("mcp") and importlib.util.find_spec("cryptography")
     assert any("pip install 'hotbunk[mcp]'" in one for one in found) == (not installed)
+
+
+def test_a_parser_of_calls_that_a_sampler_would_not_use_is_refused(config: dict) -> None:
+    sampler = {"sampler": "generation:FnCallRolloutSampler"}
+    sentence = "rollout.tool_parser is llama3_json, but rollout.sampler reads calls by itself: leave tool_parser out"
+    assert sentence in problems(config, {"rollout": sampler | {"tool_parser": "llama3_json"}})
+    assert not any("tool_parser" in problem for problem in problems(config, {"rollout": sampler}))
