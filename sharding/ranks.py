@@ -1,7 +1,8 @@
 """Small exchanges between ranks, which never unpickle what came over a socket.
 
-Where some ranks train and others generate (`engine.apart`), they are two crews, and everything here is among those of
-this rank's own; inside `all_crews` it is among all ranks of the run. Sentences always have a rank's number in the run.
+Where some ranks train and others generate (`engine.apart`), they are two crews. Every function here works `among` a
+group of ranks: `CREW`, this rank's crew, unless it is given `EVERYBODY`, all ranks of the run, which is the same where
+there are no crews. Error messages give a rank's number in the run.
 
 Everything here runs on CPU tensors over gloo, on GPU machines too, so that a control message never waits behind a
 kernel and a broken peer shows up as a connection error at once.
@@ -15,7 +16,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,92 +29,90 @@ _ENDING_SECONDS = 3.0  # a process that dies closes its connections a little bef
 _processes: list[tuple[str, int]] = []  # of each rank: the machine, see `machine`, and the process's number there
 
 
-_first = 0  # the number in the run of this crew's first rank
-_everybody: Any = None  # a dist.ProcessGroupGloo of all ranks of the run, where there are crews; its stub lacks methods
-_inside: ContextVar[Any] = ContextVar("all_crews", default=None)  # a thread's own
+@dataclass
+class Ranks:
+    """A group of ranks, of which this process is one.
+
+    Attributes:
+        channel: the gloo process group that joins them, a `dist.ProcessGroup`, whose stub lacks methods; None: torch's
+            default group.
+    """
+
+    channel: Any = None
+
+
+CREW = Ranks()
+"""The ranks that do what this one does: train, or only generate; all ranks where every one does both."""
+
+EVERYBODY = Ranks()
+"""All ranks of the run."""
 
 
 class RemoteError(RuntimeError):
     """A phase failed on at least one rank, or a rank is gone. Raised on every rank that is left."""
 
 
-def divide(first: int, everybody: dist.ProcessGroupGloo | None) -> None:
-    """This rank is in a crew, which has a default process group of its own and begins at rank `first` of the run;
-    `everybody` joins all ranks of it, by gloo. None: there are no crews.
+def set_everybody(group: dist.ProcessGroupGloo | None) -> None:
+    """Set the gloo group that joins all ranks of the run, once at the start, where torch's default group joins a crew;
+    None: there are no crews.
     """
-    global _first, _everybody
-    _first, _everybody = first, everybody
+    EVERYBODY.channel = group
 
 
-@contextmanager
-def all_crews() -> Iterator[None]:
-    """Inside, on this thread, numbers and exchanges of ranks are those of all of the run."""
-    token = _inside.set(_everybody)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
-
-
-def in_run(number: int) -> int:
-    """The number in the run of a rank that has `number` in what exchanges are among."""
-    return number if _inside.get() is not None else _first + number
-
-
-def rank() -> int:
-    """This process's number, from 0; 0 before and without a process group."""
-    if (everybody := _inside.get()) is not None:
-        return everybody.rank()
+def rank(among: Ranks = CREW) -> int:
+    """This process's number among the ranks of a group, from 0; 0 before and without a process group."""
+    if among.channel is not None:
+        return int(among.channel.rank())
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def world_size() -> int:
-    """Number of ranks; 1 before and without a process group."""
-    if (everybody := _inside.get()) is not None:
-        return everybody.size()
+def world_size(among: Ranks = CREW) -> int:
+    """Number of ranks in a group; 1 before and without a process group."""
+    if among.channel is not None:
+        return int(among.channel.size())
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main() -> bool:
     """True on rank 0 of the run, which writes files and prints."""
-    return in_run(rank()) == 0
+    return rank(EVERYBODY) == 0
 
 
-def settle(own: Any, merge: Callable[[Any, Any], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """What `merge` makes of every rank's own, on every rank: plain types, which travel as msgpack. Collective.
+def allreduce_objects(value: Any, merge: Callable[[Any, Any], Any], among: Ranks = CREW) -> Any:
+    """All-reduce of small values of plain types, which travel as msgpack, by recursive doubling. Collective.
 
-    `merge(lower, higher)` takes what two runs of neighbouring ranks have come to, is bracketed alike on all ranks, and
-    must not raise. Each rank swaps what it knows with those whose numbers differ from its own in one bit, bit after
-    bit: log2(ranks) messages each way. Where the number of ranks is no power of two, the first ones are paired to make
-    it one, and the even one of a pair speaks for both: two messages more. `group` is another group of all ranks, for a
-    thread whose exchanges must not mix with the main thread's.
+    Returns, on every rank, what `merge` makes of all ranks' values. `merge(lower, higher)` joins the results of two
+    runs of neighbouring ranks; it must be associative, is bracketed alike on all ranks, and must not raise. Each rank
+    swaps its result with those whose numbers differ from its own in one bit, bit after bit: log2(ranks) messages each
+    way. Where the number of ranks is no power of two, the first ones are paired to make it one, and the even one of a
+    pair speaks for both: two messages more.
 
-    Raises RuntimeError where a connection breaks, also on ranks that do not use that one: they are told.
+    Raises RuntimeError where a connection breaks, also on ranks that do not use that one: the others report it.
     """
-    me, steps = rank(), world_size().bit_length() - 1
-    pairs = world_size() - (1 << steps)
+    me, steps = rank(among), world_size(among).bit_length() - 1
+    pairs = world_size(among) - (1 << steps)
     paired, speaks = me < 2 * pairs, me >= 2 * pairs or me % 2 == 0
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(["", own]))  # what has broken, and what is known
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(["", value]))  # which connection broke, and the result so far
 
-    def join(whom: int) -> list[Any]:
-        heard = _swap(told, whom, group)
-        (lost, lower), (lost_too, higher) = (told, heard) if me < whom else (heard, told)
-        broken = lost or lost_too
+    def join(peer: int) -> list[Any]:
+        received = _swap(state, peer, among.channel)
+        (error, lower), (other_error, higher) = (state, received) if me < peer else (received, state)
+        broken = error or other_error
         return [broken, None if broken else merge(lower, higher)]
 
     if paired:
-        told = join(me ^ 1)
+        state = join(me ^ 1)
     if speaks:
         place = me // 2 if paired else me - pairs
         for other in (place ^ 1 << bit for bit in range(steps)):
-            told = join(2 * other if other < pairs else other + pairs)
+            state = join(2 * other if other < pairs else other + pairs)
     if paired:
-        heard = _swap(told, me ^ 1, group)
-        told = told if speaks else heard
-    broken, known = told
+        received = _swap(state, me ^ 1, among.channel)
+        state = state if speaks else received
+    broken, result = state
     if broken:
         raise RuntimeError(broken)
-    return known
+    return result
 
 
 _SHORT = 1024  # bytes, of which four tell how many there are: what is longer takes a second message
@@ -125,49 +124,52 @@ def _framed(message: bytes) -> list[torch.Tensor]:
     return [part for part in parts if len(part)]
 
 
-def _swap(told: list[Any], whom: int, group: dist.ProcessGroup | None) -> list[Any]:
-    """What that rank tells this one, and is told at the same time; or how the connection broke, and nothing."""
-    channel: Any = group or _inside.get() or dist.group.WORLD
+def _swap(message: list[Any], peer: int, group: dist.ProcessGroup | None) -> list[Any]:
+    """Send a message to that rank and receive its own at the same time; [error, None] where the connection broke."""
+    channel: Any = group or dist.group.WORLD
     try:
         first = torch.empty(_SHORT, dtype=torch.uint8)
-        works = [channel.recv([first], whom, 0)]  # before sending: gloo sends what the other end is ready for
-        works += [channel.send([part], whom, 0) for part in _framed(msgspec.msgpack.encode(told))]
+        works = [channel.recv([first], peer, 0)]  # before sending: gloo sends what the other end is ready for
+        works += [channel.send([part], peer, 0) for part in _framed(msgspec.msgpack.encode(message))]
         works[0].wait()
-        heard = first.numpy().tobytes()
-        (length,) = struct.unpack_from("<I", heard)
+        received = first.numpy().tobytes()
+        (length,) = struct.unpack_from("<I", received)
         if length + 4 > _SHORT:
             rest = torch.empty(length + 4 - _SHORT, dtype=torch.uint8)
-            channel.recv([rest], whom, 0).wait()
-            heard += rest.numpy().tobytes()
+            channel.recv([rest], peer, 0).wait()
+            received += rest.numpy().tobytes()
         for work in works[1:]:
             work.wait()
     except RuntimeError as error:
         return [str(error), None]
-    found: list[Any] = msgspec.msgpack.decode(heard[4 : 4 + length])
-    return found
+    answer: list[Any] = msgspec.msgpack.decode(received[4 : 4 + length])
+    return answer
 
 
-def all_to_all_bytes(payloads: list[bytes]) -> list[bytes]:
+def all_to_all_bytes(payloads: list[bytes], among: Ranks = CREW) -> list[bytes]:
     """From every rank, in rank order, what it has for this one; `payloads` has one for each. Every rank must call it.
     Nothing is padded: a rank receives the bytes that are meant for it, and a number from each.
     """
-    if world_size() == 1:
+    size = world_size(among)
+    if size == 1:
         return payloads
-    sizes, coming = torch.tensor([len(payload) for payload in payloads]), torch.empty(world_size(), dtype=torch.int64)
-    _all_to_all(coming, sizes, [], [])
+    sizes, coming = torch.tensor([len(payload) for payload in payloads]), torch.empty(size, dtype=torch.int64)
+    _all_to_all(coming, sizes, [1] * size, [1] * size, among)
     joined = bytearray().join(payloads)
     outgoing = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
     incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
-    _all_to_all(incoming, outgoing, coming.tolist(), sizes.tolist())
+    _all_to_all(incoming, outgoing, coming.tolist(), sizes.tolist(), among)
     return [part.numpy().tobytes() for part in incoming.split(coming.tolist())]
 
 
-def _all_to_all(incoming: torch.Tensor, outgoing: torch.Tensor, coming: list[int], going: list[int]) -> None:
-    """In parts of so many elements, or equal ones where nothing is said."""
-    if (everybody := _inside.get()) is not None:
-        everybody.alltoall_base(incoming, outgoing, coming, going).wait()
+def _all_to_all(
+    incoming: torch.Tensor, outgoing: torch.Tensor, coming: list[int], going: list[int], among: Ranks
+) -> None:
+    """Exchange parts of `going` elements for each rank, and of `coming` elements from each."""
+    if among.channel is not None:
+        among.channel.alltoall_base(incoming, outgoing, coming, going).wait()
     else:
-        dist.all_to_all_single(incoming, outgoing, coming or None, going or None)
+        dist.all_to_all_single(incoming, outgoing, coming, going)
 
 
 def send_to_all(payload: bytes) -> list[bytes]:
@@ -182,13 +184,13 @@ def sum_counts(counts: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-def exchange(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's, in rank order: plain types, see `settle`. Collective."""
-    found: list[Any] = settle([own], operator.add, group=group)
-    return found
+def exchange(value: Any, among: Ranks = CREW) -> list[Any]:
+    """Gather a value of plain types from every rank, in rank order: see `allreduce_objects`. Collective."""
+    values: list[Any] = allreduce_objects([value], operator.add, among=among)
+    return values
 
 
-def agree(error: BaseException | None, phase: str, group: dist.ProcessGroup | None = None) -> None:
+def agree(error: BaseException | None, phase: str, among: Ranks = CREW) -> None:
     """Every rank says whether `phase` went well for it; if any did not, all raise `RemoteError` naming each culprit.
 
     A rank that failed passes its exception, which becomes the cause of the `RemoteError` there. A rank whose process
@@ -197,20 +199,21 @@ def agree(error: BaseException | None, phase: str, group: dist.ProcessGroup | No
     """
     words = "" if error is None else f"{type(error).__name__}: {error}"
     short = words[:_MESSAGE_LIMIT].encode(errors="replace").decode()
+    number = rank(EVERYBODY)
     try:
-        failures = settle([f"rank {in_run(rank())}: {short}"] * bool(words), operator.add, group=group)
+        failures = allreduce_objects([f"rank {number}: {short}"] * bool(words), operator.add, among=among)
     except RuntimeError as broken:
-        own = f"; its own error was {words}" if words else ""
-        whom = dead_ranks() or "another rank"
-        message = f"rank {in_run(rank())} lost contact with {whom} at the end of phase {phase}: {broken}{own}"
+        before = f"; its own error was {words}" if words else ""
+        culprit = dead_ranks() or "another rank"
+        message = f"rank {number} lost contact with {culprit} at the end of phase {phase}: {broken}{before}"
         raise RemoteError(message) from (error or broken)
     if failures:
         raise RemoteError(f"phase {phase} failed on " + "; ".join(failures)) from error
 
 
-def introduce() -> None:
-    """Have every rank know the others' processes, for `dead_ranks` to look after them. Every rank must call it."""
-    _processes[:] = [(machine, pid) for machine, pid in exchange([machine(), os.getpid()])]
+def share_pids() -> None:
+    """Exchange the process ids of all ranks of the run, for `dead_ranks` to look after them. Collective."""
+    _processes[:] = [(machine, pid) for machine, pid in exchange([machine(), os.getpid()], among=EVERYBODY)]
 
 
 def dead_ranks() -> str:
@@ -240,14 +243,14 @@ def _has_ended(pid: int) -> bool:
 
 
 @contextmanager
-def agreed(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def agreed(phase: str, among: Ranks = CREW) -> Iterator[None]:
     """Run the block, then `agree` on how it went. An interruption passes straight through."""
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    agree(error, phase, group)
+    agree(error, phase, among)
 
 
 def all_reduce_sum(values: dict[str, float]) -> dict[str, float]:
@@ -281,7 +284,7 @@ def _columns(values: dict[str, float], join: Callable[[_Rows, _Rows], _Rows]) ->
         return [who, keys, [] if wrong else join(rows, more), wrong]
 
     keys = sorted(values)
-    *_, rows, wrong = settle([in_run(rank()), keys, [[float(values[key]) for key in keys]], ""], merge)
+    *_, rows, wrong = allreduce_objects([rank(EVERYBODY), keys, [[float(values[key]) for key in keys]], ""], merge)
     if wrong:
         raise RuntimeError(wrong)
     columns = dict(zip(keys, zip(*rows, strict=True), strict=True))

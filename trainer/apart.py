@@ -28,7 +28,7 @@ from generation.engine.sampling import NotFiniteError
 from generation.rollouts.episode import RolloutSettings
 from generation.trajectory import Trajectory, array, plain
 from sharding.apart.crews import EnginesApart
-from sharding.ranks import agree, agreed, all_crews, all_to_all_bytes, is_main, rank, world_size
+from sharding.ranks import EVERYBODY, agree, agreed, all_to_all_bytes, is_main, rank, world_size
 from trainer.carried import SlicedRollouts, joined_groups, packed_groups, read_groups, read_ready
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt
@@ -119,18 +119,16 @@ def hand_over(training: int, handed: Handed, error: Exception | None) -> None:
     """On a rank that generates, after an order: its answers go to one of the `training` ranks that train, and all else
     to each of them. Collective among all ranks. Raises RemoteError on all ranks where one has an error.
     """
-    with all_crews():
-        agree(error, "generating")
-        packed = [msgspec.msgpack.encode(each, enc_hook=plain) for each in (handed, handed.bare())]
-        mine = rank() % training
-        all_to_all_bytes([packed[who != mine] if who < training else b"" for who in range(world_size())])
+    agree(error, "generating", among=EVERYBODY)
+    packed = [msgspec.msgpack.encode(each, enc_hook=plain) for each in (handed, handed.bare())]
+    mine, ranks = rank(EVERYBODY) % training, range(world_size(EVERYBODY))
+    all_to_all_bytes([packed[who != mine] if who < training else b"" for who in ranks], among=EVERYBODY)
 
 
 def take_over() -> Handed:
     """On a rank that trains: what comes here of `hand_over`, of all engines together."""
-    with all_crews():
-        agree(None, "generating")
-        told = [came for came in all_to_all_bytes([b""] * world_size()) if came]
+    agree(None, "generating", among=EVERYBODY)
+    told = [came for came in all_to_all_bytes([b""] * world_size(EVERYBODY), among=EVERYBODY) if came]
     return together([msgspec.msgpack.decode(came, type=Handed, dec_hook=array) for came in told])
 
 

@@ -17,7 +17,7 @@ from sharding.apart.crews import EnginesApart, TrainersApart
 from sharding.apart.replicas import ReplicasApart, TrainersOfReplicas
 from sharding.apart.storage import Storage
 from sharding.manager import ShardingManager, SyncSettings
-from sharding.ranks import all_crews, rank, world_size
+from sharding.ranks import EVERYBODY, rank, world_size
 from sharding.send.pull import Pull
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
 from sharding.send.ways import Staged, Way, ZeroCopy
@@ -64,8 +64,7 @@ def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterato
     A collective may take `timeout` seconds; `lock` is that of the run's folder, which rank 0 has taken.
     """
     init_process_group(timeout, resolve_device(config), apart_ranks(config), config.engine.apart != "ray")
-    with all_crews():
-        number, ranks = rank(), world_size()
+    number, ranks = rank(EVERYBODY), world_size(EVERYBODY)
     if lock is not None:
         lock.share(number, ranks)
     far = int(os.environ.get("GROUP_RANK", "0")) > 0  # the first node's launcher holds the store
@@ -77,8 +76,8 @@ def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterato
 
 def rank_device(config: TrainConfig) -> torch.device:
     """The device this rank trains on, or its engine is on."""
-    with all_crews():
-        has_none = config.engine.apart == "ray" and rank() >= training_ranks(config, world_size())
+    generates = rank(EVERYBODY) >= training_ranks(config, world_size(EVERYBODY))
+    has_none = config.engine.apart == "ray" and generates
     if resolve_device(config) == "cpu" or has_none:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -132,8 +131,7 @@ def check_budget(config: TrainConfig) -> None:
     """Raise UserError, with the numbers, unless trainer and engine fit on this rank's GPU together."""
     if rank_device(config).type == "cuda":
         sizes, total = model_sizes(config, config.model.path, config.lora), torch.cuda.mem_get_info()[1] / GIB
-        with all_crews():
-            ranks = training_ranks(config, world_size())
+        ranks = training_ranks(config, world_size(EVERYBODY))
         if problems := list(over_budget(config, sizes, ranks, total)):
             raise UserError(*problems)
 
@@ -197,8 +195,8 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
     source = adapter_source(policy, dtype) if adapters else weight_source(policy, dtype)
     adapter = adapter_format(policy.model, config.lora) if adapters else None
     if config.engine.apart:
-        with all_crews():
-            generating = range(training_ranks(config, world_size()), world_size())
+        ranks = world_size(EVERYBODY)
+        generating = range(training_ranks(config, ranks), ranks)
         kind = ReplicasApart if config.engine.apart == "ray" else EnginesApart
         return kind(source, policy.device, sync_settings(config), generating, store(), weights_host(), adapter=adapter)
     return ShardingManager(
@@ -215,10 +213,8 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
 
 def build_trainers(config: TrainConfig, leader: Leader | None) -> TrainersApart:
     """The same path, for a rank that only generates."""
-    with all_crews():
-        number = rank()
     kind = TrainersOfReplicas if config.engine.apart == "ray" else TrainersApart
-    return kind(leader, store(), number, sync_settings(config))
+    return kind(leader, store(), rank(EVERYBODY), sync_settings(config))
 
 
 def sync_settings(config: TrainConfig) -> SyncSettings:

@@ -9,7 +9,7 @@ from typing import Any
 from generation.engine import forkserver
 from generation.engine.sampling import NotFiniteError
 from generation.engine.vllm_compat import fork_engines
-from sharding.ranks import RemoteError, all_crews, rank, world_size
+from sharding.ranks import EVERYBODY, RemoteError, rank, world_size
 from trainer.apart import GIVEN_UP, Handed, OwnRounds, hand_over
 from trainer.build import build_rollouts, build_trainers, joined, rank_device
 from trainer.config.apart import training_ranks
@@ -34,8 +34,7 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
     with joined(config, longest, lock) as watchdog, ExitStack() as resources:
         resources.callback(forkserver.stop)
-        with all_crews():
-            generates = rank() >= training_ranks(config, world_size())
+        generates = rank(EVERYBODY) >= training_ranks(config, world_size(EVERYBODY))
         with watchdog.phase("start-up", config.run.first_step_deadline_s):
             trainer = (EngineCrew if generates else RLTrainer)(config, watchdog, resources)
         trainer.train()
@@ -47,8 +46,7 @@ class EngineCrew(RLTrainer):
     def build(self, resources: ExitStack, level: RolloutLevel, start: Path | None, identity: Identity) -> None:
         """This rank's end of the weights' way, and its rollouts."""
         config = self.config
-        with all_crews():
-            self.training = training_ranks(config, world_size())
+        self.training = training_ranks(config, world_size(EVERYBODY))
         self.trainers = build_trainers(config, self.leader)
         options: dict[str, Any] = {"start": start, "identity": identity}
         self.rollouts = build_rollouts(config, self.leader, self.tokenizer, self.rewards, level, **options)

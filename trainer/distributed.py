@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from generation.engine.devices import cuda_problem
-from sharding.ranks import all_crews, divide, exchange, introduce, is_main, world_size
+from sharding.ranks import EVERYBODY, exchange, is_main, set_everybody, share_pids, world_size
 from sharding.wire.group import own_address
 from trainer.errors import UserError
 
@@ -76,7 +76,7 @@ def init_process_group(
     `timeout_seconds` is the deadline of every collective. On CUDA the process is bound to device LOCAL_RANK.
 
     The last `apart` ranks are a crew of their own. The default group of either crew has its own ranks alone, so that
-    nothing of a policy, a checkpoint or a rollout has to know that there is another; see `sharding.ranks.all_crews`.
+    nothing of a policy, a checkpoint or a rollout has to know that there is another; see `sharding.ranks`.
     """
     global _store
     timeout = timedelta(seconds=timeout_seconds)
@@ -98,10 +98,8 @@ def init_process_group(
         crew = dist.PrefixStore(f"crew/{first}", _store)
     dist.init_process_group(backend, store=crew, rank=rank_ - first, world_size=size, timeout=timeout)
     if apart:
-        everybody = dist.ProcessGroupGloo(dist.PrefixStore("everybody", _store), rank_, world, timeout)
-        divide(first, everybody)
-    with all_crews():
-        introduce()
+        set_everybody(dist.ProcessGroupGloo(dist.PrefixStore("everybody", _store), rank_, world, timeout))
+    share_pids()
     if _on_one_machine() and "RANK" in os.environ and is_main() and _is_open(int(os.environ["MASTER_PORT"])):
         say(
             f"port {os.environ['MASTER_PORT']}, where the ranks meet, is open to the network, and whoever reaches it "
@@ -160,10 +158,9 @@ def destroy_process_group() -> None:
     """Leave the group after all ranks have arrived here; a rank that leaves early can abort the others."""
     global _store
     if dist.is_initialized():
-        with all_crews():
-            if world_size() > dist.get_world_size():  # there are crews
-                exchange(None)
-        divide(0, None)
+        if world_size(EVERYBODY) > world_size():  # there are crews
+            exchange(None, among=EVERYBODY)
+        set_everybody(None)
         dist.barrier()
         dist.destroy_process_group()
     _store = None

@@ -16,7 +16,7 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places
 from generation.engine.vllm_compat import fork_engines
 from sharding import SHARING_WORKER, WORKER_EXTENSION
-from sharding.ranks import all_crews, rank, world_size
+from sharding.ranks import EVERYBODY, rank, world_size
 from trainer.config.apart import training_ranks
 from trainer.config.machine import resolve_device
 from trainer.config.schema import HeldOutConfig, TrainConfig
@@ -83,9 +83,7 @@ def fetch_model(config: TrainConfig) -> None:
 
 def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
     """On the first rank of each engine group: start the engine. None on the other ranks."""
-    with all_crews():
-        leads = leads_engine(config, rank(), world_size())
-    if not leads:
+    if not leads_engine(config, rank(EVERYBODY), world_size(EVERYBODY)):
         return None
     engine = config.engine
     if engine.apart != "ray":

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from generation.engine.sampling import NotFiniteError
 from generation.rollouts.episode import RolloutSettings
 from sharding.manager import ShardingManager
-from sharding.ranks import RemoteError, agreed, all_crews, is_main, world_size
+from sharding.ranks import EVERYBODY, RemoteError, agreed, is_main, world_size
 from trainer.build import (
     build_models,
     build_rollouts,
@@ -150,7 +150,7 @@ class RLTrainer:
         config, size = self.config, self.config.engine.tensor_parallel_size
         count = engine_workers(config, world_size()) // size
         self.screen.note(f"starting {count} engine(s) for {config.model.path}")
-        with all_crews(), agreed("fetching the model"):
+        with agreed("fetching the model", among=EVERYBODY):
             fetch_model(config)
         self.restarts = EngineRestarts(config, rank_device(config), self.watchdog)
         self.leader = self.restarts.first_start()

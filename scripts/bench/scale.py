@@ -31,7 +31,7 @@ from trainer.estimates.time import update_traffic
 
 REAL = (1, 2, 4)
 RANKS = (*REAL, 64, 512, 4096)
-SETTLED = ("agree", "exchange", "all_reduce_sum", "all_reduce_max", "settle")
+SETTLED = ("agree", "exchange", "all_reduce_sum", "all_reduce_max", "allreduce_objects")
 BEGIN, END = "<!-- made by scripts/bench/scale.py -->", "<!-- end of what it made -->"
 
 

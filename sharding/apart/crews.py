@@ -17,7 +17,7 @@ import torch.distributed as dist
 from generation.engine.engine import Engine, Leader
 from sharding.apart.broadcast import TRAIN_WORLD_SIZE, CollectiveSender
 from sharding.probe import Probe, Tenant, VersionedPolicy, compare_with, draw_probe, vocabulary_of
-from sharding.ranks import all_crews, exchange, is_main, rank
+from sharding.ranks import EVERYBODY, exchange, is_main, rank
 from sharding.send.push import AdapterFormat, SyncReport, SyncSettings
 from sharding.send.source import WeightSource
 from sharding.wire.channel import SyncError
@@ -85,8 +85,7 @@ class EnginesApart:
 
     def connect(self) -> None:
         """Have all workers join the group of rank 0. Collective among all ranks of the run."""
-        with all_crews():
-            exchange([self._sender.ip, self._sender.port, self._sender.world_size])
+        exchange([self._sender.ip, self._sender.port, self._sender.world_size], among=EVERYBODY)
         halves = self._halves()
         self._sender.connect(halves)
         for half in halves:
@@ -143,8 +142,7 @@ class TrainersApart:
 
     def connect(self) -> None:
         """Have this engine's workers join the group of rank 0. Collective among all ranks of the run."""
-        with all_crews():
-            ip, port, world_size = exchange(None)[0]
+        ip, port, world_size = exchange(None, among=EVERYBODY)[0]
         place = (rank(), ip, port, world_size, TRAIN_WORLD_SIZE, self._settings.timeout)
         self._half("joining the weights group", lambda engine: engine.ask_workers("init_collective", *place))
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from sharding.ranks import settle
+from sharding.ranks import allreduce_objects
 from sharding.send.source import ShardedSource, WeightSource
 from sharding.send.ways import Bucket, BucketPlan, Way
 from sharding.wire.channel import Conversation, Look, SyncError
@@ -294,12 +294,12 @@ class DigestCheck:
         if not self._drawn:
             return
         ways = {name: [views[name]] for name in self._places if name in views}
-        asked, lacking = settle([ways, sorted(self._places.keys() - ways.keys())], _join_ways)
+        asked, lacking = allreduce_objects([ways, sorted(self._places.keys() - ways.keys())], _join_ways)
         unknown = {self._places[name][0].name for name in lacking}
         self.undigested = [parameter for parameter in self._drawn if parameter.name in unknown]
         holders = {name: self._source.holders(self._places[name][0].name) for name in asked}
         own = {name: {str(holders[name][0]): self._sums(name, readings)} for name, readings in asked.items()}
-        sums = own | settle({name: part for name, part in own.items() if len(holders[name]) > 1}, _join_sums)
+        sums = own | allreduce_objects({name: part for name, part in own.items() if len(holders[name]) > 1}, _join_sums)
         for name in ways:
             of_each_way = sums[name][str(holders[name][0])]
             self._expected[name] = digest(of_each_way[asked[name].index(views[name])])

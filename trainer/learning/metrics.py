@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from generation.trajectory import by_episode
-from sharding.ranks import all_reduce_max, all_reduce_sum, exchange, settle, sum_counts
+from sharding.ranks import all_reduce_max, all_reduce_sum, allreduce_objects, exchange, sum_counts
 from trainer.algorithms.corrections import correction_metrics
 from trainer.algorithms.losses import LEVELS
 from trainer.config.schema import AlgorithmConfig, TrainConfig
@@ -233,7 +233,7 @@ def named_sums(own: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]
     for name, number in own:
         numbers.setdefault(name, []).append(number)
     sums = {name: (_exact_sum(each), len(each)) for name, each in numbers.items()}
-    totals = settle(sums, _both_sums)
+    totals = allreduce_objects(sums, _both_sums)
     return {name: (float(Fraction(total)) if total else math.nan, n) for name, (total, n) in sorted(totals.items())}
 
 

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from sharding.ranks import agreed, exchange, is_main, rank, world_size
+from sharding.ranks import CREW, Ranks, agreed, exchange, is_main, rank, world_size
 from trainer.config.checks import COMPLETE_MARKER
 from trainer.distributed import say
 from trainer.errors import UserError
@@ -83,25 +83,25 @@ def save(folder: Path, step: int, parts: Parts, extra: dict[str, Any]) -> Path:
     return write(folder, Snapshot.take(step, parts, extra))
 
 
-def write(folder: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
-    """Write a snapshot to `folder`/step_N and return that. Collective, over `group` (None: the default one).
+def write(folder: Path, snapshot: Snapshot, among: Ranks = CREW) -> Path:
+    """Write a snapshot to `folder`/step_N and return that. Collective among these ranks.
 
     An error on any rank (a full disk) is raised on all, and leaves the earlier checkpoints as they are.
     """
     final = folder / f"step_{snapshot.step}"
     temporary = folder / f"step_{snapshot.step}.tmp"
-    with agreed("checkpoint (folder)", group):
+    with agreed("checkpoint (folder)", among=among):
         if is_main():
             _clear(temporary)
             temporary.mkdir(parents=True)
-    with agreed("checkpoint (write)", group):
+    with agreed("checkpoint (write)", among=among):
         if not temporary.is_dir():
             raise UserError(
                 f"{folder} is not shared between the machines of this run; set run.output_dir to a folder that is"
             )
         try:
             writer, alone = dcp.FileSystemWriter(temporary, sync_files=True), not dist.is_initialized()
-            dcp.save(snapshot.tensors, storage_writer=writer, process_group=group, no_dist=alone)
+            dcp.save(snapshot.tensors, storage_writer=writer, process_group=among.channel, no_dist=alone)
         except CheckpointException as failed:  # a BaseException (torch/distributed/checkpoint/api.py) few handlers see
             who, (error, _) = next(iter(failed.failures.items()))
             raise RuntimeError(f"rank {who}: {type(error).__name__}: {error}") from failed
@@ -113,8 +113,8 @@ def write(folder: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = No
             own.append(CARRIED_FILES.replace("*", str(rank())))
             write_whole(temporary / own[-1], snapshot.carried)
         lines = "".join(_digest_line(temporary, name) for name in own + is_main() * [METADATA, _EXTRA])
-    digests = "".join(exchange(lines, group))
-    with agreed("checkpoint (publish)", group):
+    digests = "".join(exchange(lines, among=among))
+    with agreed("checkpoint (publish)", among=among):
         if is_main():
             _publish(temporary, final, digests)
     return final

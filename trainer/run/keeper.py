@@ -34,7 +34,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from generation.engine.devices import this_device
-from sharding.ranks import agreed, all_reduce_max, is_main, world_size
+from sharding.ranks import Ranks, agreed, all_reduce_max, is_main, world_size
 from trainer.config.checks import IDENTITY_KEYS, IDENTITY_SECTIONS
 from trainer.config.recipe import masked, to_yaml
 from trainer.config.schema import CheckpointConfig, TrainConfig
@@ -209,7 +209,7 @@ class CheckpointWriter:
         self._folder = folder
         self._config = config
         self._timeout = timeout
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._ranks = Ranks(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=this_device())
         self._writing: Future[None] | None = None
 
@@ -258,8 +258,8 @@ class CheckpointWriter:
 
     def _write(self, snapshot: checkpoint.Snapshot) -> None:
         patience = min(self._config.patience_s, self._timeout / 2)
-        patiently(partial(checkpoint.write, self._folder, snapshot, self._group), f"step_{snapshot.step}", patience)
-        with agreed("checkpoint (tidy)", self._group):
+        patiently(partial(checkpoint.write, self._folder, snapshot, self._ranks), f"step_{snapshot.step}", patience)
+        with agreed("checkpoint (tidy)", among=self._ranks):
             checkpoint.drop_later(self._folder, snapshot.step)
             checkpoint.prune(self._folder, self._config.keep, self._config.keep_best, self._config.best_metric)
 

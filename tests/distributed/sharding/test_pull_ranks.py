@@ -189,7 +189,7 @@ def dying() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from sharding.ranks import RemoteError, introduce, rank
+    from sharding.ranks import RemoteError, rank, share_pids
     from sharding.send.pull import Pull
     from sharding.send.source import FsdpWeightSource
     from sharding.worker import extension, recording
@@ -198,7 +198,7 @@ def dying() -> None:
     from trainer.distributed import init_process_group
 
     init_process_group(60, "cpu")
-    introduce()
+    share_pids()
     extension._PLAIN_ON_CPU = True
     mesh = init_device_mesh("cpu", (2,))
     tensors = {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in small_weights(0).items()}

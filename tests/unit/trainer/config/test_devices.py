@@ -101,7 +101,7 @@ def test_ranks_join_for_the_device_they_train_on(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as with cuda-compat half installed
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(distributed.dist, "init_process_group", lambda backend, **_: joined.append(backend))
-    monkeypatch.setattr(distributed, "introduce", lambda: None)
+    monkeypatch.setattr(distributed, "share_pids", lambda: None)
     distributed.init_process_group(60, "auto")
     machine("580.65.06", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""What ranks settle among themselves, where they are threads: whatever their number, and whichever of them is gone."""
+"""`allreduce_objects` among ranks that are threads: whatever their number, and whichever of them is gone."""
 
 import operator
 from typing import Any
@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from sharding import ranks
-from sharding.ranks import rank, settle
+from sharding.ranks import allreduce_objects, rank
 from tests.unit.learning_steps import on_ranks
 
 COUNTS = range(1, 10)
@@ -17,7 +17,7 @@ COUNTS = range(1, 10)
 @pytest.mark.parametrize("length", [1, 1000])
 def test_every_rank_comes_to_what_all_have_in_rank_order(count: int, length: int) -> None:
     def together() -> Any:
-        return settle([f"{rank()}" * length], operator.add)
+        return allreduce_objects([f"{rank()}" * length], operator.add)
 
     assert on_ranks(count, together) == [[f"{who}" * length for who in range(count)]] * count
 
@@ -31,7 +31,7 @@ def test_all_are_told_of_a_rank_that_is_gone(count: int) -> None:
             if rank() == dead:
                 return "gone"
             with pytest.raises(RuntimeError) as caught:
-                settle(None, lambda lower, higher: None)
+                allreduce_objects(None, lambda lower, higher: None)
             return str(caught.value)
 
         def broken(told: list[Any], whom: int, group: Any, dead: int = dead) -> list[Any]:
