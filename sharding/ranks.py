@@ -1,6 +1,6 @@
 """Small exchanges between ranks, which never unpickle what came over a socket.
 
-Where some ranks train and others generate (`engine.apart`), they are two crews. Every function here works `among` a
+Where some ranks train and others generate (`engine.placement`), they are two crews. Every function here works `among` a
 group of ranks: `CREW`, this rank's crew, unless it is given `EVERYBODY`, all ranks of the run, which is the same where
 there are no crews. Error messages give a rank's number in the run.
 

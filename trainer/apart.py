@@ -1,4 +1,4 @@
-"""Rollouts by engines on ranks of their own (`engine.apart`): both ends of what is ordered and handed over.
+"""Rollouts by engines on ranks of their own (`engine.placement: ranks`): both ends of what is ordered and handed over.
 
 Three ways were weighed. All ranks could run every line of the loop, which asks at each whether it is for them. An
 engine could be driven request by request from a rank that trains, which takes a protocol for tools, environments and

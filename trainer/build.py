@@ -24,8 +24,8 @@ from sharding.send.ways import Staged, Way, ZeroCopy
 from sharding.wire.group import own_address
 from trainer.apart import OwnRounds, OwnSlices, RolloutsApart, SlicesApart
 from trainer.carried import SlicedRollouts
-from trainer.config.apart import apart_ranks, training_ranks
 from trainer.config.machine import resolve_device
+from trainer.config.placement import generating_ranks, placement, training_ranks
 from trainer.config.schema import ModelConfig, TrainConfig
 from trainer.data import load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, say, store
@@ -63,7 +63,7 @@ def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterato
 
     A collective may take `timeout` seconds; `lock` is that of the run's folder, which rank 0 has taken.
     """
-    init_process_group(timeout, resolve_device(config), apart_ranks(config), config.engine.apart != "ray")
+    init_process_group(timeout, resolve_device(config), generating_ranks(config), not placement(config).actors)
     number, ranks = rank(EVERYBODY), world_size(EVERYBODY)
     if lock is not None:
         lock.share(number, ranks)
@@ -77,7 +77,7 @@ def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterato
 def rank_device(config: TrainConfig) -> torch.device:
     """The device this rank trains on, or its engine is on."""
     generates = rank(EVERYBODY) >= training_ranks(config, world_size(EVERYBODY))
-    has_none = config.engine.apart == "ray" and generates
+    has_none = placement(config).actors and generates
     if resolve_device(config) == "cpu" or has_none:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -170,10 +170,10 @@ def build_rollouts(
     """The rollouts of this rank; `start` is the checkpoint that the run, of that identity, resumes from, if it does.
     `sharding`: what brings the engines this rank's policy, if it has one.
     """
-    size = 1 if config.engine.apart == "ray" else config.engine.tensor_parallel_size  # of ranks
+    size = placement(config).engine_ranks(config.engine)
     options: dict[str, Any] = {"engines": world_size() // size}
     options["max_error_rate"] = config.rollout.max_error_rate
-    if config.engine.apart:
+    if placement(config).apart:
         own, cut = (leader, tokenizer, rewards, store(), level), config.rollout.slice_tokens is not None
         if isinstance(sharding, EnginesApart):
             kind = SlicesApart if cut else RolloutsApart
@@ -194,10 +194,10 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
     adapters = config.lora.engines_apply
     source = adapter_source(policy, dtype) if adapters else weight_source(policy, dtype)
     adapter = adapter_format(policy.model, config.lora) if adapters else None
-    if config.engine.apart:
+    if placement(config).apart:
         ranks = world_size(EVERYBODY)
         generating = range(training_ranks(config, ranks), ranks)
-        kind = ReplicasApart if config.engine.apart == "ray" else EnginesApart
+        kind = ReplicasApart if placement(config).actors else EnginesApart
         return kind(source, policy.device, sync_settings(config), generating, store(), weights_host(), adapter=adapter)
     return ShardingManager(
         source,
@@ -213,7 +213,7 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
 
 def build_trainers(config: TrainConfig, leader: Leader | None) -> TrainersApart:
     """The same path, for a rank that only generates."""
-    kind = TrainersOfReplicas if config.engine.apart == "ray" else TrainersApart
+    kind = TrainersOfReplicas if placement(config).actors else TrainersApart
     return kind(leader, store(), rank(EVERYBODY), sync_settings(config))
 
 

@@ -12,10 +12,9 @@ from generation.engine.vllm_compat import fork_engines
 from sharding.ranks import EVERYBODY, RemoteError, rank, world_size
 from trainer.apart import GIVEN_UP, Handed, OwnRounds, hand_over
 from trainer.build import build_rollouts, build_trainers, joined, rank_device
-from trainer.config.apart import training_ranks
 from trainer.config.machine import resolve_device
+from trainer.config.placement import leads_engine, placement, training_ranks
 from trainer.config.schema import TrainConfig
-from trainer.engines import leads_engine
 from trainer.evaluation import random_states_kept, sample_held_out
 from trainer.loop import RLTrainer
 from trainer.rollouts import RolloutLevel, StepAbandoned
@@ -28,7 +27,7 @@ from trainer.run.meters import PhaseMeter
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     """One rank from start to end: join the others, train, leave with them. A failure on one rank ends all."""
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if resolve_device(config) == "cpu" and leads_engine(config, number, ranks) and config.engine.apart != "ray":
+    if resolve_device(config) == "cpu" and leads_engine(config, number, ranks) and not placement(config).actors:
         fork_engines()
     # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
     longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)

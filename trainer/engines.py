@@ -17,8 +17,8 @@ from generation.engine.settings import EngineSettings, cpu_places
 from generation.engine.vllm_compat import fork_engines
 from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.ranks import EVERYBODY, rank, world_size
-from trainer.config.apart import training_ranks
 from trainer.config.machine import resolve_device
+from trainer.config.placement import leads_engine, placement
 from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.policy.hf_format import resolve_folder
@@ -32,7 +32,8 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     group = range(local_rank, local_rank + size)
-    if engine.apart == "ray":  # an actor sees its own devices alone, and may be on any machine
+    place = placement(config)
+    if place.actors:  # an actor sees its own devices alone, and may be on any machine
         group, local_ranks = range(size), engine.replicas * size
     places = cpu_places(group, local_ranks)
     needed = processor_arguments(config, on_cuda)
@@ -49,12 +50,12 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         enforce_eager=(not on_cuda) if engine.enforce_eager is None else engine.enforce_eager,
         load_format=engine.load_format,
         seed=config.run.seed,
-        sleep=engine.sleep and not engine.apart,
+        sleep=engine.sleep and not place.apart,
         shared_weights=config.sync.way == "zero_copy",
         trust_remote_code=config.model.trust_remote_code,
         device_indices=tuple(group) if on_cuda else (),
         cpu_threads=places["cpu_threads"],
-        cpu_cores=() if on_cuda or engine.apart == "ray" else places["cpu_cores"],
+        cpu_cores=() if on_cuda or place.actors else places["cpu_cores"],
         plain_cpu_weights=engine.plain_cpu_weights,
         fp32_head=config.policy.fp32_head,
         lora_rank=config.lora.rank if config.lora.engines_apply else 0,
@@ -86,17 +87,11 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
     if not leads_engine(config, rank(EVERYBODY), world_size(EVERYBODY)):
         return None
     engine = config.engine
-    if engine.apart != "ray":
+    if not placement(config).actors:
         return _start(Engine(engine_settings(config, on_cuda)), engine.start_timeout_s)
     settings = engine_settings(config, resolve_device(config) == "cuda")  # this rank itself has no device
     join_cluster(engine.replicas * engine.tensor_parallel_size)
     return _start(ReplicatedEngine(settings, engine.replicas, engine.restarts), engine.start_timeout_s)
-
-
-def leads_engine(config: TrainConfig, number: int, ranks: int) -> bool:
-    """Whether this rank, one of so many, is the first of an engine group."""
-    generating = number - training_ranks(config, ranks) if config.engine.apart else number
-    return generating >= 0 and generating % config.engine.tensor_parallel_size == 0
 
 
 def _start(engine: Engine, timeout: float) -> Leader:

@@ -28,8 +28,8 @@ from trainer.build import (
     rank_device,
     start_server,
 )
-from trainer.config.apart import engine_workers
 from trainer.config.machine import resolve_device
+from trainer.config.placement import engine_workers
 from trainer.config.schema import TrainConfig
 from trainer.config.ways import local_ranks, settled
 from trainer.data import load_prompts, load_tokenizer

@@ -1,4 +1,4 @@
-"""One engine that is several: replicas in Ray actors, wherever a cluster has room (`engine.apart: ray`).
+"""One engine that is several: replicas in Ray actors, wherever a cluster has room (`engine.placement: ray`).
 
 Two ways were weighed. Each replica could be a rank of the run, which could then neither lose nor gain one. Or, as here,
 one rank holds them all behind the methods of a single `Engine`: rollouts, slices, tools and servers know nothing of it.

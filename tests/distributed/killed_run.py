@@ -443,7 +443,7 @@ def main() -> int:
         checkpoint={"every": 1, "keep": 2},
         eval={"every": 0},
         data=seen.get("data", {}),
-        engine={"restarts": 1000, "apart": int(options.apart)}
+        engine={"restarts": 1000, "placement": "ranks" if options.apart else "shared"}
         | seen.get("engine", {})
         | ({} if options.lora else {"load_format": "dummy"})
         | ({"plain_cpu_weights": True} if options.pull else {})

@@ -12,10 +12,10 @@ from rich.table import Column, Table
 
 from generation.engine.devices import cuda_problem
 from generation.engine.images import KEPT_BYTES
-from trainer.config.apart import engine_workers, training_ranks
 from trainer.config.checks import find_problems
 from trainer.config.machine import host_gib, rank_count, resolve_device
 from trainer.config.model_file import EXPERT_KEYS, model_config
+from trainer.config.placement import engine_workers, generating_ranks, training_ranks
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age, prompts_ahead
@@ -92,7 +92,8 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     flying = answers + prompts_ahead(config) * algorithm.group_size
     updates = batch.updates_per_step * algorithm.num_iterations
     largest = math.ceil(share / max(1, batch.tokens_per_micro_batch // longest(config)))
-    apart = f", of which {config.engine.apart} only generate" if config.engine.apart else ""
+    generating = generating_ranks(config)
+    apart = f", of which {generating} only generate" if generating else ""
     yield "ranks", f"{ranks}, on {resolve_device(config)}{apart}"
     yield "engines", f"{engines} of {config.engine.tensor_parallel_size} rank(s)"
     yield "answers a step", f"{batch.prompts_per_step} prompts x {algorithm.group_size} = {answers}"

@@ -24,7 +24,6 @@ from generation.engine.settings import (
     routes_problem,
 )
 from trainer.config.algorithm import check_algorithm
-from trainer.config.apart import check_apart, training_ranks
 from trainer.config.machine import device_gib, host_gib, rank_count, resolve_device, unwritable
 from trainer.config.model_file import (
     EXPERT_KEYS,
@@ -36,6 +35,7 @@ from trainer.config.model_file import (
     sees,
     steady_positions,
 )
+from trainer.config.placement import check_placement, training_ranks
 from trainer.config.schema import InlineTagsConfig, TrainConfig
 from trainer.config.slices import check_slices
 from trainer.config.ways import check_way
@@ -97,11 +97,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_images(config)
         problems += _check_memory(config)
     if command == "train":
-        size = config.engine.tensor_parallel_size
-        what = "the number of ranks" if neighbours == ranks else "the ranks of one machine (LOCAL_WORLD_SIZE)"
-        problems += check_apart(config, ranks, neighbours)
-        if not config.engine.apart:
-            problems += _check_divides(what, neighbours, "engine.tensor_parallel_size", size)
+        problems += check_placement(config, ranks, neighbours)
         if training > 0:
             problems += _check_batch(config, training)
         updates = config.batch.updates_per_step * config.algorithm.num_iterations

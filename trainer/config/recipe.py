@@ -31,9 +31,10 @@ _DEEPEST = 32  # lists and mappings in one another
 RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {
     "algorithm.discount": ("algorithm.gamma", {}),
     "algorithm.trace": ("algorithm.gae_lambda", {}),
+    "engine.apart": ("engine.placement", {0: "shared", int: "ranks, and engine.ranks: {}"}),
     "sync.zero_copy": ("sync.way", {True: "zero_copy", False: "staged"}),
 }
-"""Keys that had another name: their name of today, and old values that are written differently today."""
+"""Keys that had another name: their name of today, and old values, or types of them, that are written differently."""
 
 
 def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
@@ -183,7 +184,9 @@ def _sentence(key: str, errors: list[ErrorDetails]) -> str:
     error = errors[0]
     if error["type"] == "extra_forbidden" and key in RENAMED:
         (new, values), value = RENAMED[key], error["input"]
-        words = json.dumps(values.get(value, value) if isinstance(value, bool) else value, default=str)
+        words = json.dumps(value, default=str)
+        if isinstance(value, bool | int):
+            words = str(values.get(value, values.get(type(value), words))).format(words)
         return f"{key} is now {new}: write {new}: {words}"
     if error["type"] == "extra_forbidden":
         return f"{key} is not a known key{_nearest(key)}"

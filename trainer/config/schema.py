@@ -150,11 +150,14 @@ class EngineConfig(Section):
     """The vLLM engines."""
 
     tensor_parallel_size: Held = key(1, "consecutive ranks that form one engine")
-    apart: Natural | Literal["ray"] = key(
-        0, "the last so many ranks generate and do nothing else, and the others train (docs/apart.md); 0: all do both",
-        ray="the last rank generates, by engines in actors of the Ray cluster at RAY_ADDRESS, or of one of its own",
+    placement: Literal["shared", "ranks", "ray"] = key(
+        "shared", "where the engines are (docs/apart.md)",
+        shared="on the devices of the ranks that train, in turns with them",
+        ranks="on the devices of the last engine.ranks ranks, which only generate while the others train",
+        ray="in actors of the Ray cluster at RAY_ADDRESS, or of one of its own; the last rank only holds them",
     )  # fmt: skip
-    replicas: Held = key(1, "with apart: ray: engines; the run begins with those that there is room for")
+    ranks: Held = key(1, "with placement ranks: number of trailing ranks that only generate")
+    replicas: Held = key(1, "with placement ray: number of engines; the run begins with those that there is room for")
     max_model_len: Count = key(2048, "prompt and answer together, in tokens")
     kv_cache_gib: Positive | None = key(None, "KV cache of each worker; null: gpu_memory_utilization decides")
     gpu_memory_utilization: Portion = key(
@@ -204,7 +207,7 @@ class SyncConfig(Section):
         staged="through two buffers that trainer and engine have mapped",
         pull="engines read the shards of all ranks of their machine, and nothing is gathered or staged",
         zero_copy="one rank, unpacked weights: the policy computes with the engine's own, so that a step is the sync",
-        broadcast="by gloo or NCCL, to engines on other devices than the trainer's; auto with engine.apart",
+        broadcast="by gloo or NCCL, to engines on other devices than the trainer's; auto with placements ranks and ray",
         storage="through the run's folder weights, which other engines can load, too",
     )  # fmt: skip
 
@@ -458,7 +461,8 @@ class RolloutConfig(Section):
         None, "refuse a recipe whose answers may have begun more steps before they are trained; null: any"
     )
     lag: Annotated[int, Field(ge=0, le=1)] = key(
-        0, "with engine.apart: a step's answers are sampled by the weights of so many steps before the latest"
+        0,
+        "with engine.placement ranks or ray: number of steps by which a step's answers are ordered ahead",
     )
     old_tokens: Literal["correct", "mask"] = key(
         "correct", "tokens that earlier weights sampled",

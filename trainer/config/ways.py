@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from trainer.config.machine import resolve_device
 from trainer.config.model_file import REPROCESSED_KEYS, model_config, sees
+from trainer.config.placement import placement
 from trainer.config.schema import TrainConfig
 from trainer.errors import shown
 
@@ -13,8 +14,8 @@ def chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[str, s
     """The way that `sync.way: auto` stands for: the first that holds of zero_copy, pull and staged; and why that.
     `neighbours`: the ranks of a machine.
     """
-    if config.engine.apart:
-        return "broadcast", "since the engines are apart"
+    if (way := placement(config).way) is not None:
+        return way, f"since engine.placement is {config.engine.placement}"
     if resolve_device(config) == "cuda":
         return "staged", "since no other has run on a GPU yet"
     model = model_config(config.model.path)
@@ -51,7 +52,7 @@ def local_ranks(environ: Mapping[str, str], ranks: int) -> int:
 def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> Iterator[str]:
     """What must hold for NCCL to join trainer and engine, or for one of them to use the other's memory."""
     sync = config.sync
-    if config.engine.apart:  # `check_apart` has the rest
+    if placement(config).apart:  # `check_placement` has the rest
         return
     on_cpu = resolve_device(config) == "cpu"
     if sync.way == "broadcast" and not on_cpu:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from trainer.config.placement import placement
 from trainer.config.schema import TrainConfig
 from trainer.estimates.memory import GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes
@@ -17,7 +18,7 @@ def over_budget(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: 
     `ranks`: those that train.
     """
     trainer, engine = trainer_parts(config, model, ranks, device_gib), engine_parts(config, model, ranks, device_gib)
-    crews = [trainer, engine] if config.engine.apart else [[*trainer, *engine]]
+    crews = [trainer, engine] if placement(config).apart else [[*trainer, *engine]]
     halves = [
         (what, {part.name: getattr(part, half) / GIB for part in parts})
         for parts in crews

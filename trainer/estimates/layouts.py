@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainer.config.apart import check_apart, training_ranks
+from trainer.config.placement import check_placement, placement, training_ranks
 from trainer.config.schema import TrainConfig
 from trainer.estimates.budget import over_budget
 from trainer.estimates.gpus import Gpu
@@ -22,10 +22,12 @@ class Layout:
 
 def with_engines(config: TrainConfig, apart: int, lag: int) -> TrainConfig:
     """The recipe with so many ranks that only generate, and what that needs of it; 0: with none."""
-    way = "broadcast" if apart else "staged" if config.engine.apart else config.sync.way
+    way = "broadcast" if apart else "staged" if placement(config).apart else config.sync.way
     policy = config.policy.model_copy(update={"offload": "none"} if apart else {})
     changed = {
-        "engine": config.engine.model_copy(update={"apart": apart, "replicas": 1}),
+        "engine": config.engine.model_copy(
+            update={"placement": "ranks" if apart else "shared", "ranks": apart or 1, "replicas": 1}
+        ),
         "rollout": config.rollout.model_copy(update={"lag": lag}),
         "sync": config.sync.model_copy(update={"way": way}),
         "policy": policy,
@@ -45,7 +47,7 @@ def compared(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengt
             Layout(apart, lag, sum(cost.seconds for cost in step_costs(recipe, model, ranks, gpu, lengths)))
             for apart in counts
             for recipe in [with_engines(config, apart, lag)]
-            if not any(check_apart(recipe, ranks, min(ranks, NODE)))
+            if not any(check_placement(recipe, ranks, min(ranks, NODE)))
             and not any(over_budget(recipe, model, training_ranks(recipe, ranks), gpu.memory_gib))
         ]
         yield from sorted(found, key=lambda layout: layout.seconds)[:1]
@@ -56,12 +58,13 @@ def comparison(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, len
     found = list(compared(config, model, ranks, gpu, lengths))
     base = next((layout.seconds for layout in found if not layout.apart), None)
     for layout in found:
-        how = f"engine.apart: {layout.apart}, rollout.lag: {layout.lag}" if layout.apart else "every rank does both"
+        apart = f"engine.placement: ranks, engine.ranks: {layout.apart}, rollout.lag: {layout.lag}"
+        how = apart if layout.apart else "every rank does both"
         against = ""
         if layout.apart and base is not None:
             change = base / layout.seconds - 1
             against = f", {abs(change):.0%} {'faster' if change >= 0 else 'slower'}"
         yield f"{how}: {layout.seconds:.2f} s a step{against}"
     if not any(layout.apart for layout in found):
-        refused = next(check_apart(with_engines(config, config.engine.tensor_parallel_size, 0), ranks, ranks), "")
+        refused = next(check_placement(with_engines(config, config.engine.tensor_parallel_size, 0), ranks, ranks), "")
         yield f"engines apart: {refused or 'they do not fit on these ranks'}"

@@ -17,9 +17,9 @@ from generation.engine.settings import head_widths, kv_elements
 from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS
-from trainer.config.apart import engine_workers
 from trainer.config.machine import resolve_device
 from trainer.config.model_file import REPROCESSED
+from trainer.config.placement import engine_workers
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.config.slices import prompts_ahead
 from trainer.estimates.model_sizes import (

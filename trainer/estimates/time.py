@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sharding.send.push import SAMPLED_SHARE
-from trainer.config.apart import engine_workers, training_ranks
+from trainer.config.placement import engine_workers, placement, training_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.gpus import Gpu
 from trainer.estimates.memory import (
@@ -121,7 +121,8 @@ def step_costs(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, len
     """
     training = training_ranks(config, ranks)
     rollout = _rollout(config, model, engine_workers(config, ranks), gpu, lengths)
-    sync = _broadcast(config, model, training, ranks, gpu) if config.engine.apart else _sync(config, model, ranks, gpu)
+    apart = placement(config).apart
+    sync = _broadcast(config, model, training, ranks, gpu) if apart else _sync(config, model, ranks, gpu)
     update = list(_update(config, model, training, gpu, lengths))
     if config.rollout.lag:
         beside = min(rollout.seconds, sum(cost.seconds for cost in update))

@@ -13,7 +13,7 @@ from tests.conftest import TinyModel
 from tests.distributed.killed_run import unequal
 from tests.distributed.real_run import ROOT, Run, differences, write_recipe
 
-APART = ["--engine.apart", "1"]
+APART = ["--engine.placement", "ranks"]
 CUT: dict[str, dict[str, Any]] = {
     "sampling": {"max_tokens": 12},
     "rollout": {"slice_tokens": 5, "ahead": 2.0},

@@ -46,7 +46,7 @@ def test_replicas_that_die_and_join_answer_every_prompt_once_as_one_engine_does(
     tracking = {"completions_per_step": 100}
     recipe = write_recipe(tmp_path, tiny_model(), **sections, rollout=gated, tracking=tracking)
 
-    run = Run(recipe, "--engine.apart", "ray", "--engine.replicas", "3", ranks=2, name="apart", preloaded=True)
+    run = Run(recipe, "--engine.placement", "ray", "--engine.replicas", "3", ranks=2, name="apart", preloaded=True)
     run.wait_for((gates / "3.reached").exists, "the first turns of step 3")
     two = actors()
     assert len(two) == 2

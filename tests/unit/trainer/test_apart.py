@@ -31,7 +31,7 @@ from trainer.apart import (
     take_over,
 )
 from trainer.carried import packed_groups, read_groups
-from trainer.config.apart import check_apart
+from trainer.config.placement import check_placement
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt
 from trainer.rewards.pool import RewardPool
@@ -40,29 +40,36 @@ from trainer.rollouts import StepAbandoned, Terms
 
 def problems(ranks: int = 4, neighbours: int = 4, **sections: dict[str, Any]) -> list[str]:
     recipe = {"model": {"path": "m"}} | sections | {"data": {"path": "d"} | sections.get("data", {})}
-    return list(check_apart(TrainConfig.model_validate(recipe), ranks, neighbours))
+    return list(check_placement(TrainConfig.model_validate(recipe), ranks, neighbours))
 
 
 def test_what_goes_with_engines_apart_is_accepted() -> None:
-    assert not problems() and not problems(engine={"apart": 1}) and not problems(engine={"apart": 3})
-    assert not problems(engine={"apart": 2, "tensor_parallel_size": 2}, rollout={"lag": 1})
-    assert not problems(engine={"apart": 1}, lora={"rank": 4, "sync": "merged"}, sync={"way": "broadcast"})
-    assert not problems(engine={"apart": 1}, lora={"rank": 4}, rollout={"slice_tokens": 8, "lag": 1})
-    assert not problems(engine={"apart": "ray", "replicas": 7, "tensor_parallel_size": 8})
+    assert (
+        not problems()
+        and not problems(engine={"placement": "ranks"})
+        and not problems(engine={"placement": "ranks", "ranks": 3})
+    )
+    assert not problems(engine={"placement": "ranks", "ranks": 2, "tensor_parallel_size": 2}, rollout={"lag": 1})
+    assert not problems(engine={"placement": "ranks"}, lora={"rank": 4, "sync": "merged"}, sync={"way": "broadcast"})
+    assert not problems(engine={"placement": "ranks"}, lora={"rank": 4}, rollout={"slice_tokens": 8, "lag": 1})
+    assert not problems(engine={"placement": "ray", "replicas": 7, "tensor_parallel_size": 8})
 
 
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
         ({"rollout": {"lag": 1}}, "rollout.lag"),
-        ({"engine": {"apart": 4}}, "engine.apart is 4"),
-        ({"engine": {"apart": 1, "replicas": 2}}, "engine.replicas is 2"),
-        ({"engine": {"apart": "ray"}, "data": {"max_images": 1}}, "images do not go to actors"),
-        ({"engine": {"apart": 1, "tensor_parallel_size": 2}}, "engine.tensor_parallel_size"),
-        ({"engine": {"apart": 1}, "sync": {"way": "zero_copy"}}, "sync.way"),
-        ({"engine": {"apart": 1}, "policy": {"offload": "all"}}, "policy.offload"),
-        ({"engine": {"apart": 1}, "checkpoint": {"rollouts": True}}, "checkpoint.rollouts"),
-        ({"engine": {"apart": 1}, "rollout": {"lag": 1}, "algorithm": {"tis_cap": None}}, "algorithm.tis_cap"),
+        ({"engine": {"placement": "ranks", "ranks": 4}}, "engine.ranks is 4"),
+        ({"engine": {"placement": "ranks", "replicas": 2}}, "engine.replicas is 2"),
+        ({"engine": {"placement": "ray"}, "data": {"max_images": 1}}, "images do not go to actors"),
+        ({"engine": {"placement": "ranks", "tensor_parallel_size": 2}}, "engine.tensor_parallel_size"),
+        ({"engine": {"placement": "ranks"}, "sync": {"way": "zero_copy"}}, "sync.way"),
+        ({"engine": {"placement": "ranks"}, "policy": {"offload": "all"}}, "policy.offload"),
+        ({"engine": {"placement": "ranks"}, "checkpoint": {"rollouts": True}}, "checkpoint.rollouts"),
+        (
+            {"engine": {"placement": "ranks"}, "rollout": {"lag": 1}, "algorithm": {"tis_cap": None}},
+            "algorithm.tis_cap",
+        ),
     ],
 )
 def test_what_does_not_go_with_engines_apart_is_named(sections: dict[str, Any], key: str) -> None:
@@ -144,7 +151,7 @@ class OrderedEngines:
 
 
 def apart_rollouts(lag: int, steps: int = 9) -> tuple[RolloutsApart, OrderedEngines]:
-    config = make_config(engine={"apart": 1}, rollout={"lag": lag}, run={"steps": steps})
+    config = make_config(engine={"placement": "ranks"}, rollout={"lag": lag}, run={"steps": steps})
     engines = OrderedEngines()
     return RolloutsApart(config, engines, None, None, None, None, None), engines  # type: ignore[arg-type]
 
@@ -202,7 +209,7 @@ def test_answers_that_go_on_are_told_of_as_where_they_are_and_kept(
     lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.apart.take_over", lambda: cut_step(3))
-    config = make_config(engine={"apart": 1}, rollout={"lag": lag, "slice_tokens": 1})
+    config = make_config(engine={"placement": "ranks"}, rollout={"lag": lag, "slice_tokens": 1})
     parts: Any = config, OrderedEngines(), None, None, RewardPool(config.reward), None, None
     rollouts = SlicesApart(*parts)
     rollouts._apart.version = 3

@@ -1,0 +1,178 @@
+"""Where engines are (`engine.placement`): three records, which all that follows from the place of engines is read from.
+
+An engine shares the devices of ranks that train, in shifts (`shared`); or the last ranks of the run only generate, with
+engines on their own devices (`ranks`); or one last rank, without a device, holds engines in actors of Ray (`ray`).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from trainer.config.schema import EngineConfig, TrainConfig
+
+Problems = Callable[[TrainConfig, int, int], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What follows from the place of engines.
+
+    Attributes:
+        number: the key beside engine.placement that says how many; None: there is none.
+        generating: number of the last ranks that only generate; all others train.
+        workers: number of workers of all engines, of so many ranks of the run.
+        engine_ranks: consecutive ranks that make up one engine, the first of which leads it.
+        apart: engines are on other devices than the trainer's: they never sleep, weights and orders travel to them, and
+            what they have sampled goes to the ranks that train.
+        actors: engines are replicas in actors of Ray, and the rank that holds them has no device.
+        way: value of `sync.way` that auto stands for; None: the machine decides.
+        problems: a sentence for each setting of a recipe that does not go with it, of so many ranks of the run and on
+            this machine.
+    """
+
+    number: str | None
+    generating: Callable[[EngineConfig], int]
+    workers: Callable[[EngineConfig, int], int]
+    engine_ranks: Callable[[EngineConfig], int]
+    apart: bool
+    actors: bool
+    way: str | None
+    problems: Problems
+
+
+def placement(config: TrainConfig) -> Placement:
+    """The record of the recipe's engine.placement."""
+    return PLACEMENTS[config.engine.placement]
+
+
+def generating_ranks(config: TrainConfig) -> int:
+    """Number of ranks that generate and do nothing else; the last of the run."""
+    return placement(config).generating(config.engine)
+
+
+def training_ranks(config: TrainConfig, ranks: int) -> int:
+    """Number of ranks that train, of so many ranks of the run."""
+    return ranks - generating_ranks(config)
+
+
+def engine_workers(config: TrainConfig, ranks: int) -> int:
+    """Number of workers of all engines, of so many ranks of the run."""
+    return placement(config).workers(config.engine, ranks)
+
+
+def leads_engine(config: TrainConfig, number: int, ranks: int) -> bool:
+    """True on the first rank of an engine; `number` is the rank's among so many ranks of the run."""
+    place = placement(config)
+    generating = number - training_ranks(config, ranks) if place.apart else number
+    return generating >= 0 and generating % place.engine_ranks(config.engine) == 0
+
+
+def check_placement(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
+    """Yield a sentence, with the keys and the remedy, for all that does not go together.
+
+    Args:
+        ranks: number of ranks of the run.
+        neighbours: number of them on this machine.
+    """
+    chosen = placement(config)
+    for name, other in PLACEMENTS.items():
+        if other is not chosen and other.number and (value := getattr(config.engine, other.number)) > 1:
+            yield (
+                f"engine.{other.number} is {value}, but engine.placement is not {name}: set it, or leave "
+                f"{other.number} out"
+            )
+    yield from chosen.problems(config, ranks, neighbours)
+
+
+def _shared_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
+    size = config.engine.tensor_parallel_size
+    if neighbours % size:
+        what = "the number of ranks" if neighbours == ranks else "the ranks of one machine (LOCAL_WORLD_SIZE)"
+        yield f"{what} = {neighbours} must be divisible by engine.tensor_parallel_size ({size})"
+    if config.rollout.lag:
+        yield "rollout.lag is 1, but engines sleep while the policy learns: set engine.placement, or leave it out"
+
+
+def _ranks_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
+    generating, size = config.engine.ranks, config.engine.tensor_parallel_size
+    if generating >= ranks:
+        yield (
+            f"engine.ranks is {generating}, but there are {ranks} ranks, of which at least one has to train: start more"
+        )
+    if generating % size or neighbours % size or (neighbours != ranks and (ranks - generating) % size):
+        yield (
+            f"engine.ranks = {generating} of {ranks} ranks, {neighbours} on a machine, cannot be engines of "
+            f"engine.tensor_parallel_size = {size} that each have one machine: change one of them"
+        )
+    yield from _apart_problems(config)
+
+
+def _ray_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
+    if ranks < 2:
+        yield "engine.placement is ray, but there is 1 rank, which has to train: start one more, to hold the engines"
+    if find_spec("ray") is None:
+        yield "engine.placement is ray, which is not installed: pip install ray"
+    elif config.data.max_images:
+        yield ("engine.placement is ray, but data.max_images is set, and images do not go to actors: set it to ranks")
+    yield from _apart_problems(config)
+
+
+def _apart_problems(config: TrainConfig) -> Iterator[str]:
+    policy, sync, rollout = config.policy, config.sync, config.rollout
+    place = config.engine.placement
+    if sync.way not in ("auto", "broadcast"):
+        yield (
+            f"engine.placement is {place}, but sync.way is {sync.way}, which takes memory that both can reach: "
+            "leave it out"
+        )
+    if policy.offload != "none":
+        yield (
+            f"engine.placement is {place}, but policy.offload is {policy.offload}, and there is nothing to make room "
+            "for: leave it out"
+        )
+    if config.checkpoint.rollouts:
+        yield (
+            f"engine.placement is {place}, but checkpoint.rollouts is set, which keeps answers of the same ranks only: "
+            "leave it out"
+        )
+    if config.model.routes == "engine":
+        yield (
+            f"engine.placement is {place}, but model.routes is engine, which are handed over within the same ranks "
+            "only: set it to own or recorded"
+        )
+    if rollout.lag and config.algorithm.tis_cap is None and config.algorithm.keep_band is None:
+        yield "rollout.lag lets old weights sample, but algorithm.tis_cap is null: set it, or algorithm.keep_band"
+
+
+PLACEMENTS = {
+    "shared": Placement(
+        number=None,
+        generating=lambda engine: 0,
+        workers=lambda engine, ranks: ranks,
+        engine_ranks=lambda engine: engine.tensor_parallel_size,
+        apart=False,
+        actors=False,
+        way=None,
+        problems=_shared_problems,
+    ),
+    "ranks": Placement(
+        number="ranks",
+        generating=lambda engine: engine.ranks,
+        workers=lambda engine, ranks: engine.ranks,
+        engine_ranks=lambda engine: engine.tensor_parallel_size,
+        apart=True,
+        actors=False,
+        way="broadcast",
+        problems=_ranks_problems,
+    ),
+    "ray": Placement(
+        number="replicas",
+        generating=lambda engine: 1,
+        workers=lambda engine, ranks: engine.replicas * engine.tensor_parallel_size,
+        engine_ranks=lambda engine: 1,
+        apart=True,
+        actors=True,
+        way="broadcast",
+        problems=_ray_problems,
+    ),
+}
