@@ -37,6 +37,8 @@ from trainer.data import Prompt
 from trainer.rewards.pool import RewardPool
 from trainer.rollouts import StepAbandoned, Terms
 
+RANKS = {"placement": "ranks"}
+
 
 def problems(ranks: int = 4, neighbours: int = 4, **sections: dict[str, Any]) -> list[str]:
     recipe = {"model": {"path": "m"}} | sections | {"data": {"path": "d"} | sections.get("data", {})}
@@ -44,14 +46,10 @@ def problems(ranks: int = 4, neighbours: int = 4, **sections: dict[str, Any]) ->
 
 
 def test_what_goes_with_engines_apart_is_accepted() -> None:
-    assert (
-        not problems()
-        and not problems(engine={"placement": "ranks"})
-        and not problems(engine={"placement": "ranks", "ranks": 3})
-    )
-    assert not problems(engine={"placement": "ranks", "ranks": 2, "tensor_parallel_size": 2}, rollout={"lag": 1})
-    assert not problems(engine={"placement": "ranks"}, lora={"rank": 4, "sync": "merged"}, sync={"way": "broadcast"})
-    assert not problems(engine={"placement": "ranks"}, lora={"rank": 4}, rollout={"slice_tokens": 8, "lag": 1})
+    assert not problems() and not problems(engine=RANKS) and not problems(engine=RANKS | {"ranks": 3})
+    assert not problems(engine=RANKS | {"ranks": 2, "tensor_parallel_size": 2}, rollout={"lag": 1})
+    assert not problems(engine=RANKS, lora={"rank": 4, "sync": "merged"}, sync={"way": "broadcast"})
+    assert not problems(engine=RANKS, lora={"rank": 4}, rollout={"slice_tokens": 8, "lag": 1})
     assert not problems(engine={"placement": "ray", "replicas": 7, "tensor_parallel_size": 8})
 
 
@@ -59,15 +57,15 @@ def test_what_goes_with_engines_apart_is_accepted() -> None:
     ("sections", "key"),
     [
         ({"rollout": {"lag": 1}}, "rollout.lag"),
-        ({"engine": {"placement": "ranks", "ranks": 4}}, "engine.ranks is 4"),
-        ({"engine": {"placement": "ranks", "replicas": 2}}, "engine.replicas is 2"),
+        ({"engine": RANKS | {"ranks": 4}}, "engine.ranks is 4"),
+        ({"engine": RANKS | {"replicas": 2}}, "engine.replicas is 2"),
         ({"engine": {"placement": "ray"}, "data": {"max_images": 1}}, "images do not go to actors"),
-        ({"engine": {"placement": "ranks", "tensor_parallel_size": 2}}, "engine.tensor_parallel_size"),
-        ({"engine": {"placement": "ranks"}, "sync": {"way": "zero_copy"}}, "sync.way"),
-        ({"engine": {"placement": "ranks"}, "policy": {"offload": "all"}}, "policy.offload"),
-        ({"engine": {"placement": "ranks"}, "checkpoint": {"rollouts": True}}, "checkpoint.rollouts"),
+        ({"engine": RANKS | {"tensor_parallel_size": 2}}, "engine.tensor_parallel_size"),
+        ({"engine": RANKS, "sync": {"way": "zero_copy"}}, "sync.way"),
+        ({"engine": RANKS, "policy": {"offload": "all"}}, "policy.offload"),
+        ({"engine": RANKS, "checkpoint": {"rollouts": True}}, "checkpoint.rollouts"),
         (
-            {"engine": {"placement": "ranks"}, "rollout": {"lag": 1}, "algorithm": {"tis_cap": None}},
+            {"engine": RANKS, "rollout": {"lag": 1}, "algorithm": {"tis_cap": None}},
             "algorithm.tis_cap",
         ),
     ],
@@ -151,7 +149,7 @@ class OrderedEngines:
 
 
 def apart_rollouts(lag: int, steps: int = 9) -> tuple[RolloutsApart, OrderedEngines]:
-    config = make_config(engine={"placement": "ranks"}, rollout={"lag": lag}, run={"steps": steps})
+    config = make_config(engine=RANKS, rollout={"lag": lag}, run={"steps": steps})
     engines = OrderedEngines()
     return RolloutsApart(config, engines, None, None, None, None, None), engines  # type: ignore[arg-type]
 
@@ -209,7 +207,7 @@ def test_answers_that_go_on_are_told_of_as_where_they_are_and_kept(
     lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.apart.take_over", lambda: cut_step(3))
-    config = make_config(engine={"placement": "ranks"}, rollout={"lag": lag, "slice_tokens": 1})
+    config = make_config(engine=RANKS, rollout={"lag": lag, "slice_tokens": 1})
     parts: Any = config, OrderedEngines(), None, None, RewardPool(config.reward), None, None
     rollouts = SlicesApart(*parts)
     rollouts._apart.version = 3
