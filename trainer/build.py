@@ -1,17 +1,14 @@
 """Puts the parts of a run together: its ranks, policies and sharding manager."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from generation.engine.engine import Engine, Leader
+from generation.engine.engine import Leader
 from generation.importing import load
-from generation.rollouts.client import CapturingServer
 from sharding.apart.broadcast import Broadcast
 from sharding.apart.crews import EnginesApart, TrainersApart
 from sharding.apart.replicas import ReplicasApart, TrainersOfReplicas
@@ -22,39 +19,24 @@ from sharding.send.pull import Pull
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
 from sharding.send.ways import Staged, Way, ZeroCopy
 from sharding.wire.group import own_address
-from trainer.apart import OwnRounds, OwnSlices, RolloutsApart, SlicesApart
-from trainer.carried import SlicedRollouts
 from trainer.config.machine import resolve_device
 from trainer.config.placement import generating_ranks, placement, training_ranks
-from trainer.config.schema import ModelConfig, TrainConfig
-from trainer.data import load_tokenizer
+from trainer.config.schema import TrainConfig
 from trainer.distributed import destroy_process_group, init_process_group, say, store
-from trainer.errors import UserError
-from trainer.estimates.budget import over_budget
-from trainer.estimates.memory import GIB
-from trainer.estimates.model_sizes import model_sizes
-from trainer.kept import KeptRollouts
 from trainer.learning.learner import updates_asked
 from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
-from trainer.policy.attention import require_packing, require_sharing
 from trainer.policy.critic import Critic, make_critic
-from trainer.policy.hf_format import build_meta_model, checkpoint_views, freeze
-from trainer.policy.lora import BaseOfPolicy, adapter_format, add_adapters, factors, is_adapter, low_rank, peft_name
-from trainer.policy.routing import asked_routers
-from trainer.rewards.pool import RewardPool
-from trainer.rollouts import RolloutLevel, Rollouts
+from trainer.policy.hf_format import checkpoint_views
+from trainer.policy.lora import BaseOfPolicy, adapter_format, factors, is_adapter, low_rank, peft_name
+from trainer.rollouts.apart import Apart
+from trainer.rollouts.carried import CarriedPool
+from trainer.rollouts.pool import Pool
+from trainer.rollouts.round import Source, read_groups
+from trainer.rollouts.sampling import Sampling
 from trainer.run import processes
-from trainer.run.checkpoint import CARRIED_FILES
-from trainer.run.keeper import Identity
 from trainer.run.lock import RunLock
 from trainer.run.watchdog import Watchdog
-
-
-async def start_server(engine: Engine, **settings: Any) -> CapturingServer:
-    """The server that clients of rollouts talk to (level 6); `settings` are those of `ServerSettings`."""
-    from generation.server import OpenAIServer, ServerSettings  # with vLLM's web framework, for level 6 only
-
-    return await OpenAIServer.start(engine, ServerSettings(**settings))
+from trainer.start import Start
 
 
 @contextmanager
@@ -72,68 +54,6 @@ def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterato
         processes.install_signal_handlers(watchdog.current_phase)
         yield watchdog
     destroy_process_group()
-
-
-def rank_device(config: TrainConfig) -> torch.device:
-    """The device this rank trains on, or its engine is on."""
-    generates = rank(EVERYBODY) >= training_ranks(config, world_size(EVERYBODY))
-    has_none = placement(config).actors and generates
-    if resolve_device(config) == "cpu" or has_none:
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError unless the teacher, if there is one, has the same tokens under the same ids."""
-    teacher = config.algorithm.teacher
-    if teacher is not None:
-        own = load_tokenizer(ModelConfig(path=teacher, trust_remote_code=config.model.trust_remote_code))
-        if own.get_vocab() != tokenizer.get_vocab():
-            raise UserError(f"algorithm.teacher: {teacher} has another tokenizer than {config.model.path}")
-
-
-def check_model(config: TrainConfig) -> None:
-    """Raise UserError unless Transformers can build the model, and PEFT its adapters; tried without their weights.
-
-    And unless sequences can be packed and shared in it as the recipe asks for, its routers take the routes of the
-    recipe, and a way of weights that it names can be imported.
-    """
-    if ":" in config.sync.way:
-        try:
-            load(config.sync.way)
-        except ValueError as error:
-            raise UserError(f"sync.way: {error}") from error
-    path, dtype = config.model.path, getattr(torch, config.policy.dtype)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            model = build_meta_model(Path(path), config.model, dtype, torch.device("cpu"))
-            if config.lora.rank:
-                add_adapters(model, config.lora, dtype, "meta")
-            freeze(model, config.policy.freeze)
-            asked_routers(model, config.model.routes)
-    except UserError:
-        raise
-    except Exception as error:  # whatever the model's own code makes of its config.json
-        if "does not support an attention implementation" in str(error):
-            refused = f"{path} knows no {config.model.attn_implementation}"
-            raise UserError(
-                f"model.attn_implementation: {refused}: set it to eager, and batch.packing to false"
-            ) from error
-        keys = "model.path" + (" and lora.target_modules" if config.lora.rank else "")
-        raise UserError(f"{keys}: {path} cannot be built: {type(error).__name__}: {error}") from error
-    if config.batch.packing:
-        require_packing(model)
-    if config.policy.sequence_parallel > 1:
-        require_sharing(model)
-
-
-def check_budget(config: TrainConfig) -> None:
-    """Raise UserError, with the numbers, unless trainer and engine fit on this rank's GPU together."""
-    if rank_device(config).type == "cuda":
-        sizes, total = model_sizes(config, config.model.path, config.lora), torch.cuda.mem_get_info()[1] / GIB
-        ranks = training_ranks(config, world_size(EVERYBODY))
-        if problems := list(over_budget(config, sizes, ranks, total)):
-            raise UserError(*problems)
 
 
 def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Scorer | None, Critic | None]:
@@ -157,35 +77,44 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
     return policy, reference, critic
 
 
-def build_rollouts(
-    config: TrainConfig,
-    leader: Leader | None,
-    tokenizer: PreTrainedTokenizerBase,
-    rewards: RewardPool,
-    level: RolloutLevel,
-    start: Path | None,
-    identity: Identity,
-    sharding: ShardingManager | EnginesApart | None = None,
-) -> Rollouts:
-    """The rollouts of this rank; `start` is the checkpoint that the run, of that identity, resumes from, if it does.
-    `sharding`: what brings the engines this rank's policy, if it has one.
-    """
-    size = placement(config).engine_ranks(config.engine)
-    options: dict[str, Any] = {"engines": world_size() // size}
-    options["max_error_rate"] = config.rollout.max_error_rate
-    if placement(config).apart:
-        own, cut = (leader, tokenizer, rewards, store(), level), config.rollout.slice_tokens is not None
-        if isinstance(sharding, EnginesApart):
-            kind = SlicesApart if cut else RolloutsApart
-            return kind(config, sharding, *own, start=start, **options)
-        return OwnSlices(config, *own, start=start, **options) if cut else OwnRounds(*own, **options)
-    if config.rollout.slice_tokens is None:
-        if start is not None and any(start.glob(CARRIED_FILES)):
-            say(f"{start} has unfinished answers, which are left out, since rollout.slice_tokens is null now")
-        if config.checkpoint.rollouts:
-            return KeptRollouts(config, identity, leader, tokenizer, rewards, store(), level, **options)
-        return Rollouts(leader, tokenizer, rewards, store(), level, **options)
-    return SlicedRollouts(config, leader, tokenizer, rewards, store(), level, start=start, **options)
+def build_sampling(start: Start, resources: ExitStack, give_up: Callable[[], bool]) -> Sampling:
+    """The sampling of a rank whose crew has engines. `give_up`: whether to leave a step's answers be."""
+    config, lengths = start.config, start.state.lengths
+    pool = Pool(
+        start.leader,
+        start.tokenizer,
+        start.rewards,
+        store(),
+        start.level,
+        engines=world_size() // placement(config).engine_ranks(config.engine),
+        max_error_rate=config.rollout.max_error_rate,
+    )
+    carried: CarriedPool | None = None
+    if config.rollout.slice_tokens is not None:
+        carried = CarriedPool(config, pool, partial(start.prompts.take, seed=config.run.seed), start.carried)
+    elif start.carried is not None and read_groups(start.carried):
+        say(f"{start.carried} has unfinished answers, which are left out, since rollout.slice_tokens is null now")
+    sampling = Sampling(
+        config,
+        pool,
+        start.prompts,
+        start.sampling,
+        start.held_outs,
+        lengths=lengths if config.rollout.order == "longest_first" else None,
+        give_up=give_up,
+        carried=carried,
+    )
+    resources.callback(sampling.close)
+    return sampling
+
+
+def build_source(
+    start: Start, sharding: ShardingManager | EnginesApart, resources: ExitStack, give_up: Callable[[], bool]
+) -> Source:
+    """The source of answers of a rank that trains, whose weights `sharding` brings to the engines."""
+    if isinstance(sharding, EnginesApart):
+        return Apart(start.config, sharding, start.carried)
+    return build_sampling(start, resources, give_up)
 
 
 def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager | EnginesApart:

@@ -73,7 +73,7 @@ def _dispatch(argv: list[str]) -> int:
             processor_arguments(config, resolve_device(config) == "cuda")
         if config.rollout != RolloutConfig():
             from trainer.data import load_tokenizer
-            from trainer.rollouts import RolloutLevel
+            from trainer.rollouts.level import RolloutLevel
 
             RolloutLevel(config, load_tokenizer(config.model))  # loads what that section names
         return 0
@@ -127,10 +127,10 @@ def check_inputs(config: TrainConfig, command: str) -> None:
 
     The model itself is tried without its weights.
     """
-    from trainer.build import check_model, check_teacher
+    from trainer.checks import check_model, check_teacher
     from trainer.data import load_held_out, load_prompts, load_tokenizer
     from trainer.engines import processor_arguments
-    from trainer.rollouts import RolloutLevel
+    from trainer.rollouts.level import RolloutLevel
 
     if command == "sft":
         from trainer.commands.sft import load_transcripts
@@ -271,7 +271,7 @@ def _commands() -> dict[str, str]:
 def _module(command: str) -> ModuleType:
     check_torch_libraries()
     with without_collections():
-        return import_module("trainer.crews" if command == "train" else f"trainer.commands.{command}")
+        return import_module("trainer.rank" if command == "train" else f"trainer.commands.{command}")
 
 
 def _reporting(action: Callable[[], int]) -> int:

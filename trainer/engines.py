@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -15,10 +16,11 @@ from generation.engine.replicas import ReplicatedEngine, join_cluster
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places
 from generation.engine.vllm_compat import fork_engines
+from generation.rollouts.client import CapturingServer
 from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.ranks import EVERYBODY, rank, world_size
 from trainer.config.machine import resolve_device
-from trainer.config.placement import leads_engine, placement
+from trainer.config.placement import leads_engine, placement, training_ranks
 from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.policy.hf_format import resolve_folder
@@ -92,6 +94,22 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
     settings = engine_settings(config, resolve_device(config) == "cuda")  # this rank itself has no device
     join_cluster(engine.replicas * engine.tensor_parallel_size)
     return _start(ReplicatedEngine(settings, engine.replicas, engine.restarts), engine.start_timeout_s)
+
+
+def rank_device(config: TrainConfig) -> torch.device:
+    """The device this rank trains on, or its engine is on."""
+    generates = rank(EVERYBODY) >= training_ranks(config, world_size(EVERYBODY))
+    has_none = placement(config).actors and generates
+    if resolve_device(config) == "cpu" or has_none:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+async def start_server(engine: Engine, **settings: Any) -> CapturingServer:
+    """The server that clients of rollouts talk to (level 6); `settings` are those of `ServerSettings`."""
+    from generation.server import OpenAIServer, ServerSettings  # with vLLM's web framework, for level 6 only
+
+    return await OpenAIServer.start(engine, ServerSettings(**settings))
 
 
 def _start(engine: Engine, timeout: float) -> Leader:

@@ -4,27 +4,20 @@ pass@k and majority@k are estimated from n ≥ k answers without bias and withou
 subsets of k of the n answers, computed in whole numbers, and so exact for any n.
 """
 
-import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import comb
 from typing import TYPE_CHECKING
 
-import numpy
-import torch
-
-from generation.engine.sampling import SamplingSettings
-from generation.rollouts.episode import RolloutSettings
 from generation.trajectory import by_episode
 from trainer.config.schema import EvalConfig, TrainConfig
-from trainer.data import PromptDataset, load_held_out
+from trainer.data import load_held_out
 from trainer.engines import evaluation_sampling
 from trainer.learning.answers import Answer
-from trainer.rollouts import RolloutLevel, Rollouts, Terms
+from trainer.rollouts.level import RolloutLevel
+from trainer.rollouts.sampling import HeldOut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,16 +81,6 @@ def _ways(counts: Sequence[int], abstaining: int, most: int, cast: int) -> Count
 Metrics = dict[str, float]
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """One dataset to evaluate on."""
-
-    name: str  # empty for the only one, which data.eval_path names
-    prompts: PromptDataset
-    sampling: SamplingSettings
-    samples: int  # answers for each prompt
-
-
 def load_held_outs(
     config: TrainConfig, level: RolloutLevel, tokenizer: "PreTrainedTokenizerBase", end_ids: list[int]
 ) -> list[HeldOut]:
@@ -108,38 +91,6 @@ def load_held_outs(
         sampling = evaluation_sampling(config, dataset, end_ids)
         found.append(HeldOut(name, prompts, sampling, dataset.samples or config.eval.samples))
     return found
-
-
-def sample_held_out(
-    config: TrainConfig, rollouts: Rollouts, held_out: HeldOut, version: int = 0, step: int = -1
-) -> list[Answer]:
-    """All engines' answers to a dataset's prompts, scored, with details and votes. Collective.
-
-    The engines hold weights of `version`. `step` chooses the samples' seeds: -1 before a run's first step, one less
-    after each.
-    """
-    seed, extra = config.run.seed, config.data.chat_template_kwargs
-    settings = RolloutSettings(
-        held_out.samples, held_out.sampling, version, seed, step, chat_template_kwargs=extra, evaluation=True
-    )
-    deadline, voting = config.run.first_step_deadline_s, bool(config.eval.k)
-    return rollouts.run(list(held_out.prompts), settings, Terms(deadline, details=True), voting)
-
-
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Restores the global generators of Python, NumPy and torch after the block, whatever it draws from them.
-
-    Samples have seeds of their own; this is about tools, environments and rewards that use those generators.
-    """
-    python, numbers = random.getstate(), numpy.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(numbers)
 
 
 def evaluation_metrics(answers: Mapping[str, Sequence[Answer]], label: str | None, config: EvalConfig) -> Metrics:

@@ -1,52 +1,40 @@
 """The training loop. One step is read here from top to bottom; everything else is machinery behind names.
 
-Left out on purpose: a scheduler, roles, workers and controllers. Every rank runs this file, under torchrun or alone;
-what one rank decides is decided by all alike, or exchanged in one of the few collectives that the parts document.
+Left out on purpose: a scheduler, roles, workers and controllers. Every rank that trains runs this file, under torchrun
+or alone; what one rank decides is decided by all alike, or exchanged in one of the few collectives that the parts
+document.
 """
 
 import gc
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from generation.engine.sampling import NotFiniteError
-from generation.rollouts.episode import RolloutSettings
 from sharding.manager import ShardingManager
-from sharding.ranks import EVERYBODY, RemoteError, agreed, is_main, world_size
-from trainer.build import (
-    build_models,
-    build_rollouts,
-    build_sharding,
-    check_budget,
-    check_model,
-    check_teacher,
-    rank_device,
-    start_server,
-)
-from trainer.config.machine import resolve_device
-from trainer.config.placement import engine_workers
+from sharding.ranks import RemoteError, is_main, world_size
+from trainer.build import build_models, build_sharding, build_source
 from trainer.config.schema import TrainConfig
-from trainer.config.ways import local_ranks, settled
-from trainer.data import load_prompts, load_tokenizer
-from trainer.engines import end_token_ids, fetch_model, processor_arguments, stop_engine, training_sampling
-from trainer.evaluation import evaluation_metrics, load_held_outs, random_states_kept, sample_held_out
+from trainer.data import Prompt
+from trainer.engines import rank_device
+from trainer.evaluation import evaluation_metrics
 from trainer.learning import Learner, Metrics, StepSampling, reward_errors, rollout_metrics
 from trainer.learning.answers import Answer
 from trainer.learning.shown import answer_rows, failure_lines, token_rows
-from trainer.restarts import EngineRestarts
-from trainer.rewards.pool import RewardPool
-from trainer.rollouts import RolloutLevel, StepAbandoned, Terms
+from trainer.rollouts.journal import Journal
+from trainer.rollouts.pool import StepAbandoned, note_answers
+from trainer.rollouts.round import Order, Round
+from trainer.rollouts.sampling import prompts_at, random_states_kept
 from trainer.run.checkpoint import load
 from trainer.run.finish import export_and_report
-from trainer.run.keeper import Identity, Keeper, find_checkpoint, make_run_tracker, run_identity
+from trainer.run.keeper import Keeper, make_run_tracker
 from trainer.run.meters import PhaseMeter, StepProfiler
-from trainer.run.screen import ANSWERS_SHOWN, Progress
+from trainer.run.screen import ANSWERS_SHOWN
 from trainer.run.watchdog import Watchdog
+from trainer.start import Start, begin
 from trainer.types import culprits
 
 T = TypeVar("T")
@@ -57,30 +45,26 @@ class RLTrainer:
 
     def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
         """Build everything, cheapest and likeliest to fail first. `resources` closes it again, however the run ends."""
-        config, way = settled(config, world_size(), local_ranks(os.environ, world_size()))
-        self.config, self.watchdog = config, watchdog
+        self.watchdog = watchdog
         # Some rows of the latest evaluation, or of the latest step where there is none; on rank 0.
         self.last_answers: list[dict[str, Any]] = []
         self.left_out: list[str] = []  # weights that the engines take nothing of
-        self.screen = Progress(config.run.steps, enabled=is_main())
-        if way:
-            self.screen.note(way)
-        resources.enter_context(self.screen.follow(self.doing))
-        level = self.load_inputs()
-        identity = run_identity(config, self.prompts.fingerprint, self.tokenizer)
-        start, self.state = find_checkpoint(config, identity)  # of the run besides the policy; checkpoints keep both
-        self.start_engine(resources)
-        self.build(resources, level, start, identity)
+        start = begin(config, watchdog, resources, self.doing)
+        self.config, self.screen, self.state, self.restarts = start.config, start.screen, start.state, start.restarts
+        self.tokenizer, self.rewards = start.tokenizer, start.rewards
+        self.prompts, self.held_outs = start.prompts, start.held_outs
+        self.build(resources, start)
         gc.collect()
         gc.freeze()  # the collections of each shift, 0.4 s each, need not look again at what is there by now
 
-    def build(self, resources: ExitStack, level: RolloutLevel, start: Path | None, identity: Identity) -> None:
-        """The models, their way to the engines, and all that a step needs; as they were in the checkpoint `start`."""
+    def build(self, resources: ExitStack, start: Start) -> None:
+        """The models, their way to the engines, and all that a step needs; as they were in the checkpoint, if any."""
         config, watchdog, device = self.config, self.watchdog, rank_device(self.config)
         self.screen.note(f"loading {config.model.path} for training")
         self.policy, reference, critic = build_models(config, device)
-        self.others = [critic] if critic is not None else []  # whose memory a generation shift can do without, too
-        self.sharding = build_sharding(config, self.policy, self.leader)
+        # Whose memory a generation shift can do without, besides the policy's.
+        self.tenants = [critic] if critic is not None else []
+        self.sharding = build_sharding(config, self.policy, start.leader)
         resources.callback(self.sharding.close)
         if isinstance(self.sharding, ShardingManager):  # engines apart are not started again
             self.restarts.sharding = self.sharding
@@ -88,75 +72,37 @@ class RLTrainer:
             self.sharding.connect()
             self.sharding.sleep()
         except RemoteError as failure:
-            self.restarts.after(failure, self.policy, *self.others)
-        again = start if self.state.prompts else None  # a checkpoint of other data says nothing of these prompts
-        others: dict[str, Any] = {"start": again, "identity": identity, "sharding": self.sharding}
-        self.rollouts = build_rollouts(config, self.leader, self.tokenizer, self.rewards, level, **others)
-        resources.callback(self.rollouts.close)
-        pad_id, weights = self.tokenizer.pad_token_id, self.rewards.weights
-        known: dict[str, Any] = {"pad_id": pad_id, "reward_weights": weights, "untrained": self.rollouts.untrained}
-        self.learner = Learner(config, self.policy, reference, critic=critic, **known)
+            self.restarts.after(failure, self.policy, *self.tenants)
+        self.source = build_source(start, self.sharding, resources, give_up=lambda: self.keeper.late_to_leave())
+        self.produce = self.source.produce
+        if config.checkpoint.rollouts:
+            self.produce = Journal(self.source, config, start.identity).produce
+        self.learner = Learner(
+            config,
+            self.policy,
+            reference,
+            pad_id=self.tokenizer.pad_token_id,
+            reward_weights=self.rewards.weights,
+            critic=critic,
+            untrained=self.source.untrained,
+        )
         parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
-        if start is not None:
-            load(start, parts)
-        carried = self.rollouts.carried  # answers that are not trained yet
-        self.keeper = Keeper(config, watchdog, self.state, parts=parts, identity=identity, carried=carried)
+        if start.checkpoint is not None:
+            load(start.checkpoint, parts)
+        carried = self.source.carried  # answers that are not trained yet
+        self.keeper = Keeper(config, watchdog, self.state, parts=parts, identity=start.identity, carried=carried)
         resources.callback(self.keeper.close)
         self.tracker = make_run_tracker(config, self.state)
         resources.callback(self.tracker.close)
         works = {id(m.work): m.work for m in (self.policy, reference, critic) if m is not None}  # a base is its policy
         deadline, dtype = config.run.first_step_deadline_s, config.policy.dtype
-        self.meter = PhaseMeter(device, self.leader, watchdog, deadline, works=[*works.values()], dtype=dtype)
+        self.meter = PhaseMeter(device, start.leader, watchdog, deadline, works=[*works.values()], dtype=dtype)
         self.profiler = StepProfiler(config.run.profile, config.run.folder / "profile", device, enabled=is_main())
-
-    @property
-    def version(self) -> int:
-        """Of the weights that sample."""
-        return self.policy.version
-
-    def late_to_leave(self) -> bool:
-        """True where rollouts are to be given up, since the run is asked to end."""
-        return self.keeper.late_to_leave()
 
     def doing(self) -> str:
         """This rank's phase, for the screen."""
         phase = self.watchdog.current_phase()
-        return f"{phase}, {self.rollouts.finished} answers" if phase.endswith(("rollout", "eval")) else phase
-
-    def load_inputs(self) -> RolloutLevel:
-        """Tokenizer, prompts and reward functions; the models are tried without their weights. Raises UserError."""
-        config = self.config
-        processor_arguments(config, resolve_device(config) == "cuda")
-        self.tokenizer = load_tokenizer(config.model)
-        check_model(config)
-        check_budget(config)
-        check_teacher(config, self.tokenizer)
-        level = RolloutLevel(config, self.tokenizer, start_server)
-        self.rewards = RewardPool(config.reward)
-        level.data = self.rewards.columns(level.data)
-        self.prompts = load_prompts(level.data, self.tokenizer, level.image_rules)
-        found, dropped = len(self.prompts), self.prompts.dropped
-        self.screen.note(f"{found} prompts from {config.data.path}, {dropped} too long and left out")
-        self.end_ids = ends = end_token_ids(config.model.path, self.tokenizer)
-        self.held_outs = load_held_outs(config, level, self.tokenizer, ends) if config.eval.every else []
-        return level
-
-    def start_engine(self, resources: ExitStack) -> None:
-        """This rank's engine, if it leads one, and reward workers beside it.
-
-        Before the policy: vLLM measures free memory while it starts, and asserts that none is freed
-        (https://github.com/vllm-project/vllm/issues/56830).
-        """
-        config, size = self.config, self.config.engine.tensor_parallel_size
-        count = engine_workers(config, world_size()) // size
-        self.screen.note(f"starting {count} engine(s) for {config.model.path}")
-        with agreed("fetching the model", among=EVERYBODY):
-            fetch_model(config)
-        self.restarts = EngineRestarts(config, rank_device(config), self.watchdog)
-        self.leader = self.restarts.first_start()
-        resources.callback(stop_engine, self.leader)
-        if self.leader is not None:
-            resources.enter_context(self.rewards)
+        return f"{phase}, {self.source.finished} answers" if phase.endswith(("rollout", "eval")) else phase
 
     def train(self) -> None:
         """Every step to the last, with evaluations and checkpoints where they are due; then the exports."""
@@ -173,7 +119,7 @@ class RLTrainer:
                         self.train_step(state.step + 1)
                 except StepAbandoned:
                     self.sharding.sleep()  # all ranks are still in step, and the memory is the trainer's again
-                    self.rollouts.take_back(state.step + 1)
+                    self.source.take_back(state.step + 1)
                     self.keeper.leave()
             deadline = config.run.step_deadline_s
         with self.watchdog.phase("finish", config.run.first_step_deadline_s):
@@ -186,9 +132,10 @@ class RLTrainer:
         config, began = self.config, time.perf_counter()
         # By the engine; reward functions score each answer as soon as it is there.
         # Only then are its prompts taken: a step that is given up, or sampled anew, has taken none.
-        sampled, self.state.prompts = self.in_shift(partial(self.sample, step), may_leave=True)
+        sampled, last = self.in_shift(partial(self.sample, step), may_leave=True)
+        self.state.prompts = last.position
         with self.meter.phase("update"):
-            metrics = rollout_metrics(sampled.answers) | sampled.metrics() | self.rollouts.figures()
+            metrics = rollout_metrics(sampled.answers) | sampled.metrics() | last.figures
             metrics |= self.learner.learn(*sampled.kept(), step)  # scores by the models, credit, updates
         metrics |= {"time/step": time.perf_counter() - began}
         self.state.count_step(metrics)
@@ -216,14 +163,14 @@ class RLTrainer:
                 with self.generation_shift():
                     return work()
             except RemoteError as failure:
-                self.restarts.after(failure, self.policy, *self.others, may_leave=may_leave)
+                self.restarts.after(failure, self.policy, *self.tenants, may_leave=may_leave)
 
     @contextmanager
     def generation_shift(self) -> Iterator[None]:
         """The engines awake at the policy's version; afterwards asleep, with the shift's own cost on the meter."""
         with self.watchdog.phase("generation shift", self.config.run.first_step_deadline_s):
             try:
-                with self.sharding.generation_shift(self.policy, *self.others):
+                with self.sharding.generation_shift(self.policy, *self.tenants):
                     yield
                     gc.collect()  # an OpenAI client, say, leaves cycles with 200 KiB of certificates, unknown to Python
                     self.meter.note_engine_memory("awake")
@@ -241,49 +188,54 @@ class RLTrainer:
             weights = f"{count} weight{'s' * (count != 1)}"
             self.screen.note(f"vLLM leaves out {weights} of this model: {', '.join(self.left_out)}")
 
-    def sample(self, step: int) -> tuple[StepSampling, int]:
+    def sample(self, step: int) -> tuple[StepSampling, Round]:
         """The step's prompts, from where the last step stopped, and all engines' answers to them with their rewards.
 
-        In rounds, where that is asked. Also the position in the data of the prompt that comes next.
+        In rounds, where that is asked; also the last of these.
         """
-        config, sampled = self.config, StepSampling(self.config)
-        self.rollouts.take_back(step)
-        position, sampling = self.state.prompts, training_sampling(config, self.end_ids)
-        group, version, template = config.algorithm.group_size, self.version, config.data.chat_template_kwargs
-        lengths = self.state.lengths if config.rollout.order == "longest_first" else None
-        late, apart = self.late_to_leave, config.algorithm.rewards_apart
-        terms = Terms(config.run.first_step_deadline_s, late, apart, lengths)
-        source = partial(self.prompts.take, seed=config.run.seed)
-        while sampled.missing:
-            settings = RolloutSettings(
-                group, sampling, version, seed=sampled.seed(step), step=step, chat_template_kwargs=template
-            )
-            with self.meter.phase("rollout", self.rollouts.waits_for):
-                prompts, answers, position = self.rollouts.take(source, position, sampled.missing, settings, terms)
-            sampled.add(prompts, answers)
-        return sampled, position
+        order = Order(step, self.policy.version, self.state.prompts)
+        sampled, lengths = StepSampling(self.config), self.state.lengths
+        with self.meter.phase("rollout", self.source.waits_for):
+            rounds = self.produce(order)
+            for each in rounds:
+                prompts = prompts_at(self.prompts, self.config, each)
+                sampled.add(prompts, self.checked_answers(each, order, prompts, lengths))
+        return sampled, rounds[-1]
+
+    def checked_answers(
+        self, sampled: Round, order: Order, prompts: list[Prompt], lengths: dict[int, int] | None = None
+    ) -> list[Answer]:
+        """All ranks' answers of a round, if not too many have failed; their lengths are noted. Collective."""
+        rollout = self.config.rollout
+        aged = not order.evaluates and (rollout.lag > 0 or rollout.slice_tokens is not None)
+        details = order.evaluates or self.config.algorithm.rewards_apart
+        answers = sampled.answers(details, order.version if aged else None)
+        note_answers(answers, prompts, rollout.max_error_rate, lengths if rollout.order == "longest_first" else None)
+        return answers
+
+    def sample_held_outs(self) -> dict[str, list[Answer]]:
+        """All engines' answers to the held-out prompts, by dataset."""
+        order = Order(-1 - self.state.step, self.policy.version, self.state.prompts)
+        answers: dict[str, list[Answer]] = {}
+        self.last_answers = []
+        with self.meter.phase("eval"):
+            rounds = self.produce(order)
+            for held_out, sampled in zip(self.held_outs, rounds, strict=True):
+                answers[held_out.name] = self.checked_answers(sampled, order, list(held_out.prompts))
+        for held_out in self.held_outs:
+            found = answers[held_out.name]
+            for line in failure_lines(found, reward_errors(found), "count as wrong"):
+                self.screen.note(f"evaluation {held_out.name}: {line}")
+            self.last_answers += answer_rows(found[:ANSWERS_SHOWN], list(held_out.prompts), self.tokenizer)
+        return answers
 
     def evaluate(self) -> Metrics:
         """Answers to the held-out prompts with evaluation's own sampling settings, in a shift of their own.
 
         Nothing that is drawn here changes what training and other datasets get.
         """
-        version, step = self.version, -1 - self.state.step
-
-        def sample() -> dict[str, list[Answer]]:
-            answers: dict[str, list[Answer]] = {}
-            self.last_answers = []
-            for held_out in self.held_outs:
-                with self.meter.phase("eval"):
-                    found = sample_held_out(self.config, self.rollouts, held_out, version=version, step=step)
-                answers[held_out.name] = found
-                for line in failure_lines(found, reward_errors(found), "count as wrong"):
-                    self.screen.note(f"evaluation {held_out.name}: {line}")
-                self.last_answers += answer_rows(found[:ANSWERS_SHOWN], list(held_out.prompts), self.tokenizer)
-            return answers
-
         with random_states_kept():
-            answers = self.in_shift(sample)
+            answers = self.in_shift(self.sample_held_outs)
         # The recipe's first reward function is the one that tells right from wrong.
         metrics = evaluation_metrics(answers, next(iter(self.rewards.labels), None), self.config.eval)
         self.state.count_evaluation(metrics["eval/reward"])

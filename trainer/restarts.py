@@ -23,7 +23,7 @@ from sharding.ranks import RemoteError, agreed, exchange
 from trainer.config.schema import TrainConfig
 from trainer.distributed import say
 from trainer.engines import start_engine
-from trainer.rollouts import StepAbandoned
+from trainer.rollouts.pool import StepAbandoned
 from trainer.run.watchdog import Watchdog
 
 _HOUR = 3600.0

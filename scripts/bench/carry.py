@@ -22,19 +22,17 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import msgspec
 from common import PRESETS, add_engine, add_model, command_line, engine_for, save, show, start
 from torch.distributed import HashStore
 
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
-from generation.rollouts.carried import CarriedGroup
 from generation.rollouts.episode import RolloutSettings, one_shot
-from trainer.carried import SlicedRollouts
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age
 from trainer.data import Prompt, PromptDataset
-from trainer.rollouts import Rollouts, Terms
+from trainer.rollouts.carried import CarriedPool
+from trainer.rollouts.pool import Pool, Terms
 
 Row = dict[str, float]
 
@@ -67,13 +65,15 @@ class Steps:
         rewards: Any = SimpleNamespace(labels=[], take_counts=dict, check_error_rate=lambda counts: None)
         level: Any = SimpleNamespace(function=one_shot, messages=lambda _: None, aclose=nothing, image_rules=None)
         tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")
-        make: Any = partial(SlicedRollouts, self.config) if sliced else Rollouts
-        self.rollouts: Rollouts = make(leader, tokenizer, rewards, HashStore(), level)
+        self.pool = Pool(leader, tokenizer, rewards, HashStore(), level)
         self.position, self.number = 0, 0
         vocabulary = PRESETS[options.preset][-1]
         self.ends = list(range(1, 1 + max(1, round(vocabulary / options.mean))))
         ids = tuple(range(100, 100 + options.prompt_tokens - 1))
         self.prompts = PromptDataset([Prompt(i, (i % (vocabulary - 1), *ids), {}) for i in range(4096)])
+        self.carried: CarriedPool | None = None
+        if sliced:
+            self.carried = CarriedPool(self.config, self.pool, partial(self.prompts.take, seed=0))
 
     def step(self, again: bool = False, lengths: dict[int, int] | None = None) -> Row:
         """One more; its figures. `again`: with the prompts and the seeds of the one before."""
@@ -84,22 +84,25 @@ class Steps:
         self.leader.thread.run(self.leader.engine.reset_prefix_cache(), 60, "resetting the prefix cache")
         prefill = self.prefill()
         began = time.perf_counter()
-        _, answers, position = self.rollouts.take(
-            lambda at, count: self.prompts.take(at, count, 0), at, count, settings, Terms(3600, lengths=lengths)
-        )
+        terms, position, ages = Terms(3600, lengths=lengths), at + count, dict[str, float]()
+        if self.carried is not None:
+            taken = self.carried.take(at, count, settings, terms)
+            answers, position, ages = taken.answers(), taken.position, taken.figures
+        else:
+            answers = self.pool.run(self.prompts.take(at, count, 0), settings, terms)
         seconds = time.perf_counter() - began
         self.position = at if again or lengths is not None else position
         sampled = [answer.sampled for answer in answers]
         figures = {"seconds": seconds, "tokens": float(sum(sampled)), "longest": float(max(sampled))}
         figures["prefill"] = prefill
-        return figures | {"rate": sum(sampled) / seconds} | self.rollouts.figures()
+        return figures | {"rate": sum(sampled) / seconds} | ages
 
     def prefill(self) -> float:
         """Seconds that the engine needs to compute the caches of all answers that go on, without going on."""
-        if not (carried := self.rollouts.carried()):
-            return 0.0
-        groups = msgspec.msgpack.decode(carried, type=list[CarriedGroup])
+        groups = [] if self.carried is None else self.carried.groups()
         unfinished = [answer for group in groups for answer in group.unfinished.values() if answer.token_ids]
+        if not unfinished:
+            return 0.0
         engine, sampling = self.leader.engine, SamplingSettings(1)
 
         async def compute() -> float:
@@ -123,7 +126,8 @@ def benchmark(options: argparse.Namespace) -> None:
         for _ in range(oldest_age(sliced.config)):
             sliced.step()
         rows["slices"] = [sliced.step() for _ in range(options.rounds)]
-        sliced.rollouts.close()
+        assert sliced.carried is not None
+        sliced.carried.close()
         many = Steps(leader, options, False, 2 * options.max_num_seqs // options.group)
         lengths: dict[int, int] = {}
         many.step(lengths=lengths)  # remembers them

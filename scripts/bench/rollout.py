@@ -4,7 +4,7 @@
     python scripts/bench/rollout.py [--preset 10M] [--prompts 32] [--group 8] [--max-tokens 64] [--json FILE]
 
 bare    every request of the batch handed to AsyncLLM.generate at once, in one asyncio.gather
-ours    generation.rollouts.run.rollout, with a reward that costs nothing
+ours    generation.rollouts.episodes.rollout, with a reward that costs nothing
 
 The prefix cache is emptied before each measurement, and which of the two goes first alternates. The last column is the
 share of answers that are the same token by token: all in float32 on CPU, fewer where the arithmetic depends on the
@@ -33,7 +33,7 @@ from common import (
 
 from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings, sample_seed, vllm_sampling_params
-from generation.rollouts.run import RolloutSettings, rollout
+from generation.rollouts.episodes import RolloutSettings, rollout
 from generation.trajectory import Trajectory
 
 Tokens = dict[tuple[int, int], list[int]]

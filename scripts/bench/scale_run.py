@@ -47,10 +47,10 @@ from trainer import distributed
 from trainer.config.schema import TrainConfig
 from trainer.learning import answers as answers_of
 from trainer.loop import RLTrainer
-from trainer.restarts import EngineRestarts
-from trainer.rollouts import Rollouts
+from trainer.rollouts.pool import Pool
 from trainer.run import checkpoint, processes
 from trainer.run.watchdog import Watchdog
+from trainer.start import Start
 
 PROMPTS, GROUP = 2, 8  # of each rank in a step
 STEPS = 2  # of which the last is counted: the first sync is another
@@ -149,7 +149,7 @@ class Loaded(nn.Module):
             own[name].copy_(weight)
 
 
-class ListedRollouts(Rollouts):
+class ListedPool(Pool):
     """Every rank's engine takes `PROMPTS` prompts and answers them from a list, alike on all ranks."""
 
     requests: ClassVar[Counter[str]] = Counter()
@@ -163,7 +163,7 @@ class ListedRollouts(Rollouts):
             self._store.add(f"rollout/{self._rounds}", 1)
         found = listed(rank(), settings.policy_version)
         for trajectory in found:
-            await self._score(trajectory, prompts[trajectory.prompt_index])
+            await self.score(trajectory, prompts[trajectory.prompt_index])
         return found
 
 
@@ -191,15 +191,11 @@ def listed(number: int, version: int) -> list[Trajectory]:
     return found
 
 
-class CountedTrainer(RLTrainer):
-    """The loop, with an engine in this process that only takes weights."""
-
-    def start_engine(self, resources: contextlib.ExitStack) -> None:
-        """See `RLTrainer`."""
-        self.restarts = EngineRestarts(self.config, torch.device("cpu"), self.watchdog)
-        sizes = SimpleNamespace(dtype=torch.float32, tensor_parallel_size=1)
-        worker = Worker(Loaded(self.config.model.path), SimpleNamespace(model_config=sizes, parallel_config=sizes))
-        self.leader = Leader(OneWorker(worker), Thread())  # type: ignore[arg-type]
+def without_engine(start: Start, _: contextlib.ExitStack) -> None:
+    """In the place of `trainer.start.start_engine`: an engine in this process that only takes weights."""
+    sizes = SimpleNamespace(dtype=torch.float32, tensor_parallel_size=1)
+    worker = Worker(Loaded(start.config.model.path), SimpleNamespace(model_config=sizes, parallel_config=sizes))
+    start.leader = Leader(OneWorker(worker), Thread())  # type: ignore[arg-type]
 
 
 def recipe(folder: Path, ranks: int) -> TrainConfig:
@@ -237,7 +233,8 @@ def count_run(folder: Path, simulated: bool = False) -> dict[str, Any]:
         watchdog = resources.enter_context(Watchdog(distributed.store(), rank(), ranks))
         sockets = Path(resources.enter_context(tempfile.TemporaryDirectory()))
         for place in (
-            mock.patch("trainer.build.Rollouts", ListedRollouts),
+            mock.patch("trainer.build.Pool", ListedPool),
+            mock.patch("trainer.start.start_engine", without_engine),
             mock.patch.object(extension, "_PLAIN_ON_CPU", True),
             mock.patch.object(processes, "private_folder", return_value=sockets),
             mock.patch.object(checkpoint, "write", functools.partial(timed_writing, found, checkpoint.write)),
@@ -245,15 +242,15 @@ def count_run(folder: Path, simulated: bool = False) -> dict[str, Any]:
         ):
             resources.enter_context(place)
         with counted:
-            trainer = CountedTrainer(config, watchdog, resources)
+            trainer = RLTrainer(config, watchdog, resources)
         found["start"] = counted.take()
         for step in range(1, STEPS + 1):
-            ListedRollouts.requests.clear()
+            ListedPool.requests.clear()
             began = time.perf_counter()
             with counted:
                 trainer.train_step(step)
             found |= {"step": counted.take(), "seconds": time.perf_counter() - began}
-            found["requests"] = ListedRollouts.requests["add"]
+            found["requests"] = ListedPool.requests["add"]
         found["peak"] = peak_bytes()
         trainer.keeper.finish()
         [saved] = (config.run.folder / "checkpoints").glob("step_*")

@@ -23,7 +23,7 @@ from common import PRESETS, add_engine, add_model, command_line, engine_for, med
 from rollout import bare
 
 from generation.engine.sampling import SamplingSettings
-from generation.rollouts.run import RolloutSettings
+from generation.rollouts.episodes import RolloutSettings
 
 
 def ways(ranks: int, on_cuda: bool) -> dict[str, dict[str, Any]]:

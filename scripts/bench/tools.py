@@ -28,7 +28,7 @@ from generation.engine.engine import Engine
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.agent import Agent, tool_rollout
 from generation.rollouts.episode import RolloutFunction
-from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
+from generation.rollouts.episodes import EpisodeSetup, RolloutSettings, rollout
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, tools_by_name
 from generation.trajectory import Trajectory
 from trainer.commands.tiny_model import make_tiny_model

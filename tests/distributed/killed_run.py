@@ -420,6 +420,7 @@ def main() -> int:
     parser.add_argument("--mixture", action="store_true", help="of experts, with its engine's routes")
     parser.add_argument("--images", action="store_true", help="a model that sees, and rows with images")
     parser.add_argument("--apart", action="store_true", help="the last rank only generates, a step ahead; with --alone")
+    parser.add_argument("--rollouts", action="store_true", help="keep answers on disk until a checkpoint has them")
     parser.add_argument("--pull", action="store_true", help="sync.way; adapters are merged")
     options = parser.parse_args()
     if options.apart and not options.alone:
@@ -440,7 +441,7 @@ def main() -> int:
         folder,
         model,
         run={"steps": steps, "step_deadline_s": 600, "first_step_deadline_s": 600},
-        checkpoint={"every": 1, "keep": 2},
+        checkpoint={"every": 3 if options.rollouts else 1, "keep": 2, "rollouts": options.rollouts},
         eval={"every": 0},
         data=seen.get("data", {}),
         engine={"restarts": 1000, "placement": "ranks" if options.apart else "shared"}

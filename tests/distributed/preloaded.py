@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _TEXT = [
     __name__,
     "pytest",
-    "trainer.crews",
+    "trainer.rank",
     "torch.distributed.run",
     *forkserver.MODULES,
     "datasets",

@@ -21,7 +21,7 @@ from generation.rollouts.episode import PolicyLLM, RolloutSettings
 from generation.server import OpenAIServer, ServerSettings
 from generation.trajectory import Trajectory
 from tests.engine.bad_requests import Request
-from trainer.build import start_server
+from trainer.engines import start_server
 
 SAMPLING = SamplingSettings(max_tokens=16, temperature=0.8, top_p=0.95, stop_token_ids=[2])
 QUESTION = [{"role": "user", "content": "2+2?"}]

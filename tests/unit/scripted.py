@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import Generation
 from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSettings
-from generation.rollouts.run import EpisodeSetup, rollout
+from generation.rollouts.episodes import EpisodeSetup, rollout
 from generation.trajectory import Trajectory
 
 TEMPLATE = (

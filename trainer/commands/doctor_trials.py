@@ -24,11 +24,11 @@ from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.exact_ids import Generation
 from sharding.ranks import agreed, exchange, is_main, world_size
 from sharding.wire.staging import resident_bytes
-from trainer.build import build_models, build_sharding, rank_device
+from trainer.build import build_models, build_sharding
 from trainer.commands.doctor import Finding
 from trainer.config.schema import TrainConfig
 from trainer.distributed import destroy_process_group, init_process_group
-from trainer.engines import start_engine, stop_engine
+from trainer.engines import rank_device, start_engine, stop_engine
 from trainer.learning.batching import micro_batches
 from trainer.policy import Outputs
 from trainer.run import processes

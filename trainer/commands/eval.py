@@ -14,21 +14,22 @@ from torch.distributed import HashStore
 from generation.engine.engine import Leader
 from generation.engine.sampling import NotFiniteError
 from generation.trajectory import by_episode
-from trainer.build import start_server
 from trainer.commands.generate import add_model_arguments, model_folder, run_folder
 from trainer.config.checks import check_config
 from trainer.config.machine import resolve_device, unwritable
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
 from trainer.data import load_tokenizer
-from trainer.engines import end_token_ids, engine_settings, on_checkpoint
+from trainer.engines import end_token_ids, engine_settings, on_checkpoint, start_server
 from trainer.errors import UserError
-from trainer.evaluation import accuracies, dataset_figures, load_held_outs, sample_held_out, standard_error
+from trainer.evaluation import accuracies, dataset_figures, load_held_outs, standard_error
 from trainer.learning.answers import Answer
 from trainer.learning.metrics import reward_errors
 from trainer.learning.shown import answer_rows, failure_lines
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import RolloutLevel, Rollouts
+from trainer.rollouts.level import RolloutLevel
+from trainer.rollouts.pool import Pool
+from trainer.rollouts.sampling import sample_held_out
 from trainer.run import processes
 from trainer.run.screen import make_console
 
@@ -96,13 +97,13 @@ class Evaluation:
     def answers(self, leader: Leader) -> dict[str, list[Answer]]:
         """Every dataset's answers, scored, from an engine that holds the model's weights as version 0."""
         most = self.config.rollout.max_error_rate
-        rollouts = Rollouts(leader, self.tokenizer, self.rewards, HashStore(), self.level, max_error_rate=most)
+        pool = Pool(leader, self.tokenizer, self.rewards, HashStore(), self.level, max_error_rate=most)
         try:
             with self.rewards:
                 # The samples that a training run with this seed would draw before its first step.
-                return {held_out.name: sample_held_out(self.config, rollouts, held_out) for held_out in self.held_outs}
+                return {held_out.name: sample_held_out(self.config, pool, held_out) for held_out in self.held_outs}
         finally:
-            rollouts.close()
+            pool.close()
 
     def results(self, answers: dict[str, list[Answer]]) -> Results:
         """The figures of every dataset, with how it was sampled."""

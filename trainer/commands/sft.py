@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from generation.images import Image, ImageProcessor, ImageRules, StoredImage
 from sharding.ranks import agreed, all_reduce_sum, is_main, rank
 from trainer.algorithms.aggregation import token_mean_weights
-from trainer.build import check_model, joined, rank_device
+from trainer.build import joined
+from trainer.checks import check_model
 from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.data import (
     encoded_images,
@@ -35,12 +36,12 @@ from trainer.data import (
     stored_images,
     take,
 )
-from trainer.engines import fetch_model
+from trainer.engines import fetch_model, rank_device
 from trainer.errors import UserError
 from trainer.learning.batching import deal, micro_batches
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
 from trainer.policy.lora import save_adapter
-from trainer.rollouts import RolloutLevel
+from trainer.rollouts.level import RolloutLevel
 from trainer.run.checkpoint import load
 from trainer.run.keeper import Keeper, find_checkpoint, make_run_tracker, run_identity
 from trainer.run.lock import RunLock

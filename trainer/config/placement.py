@@ -130,16 +130,6 @@ def _apart_problems(config: TrainConfig) -> Iterator[str]:
             f"engine.placement is {place}, but policy.offload is {policy.offload}, and there is nothing to make room "
             "for: leave it out"
         )
-    if config.checkpoint.rollouts:
-        yield (
-            f"engine.placement is {place}, but checkpoint.rollouts is set, which keeps answers of the same ranks only: "
-            "leave it out"
-        )
-    if config.model.routes == "engine":
-        yield (
-            f"engine.placement is {place}, but model.routes is engine, which are handed over within the same ranks "
-            "only: set it to own or recorded"
-        )
     if rollout.lag and config.algorithm.tis_cap is None and config.algorithm.keep_band is None:
         yield "rollout.lag lets old weights sample, but algorithm.tis_cap is null: set it, or algorithm.keep_band"
 

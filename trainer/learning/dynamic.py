@@ -1,6 +1,7 @@
 """A step's prompts and answers: one round of sampling, or as many as it takes to find groups with a signal."""
 
 import math
+from dataclasses import replace
 
 from generation.engine.sampling import sample_seed
 from trainer.algorithms.shaping import SamplingDecision, dynamic_sampling
@@ -35,8 +36,8 @@ class StepSampling:
 
     def add(self, prompts: list[Prompt], answers: list[Answer]) -> None:
         """Take one round's prompts and answers, and decide how many prompts are still missing."""
-        for answer in answers:
-            answer.prompt_index += len(self.prompts)
+        if earlier := len(self.prompts):
+            answers = [replace(answer, prompt_index=answer.prompt_index + earlier) for answer in answers]
         self._rounds += 1
         self.prompts += prompts
         self.answers += answers

@@ -64,7 +64,7 @@ class Snapshot:
     tensors: dict[str, Tensor]  # of each part's `state_dict`, by their dotted path, which begins with the part's name
     random_states: dict[str, Any]  # this rank's
     extra: dict[str, Any]  # JSON, the same on all ranks
-    carried: bytes = b""  # this rank's; see `trainer.carried`
+    carried: bytes = b""  # this rank's; see `trainer.rollouts.round`
 
     @classmethod
     def take(cls, step: int, parts: Parts, extra: dict[str, Any], carried: bytes = b"") -> Self:

@@ -14,7 +14,7 @@ import yaml
 
 from generation.compat.broadcast import broadcast_across_tp
 from generation.engine.sampling import SamplingSettings
-from generation.rollouts.run import RolloutSettings
+from generation.rollouts.episodes import RolloutSettings
 from sharding.ranks import agreed, all_reduce_sum, exchange, rank
 from tests.distributed.launch import run_ranks
 from trainer.config.recipe import load_config
@@ -22,7 +22,8 @@ from trainer.data import Prompt, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
 from trainer.engines import start_engine, stop_engine
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import RolloutLevel, Rollouts, Terms
+from trainer.rollouts.level import RolloutLevel
+from trainer.rollouts.pool import Pool, Terms
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModel
@@ -80,7 +81,7 @@ def rollout_on_two_ranks(recipe: str) -> None:
     prompts = [Prompt(0, tuple(range(20, 24)), {"prompt": "go", "answer": ""})]
     settings = RolloutSettings(2, SamplingSettings(max_tokens=1), policy_version=0, seed=0, step=1)
     try:
-        found = Rollouts(leader, tokenizer, RewardPool(config.reward), store(), plan).run(prompts, settings, Terms(500))
+        found = Pool(leader, tokenizer, RewardPool(config.reward), store(), plan).run(prompts, settings, Terms(500))
     finally:
         stop_engine(leader)
     assert [(t.turns, t.error) for t in found] == [(TURNS, "")] * 2, [(t.turns, t.error) for t in found]

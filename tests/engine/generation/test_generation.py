@@ -18,7 +18,7 @@ from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.engine.settings import OWN_ARGUMENTS, QUANTIZING, UNSYNCED, EngineSettings, engine_argument_names
 from generation.engine.vllm_compat import engine_arguments
-from generation.rollouts.run import RolloutSettings, rollout
+from generation.rollouts.episodes import RolloutSettings, rollout
 from generation.trajectory import Trajectory
 from sharding import WORKER_EXTENSION
 from tests.colocated import HfPolicy, start_engine, stop

@@ -25,7 +25,7 @@ from generation.exact_ids import Generation, joined
 from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, Spans, StoredImage
 from generation.rollouts.client import Client, ClientRollout
 from generation.rollouts.episode import PolicyLLM, RolloutSettings
-from generation.rollouts.run import run_episode
+from generation.rollouts.episodes import run_episode
 from generation.rollouts.sampler import sample_batch
 from generation.rollouts.sampler_prompts import prompt_batch
 from generation.server import OpenAIServer, ServerSettings
@@ -33,7 +33,7 @@ from generation.trajectory import Trajectory
 from sharding import WORKER_EXTENSION
 from tests.pictures import images
 from tests.sliced import Episodes
-from trainer.build import start_server
+from trainer.engines import start_server
 
 PICTURES = images((98, 70), (56, 56), (30, 200))
 GREEDY = SamplingSettings(temperature=0.0, max_tokens=6)

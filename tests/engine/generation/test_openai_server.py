@@ -66,7 +66,7 @@ from tests.engine.openai_clients import (
     streamed,
     taken,
 )
-from trainer.build import start_server
+from trainer.engines import start_server
 
 
 @pytest.fixture(scope="module")

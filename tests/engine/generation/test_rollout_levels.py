@@ -15,7 +15,7 @@ from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings, sample_seed, vllm_sampling_params
 from generation.rollouts.agent import Agent, environment_rollout, inline_rollout, tool_rollout
 from generation.rollouts.episode import PolicyLLM, RolloutFunction, custom_rollout, one_shot
-from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
+from generation.rollouts.episodes import EpisodeSetup, RolloutSettings, rollout
 from generation.rollouts.tools import (
     ToolCall,
     ToolLimits,

@@ -18,7 +18,7 @@ from generation.engine.slices import Turnstile
 from generation.engine.vllm_compat import check_routes, engine_arguments
 from generation.exact_ids import Generation
 from generation.rollouts.episode import PolicyLLM
-from generation.rollouts.run import EpisodeSetup, RolloutSettings, rollout
+from generation.rollouts.episodes import EpisodeSetup, RolloutSettings, rollout
 from generation.trajectory import Trajectory
 from tests.colocated import assert_replay_helps, gaps, start_engine, stop
 from tests.sliced import Episodes

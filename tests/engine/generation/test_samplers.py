@@ -13,7 +13,7 @@ from generation.compat.chatlearn.module import VLLMModule, get_model, print_rank
 from generation.engine.engine import Leader
 from generation.engine.logits import engine_arguments
 from generation.engine.sampling import SamplingSettings
-from generation.rollouts.run import RolloutSettings, rollout
+from generation.rollouts.episodes import RolloutSettings, rollout
 from generation.rollouts.sampler import FnCallRolloutSampler, OneShotRolloutSampler, make_sampler, sample_batch
 from generation.rollouts.sampler_llm import SamplerLLM
 from generation.rollouts.sampler_prompts import PromptText, prompt_batch

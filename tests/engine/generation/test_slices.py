@@ -23,12 +23,12 @@ from generation.exact_ids import Generation
 from generation.rollouts.agent import Agent, environment_rollout, tool_rollout
 from generation.rollouts.client import ClientRollout
 from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSettings, custom_rollout, one_shot
-from generation.rollouts.run import run_episode
+from generation.rollouts.episodes import run_episode
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, tools_by_name
 from generation.trajectory import Trajectory
 from tests.colocated import Colocated, start_engine, stop
 from tests.sliced import Episode, Episodes
-from trainer.build import start_server
+from trainer.engines import start_server
 
 PROMPTS = [[14 + 3 * i, *range(20, 24 + 5 * i)] for i in range(8)]
 SAMPLED = SamplingSettings(80)

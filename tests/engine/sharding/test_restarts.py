@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import Generation
 from generation.rollouts.agent import Agent, environment_rollout
-from generation.rollouts.run import RolloutSettings
+from generation.rollouts.episodes import RolloutSettings
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner
 from sharding.ranks import RemoteError
 from tests import shared_memory
@@ -23,7 +23,7 @@ from tests.conftest import TinyModel
 from trainer.config.schema import RewardConfig
 from trainer.data import Prompt
 from trainer.rewards.pool import RewardPool
-from trainer.rollouts import Rollouts, Terms
+from trainer.rollouts.pool import Pool, Terms
 
 PROMPT = [14, 50, 77, 120, 9]
 SAMPLING = SamplingSettings(max_tokens=24)
@@ -55,7 +55,7 @@ def in_a_rollout(both: Colocated, kill: Callable[[], None]) -> None:
     answering = both.leader.thread.submit(call)
     kill()
     assert type(answering.exception(60)).__name__ == "EngineDeadError"
-    raise RemoteError("as Rollouts raises it on all ranks")
+    raise RemoteError("as Pool raises it on all ranks")
 
 
 def falling_asleep(both: Colocated, kill: Callable[[], None]) -> None:
@@ -144,10 +144,10 @@ class Desks:
 
         self.environment = Desk
 
-    def rolled_out(self, rollouts: Rollouts, prompts: list[Prompt], settings: RolloutSettings) -> dict[Any, Any]:
+    def rolled_out(self, pool: Pool, prompts: list[Prompt], settings: RolloutSettings) -> dict[Any, Any]:
         """By prompt and sample, what was sampled."""
         self.inside, self.opened, self.closed, self.all_in = 0, 0, 0, asyncio.Event()
-        answers = rollouts.run(prompts, settings, Terms(60))
+        answers = pool.run(prompts, settings, Terms(60))
         assert len(answers) == self.opened == self.closed == self.count
         told = {(a.prompt_index, a.sample_index): a.trajectory for a in answers}
         assert len(told) == self.count and all(t and not t.error and t.turns == 2 for t in told.values())
@@ -163,19 +163,19 @@ def test_of_64_trajectories_whose_engine_dies_while_they_are_in_tools_none_is_lo
     agent = Agent(ToolRunner(ToolLimits(max_concurrency=64), tokenizer), lambda _: [ToolCall("look", {})], 2)
     function = environment_rollout(desks.environment, {}, agent)
     level: Any = SimpleNamespace(function=function, image_rules=None, messages=lambda prompts: None)
-    rollouts = Rollouts(both.leader, tokenizer, rewards, HashStore(), level)
+    pool = Pool(both.leader, tokenizer, rewards, HashStore(), level)
     prompts = [Prompt(n, (*PROMPT, n), {}) for n in range(16)]
     ends = [*range(0, both.policy.model.config.vocab_size, 2)]  # an answer that is cut off calls nothing
     settings = RolloutSettings(4, SamplingSettings(40, stop_token_ids=ends), both.policy.version, seed=1, step=1)
     with both.manager.generation_shift(both.policy):
-        expected = desks.rolled_out(rollouts, prompts, settings)
+        expected = desks.rolled_out(pool, prompts, settings)
     both.manager.wake(both.policy)
     desks.kill = both.leader.engine._processes[0].kill
     with pytest.raises(RemoteError, match="EngineDeadError"):
-        desks.rolled_out(rollouts, prompts, settings)
+        desks.rolled_out(pool, prompts, settings)
     assert desks.inside == desks.opened == desks.closed == 64
     desks.kill = None
     restart(both)
-    rollouts.take_back(1)
+    pool.take_back()
     with both.manager.generation_shift(both.policy):
-        assert desks.rolled_out(rollouts, prompts, settings) == expected
+        assert desks.rolled_out(pool, prompts, settings) == expected

@@ -28,16 +28,15 @@ from trainer.config.schema import EvalConfig, RewardConfig, TrainConfig
 from trainer.data import Prompt, PromptDataset
 from trainer.engines import evaluation_sampling
 from trainer.evaluation import (
-    HeldOut,
     accuracies,
     dataset_figures,
     evaluation_metrics,
-    random_states_kept,
     standard_error,
 )
 from trainer.learning.metrics import reward_errors
 from trainer.learning.shown import failure_lines
 from trainer.rewards import RewardPool
+from trainer.rollouts.sampling import HeldOut, random_states_kept
 from trainer.run.screen import make_console
 
 
@@ -233,7 +232,7 @@ def test_a_datasets_name_is_part_of_file_and_metric_names() -> None:
 
 
 def test_votes_are_taken_where_asked_for_only() -> None:
-    from trainer.rollouts import Rollouts
+    from trainer.rollouts.pool import Pool
 
     class Scores:
         labels = ()
@@ -243,10 +242,10 @@ def test_votes_are_taken_where_asked_for_only() -> None:
 
     tokenizer = small_tokenizer()
     ids = tokenizer("call a tool", add_special_tokens=False)["input_ids"]
-    rollouts = Rollouts(None, tokenizer, Scores(), None, SimpleNamespace())  # type: ignore[arg-type]
+    pool = Pool(None, tokenizer, Scores(), None, SimpleNamespace())  # type: ignore[arg-type]
     for voting in (False, True):
         done = Trajectory(0, 0, [4], ids, [1] * len(ids), [0.0] * len(ids), answer_start=5)
-        asyncio.run(rollouts._score(done, SimpleNamespace(), voting))  # type: ignore[arg-type]
+        asyncio.run(pool.score(done, SimpleNamespace(), voting))  # type: ignore[arg-type]
         assert done.vote == ("A TOOL" if voting else None)
 
 

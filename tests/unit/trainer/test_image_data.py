@@ -12,12 +12,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, split_images, thumbnail
-from generation.rollouts.carried import CarriedGroup
+from generation.rollouts.episodes import CarriedGroup
 from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, parse_hermes, tools_by_name
 from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError
 from tests.pictures import images, picture
-from trainer.carried import packed_groups, read_groups
 from trainer.commands.sft import Transcripts, batches_of, load_transcripts
 from trainer.config.checks import find_problems
 from trainer.config.recipe import load_config
@@ -25,6 +24,7 @@ from trainer.config.schema import DataConfig, TrainConfig
 from trainer.data import PromptDataset, load_prompts
 from trainer.errors import UserError
 from trainer.rewards.loading import OFFERED, bind_rewards
+from trainer.rollouts.round import Round, packed, read_groups
 from trainer.run.tracking import make_tracker
 
 SIZES = [(98, 70), (56, 56), (30, 200)]
@@ -160,9 +160,9 @@ def test_a_reward_gets_the_pictures_by_name_and_completions_have_small_copies(tm
 def test_a_checkpoint_has_the_images_of_carried_answers_once(tmp_path: Path) -> None:
     [seen] = images((98, 70))
     done = {n: [Trajectory(0, n, [3, 1], [5], [1], [-1.0], images=(seen,), image_spans=((0, 1),))] for n in range(4)}
-    packed = packed_groups([CarriedGroup(4, 2, done=done)])
-    assert packed.count(seen.data) == 1
-    (tmp_path / "carried_0.msgpack").write_bytes(packed)
+    data = packed([Round(groups=[CarriedGroup(4, 2, done=done)])])
+    assert data.count(seen.data) == 1
+    (tmp_path / "carried_0.msgpack").write_bytes(data)
     [group] = read_groups(tmp_path)
     assert group == CarriedGroup(4, 2, done=done)
     assert [t.images[0].data for own in group.done.values() for t in own] == [seen.data] * 4

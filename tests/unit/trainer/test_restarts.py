@@ -13,7 +13,7 @@ from tests.unit.learning_steps import make_config, on_ranks
 from trainer import restarts as module
 from trainer.errors import UserError
 from trainer.restarts import EngineRestarts
-from trainer.rollouts import StepAbandoned
+from trainer.rollouts.pool import StepAbandoned
 from trainer.run.watchdog import Watchdog
 
 

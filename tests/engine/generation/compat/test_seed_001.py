@@ -29,7 +29,7 @@ from tests.engine.generation.test_rollout_levels import POC, model, run, tokeniz
 from tests.engine.generation.test_samplers import assert_on_policy, chats, facade, sample
 from tests.engine.openai_clients import QUESTION, SAMPLING, carried, client, opened, serving, taken
 from trainer.config.schema import TrainConfig
-from trainer.rollouts import RolloutLevel
+from trainer.rollouts.level import RolloutLevel
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput

@@ -30,7 +30,7 @@ from generation.rollouts.tools import (
 from generation.trajectory import Trajectory
 from tests.unit.scripted import END, ScriptedEngine, merging_tokenizer, run, spelled
 from trainer.config.schema import TrainConfig
-from trainer.rollouts import RolloutLevel
+from trainer.rollouts.level import RolloutLevel
 
 TOKENIZER = merging_tokenizer()
 say = functools.partial(spelled, TOKENIZER)

@@ -15,7 +15,7 @@ from generation.rollouts import user_code
 from generation.rollouts.agent import environment_rollout, tool_rollout
 from generation.rollouts.client import Client, ClientRollout
 from generation.rollouts.episode import PolicyLLM, RolloutSettings
-from generation.rollouts.run import EpisodeSetup, rollout
+from generation.rollouts.episodes import EpisodeSetup, rollout
 from generation.rollouts.sampler import sample_batch
 from generation.rollouts.sampler_prompts import prompt_batch
 from generation.rollouts.user_code import UserCodeError, call_user, contained, described
@@ -24,7 +24,7 @@ from tests.unit.generation.rollouts.test_environments import Shop, agent
 from tests.unit.learning_steps import as_answers
 from tests.unit.scripted import ScriptedEngine, handle, merging_tokenizer, run, spelled
 from trainer.learning.metrics import rollout_metrics
-from trainer.rollouts import RolloutError, check_failures
+from trainer.rollouts.pool import RolloutError, check_failures
 
 TOKENIZER = merging_tokenizer()
 

@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.conftest import ROOT
-from trainer.build import check_budget
+from trainer.checks import check_budget
 from trainer.cli import main
 from trainer.commands.plan import batch_lines
 from trainer.config.schema import TrainConfig
@@ -349,9 +349,9 @@ def test_what_does_not_fit_on_a_device_is_refused_with_its_numbers(
     ]  # fmt: skip
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 48 * GIB))
     with pytest.raises(UserError, match="its device has 48.0"):
-        check_budget(config)
+        check_budget(config, torch.device("cuda"), 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * GIB))
-    check_budget(config)
+    check_budget(config, torch.device("cuda"), 2)
 
 
 def test_the_recipe_of_long_answers_fits_a_node_and_starts_dry(

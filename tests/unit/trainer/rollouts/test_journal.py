@@ -9,12 +9,12 @@ import pytest
 from torch.distributed import HashStore
 
 from generation.trajectory import Trajectory
-from sharding.ranks import world_size
 from tests.unit.learning_steps import on_ranks
-from tests.unit.trainer.test_carried import Checks, Crew, config
+from tests.unit.trainer.rollouts.test_carried import Checks, Crew, config
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import check_slices
-from trainer.kept import KeptRollouts
+from trainer.rollouts.journal import Journal
+from trainer.rollouts.round import Order, Round
 
 Steps = list[dict[tuple[int, int], Trajectory]]
 
@@ -30,16 +30,12 @@ class Session(Crew):
 
     def __init__(self, own: TrainConfig, store: HashStore | None = None) -> None:
         super().__init__(own)
-        leader, tokenizer, rewards, level = (
-            getattr(self.rollouts, f"_{name}") for name in ("leader", "tokenizer", "rewards", "level")
-        )
-        parts = leader, tokenizer, rewards, store or HashStore(), level
-        self.rollouts = KeptRollouts(own, {"data": "rows"}, *parts, engines=world_size())
+        self.pool._store = store or HashStore()
+        self.produce = Journal(self.source, own, {"data": "rows"}).produce
 
     def steps(self, count: int) -> Steps:
         found = []
         for _ in range(count):
-            self.rollouts.take_back(self.step + 1)
             found.append(self.do().own)
         return found
 
@@ -73,7 +69,7 @@ def together(told: list[Steps], index: int) -> dict[tuple[int, int], Trajectory]
 
 def files(own: TrainConfig) -> set[int]:
     """The steps of which something is kept."""
-    return {int(file.name.partition("-")[0]) for file in (own.run.folder / "answers").iterdir()}
+    return {int(file.name.partition(".")[0]) for file in (own.run.folder / "answers").iterdir()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -86,7 +82,7 @@ def test_what_was_sampled_before_a_death_is_learned_from_again_and_then_sampling
     assert sampled == each * 3 // 5 and files(own) == {1, 2, 3}
     again, sampled = run(own, 5, ranks)
     assert sampled == each * 2 // 5 and again == straight and first == straight[:3]
-    assert f"{each * 3 // 5} answers were kept; sampling goes on in step 4" in capsys.readouterr().err
+    assert "the answers of 3 steps were kept; sampling goes on in step 4" in capsys.readouterr().err
 
 
 def other_key(own: TrainConfig) -> TrainConfig:
@@ -94,13 +90,13 @@ def other_key(own: TrainConfig) -> TrainConfig:
 
 
 def torn(own: TrainConfig) -> TrainConfig:
-    [file] = (own.run.folder / "answers").glob("2-1.rank_0")
+    [file] = (own.run.folder / "answers").glob("2.rank_0")
     file.write_bytes(file.read_bytes()[:-5])
     return own
 
 
 def of_another_rank(own: TrainConfig) -> TrainConfig:
-    [file] = (own.run.folder / "answers").glob("2-1.rank_1")
+    [file] = (own.run.folder / "answers").glob("2.rank_1")
     file.unlink()
     return own
 
@@ -136,8 +132,8 @@ def test_generators_are_as_they_were_behind_the_answers(tmp_path: Path) -> None:
     """Tools and rewards in the rank's process may have drawn from them."""
     own = recipe(tmp_path)
     session = Session(own)
-    score = session.rollouts._score
-    session.rollouts._score = lambda *given: (random.random(), score(*given))[1]  # type: ignore[method-assign]
+    score = session.pool.score
+    session.pool.score = lambda *given: (random.random(), score(*given))[1]  # type: ignore[method-assign]
     session.steps(2)
     expected = random.random()
     session.close()
@@ -154,7 +150,7 @@ def test_answers_that_are_cut_cannot_be_kept() -> None:
 
 def test_answers_whose_reward_failed_are_kept_as_failed(tmp_path: Path) -> None:
     def fates(session: Session) -> list[dict[tuple[int, int], tuple[str, str]]]:
-        session.rollouts._rewards = Checks()  # type: ignore[assignment]
+        session.pool._rewards = Checks()  # type: ignore[assignment]
         steps = session.steps(3)
         session.close()
         return [{place: (t.error, t.reward_error) for place, t in step.items()} for step in steps]
@@ -162,3 +158,35 @@ def test_answers_whose_reward_failed_are_kept_as_failed(tmp_path: Path) -> None:
     own = recipe(tmp_path, rollout={"max_error_rate": 0.0})
     first, again = fates(Session(own)), fates(Session(own))
     assert first == again and any(error for step in again for error, _ in step.values())
+
+
+class Recorded:
+    """A source of empty rounds that remembers what it was asked for, and which rounds were replayed in its place."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def produce(self, order: Order) -> list[Round]:
+        self.calls.append(("produced", order.step))
+        return [Round(order.step, order.version, position=order.position + 8, random_states={5: f"{order.step}"})]
+
+    def replayed(self, rounds: list[Round], ahead: bool) -> None:
+        assert rounds[-1].random_states[5] == f"{rounds[-1].step}"
+        self.calls.append(("replayed, then ahead" if ahead else "replayed", rounds[-1].step))
+
+
+def test_a_source_hears_which_steps_were_replayed_and_whether_the_next_one_is_to_be_sampled(tmp_path: Path) -> None:
+    """With engines apart the next step may have to be ordered ahead, and the engines' ranks go on from its states."""
+    for steps, calls in (
+        (3, [("produced", 1), ("produced", 2), ("produced", 3)]),
+        (4, [("replayed", 1), ("replayed", 2), ("replayed, then ahead", 3), ("produced", 4)]),
+    ):
+        source: Any = Recorded()
+        journal = Journal(source, recipe(tmp_path), {"data": "rows"})
+        for step in range(1, steps + 1):
+            [found] = journal.produce(Order(step, step - 1, 8 * (step - 1)))
+            assert found.step == step and found.position == 8 * step
+        assert source.calls == calls
+    source = Recorded()
+    [found] = Journal(source, recipe(tmp_path), {"data": "rows"}).produce(Order(2, 7, 8))
+    assert source.calls == [("produced", 2)] and found.version == 7, "other weights sample anew"

@@ -15,7 +15,7 @@ from tests.unit.scripted import ScriptedEngine
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt
 from trainer.learning.answers import Answer
-from trainer.rollouts import Rollouts, Terms, longest_answers
+from trainer.rollouts.pool import Pool, Terms, longest_answers
 from trainer.run import checkpoint
 from trainer.run.keeper import RunState, find_checkpoint
 
@@ -37,10 +37,10 @@ def answered(lengths: dict[int, int] | None, place: int = 0) -> tuple[list[Answe
     rewards = SimpleNamespace(labels=[], take_counts=dict, check_error_rate=lambda counts: None)
     tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
     level = SimpleNamespace(function=one_shot, messages=lambda prompts: None, image_rules=None)
-    rollouts = Rollouts(Leader(engine, thread), tokenizer, rewards, store, level)  # type: ignore[arg-type]
+    pool = Pool(Leader(engine, thread), tokenizer, rewards, store, level)  # type: ignore[arg-type]
     settings = RolloutSettings(GROUP, SamplingSettings(1000), 0, seed=1, step=2)
     try:
-        answers = rollouts.run(PROMPTS[place : place + 4], settings, Terms(60, lengths=lengths))
+        answers = pool.run(PROMPTS[place : place + 4], settings, Terms(60, lengths=lengths))
     finally:
         thread.close()
     return answers, [100 + ids[1] for ids in engine.prompts[::GROUP]]

@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,18 +22,20 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import EngineThread
 from generation.exact_ids import Generation
-from generation.rollouts.carried import CarriedGroup
 from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSettings, one_shot
+from generation.rollouts.episodes import CarriedGroup
 from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError, rank, world_size
 from tests.unit.learning_steps import make_config, on_ranks
-from trainer.carried import SlicedRollouts, packed_groups, read_groups
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age
 from trainer.data import Prompt, PromptDataset
 from trainer.learning.dynamic import StepSampling
 from trainer.rewards import RewardResult
-from trainer.rollouts import Rollouts, StepAbandoned, Terms
+from trainer.rollouts.carried import CarriedPool
+from trainer.rollouts.pool import Pool, StepAbandoned, Terms
+from trainer.rollouts.round import Order, Round, Source, packed, read_groups
+from trainer.rollouts.sampling import Sampling, prompts_at
 
 PROMPTS = PromptDataset([Prompt(index, (3, index), {}) for index in range(300)])
 GROUP, LONGEST, MEAN = 2, 64, 14
@@ -111,37 +114,28 @@ class Crew:
         rewards = SimpleNamespace(labels=[], take_counts=lambda: counts, check_error_rate=lambda counts: None)
         level = SimpleNamespace(function=function, messages=lambda prompts: None, image_rules=None, aclose=aclose)
         tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "", eos_token_id=1)
-        parts: Any = (Leader(self.engine, self.thread), tokenizer, rewards, Store(), level)  # type: ignore[arg-type]
-        if config.rollout.slice_tokens is None:
-            self.rollouts = Rollouts(*parts, engines=world_size())
-        else:
-            self.rollouts = SlicedRollouts(config, *parts, start=start, engines=world_size())
+        leader: Any = Leader(self.engine, self.thread)  # type: ignore[arg-type]
+        self.pool = Pool(leader, tokenizer, rewards, Store(), level, engines=world_size())  # type: ignore[arg-type]
         self.step, self.position = step, 0
         self.give_up: Callable[[], bool] = lambda: False
+        self.carried: CarriedPool | None = None
+        if config.rollout.slice_tokens is not None:
+            self.carried = CarriedPool(config, self.pool, partial(PROMPTS.take, seed=3), start)
+        sampling, give_up = SamplingSettings(LONGEST), lambda: self.give_up()
+        self.source: Source = Sampling(config, self.pool, PROMPTS, sampling, give_up=give_up, carried=self.carried)
+        self.produce = self.source.produce
 
-    def settings(self, seed: int = 3) -> RolloutSettings:
-        sampling = SamplingSettings(LONGEST)
-        return RolloutSettings(GROUP, sampling, policy_version=self.step, seed=seed, step=self.step + 1)
-
-    def do(self, reward: Callable[[Prompt, int], float] | None = None) -> "Step":
+    def do(self) -> "Step":
         """A step as `RLTrainer.sample` does it."""
-        sampled, position = StepSampling(self.config), self.position
-        while sampled.missing:
-            prompts, answers, position = self.rollouts.take(
-                lambda at, count: PROMPTS.take(at, count, 3),
-                position,
-                sampled.missing,
-                self.settings(sampled.seed(self.step + 1)),
-                Terms(60, lambda: self.give_up()),
-            )
-            for answer in answers if reward else ():
-                answer.reward = reward(prompts[answer.prompt_index], answer.sample_index)
-            sampled.add(prompts, answers)
-        self.position, self.step = position, self.step + 1
-        return Step(sampled, self.rollouts.figures())
+        sampled = StepSampling(self.config)
+        rounds = self.produce(Order(self.step + 1, self.step, self.position))
+        for each in rounds:
+            sampled.add(prompts_at(PROMPTS, self.config, each), each.answers())
+        self.position, self.step = rounds[-1].position, self.step + 1
+        return Step(sampled, rounds[-1].figures)
 
     def close(self) -> None:
-        self.rollouts.close()
+        self.source.close()
         self.thread.close()
 
 
@@ -257,7 +251,7 @@ def test_the_oldest_complete_groups_are_trained_and_as_many_new_prompts_begin() 
         assert [place[prompt] for prompt in step.prompts] == sorted(place[prompt] for prompt in step.prompts)
         flying = [prompt for prompt in flying if prompt not in step.prompts]
         assert len(flying) == 4  # a step's, since that many are ahead
-        groups = crew.rollouts._pool.groups  # type: ignore[union-attr, attr-defined]
+        groups = crew.carried._episodes.groups  # type: ignore[union-attr]
         waiting = [p for p in flying if len(groups[place[p]].done) == GROUP]
         assert len(waiting) == step.figures["carry/groups_waiting"]
         assert all(place[p] > max(map(place.__getitem__, step.prompts)) for p in waiting)
@@ -281,7 +275,7 @@ def test_a_run_that_is_resumed_on_one_or_two_ranks_trains_the_same(
             crew = Crew(config(), start=start, step=begin)
             crew.position = at
             steps = [crew.do() for _ in range(begin, end)]
-            (to / f"carried_{rank()}.msgpack").write_bytes(crew.rollouts.carried())
+            (to / f"carried_{rank()}.msgpack").write_bytes(crew.source.carried())
             crew.close()
             return steps, crew.position
 
@@ -300,7 +294,7 @@ def test_carried_groups_are_trained_once_by_a_run_with_smaller_ones(
     crew = Crew(config(5, algorithm={"group_size": 4}))
     for _ in range(3):
         crew.do()
-    (tmp_path / "carried_0.msgpack").write_bytes(crew.rollouts.carried())
+    (tmp_path / "carried_0.msgpack").write_bytes(crew.source.carried())
     crew.close()
     groups = read_groups(tmp_path)
     assert any(len(group.done) == 4 for group in groups) and any(group.unfinished for group in groups)
@@ -318,13 +312,13 @@ def test_a_step_that_is_given_up_leaves_what_the_one_before_it_did(tmp_path: Pat
     crew = Crew(config())
     for _ in range(3):
         crew.do()
-    kept, requests, at = crew.rollouts.carried(), crew.engine.requests, crew.position
+    kept, requests, at = crew.source.carried(), crew.engine.requests, crew.position
     crew.engine.most = requests + 7  # some of them have grown
     crew.give_up = lambda: crew.engine.requests == crew.engine.most
     with pytest.raises(StepAbandoned, match="step 4"):
         crew.do()
-    crew.rollouts.take_back(4)
-    assert crew.rollouts.carried() == kept and crew.position == at
+    crew.source.take_back(4)
+    assert crew.source.carried() == kept and crew.position == at
     crew.close()
     (tmp_path / "carried_0.msgpack").write_bytes(kept)
     again = Crew(config(), start=tmp_path, step=3)
@@ -345,7 +339,7 @@ def test_steps_in_which_engines_die_are_sampled_anew_and_train_the_same(ranks: i
         crew, deaths = Crew(config()), [*requests, "asleep"]
         steps: list[Step] = []
         while len(steps) < 8:
-            crew.rollouts.take_back(crew.step + 1)
+            crew.source.take_back(crew.step + 1)
             crew.engine.dies = deaths[0] if deaths and rank() == 0 else None  # type: ignore[assignment]
             at = crew.position, crew.step
             try:
@@ -373,12 +367,14 @@ def test_steps_in_which_engines_die_are_sampled_anew_and_train_the_same(ranks: i
 def test_groups_without_a_signal_are_replaced_and_counted_once(ranks: int) -> None:
     recipe = config(algorithm={"sampling_rounds": 8})
 
-    def reward(prompt: Prompt, sample: int) -> float:
-        return float(sample or prompt.id % 3 == 0)  # every third prompt is always answered right
+    async def score(trajectory: Trajectory, prompt: Prompt, voting: bool = False) -> None:
+        # Every third prompt is always answered right.
+        trajectory.reward = float(trajectory.sample_index or prompt.id % 3 == 0)
 
     def one() -> list[Step]:
         crew = Crew(recipe)
-        steps = [crew.do(reward) for _ in range(10)]
+        crew.pool.score = score  # type: ignore[method-assign]
+        steps = [crew.do() for _ in range(10)]
         crew.close()
         return steps
 
@@ -398,7 +394,7 @@ def test_evaluation_between_steps_is_not_cut_and_changes_nothing() -> None:
         own, evaluated = cut.do().own, []
         for crew in (plain, cut):
             settings = RolloutSettings(GROUP, SamplingSettings(LONGEST), cut.step, seed=3, step=-1)
-            evaluated.append([answer.trajectory for answer in crew.rollouts.run(held_out, settings, Terms(60))])
+            evaluated.append([answer.trajectory for answer in crew.pool.run(held_out, settings, Terms(60))])
         assert evaluated[0] == evaluated[1]
         assert own == alone.do().own
     for crew in (plain, cut, alone):
@@ -450,10 +446,10 @@ def test_episodes_with_tools_give_the_same_ids_and_call_as_often() -> None:
 def test_an_episode_in_a_tool_is_waited_for_when_all_others_are_parked() -> None:
     tools = Tools(seconds=0.1)
     crew = Crew(config(5), tools)
-    tools.look = lambda: crew.rollouts.waits_for()
+    tools.look = lambda: crew.source.waits_for()
     for _ in range(3):
         crew.do()
-        assert tools.under_way == 0 and crew.rollouts.waits_for() == ""
+        assert tools.under_way == 0 and crew.source.waits_for() == ""
     crew.close()
     assert all(int(words.split()[0]) >= count for count, words in tools.said)
     assert (3, "3 episodes in tools or reward functions") in tools.said
@@ -491,7 +487,7 @@ def test_answers_that_wait_or_are_unfinished_can_be_measured_at_every_level(func
     cut = 0
     for step in range(12):
         trained = crew.do().own
-        for answer in crew.rollouts.untrained():
+        for answer in crew.source.untrained():
             t = answer.trajectory
             assert t is not None and t.weight_version == step and 0 < answer.sampled > answer.old
             new = next(start for version, start in t.versions if version == step)
@@ -509,7 +505,7 @@ def test_episodes_of_several_answers_begin_anew_after_a_kill(
     [straight] = run(config(5), 8, function=Tools())
     crew = Crew(config(5), Tools())
     steps = [crew.do() for _ in range(3)]
-    (tmp_path / "carried_0.msgpack").write_bytes(crew.rollouts.carried())
+    (tmp_path / "carried_0.msgpack").write_bytes(crew.source.carried())
     crew.close()
     unfinished = sum(GROUP - len(group.done) for group in read_groups(tmp_path))
     again = Crew(config(5), Tools(), start=tmp_path, step=3)
@@ -557,7 +553,7 @@ class Checks:
 
 def judged(crew: Crew, steps: int) -> list[dict[tuple[int, int], Any]]:
     """Of each step's answers all that their rewards left in them."""
-    crew.rollouts._rewards = Checks()  # type: ignore[assignment]
+    crew.pool._rewards = Checks()  # type: ignore[assignment]
     told = []
     for step in (crew.do() for _ in range(steps)):
         assert all(bool(error) == bool(step.own[p, s].error) for p, s, _, error in step.answers if (p, s) in step.own)
@@ -578,7 +574,7 @@ def test_answers_whose_reward_failed_stay_failed_in_later_steps_and_after_a_kill
     def begin() -> tuple[Any, int]:
         crew = Crew(config(ahead=2))
         steps = judged(crew, 4)
-        (tmp_path / f"carried_{rank()}.msgpack").write_bytes(crew.rollouts.carried())
+        (tmp_path / f"carried_{rank()}.msgpack").write_bytes(crew.source.carried())
         crew.close()
         return steps, crew.position
 
@@ -605,10 +601,10 @@ def test_what_scoring_raises_ends_the_step_and_all_episodes() -> None:
     async def raises(*_: Any) -> None:
         raise RuntimeError("no reward")
 
-    crew.rollouts._score = raises  # type: ignore[method-assign]
+    crew.pool.score = raises  # type: ignore[method-assign]
     with pytest.raises(RemoteError, match="no reward"):
         crew.do()
-    assert crew.rollouts._pool.unfinished == 0  # type: ignore[union-attr, attr-defined]
+    assert crew.carried._episodes.unfinished == 0  # type: ignore[union-attr]
     crew.close()
 
 
@@ -619,7 +615,7 @@ def test_routes_of_answers_that_wait_are_kept_and_unfinished_ones_have_none(tmp_
         routed.routes = np.arange(12, dtype=dtype).reshape(3, 2, 2)
         unfinished = {1: Unfinished([3, 1], 9, 8)}
         group = CarriedGroup(4, 2, done={0: [routed]}, unfinished=unfinished)
-        (tmp_path / "carried_0.msgpack").write_bytes(packed_groups([group]))
+        (tmp_path / "carried_0.msgpack").write_bytes(packed([Round(groups=[group])]))
         [read] = read_groups(tmp_path)
         [again] = read.done[0]
         assert read == group and again.routes is not None
@@ -629,8 +625,8 @@ def test_routes_of_answers_that_wait_are_kept_and_unfinished_ones_have_none(tmp_
         crew = Crew(config(model={"path": "m", "routes": routes}))
         while crew.do().figures["carry/groups_waiting"] == 0:
             pass
-        found[routes] = crew.rollouts.untrained()
-        finished = [t for group in crew.rollouts._now() for done in group.done.values() for t in done]  # type: ignore[attr-defined]
+        found[routes] = crew.source.untrained()
+        finished = [t for group in crew.carried.groups() for done in group.done.values() for t in done]  # type: ignore[union-attr]
         whole = {(tuple(t.prompt_ids), tuple(t.response_ids)) for t in finished}
         given = {
             (tuple(a.trajectory.prompt_ids), tuple(a.trajectory.response_ids)) for a in found[routes] if a.trajectory

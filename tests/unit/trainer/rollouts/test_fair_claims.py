@@ -15,9 +15,9 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.thread import EngineThread
 from generation.exact_ids import Generation
 from generation.rollouts.episode import one_shot
-from generation.rollouts.run import RolloutSettings
+from generation.rollouts.episodes import RolloutSettings
 from trainer.data import Prompt
-from trainer.rollouts import Rollouts, Terms
+from trainer.rollouts.pool import Pool, Terms
 
 ENGINES, GROUP = 8, 8
 SKEW, LATENCY = 0.005, 0.0002
@@ -72,11 +72,11 @@ def claimed_by_engine(prompts: int, waiting: list[bool], late: bool = False) -> 
     def take(number: int) -> int:
         thread = EngineThread()
         leader = Leader(Engine(store, waiting[number]), thread)  # type: ignore[arg-type]
-        rollouts = Rollouts(leader, tokenizer, rewards, store, plan, ENGINES)  # type: ignore[arg-type]
+        pool = Pool(leader, tokenizer, rewards, store, plan, ENGINES)  # type: ignore[arg-type]
         if late and number == ENGINES - 1:
             assert store.claimed.wait(60)
         time.sleep(number * SKEW)
-        done = rollouts.run(asked, RolloutSettings(GROUP, SamplingSettings(1), 0, 0, 1), Terms(60))
+        done = pool.run(asked, RolloutSettings(GROUP, SamplingSettings(1), 0, 0, 1), Terms(60))
         thread.close()
         samples = Counter(trajectory.prompt_index for trajectory in done)
         assert set(samples.values()) == {GROUP} or not samples

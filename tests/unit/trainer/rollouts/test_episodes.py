@@ -22,7 +22,8 @@ from trainer.learning.policy_loss import PolicyLoss
 from trainer.learning.shown import answer_rows, failure_lines
 from trainer.rewards import RewardPool, RewardResult
 from trainer.rewards.loading import TAKEN
-from trainer.rollouts import RolloutError, RolloutLevel, Rollouts, check_failures
+from trainer.rollouts.level import RolloutLevel
+from trainer.rollouts.pool import Pool, RolloutError, check_failures
 from trainer.types import Outputs
 
 TOKENIZER = merging_tokenizer()
@@ -179,8 +180,8 @@ def test_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_answ
             assert seen["completion"] == "final" and seen["trajectory"] is done
             return RewardResult(2.0, {"mine": 2.0})
 
-    rollouts = Rollouts(None, tokenizer, Scores(), None, plan())  # type: ignore[arg-type]
-    asyncio.run(rollouts._score(done, Prompt(0, (4,), {})))
+    pool = Pool(None, tokenizer, Scores(), None, plan())  # type: ignore[arg-type]
+    asyncio.run(pool.score(done, Prompt(0, (4,), {})))
     assert done.reward == 2.5 and done.reward_parts == {"environment": 0.5, "mine": 2.0}
     assert done.text == "callTOOLfinal"
 
@@ -209,8 +210,8 @@ def test_an_episode_whose_reward_cannot_be_learned_from_has_failed(
             return result
 
     done = Trajectory(0, 0, [4], [5], [1], [-1.0], reward=own)
-    rollouts = Rollouts(None, small_tokenizer(), Scores(), None, plan())  # type: ignore[arg-type]
-    asyncio.run(rollouts._score(done, Prompt(0, (4,), {})))
+    pool = Pool(None, small_tokenizer(), Scores(), None, plan())  # type: ignore[arg-type]
+    asyncio.run(pool.score(done, Prompt(0, (4,), {})))
     assert sentence in done.error and bool(sentence) == bool(done.error)
     assert (done.reward, done.finish_reason) == ((0.0, "error") if sentence else (-1.0, "stop"))
 
@@ -234,11 +235,11 @@ def test_an_answer_whose_reward_failed_is_counted_named_and_left_out_of_its_grou
     tokenizer = small_tokenizer()
     done = [Trajectory(0, n, [4], [5], [1], [-1.0], reward=0.25) for n in range(len(WAYS))]
     with RewardPool(RewardConfig.model_validate(settings)) as pool:
-        rollouts = Rollouts(None, tokenizer, pool, None, plan())  # type: ignore[arg-type]
+        pool = Pool(None, tokenizer, pool, None, plan())  # type: ignore[arg-type]
 
         async def judge() -> None:
             for trajectory, way in zip(done, WAYS, strict=True):
-                await rollouts._score(trajectory, Prompt(0, (4,), {"way": way}))
+                await pool.score(trajectory, Prompt(0, (4,), {"way": way}))
 
         asyncio.run(judge())
     answers = as_answers(done)

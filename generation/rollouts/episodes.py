@@ -1,0 +1,322 @@
+"""The episodes of one engine: those of a step, each begun as soon as there is room, and those that outlive a shift.
+
+Which engine samples which prompt of a step is decided while they run: every leader claims the next prompt when it has
+room, so one long answer does not idle the others. It never has more than its fair share unfinished, or the first leader
+to begin would claim a small step's prompts before the others can. The samples do not depend on it, since a sample's
+seed depends on its place only. A trajectory continues with its next turn as soon as it can, whatever the others do.
+
+Where answers are cut into slices of tokens, episodes park where a slice ends, and go on in the next shift. Which of
+them have ended after a slice depends on their own tokens alone, so it is the same on any number of engines.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from generation.engine.engine import Engine
+from generation.engine.slices import Slices, Turnstile, Unfinished
+from generation.exact_ids import mark_versions
+from generation.images import ImageRules, Spans, StoredImage
+from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction, RolloutSettings, one_shot
+from generation.rollouts.user_code import contained, described
+from generation.trajectory import Trajectory, check_rewards
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Claim = Callable[[], int | None]
+"""The index of the next prompt that no engine has taken yet, or None when there is none."""
+
+OnSample = Callable[[Trajectory], Awaitable[None]]
+"""Called for each finished trajectory while others still run; scoring happens here."""
+
+
+@dataclass(frozen=True)
+class EpisodeSetup:
+    """The function that runs an episode, and its arguments besides the prompt's ids.
+
+    `rows` of the dataset are by prompt, and so are `messages`, those it was rendered from, where there are any, and
+    `images` with their places among the prompt's ids, where the run has `image_rules`.
+    """
+
+    function: RolloutFunction = one_shot
+    tokenizer: "PreTrainedTokenizerBase | None" = None
+    rows: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[list[dict[str, Any]] | None] | None = None
+    images: Sequence[tuple[Sequence[StoredImage], Spans]] | None = None
+    image_rules: ImageRules | None = None
+
+    def seen(self, prompt: int) -> dict[str, Any]:
+        """The arguments of `PolicyLLM` about images, those of a prompt read. Raises ValueError where one is gone."""
+        if not self.images:
+            return {}
+        images, spans = self.images[prompt]
+        read = tuple(image.read() for image in images)
+        return {"images": read, "image_spans": spans, "image_rules": self.image_rules}
+
+
+async def rollout(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    settings: RolloutSettings,
+    claim: Claim,
+    on_sample: OnSample,
+    setup: EpisodeSetup = EpisodeSetup(),
+    engines: int = 1,
+) -> list[Trajectory]:
+    """Sample groups for as many prompts as this engine can claim; returns their trajectories in the order they
+    finished. `engines` share the prompts.
+
+    An episode that fails becomes a trajectory with `error` set and affects no other: every episode that began is
+    there, however it ended. Where `on_sample` sets `error` on one of an episode's trajectories, all of them have
+    failed. A dead engine, an engine in the wrong state and an error that `on_sample` raises end the rollout.
+    """
+    engine.state.check_can_generate(settings.policy_version)
+    finished: list[Trajectory] = []
+    begun: dict[tuple[int, int], PolicyLLM] = {}
+    # One group more than the engine runs at once, so that it never waits for us; no more, so that others find work to
+    # claim. Trajectories that wait for tools do not count.
+    room = asyncio.Semaphore(engine.settings.max_num_seqs + settings.group_size)
+    share = asyncio.Semaphore(max(1, -(-len(prompts) // engines)) * settings.group_size)  # in samples of whole groups
+
+    async def one(llm: PolicyLLM) -> None:
+        row = dict(setup.rows[llm.prompt_index]) if setup.rows else {}
+        finished.extend(await scored_episode(setup.function, llm, row, on_sample, room))
+
+    async with asyncio.TaskGroup() as group:
+        await room.acquire()
+        while True:
+            for _ in range(settings.group_size):
+                await share.acquire()
+            if (prompt := claim()) is None:
+                break
+            messages = setup.messages[prompt] if setup.messages else None
+            tokenizer = cast("PreTrainedTokenizerBase", setup.tokenizer)
+            seen = setup.seen(prompt)
+            for sample in range(settings.group_size):
+                llm = PolicyLLM(engine, tokenizer, settings, prompt, sample, prompts[prompt], messages, room, **seen)
+                begun[prompt, sample] = llm
+                group.create_task(one(llm)).add_done_callback(lambda _: share.release())
+                await room.acquire()
+    ended = {(t.prompt_index, t.sample_index) for t in finished}
+    # A task group does not notice a task that somebody else has cancelled.
+    return finished + [lost_episode(llm) for place, llm in begun.items() if place not in ended]
+
+
+def lost_episode(llm: PolicyLLM) -> Trajectory:
+    """The trajectory of an episode whose task somebody else has cancelled."""
+    error = "CancelledError: the episode's task was cancelled by somebody else"
+    return llm.trajectory(finish_reason="error", error=error)
+
+
+async def scored_episode(
+    function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any], on_sample: OnSample, room: asyncio.Semaphore
+) -> list[Trajectory]:
+    """An episode's trajectories once `on_sample` has seen them; its place in `room` is free before that."""
+    try:
+        trajectories = await run_episode(function, llm, row)
+    finally:
+        room.release()
+    for trajectory in trajectories:
+        await on_sample(trajectory)
+    if error := next((t.error for t in trajectories if t.error), ""):
+        for trajectory in trajectories:
+            trajectory.error = trajectory.error or error
+    return trajectories
+
+
+async def run_episode(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
+    """An episode's trajectories, a list in any case. Whatever the function raises becomes one trajectory's `error`,
+    except the engine's own failure, which is raised whatever the function made of it.
+    """
+    try:
+        trajectories = await contained(_checked(function, llm, row))
+    except Exception as error:
+        if llm.fatal is not None:
+            raise llm.fatal from None
+        return [llm.trajectory(finish_reason="error", error=described(error))]
+    if llm.fatal is not None:
+        raise llm.fatal
+    return trajectories
+
+
+async def _checked(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
+    result = await function(llm, row, llm.settings.sampling)
+    trajectories = [result] if isinstance(result, Trajectory) else list(result)
+    trajectories = [t.trajectory() if isinstance(t, Conversation) else t for t in trajectories]
+    if not trajectories or not all(isinstance(t, Trajectory) for t in trajectories):
+        raise TypeError(f"a rollout function must return a Trajectory or a list of them, but gave {result!r:.100}")
+    for trajectory in trajectories:
+        llm.add_routes(trajectory)
+        trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
+        mark_versions(trajectory, llm.sampled)
+        check_rewards(trajectory, getattr(function, "__qualname__", "the rollout"))
+    return trajectories
+
+
+@dataclass
+class CarriedGroup:
+    """The episodes of one prompt, from their begin until they are trained. Plain types: checkpoints keep it.
+
+    Attributes:
+        place: of its prompt in the sequence that training sees; the lower, the older.
+        born: the step in which it began.
+        done: by sample the trajectories of the episodes that have ended, scored.
+        unfinished: by sample the answers that are parked, where an episode is nothing but one answer.
+    """
+
+    place: int
+    born: int
+    done: dict[int, list[Trajectory]] = field(default_factory=dict)
+    unfinished: dict[int, Unfinished] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """All that is needed to begin, or to go on with, a group. `prompt_index` and `settings` decide its seeds."""
+
+    group: CarriedGroup
+    settings: RolloutSettings
+    prompt_index: int
+    prompt_ids: Sequence[int]
+    row: Mapping[str, Any]
+    messages: list[dict[str, Any]] | None
+    on_sample: OnSample
+    seen: Mapping[str, Any] = field(default_factory=dict)  # what `EpisodeSetup.seen` gives
+
+
+class CarriedEpisodes:
+    """All groups of one engine that are not trained yet. On the engine's event loop, except what does not wait.
+
+    Attributes:
+        groups: by place.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        slices: Slices,
+        function: RolloutFunction,
+        tokenizer: "PreTrainedTokenizerBase",
+        group_size: int,
+    ) -> None:
+        self.groups: dict[int, CarriedGroup] = {}
+        self._engine, self._slices, self._function, self._tokenizer = engine, slices, function, tokenizer
+        self._size = group_size
+        self._room = asyncio.Semaphore(engine.settings.max_num_seqs + group_size)  # see `rollout`
+        self._turnstiles: dict[tuple[int, int], Turnstile] = {}  # of episodes under way, by place and sample
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
+        self._stopped = False
+
+    @property
+    def unfinished(self) -> int:
+        """Episodes under way."""
+        return len(self._turnstiles)
+
+    @property
+    def elsewhere(self) -> int:
+        """Those of them that are in tools, in their own code, or being scored. For any thread."""
+        return self._slices.elsewhere
+
+    def complete(self) -> list[int]:
+        """The places of groups whose episodes have all ended."""
+        return [place for place, group in self.groups.items() if len(group.done) == self._size]
+
+    async def slice(self, version: int, new: Sequence[Beginning]) -> list[int]:
+        """Let every episode under way grow by a slice, the oldest first, and then begin new groups in the order given.
+
+        Returns `complete()` when every episode has ended or is parked. The engine's failure, and an error that
+        `on_sample` raises, end all episodes.
+        """
+        self._engine.state.check_can_generate(version)
+        grown, failed = asyncio.ensure_future(self._grow(version, new)), asyncio.ensure_future(self._failed.wait())
+        try:
+            await asyncio.wait({grown, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                raise self._failure
+            return grown.result()
+        except BaseException:
+            await self.stop()
+            raise
+        finally:
+            self._slices.close()
+            for task in (grown, failed):
+                task.cancel()
+            await asyncio.gather(grown, failed, return_exceptions=True)
+
+    async def _grow(self, version: int, new: Sequence[Beginning]) -> list[int]:
+        self._slices.open(version)
+        await asyncio.sleep(0)  # those that were parked take their places first
+        for beginning in new:
+            self.groups[beginning.group.place] = beginning.group
+            for sample in range(self._size):
+                if sample not in beginning.group.done:
+                    await self._room.acquire()
+                    self._begin(beginning, sample)
+        await self._slices.settled()
+        return self.complete()
+
+    def _begin(self, beginning: Beginning, sample: int) -> None:
+        group, counted = beginning.group, ExitStack()
+        turnstile = counted.enter_context(self._slices.episode(self._room))
+        llm = PolicyLLM(
+            self._engine,
+            self._tokenizer,
+            beginning.settings,
+            beginning.prompt_index,
+            sample,
+            beginning.prompt_ids,
+            beginning.messages,
+            self._room,
+            turnstile=turnstile,
+            unfinished=group.unfinished.pop(sample, None),
+            **beginning.seen,
+        )
+
+        async def run() -> None:
+            """The whole episode, over as many steps as it takes."""
+            row, on_sample = dict(beginning.row), beginning.on_sample
+            group.done[sample] = await scored_episode(self._function, llm, row, on_sample, self._room)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            """Its end is seen: one that was cancelled by its own code is lost, an error is everybody's."""
+            self._tasks.discard(task)
+            del self._turnstiles[group.place, sample]
+            if self._stopped:
+                task.cancelled() or task.exception()  # seen
+            elif task.cancelled():
+                group.done[sample] = [lost_episode(llm)]
+            elif (error := task.exception()) is not None:
+                self._failure = self._failure or error
+                self._failed.set()
+            counted.close()
+
+        self._turnstiles[group.place, sample] = turnstile
+        self._tasks.add(task := asyncio.ensure_future(run()))
+        task.add_done_callback(ended)
+
+    def parked(self) -> list[tuple[int, int, Unfinished]]:
+        """Place, sample and answer of each episode that is parked with a single one; at other levels than the first its
+        prompt holds the turns before.
+        """
+        places = self._turnstiles.items()
+        return [(*at, answer) for at, turnstile in places if (answer := turnstile.unfinished) is not None]
+
+    def kept(self) -> list[CarriedGroup]:
+        """The groups as they are now, between two slices, for a checkpoint; later slices do not change the copies."""
+        copies = {place: replace(group, done=dict(group.done), unfinished={}) for place, group in self.groups.items()}
+        for place, sample, answer in self.parked() if self._function is one_shot else ():
+            copies[place].unfinished[sample] = replace(answer, opening=0)
+        return [copies[place] for place in sorted(copies)]
+
+    async def stop(self) -> None:
+        """End all episodes under way."""
+        self._stopped = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

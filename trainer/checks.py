@@ -1,0 +1,71 @@
+"""Checks of a recipe that need torch and the model's files, made before any weights are loaded."""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from generation.importing import load
+from trainer.config.placement import training_ranks
+from trainer.config.schema import ModelConfig, TrainConfig
+from trainer.data import load_tokenizer
+from trainer.errors import UserError
+from trainer.estimates.budget import over_budget
+from trainer.estimates.memory import GIB
+from trainer.estimates.model_sizes import model_sizes
+from trainer.policy.attention import require_packing, require_sharing
+from trainer.policy.hf_format import build_meta_model, freeze
+from trainer.policy.lora import add_adapters
+from trainer.policy.routing import asked_routers
+
+
+def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError unless the teacher, if there is one, has the same tokens under the same ids."""
+    teacher = config.algorithm.teacher
+    if teacher is not None:
+        own = load_tokenizer(ModelConfig(path=teacher, trust_remote_code=config.model.trust_remote_code))
+        if own.get_vocab() != tokenizer.get_vocab():
+            raise UserError(f"algorithm.teacher: {teacher} has another tokenizer than {config.model.path}")
+
+
+def check_model(config: TrainConfig) -> None:
+    """Raise UserError unless Transformers can build the model, and PEFT its adapters; tried without their weights.
+
+    And unless sequences can be packed and shared in it as the recipe asks for, its routers take the routes of the
+    recipe, and a way of weights that it names can be imported.
+    """
+    if ":" in config.sync.way:
+        try:
+            load(config.sync.way)
+        except ValueError as error:
+            raise UserError(f"sync.way: {error}") from error
+    path, dtype = config.model.path, getattr(torch, config.policy.dtype)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = build_meta_model(Path(path), config.model, dtype, torch.device("cpu"))
+            if config.lora.rank:
+                add_adapters(model, config.lora, dtype, "meta")
+            freeze(model, config.policy.freeze)
+            asked_routers(model, config.model.routes)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the model's own code makes of its config.json
+        if "does not support an attention implementation" in str(error):
+            refused = f"{path} knows no {config.model.attn_implementation}"
+            raise UserError(
+                f"model.attn_implementation: {refused}: set it to eager, and batch.packing to false"
+            ) from error
+        keys = "model.path" + (" and lora.target_modules" if config.lora.rank else "")
+        raise UserError(f"{keys}: {path} cannot be built: {type(error).__name__}: {error}") from error
+    if config.batch.packing:
+        require_packing(model)
+    if config.policy.sequence_parallel > 1:
+        require_sharing(model)
+
+
+def check_budget(config: TrainConfig, device: torch.device, ranks: int) -> None:
+    """Raise UserError, with the numbers, unless trainer and engine fit on one GPU, in a run of so many ranks."""
+    if device.type == "cuda":
+        sizes, total = model_sizes(config, config.model.path, config.lora), torch.cuda.mem_get_info()[1] / GIB
+        if problems := list(over_budget(config, sizes, training_ranks(config, ranks), total)):
+            raise UserError(*problems)

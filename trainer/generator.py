@@ -1,0 +1,87 @@
+"""The loop of a rank that only generates: hear an order, receive weights, hand over what was sampled by them."""
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from generation.engine.sampling import NotFiniteError
+from sharding.apart.crews import TrainersApart
+from sharding.ranks import EVERYBODY, RemoteError, rank, world_size
+from trainer.build import build_sampling, build_trainers
+from trainer.config.placement import training_ranks
+from trainer.config.schema import TrainConfig
+from trainer.engines import rank_device
+from trainer.rollouts.apart import hand_over
+from trainer.rollouts.pool import StepAbandoned
+from trainer.rollouts.round import GIVEN_UP, Order, Round
+from trainer.rollouts.sampling import Sampling
+from trainer.run import processes
+from trainer.run.checkpoint import random_states, restore_random_states
+from trainer.run.meters import PhaseMeter
+from trainer.run.watchdog import Watchdog
+from trainer.start import begin
+
+
+def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> Callable[[], None]:
+    """Build this rank's engine and its end of the weights' way; returns the loop, which ends when the ranks that train
+    have no more orders. Raises RemoteError where they have failed.
+    """
+    start = begin(config, watchdog, resources, watchdog.current_phase)
+    config = start.config
+    trainers = build_trainers(config, start.leader)
+    late = late_to_leave(config, watchdog)
+    sampling = build_sampling(start, resources, late)
+    meter = PhaseMeter(rank_device(config), start.leader, watchdog, config.run.first_step_deadline_s)
+    trainers.connect()
+
+    def run() -> None:
+        if grace := config.checkpoint.grace_s:
+            processes.hold_signals(grace, watchdog.call_all)
+        deadline = config.run.first_step_deadline_s
+        while (order := next_order(trainers, watchdog, deadline))["kind"] != "end":
+            with watchdog.phase(f"{order['kind']} {abs(order['step'])}", deadline):
+                carry_out(order, config, trainers, sampling, meter)
+        if order["failed"]:
+            if watchdog.called_at is not None:
+                processes.interrupt_now()
+            raise RemoteError("the ranks that train have failed: see their output above")
+
+    return run
+
+
+def late_to_leave(config: TrainConfig, watchdog: Watchdog) -> Callable[[], bool]:
+    """Whether a step's rollouts are to be given up, since the run is asked to end. With a lag never: a checkpoint has
+    to have the answers, as their weights will be gone.
+    """
+    return lambda: not config.rollout.lag and watchdog.called_for() > config.checkpoint.grace_s / 2
+
+
+def next_order(trainers: TrainersApart, watchdog: Watchdog, deadline: float) -> dict[str, Any]:
+    """Wait for as long as the ranks that train may take for a step, and their start or end."""
+    with watchdog.phase("waiting for weights", 2 * deadline):
+        return trainers.hear()
+
+
+def carry_out(
+    message: dict[str, Any], config: TrainConfig, trainers: TrainersApart, sampling: Sampling, meter: PhaseMeter
+) -> None:
+    """Sample or evaluate with the weights that follow, and hand over what came of it."""
+    trainers.receive(message["version"])
+    if states := message["random_states"].get(rank(EVERYBODY)):
+        restore_random_states(json.loads(states), "an order")
+    order = Order(message["step"], message["version"], message["prompts"])
+    rounds, failure = [], None
+    try:
+        with meter.phase("eval" if order.evaluates else "rollout", sampling.waits_for):
+            rounds = sampling.produce(order)
+        if not order.evaluates:
+            sampling.add_state(rounds[-1], json.dumps(random_states()))
+    except StepAbandoned:
+        rounds = [Round(order.step, word=GIVEN_UP)]
+    except NotFiniteError as error:
+        rounds = [Round(order.step, word=str(error))]
+    except Exception as error:
+        failure = error
+    meter.take()
+    hand_over(training_ranks(config, world_size(EVERYBODY)), rounds, failure)

@@ -1,0 +1,33 @@
+"""The entry point of a rank: it trains, its engine in turns with the policy, or only generates."""
+
+import os
+from contextlib import ExitStack
+
+from generation.engine import forkserver
+from generation.engine.vllm_compat import fork_engines
+from sharding.ranks import EVERYBODY, rank, world_size
+from trainer.build import joined
+from trainer.config.machine import resolve_device
+from trainer.config.placement import leads_engine, placement, training_ranks
+from trainer.config.schema import TrainConfig
+from trainer.generator import generate
+from trainer.loop import RLTrainer
+from trainer.run.lock import RunLock
+
+
+def main(config: TrainConfig, lock: RunLock | None = None) -> None:
+    """One rank from start to end: join the others, train or generate, leave with them. A failure on one ends all."""
+    number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if resolve_device(config) == "cpu" and leads_engine(config, number, ranks) and not placement(config).actors:
+        fork_engines()
+    # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
+    longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
+    with joined(config, longest, lock) as watchdog, ExitStack() as resources:
+        resources.callback(forkserver.stop)
+        trains = rank(EVERYBODY) < training_ranks(config, world_size(EVERYBODY))
+        with watchdog.phase("start-up", config.run.first_step_deadline_s):
+            if trains:
+                run = RLTrainer(config, watchdog, resources).train
+            else:
+                run = generate(config, watchdog, resources)
+        run()

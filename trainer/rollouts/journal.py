@@ -1,0 +1,95 @@
+"""Answers that stay on disk until a checkpoint has what was learned from them (`checkpoint.rollouts`).
+
+A run that dies in an update has sampled in vain, and with a checkpoint every hundred steps it has done so up to a
+hundred times. Here every rank writes the rounds of a step, wherever they come from, before anything is learned from
+them. When the run is started again, its steps learn from the same answers, in the same order, up to the first that is
+not there: from then on everything is sampled. Updates are computed anew, so on CPU the run ends bit for bit as if it
+had not died.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sharding.ranks import EVERYBODY, agreed, exchange, rank, world_size
+from trainer.config.schema import TrainConfig
+from trainer.distributed import say
+from trainer.rollouts.round import Order, Round, Source, packed, unpacked
+from trainer.run.checkpoint import latest_complete, random_states, restore_random_states
+from trainer.run.records import patiently, write_whole
+
+_NAME = re.compile(r"(\d+)\.rank_\d+")  # of the step
+_DO_NOT_MATTER = ("run", "tracking", "checkpoint", "eval")  # sections that may differ, run.seed being in the identity
+
+
+class Journal:
+    """Keeps a source's rounds on disk."""
+
+    def __init__(self, source: Source, config: TrainConfig, identity: dict[str, Any]) -> None:
+        """`identity` is the run's. What other runs have left in the folder is not used, nor are a run's own answers
+        where it does not resume from its own checkpoints.
+        """
+        self._source = source
+        self._folder, self._checkpoints = config.run.folder / "answers", config.run.folder / "checkpoints"
+        self._patience = config.checkpoint.patience_s
+        matter = {name: keys for name, keys in config.recorded().items() if name not in _DO_NOT_MATTER}
+        text = json.dumps([matter, identity, world_size(), world_size(EVERYBODY)], sort_keys=True)
+        self._key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self._reused = 0
+        if config.checkpoint.resume != "auto":
+            self._drop(lambda step: True)
+
+    def produce(self, order: Order) -> list[Round]:
+        """The rounds of a step, from the disk or as `Source.produce`. Collective. An evaluation's are not kept."""
+        if order.evaluates:
+            return self._source.produce(order)
+        if (rounds := self._read(order.step, self._key_of(order))) is not None:
+            restore_random_states(json.loads(rounds[-1].random_states[rank(EVERYBODY)]), self._file(order.step).name)
+            following = f"{self._key}/{rounds[-1].position}/"
+            self._source.replayed(rounds, ahead=self._read(order.step + 1, following) is None)
+            self._reused += 1
+            return rounds
+        if self._reused:
+            say(f"the answers of {self._reused} steps were kept; sampling goes on in step {order.step}")
+            self._reused = 0
+        self._drop(lambda step: step >= order.step)  # of another policy, from here on
+        rounds = self._source.produce(order)
+        self._write(order, rounds)
+        return rounds
+
+    def _file(self, step: int) -> Path:
+        return self._folder / f"{step}.rank_{rank()}"
+
+    def _key_of(self, order: Order) -> str:
+        return f"{self._key}/{order.position}/{order.version}/"
+
+    def _read(self, step: int, key: str) -> list[Round] | None:
+        """This rank's rounds of a step, if every rank has kept its own whole, under keys that begin so. Collective."""
+        rounds: list[Round] = []
+        with suppress(OSError, ValueError):
+            rounds = unpacked(self._file(step).read_bytes())
+        return rounds if all(exchange(bool(rounds) and rounds[0].key.startswith(key))) else None
+
+    def _write(self, order: Order, rounds: list[Round]) -> None:
+        """Keep this rank's rounds of a step, and drop what checkpoints have. Collective."""
+        rounds[0].key = self._key_of(order)
+        rounds[-1].random_states |= {rank(EVERYBODY): json.dumps(random_states())}
+        data = packed(rounds)
+        with agreed("keeping the answers"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write = partial(write_whole, self._file(order.step), data)
+            patiently(write, f"the answers of step {order.step}", self._patience)
+            newest = latest_complete(self._checkpoints)
+            saved = int(newest.name.removeprefix("step_")) if newest is not None else 0
+            self._drop(lambda step: step <= saved)
+
+    def _drop(self, unneeded: Callable[[int], bool]) -> None:
+        """Delete this rank's rounds of the steps of which `unneeded` is true."""
+        for file in self._folder.glob(f"*.rank_{rank()}"):
+            if (name := _NAME.fullmatch(file.name)) and unneeded(int(name[1])):
+                file.unlink(missing_ok=True)

@@ -1,0 +1,171 @@
+"""The six levels of rollouts: from a recipe's keys to the function, or the sampler, that makes episodes of prompts."""
+
+import functools
+import inspect
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from generation.importing import load
+from generation.rollouts.agent import (
+    Agent,
+    InlineTags,
+    environment_class,
+    environment_rollout,
+    environment_tools,
+    inline_rollout,
+    tool_rollout,
+)
+from generation.rollouts.client import CapturingServer, ClientRollout, StartServer
+from generation.rollouts.client_process import ClientCommand, ClientProcesses
+from generation.rollouts.environments import verifiers
+from generation.rollouts.episode import RolloutFunction, custom_rollout, one_shot
+from generation.rollouts.mcp_tools import McpServer, McpTools, list_tools
+from generation.rollouts.sampler import Sampler, make_sampler
+from generation.rollouts.tools import Tool, ToolLimits, ToolRunner, call_parser, make_tool, tools_by_name
+from sharding.ranks import agreed, exchange, is_main
+from trainer.config.schema import ClientConfig, ProcessesConfig, RolloutConfig, TrainConfig, VerifiersConfig
+from trainer.data import Prompt, image_rules, prompt_messages
+from trainer.errors import Interrupted, UserError
+
+T = TypeVar("T")
+
+
+class RolloutLevel:
+    """The recipe's way from a prompt to its trajectory, one of six levels, from nothing to any OpenAI client.
+
+    It is loaded and checked before any model. Raises UserError naming the key that does not fit.
+    """
+
+    def __init__(
+        self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, start_server: StartServer | None = None
+    ) -> None:
+        """`start_server` serves the clients of level 6; it may be left out where nothing is going to run."""
+        self.image_rules = image_rules(config, tokenizer)
+        self._templated = config.data.apply_chat_template and tokenizer.chat_template is not None
+        self.function: RolloutFunction | None = one_shot  # of one episode; None: a sampler takes all prompts at once
+        self.sampler: Sampler | None = None  # level 5's object
+        self._mcp: McpTools | None = None
+        self.data = config.data  # where tools are to be described, their schemas go to the chat template
+        named, kwargs = config.rollout, config.rollout.kwargs
+        if (custom := named.custom) is not None:
+            self.function = _checked("rollout.custom", lambda: custom_rollout(load(custom), kwargs))
+        elif (sampler := named.sampler) is not None:
+            recipe = config.model_dump()
+            self.function = None
+            self.sampler = _checked("rollout.sampler", lambda: make_sampler(load(sampler), kwargs, recipe))
+        elif named.client is not None or named.verifiers is not None:
+            self.function = _client_function(config, start_server)
+        elif named.tools or named.mcp or named.environment is not None:
+            self._mcp = _mcp_tools(config)
+            self.function, schemas = _agent_function(named, tokenizer, self._mcp.tools, self.image_rules is not None)
+            if named.mcp:
+                self.function = self._mcp.around(self.function)
+            if schemas and named.describe_tools:
+                described = {**config.data.chat_template_kwargs, "tools": schemas}
+                self.data = config.data.model_copy(update={"chat_template_kwargs": described})
+
+    async def aclose(self) -> None:
+        """Stop level 6's server and those of MCP, if there are any. On the engine's loop, before the engine stops."""
+        if self._mcp is not None:
+            await self._mcp.aclose()
+        if isinstance(self.function, ClientRollout):
+            await self.function.aclose()
+
+    def messages(self, prompts: Sequence[Prompt]) -> list[list[dict[str, Any]] | None] | None:
+        """The messages that each prompt was rendered from; None where nothing uses them, or without a chat template."""
+        if not self._templated or self.function is one_shot:
+            return None
+        return [prompt_messages(prompt.row, self.data, len(prompt.images)) for prompt in prompts]
+
+
+def _client_function(config: TrainConfig, start_server: StartServer | None) -> ClientRollout:
+    """Level 6: a client on a thread of the leader, or in processes of another Python."""
+    named, log = config.rollout, config.run.folder / "clients.log"
+
+    async def serve(engine: Any, **settings: Any) -> CapturingServer:
+        """A server that reads tool calls as the recipe says."""
+        assert start_server is not None
+        return await start_server(engine, tool_parser=named.tool_parser, **settings)
+
+    if not isinstance(own := named.verifiers or named.client, ProcessesConfig):
+        found = _checked("rollout.client", lambda: load(str(own)))
+        client, seconds = (
+            functools.partial(found, **named.kwargs) if named.kwargs else found,
+            config.run.step_deadline_s,
+        )
+        return _checked("rollout.client", lambda: ClientRollout(client, serve, seconds))
+    if isinstance(own, VerifiersConfig):
+        key, command = "rollout.verifiers.python", verifiers.command(own.model_dump(), log)
+    else:
+        assert isinstance(own, ClientConfig)
+        key, command = "rollout.client.command", ClientCommand(own.command, own.workers, own.env, named.kwargs, log)
+    if shutil.which(command.command[0]) is None:
+        raise UserError(f"{key}: there is no program {command.command[0]}")
+    pool = ClientProcesses(command)
+    return ClientRollout(pool.run, serve, own.timeout_s, pool.aclose)
+
+
+def _mcp_tools(config: TrainConfig) -> McpTools:
+    """The tools of rollout.mcp, which rank 0 asks for. Collective."""
+    servers = [
+        McpServer(name, server.command, server.url, server.env, server.session == "shared")
+        for name, server in config.rollout.mcp.items()
+    ]
+    listed: dict[str, list[dict[str, Any]]] = {}
+    if servers:
+        with agreed("asking MCP servers for their tools"):
+            if is_main():
+                listed = _checked("rollout.mcp", lambda: list_tools(servers))
+        listed = exchange(listed)[0]
+    return McpTools(servers, listed, config.run.folder / "mcp.log")
+
+
+def _agent_function(
+    named: RolloutConfig, tokenizer: PreTrainedTokenizerBase, others: list[Tool], images: bool
+) -> tuple[RolloutFunction, list[dict[str, Any]]]:
+    """Levels 2 and 3, with `others` among their tools, and the schemas of all; replies may be `images`."""
+
+    def function(spec: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = load(spec)
+        if not inspect.isroutine(found):
+            raise ValueError(f"{spec!r} is {type(found).__name__}, not a function")
+        return found
+
+    inline = named.tool_parser == "inline"  # such calls are found otherwise
+    parser = "hermes" if inline else named.tool_parser
+    limits = ToolLimits(
+        named.tool_timeout_s, named.max_concurrency, named.max_tool_tokens, named.tool_error, named.tool_rates, images
+    )
+    tools = _checked("rollout.tools", lambda: tools_by_name([*(make_tool(function(s)) for s in named.tools), *others]))
+    parse = _checked("rollout.tool_parser", lambda: call_parser(parser, tokenizer))
+    agent = Agent(ToolRunner(limits, tokenizer), parse, named.max_turns, tools, named.describe_tools)
+    schemas = [tool.schema for tool in tools.values()]
+    if named.environment is None:
+        _check_rates(named, tools)
+        tags = InlineTags(**named.inline_tags.model_dump())
+        return inline_rollout(agent, tags) if inline else tool_rollout(agent), schemas
+    found = _checked("rollout.environment", functools.partial(load, named.environment))
+    cls = _checked("rollout.environment", lambda: environment_class(found, named.kwargs))
+    methods = _checked("rollout.environment", lambda: environment_tools(cls))
+    _check_rates(named, [*tools, *methods])
+    schemas += [tool.schema for tool in methods.values()]
+    return _checked("rollout.environment", lambda: environment_rollout(cls, named.kwargs, agent, found)), schemas
+
+
+def _check_rates(named: RolloutConfig, tools: Iterable[str]) -> None:
+    if unknown := sorted({*named.tool_rates} - {*tools}):
+        there = ", ".join(tools) or "none"
+        raise UserError(f"rollout.tool_rates: there is no tool {unknown[0]!r}; there is {there}")
+
+
+def _checked(key: str, make: Callable[[], T]) -> T:
+    """The object that `make` gives; an error of the user's object becomes a sentence about the key."""
+    try:
+        return make()
+    except (UserError, Interrupted):
+        raise
+    except BaseException as error:  # the user's constructor may raise anything
+        raise UserError(f"{key}: {error or type(error).__name__}") from error

@@ -1,0 +1,135 @@
+"""What every rank begins with, whether it trains or only generates: inputs, rewards, the run's state, an engine."""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from generation.engine.engine import Leader
+from generation.engine.sampling import SamplingSettings
+from sharding.ranks import EVERYBODY, agreed, is_main, world_size
+from trainer.checks import check_budget, check_model, check_teacher
+from trainer.config.machine import resolve_device
+from trainer.config.placement import engine_workers
+from trainer.config.schema import TrainConfig
+from trainer.config.ways import local_ranks, settled
+from trainer.data import PromptDataset, load_prompts, load_tokenizer
+from trainer.engines import (
+    end_token_ids,
+    fetch_model,
+    processor_arguments,
+    rank_device,
+    start_server,
+    stop_engine,
+    training_sampling,
+)
+from trainer.evaluation import load_held_outs
+from trainer.restarts import EngineRestarts
+from trainer.rewards.pool import RewardPool
+from trainer.rollouts.level import RolloutLevel
+from trainer.rollouts.sampling import HeldOut
+from trainer.run.keeper import Identity, RunState, find_checkpoint, run_identity
+from trainer.run.screen import Progress
+from trainer.run.watchdog import Watchdog
+
+
+@dataclass
+class Start:
+    """A rank that has what it samples from, and its engine, if it leads one.
+
+    Attributes:
+        config: the recipe, with a way for the weights in the place of `auto`.
+        level: from a prompt to its trajectory.
+        prompts: to train on.
+        held_outs: datasets of an evaluation; none where the recipe has no evaluation.
+        sampling: of answers in training.
+        identity: of the run, by which checkpoints are compared.
+        checkpoint: the one that the run resumes from.
+        state: of the run besides the policy; checkpoints keep both.
+        leader: this rank's engine, if it leads one.
+    """
+
+    config: TrainConfig
+    screen: Progress
+    tokenizer: PreTrainedTokenizerBase
+    level: RolloutLevel
+    rewards: RewardPool
+    prompts: PromptDataset
+    held_outs: list[HeldOut]
+    sampling: SamplingSettings
+    identity: Identity
+    checkpoint: Path | None
+    state: RunState
+    restarts: EngineRestarts
+    leader: Leader | None = None
+
+    @property
+    def carried(self) -> Path | None:
+        """The checkpoint whose answers the run goes on with: one of other data says nothing of these prompts."""
+        return self.checkpoint if self.state.prompts else None
+
+
+def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: Callable[[], str]) -> Start:
+    """Start this rank, cheapest and likeliest to fail first; the models are tried without their weights. Collective
+    among all ranks of the run. Raises UserError.
+
+    Args:
+        resources: closes everything again, however the run ends.
+        doing: this rank's phase, for the screen.
+    """
+    config, way = settled(config, world_size(), local_ranks(os.environ, world_size()))
+    screen = Progress(config.run.steps, enabled=is_main())
+    if way:
+        screen.note(way)
+    resources.enter_context(screen.follow(doing))
+    device = rank_device(config)
+    processor_arguments(config, resolve_device(config) == "cuda")
+    tokenizer = load_tokenizer(config.model)
+    check_model(config)
+    check_budget(config, device, world_size(EVERYBODY))
+    check_teacher(config, tokenizer)
+    level = RolloutLevel(config, tokenizer, start_server)
+    rewards = RewardPool(config.reward)
+    level.data = rewards.columns(level.data)
+    prompts = load_prompts(level.data, tokenizer, level.image_rules)
+    screen.note(f"{len(prompts)} prompts from {config.data.path}, {prompts.dropped} too long and left out")
+    ends = end_token_ids(config.model.path, tokenizer)
+    held_outs = load_held_outs(config, level, tokenizer, ends) if config.eval.every else []
+    identity = run_identity(config, prompts.fingerprint, tokenizer)
+    checkpoint, state = find_checkpoint(config, identity)
+    start = Start(
+        config,
+        screen,
+        tokenizer,
+        level,
+        rewards,
+        prompts,
+        held_outs,
+        training_sampling(config, ends),
+        identity,
+        checkpoint,
+        state,
+        EngineRestarts(config, device, watchdog),
+    )
+    start_engine(start, resources)
+    return start
+
+
+def start_engine(start: Start, resources: ExitStack) -> None:
+    """Start this rank's engine, if it leads one, and reward workers beside it. Collective among all ranks of the run.
+
+    Before the policy: vLLM measures free memory while it starts, and asserts that none is freed
+    (https://github.com/vllm-project/vllm/issues/56830).
+    """
+    config = start.config
+    count = engine_workers(config, world_size()) // config.engine.tensor_parallel_size
+    start.screen.note(f"starting {count} engine(s) for {config.model.path}")
+    with agreed("fetching the model", among=EVERYBODY):
+        fetch_model(config)
+    start.leader = start.restarts.first_start()
+    resources.callback(stop_engine, start.leader)
+    if start.leader is not None:
+        resources.enter_context(start.rewards)
