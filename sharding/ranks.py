@@ -197,7 +197,9 @@ def agree(error: BaseException | None, phase: str, among: Ranks = CREW) -> None:
     has ended is noticed by its closed connection, and named by those on its machine; a rank that hangs is noticed by
     the process group's timeout.
     """
-    words = "" if error is None else f"{type(error).__name__}: {error}"
+    gpu = isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError) and torch.cuda.is_initialized()
+    where = f" on cuda:{torch.cuda.current_device()}" if gpu else ""
+    words = "" if error is None else f"{type(error).__name__}{where}: {error}"
     short = words[:_MESSAGE_LIMIT].encode(errors="replace").decode()
     number = rank(EVERYBODY)
     try:

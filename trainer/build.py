@@ -50,7 +50,7 @@ def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterato
     if lock is not None:
         lock.share(number, ranks)
     far = int(os.environ.get("GROUP_RANK", "0")) > 0  # the first node's launcher holds the store
-    with Watchdog(store(), number, ranks, far=far) as watchdog:
+    with Watchdog(store(), number, ranks, far=far, device=str(rank_device(config))) as watchdog:
         processes.install_signal_handlers(watchdog.current_phase)
         yield watchdog
     destroy_process_group()

@@ -326,7 +326,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     except SystemExit as wanted:
         code = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
     except BaseException as error:
-        leave_word(type(error).__name__, str(error))
+        leave_word(type(error).__name__, ": ".join([*getattr(error, "__notes__", ()), str(error)]))
         traceback.print_exc()
         code = 1
     leave(code)

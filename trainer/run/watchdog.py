@@ -13,6 +13,8 @@ one may just be stopped (Ctrl-Z).
 
 A rank that is asked to end informs the others in the same way, and learns whether they are alive (`call_all`).
 
+What is raised in a phase gets a note that names the innermost phase and the device, for the traceback and the launcher.
+
 A Python thread cannot run while C code keeps the interpreter's lock. For that, the same deadline plus a margin is set
 in `faulthandler`, whose timer runs without the interpreter.
 """
@@ -32,6 +34,7 @@ from typing import Self
 
 import torch.distributed as dist
 
+from sharding.ranks import RemoteError
 from trainer.run.processes import leave_word
 
 EXIT_CODE = 124  # what timeout(1) exits with
@@ -68,7 +71,7 @@ class _Phase:
 class Watchdog:
     """Watches this rank's phases, and through a clone of `store` all ranks'. Close it before the process group.
 
-    `far`: another machine holds the store. `exit_process` is called last; a test passes its own.
+    `far`: another machine holds the store. `exit_process` is called last; a test passes its own. `device`: this rank's.
     """
 
     def __init__(
@@ -78,8 +81,10 @@ class Watchdog:
         world_size: int,
         exit_process: Callable[[int], object] = os._exit,
         far: bool = False,
+        device: str = "cpu",
     ) -> None:
         self._rank = rank
+        self._device = device
         self._world_size = world_size
         self._exit = exit_process
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # absent from torch's stubs
@@ -108,6 +113,10 @@ class Watchdog:
         self._arm()
         try:
             yield
+        except Exception as error:
+            if not isinstance(error, RemoteError) and not hasattr(error, "__notes__"):  # the former names its phase
+                error.add_note(f"in phase {self.current_phase()} on {self._device}")
+            raise
         finally:
             self._phases = outer
             self._arm()

@@ -5,9 +5,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from sharding import ranks
-from sharding.ranks import allreduce_objects, rank
+from sharding.ranks import RemoteError, agreed, allreduce_objects, rank
 from tests.unit.learning_steps import on_ranks
 
 COUNTS = range(1, 10)
@@ -39,3 +40,13 @@ def test_all_are_told_of_a_rank_that_is_gone(count: int) -> None:
 
         with patch.object(ranks, "_swap", broken):
             assert on_ranks(count, told) == ["gone"] * count
+
+
+def test_what_fails_on_a_gpu_is_told_with_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    told = r"phase sending weights failed on rank 0: OutOfMemoryError on cuda:1: CUDA out of memory"
+    with pytest.raises(RemoteError, match=told), agreed("sending weights"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(RemoteError, match="failed on rank 0: ValueError: 3"), agreed("sending weights"):
+        raise ValueError(3)

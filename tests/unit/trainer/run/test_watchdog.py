@@ -1,12 +1,16 @@
 """Deadlines of phases on one rank; several ranks are in tests/distributed/sharding/test_collectives.py."""
 
+import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from trainer.run import processes
 from trainer.run import watchdog as module
 from trainer.run.watchdog import EXIT_CODE, Watchdog
 
@@ -58,6 +62,27 @@ def test_what_a_phase_waits_for_is_named_as_it_is_at_the_end(
     text = capsys.readouterr().err
     assert "rank 0 exceeded a deadline, phase rollout, 3 episodes in tools for 0.3 s (deadline 0.3 s)" in text
     assert "  rank 0: step > rollout, 3 episodes in tools for 0." in text
+
+
+def test_what_fails_is_told_with_its_phase_and_device(
+    codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = tmp_path / "words"
+    words.touch()
+    monkeypatch.setenv(processes.LAST_WORDS, str(words))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(processes, "_said", False)
+    monkeypatch.setattr(processes, "leave", codes.append)
+
+    def main() -> int:
+        with Watchdog(dist.HashStore(), 0, 1, codes.append, device="cuda:1") as dog:
+            with dog.phase("step 3", 60), dog.phase("update", 60):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    processes.run(main)
+    text = "in phase step 3 > update on cuda:1: CUDA out of memory."
+    assert json.loads(words.read_text()) == {"rank": 1, "kind": "OutOfMemoryError", "text": text}
+    assert codes == [1]
 
 
 def test_phases_in_time_pass_and_a_phase_that_raised_is_over(codes: list[int]) -> None:
