@@ -5,6 +5,7 @@ Loads its libraries, and, as soon as torch is there, has torch's operations for 
 
 import ctypes
 import datetime
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -241,6 +242,12 @@ def after_engine_thread(module: ModuleType) -> None:
     module.EngineThread.run = lambda self, call, timeout, what: run(self, call, 5 * timeout, what)
 
 
+def after_extension(module: ModuleType) -> None:
+    """A test may evaluate an expression in a module in the engine's worker."""
+    call = lambda _, name, code: eval(code, vars(importlib.import_module(name)))  # noqa: E731
+    module.VllmInternalWorkerExtension.softgpu = call
+
+
 HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "torch": after_torch,
     "torch.distributed.distributed_c10d": after_c10d,
@@ -249,6 +256,7 @@ HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "vllm.v1.attention.backends.triton_attn": after_triton_attention,
     "generation.engine.vllm_compat": after_vllm_compat,
     "generation.engine.thread": after_engine_thread,
+    "sharding.worker.extension": after_extension,
 }
 """What is done as soon as a module has been imported."""
 
@@ -278,7 +286,8 @@ def install() -> None:
         return
     # vLLM's tensor parallelism asks torch's groups, which are Gloo's, rather than NCCL and kernels of its own.
     off = dict.fromkeys(("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"), "0")
-    os.environ.update({"TRITON_INTERPRET": "1", "VLLM_DISABLE_PYNCCL": "1"} | off)
+    on = dict.fromkeys(("TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "VLLM_DISABLE_PYNCCL"), "1")
+    os.environ.update(on | off)
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # whoever asks for them by name gets those that are loaded
         libraries.append(ctypes.CDLL(f"{LIBRARIES}/{name}", mode=ctypes.RTLD_GLOBAL))
     sys.meta_path.insert(0, Finder())

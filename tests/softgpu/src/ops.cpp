@@ -11,6 +11,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 #include <cstdlib>
+#include <memory>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -55,9 +56,13 @@ struct Tensors {
   std::unordered_map<c10::StorageImpl*, at::Tensor> owners;                               // by the CPU's: a tensor of CUDA's
   std::vector<at::Tensor> views;
   optional<c10::Device> device;
+  bool host = false;  // there are some that are the host's, which it may change
 
   at::Tensor to_cpu(const at::Tensor& t) {
-    if (!t.defined() || !t.is_cuda()) return t;
+    if (!t.defined() || !t.is_cuda()) {
+      host |= t.defined() && !t.unsafeGetTensorImpl()->is_wrapped_number();
+      return t;
+    }
     device = t.device();
     auto* key = t.storage().unsafeGetStorageImpl();
     auto entry = storages.find(key);
@@ -151,11 +156,29 @@ void check_devices(const std::string& name, const Stack& stack, size_t begin) {
   TORCH_CHECK(!first || !host, message, *first, " and cpu! (", name, ")");
 }
 
+// What may run late (streams.c), on tensors that own nothing, as a kernel does: memory that is given to others meanwhile is theirs.
+using Work = std::function<void()>;
+void run_work(void* data) {
+  std::unique_ptr<Work> work(*static_cast<Work**>(data));
+  at::AutoDispatchBelowADInplaceOrView below;
+  (*work)();
+}
+void enqueue(c10::Device device, Work work, sg_range to, sg_range from) {
+  auto** data = static_cast<Work**>(std::malloc(sizeof(Work*)));
+  *data = new Work(std::move(work));
+  check(sg_enqueue(stream_of(device), run_work, data, to, from));
+}
+sg_range range_of(const at::Tensor& t) { return {t.storage().mutable_data(), t.storage().nbytes()}; }
+
+// Whether an operation does nothing but write into its first argument, or its tensors: `add_`, `_fused_adamw_`.
+bool writes_in_place(const std::string& name) { return name.back() == '_' && name[name.size() - 2] != '_'; }
+
 void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   size_t count = schema.arguments().size(), begin = stack->size() - count;
   Tensors tensors;
   check_devices(schema.name(), *stack, begin);
+  auto target = (*stack)[begin];
   for (size_t i = begin; i < begin + count; i++) {
     auto& value = (*stack)[i];
     if (value.isDevice() && value.toDevice().is_cuda()) {
@@ -174,22 +197,21 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
     auto generator = value.isGenerator() ? optional<at::Generator>(value.toGenerator()) : c10::nullopt;
     if (!generator || !generator->device().is_cpu()) value = c10::IValue(numbers_of(generator, tensors.device));
   }
+  if (tensors.device && !tensors.host && writes_in_place(schema.name())) {
+    auto arguments = torch::jit::last(*stack, count).vec();
+    auto first = target.isTensor() ? target.toTensor() : target.toTensorVector().at(0);
+    enqueue(*tensors.device, [op, arguments]() mutable { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments); },
+            range_of(first), {});
+    torch::jit::drop(*stack, count);
+    if (!schema.returns().empty()) stack->push_back(target);
+    return;
+  }
   check(sg_launch(stream_of(tensors.device)));
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   tensors.resize_originals();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++)
     (*stack)[i] = map_tensors((*stack)[i], [&](const at::Tensor& t) { return tensors.to_cuda(t); });
 }
-
-// Copies may run late (streams.c), on tensors that own nothing, as a kernel does: memory that is given to others meanwhile is theirs.
-using Work = std::function<void()>;
-void run_work(void* data) {
-  auto* work = *static_cast<Work**>(data);
-  at::AutoDispatchBelowADInplaceOrView below;
-  (*work)();
-  delete work;
-}
-sg_range range_of(const at::Tensor& t) { return {t.storage().mutable_data(), t.storage().nbytes()}; }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (!self.numel()) return self;
@@ -201,9 +223,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     to.copy_(from);
     return self;
   }
-  auto** data = static_cast<Work**>(std::malloc(sizeof(Work*)));
-  *data = new Work([to, from]() { at::Tensor(to).copy_(from); });
-  check(sg_enqueue(stream_of(device), run_work, data, range_of(self), range_of(source)));
+  enqueue(device, [to, from]() { at::Tensor(to).copy_(from); }, range_of(self), range_of(source));
   return self;
 }
 void foreach_copy_(at::TensorList self, at::TensorList sources, bool non_blocking) {

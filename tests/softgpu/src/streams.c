@@ -1,9 +1,9 @@
 /* Streams and events.
  *
- * Usually all work is done at once. With SOFTGPU_LATE=SEED copies run late: each stream is a queue, and one thread, the device, takes
- * the first work of a random stream after a random time (up to SOFTGPU_LATE_US microseconds, default 300). Whoever reads what a copy
- * writes without having waited for it, on the host, on another stream or in another process, reads what was there before. Work that is
- * no copy waits for its turn in its stream and then runs on the caller's thread. */
+ * Usually all work is done at once. With SOFTGPU_LATE=SEED what only writes into memory (copies, and operations in place) runs late: each
+ * stream is a queue, and one thread, the device, takes the first work of a random stream after a random time (up to SOFTGPU_LATE_US
+ * microseconds, default 300). Whoever reads what it writes without having waited for it, on the host, on another stream or in another
+ * process, reads what was there before. All other work waits for its turn in its stream and then runs on the caller's thread. */
 #include "softgpu.h"
 
 typedef struct event event_t;
@@ -36,17 +36,17 @@ static stream_t default_stream, *streams = &default_stream; /* stream 0 is one o
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
 static unsigned seed, pause_us;
+static int is_late = -1;
 static char lost;
 
+void sg_delay(long number) { /* from now on by this seed; 0: at once */
+    sg_drain();
+    is_late = number != 0, seed = number * 7919u + 1;
+    pause_us = getenv("SOFTGPU_LATE_US") ? atoi(getenv("SOFTGPU_LATE_US")) : 300;
+}
 static int late(void) {
-    static int answer = -1;
-    if (answer < 0) {
-        const char *text = getenv("SOFTGPU_LATE");
-        seed = text ? atoi(text) * 7919u + 1 : 0;
-        pause_us = getenv("SOFTGPU_LATE_US") ? atoi(getenv("SOFTGPU_LATE_US")) : 300;
-        answer = text != 0;
-    }
-    return answer;
+    if (is_late < 0) is_late = 0, sg_delay(getenv("SOFTGPU_LATE") ? atol(getenv("SOFTGPU_LATE")) : 0);
+    return is_late;
 }
 static stream_t *stream_of(cudaStream_t handle) { /* 0, 1 and 2 are the default streams */
     return (uintptr_t)handle <= 2 ? &default_stream : (stream_t *)handle;

@@ -1,0 +1,168 @@
+"""Shifts whose work runs late, by seeds, against the same shifts at once; then with one wait at a time left out.
+
+    python -m tests.softgpu.late_shifts SEEDS [WAY ...]
+
+in environment.sh's environment. A shift: an optimizer step, the engine awake, a verified sync, answers, the engine asleep. Policy and
+engine are started once for each way. Prints for every wait that a shift has in Python, of this process and of the engine's worker, at
+which seed a shift without it differs or fails. Exit code 1: a seed gave other bits, or fewer than ten waits were seen.
+"""
+
+import ctypes
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sharding.send.source import local_part
+from trainer.commands import doctor_trials
+from trainer.commands.tiny_model import make_tiny_model
+from trainer.distributed import destroy_process_group, init_process_group
+from trainer.run import processes
+
+WAYS = ("staged", "pull", "zero_copy")
+CYCLE = 5  # shifts, after which the policy begins anew
+TRIES = 20  # seeds for a wait that is left out
+WAITS: list[tuple[Any, str]] = [
+    *((torch.cuda.Stream, name) for name in ("synchronize", "wait_stream", "wait_event")),
+    *((torch.cuda.Event, name) for name in ("synchronize", "wait")),
+    *((module, "synchronize") for module in (torch.cuda, torch.accelerator)),
+]
+
+sites: dict[str, str] = {}
+"""Where this process has waited: FILE:LINE, with the function."""
+left_out = ""
+"""The one that is not waited for."""
+
+
+def watch_waits() -> None:
+    """From now on this process notes its waits, and leaves one out."""
+    for owner, name in WAITS:
+        setattr(owner, name, noting(getattr(owner, name)))
+
+
+def noting(wait: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*arguments: Any, **options: Any) -> Any:
+        frame = sys._getframe(1)
+        while "/torch/cuda/" in frame.f_code.co_filename or frame.f_code.co_name in ("wait_for_writes", "_wait"):
+            frame = frame.f_back
+        site = f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno}"
+        sites[site] = frame.f_code.co_name
+        return None if site == left_out else wait(*arguments, **options)
+
+    return noted
+
+
+def delay(seed: int) -> None:
+    """From now on this process's work runs late by that seed; 0: at once."""
+    ctypes.CDLL("libcudart.so.13").sg_delay(ctypes.c_long(seed))
+
+
+class Shifts:
+    """A policy and an engine, and the outcomes of their first shifts, at once."""
+
+    def __init__(self, way: str) -> None:
+        self.way, self.resources = way, ExitStack()
+        folder = Path(self.resources.enter_context(tempfile.TemporaryDirectory()))
+        make_tiny_model(folder, vocab_size=512, hidden_size=64)
+        config = doctor_trials.recipe(folder, "cuda", way, 1)
+        config = config.model_copy(update={"sync": config.sync.model_copy(update={"timeout_s": 20})})
+        self.trial = doctor_trials.Trial(config, self.resources)
+        self.trial.manager.sleep()
+        self.in_worker("watch_waits()")
+        with self.trial.manager.generation_shift(self.trial.policy):
+            self.batch = self.trial.sample(1.0)
+        self.trial.learn(self.batch)  # makes the optimizer's state
+        state = self.trial.policy.state_dict()
+        self.start = {key: {name: t.clone() for name, t in state[key].items()} for key in ("model", "optimizer")}
+        self.start["counters"] = state["counters"]
+        self.expected = [self.outcome(number) for number in range(CYCLE)]
+        free = [self.outcome(number)[-2:] for number in range(20)]
+        print(f"{way}: bytes free, awake and asleep, over 20 shifts: {sorted(set(free))}", flush=True)
+
+    def outcome(self, number: int) -> tuple[Any, ...]:
+        """Of a shift: answers, their log-probabilities, digest of the weights, and the device's free bytes."""
+        trial = self.trial
+        if number % CYCLE == 0:
+            trial.policy.load_state_dict(self.start)
+        trial.learn(self.batch)
+        with trial.manager.generation_shift(trial.policy):
+            batch = trial.sample(1.0)
+            awake = torch.cuda.mem_get_info()[0]
+        shards = (local_part(parameter.detach()).cpu() for _, parameter in trial.policy.named_parameters())
+        held = b"".join(shard.view(torch.uint8).numpy().tobytes() for shard in shards)
+        answers = (batch.input_ids.tolist(), batch.engine_logprobs.tolist(), hashlib.sha256(held).hexdigest())
+        return *answers, awake, torch.cuda.mem_get_info()[0]
+
+    def in_worker(self, code: str) -> Any:
+        """The value of an expression in the engine's worker, in this module."""
+        leader = self.trial.leader
+        return leader.thread.run(leader.engine.ask_workers("softgpu", __spec__.name, code), 60, code)[0]
+
+    def delay(self, seed: int) -> None:
+        delay(seed)
+        self.in_worker(f"delay({seed})")
+
+    def differs(self, number: int, seed: int) -> str:
+        """How a shift whose work runs late is not the one at once; empty: it is."""
+        try:
+            self.delay(seed)
+            outcome = self.outcome(number)
+            self.delay(0)
+        except Exception as error:
+            return " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        parts = zip(("answers", "log-probabilities", "weights"), outcome, self.expected[number % CYCLE], strict=False)
+        return ", ".join(name for name, one, other in parts if one != other)
+
+    def without(self, site: str, here: bool) -> str:
+        """What a shift without this wait is seen by, and at which seed; empty: by none."""
+        leave_out = partial(globals().__setitem__, "left_out") if here else self.leave_out_in_worker
+        leave_out(site)
+        for number in range(TRIES):
+            if difference := self.differs(number, number + 1):
+                return f"seed {number + 1}: {difference}"
+        leave_out("")
+        return ""
+
+    def leave_out_in_worker(self, site: str) -> None:
+        self.in_worker(f"globals().__setitem__('left_out', {site!r})")
+
+
+def main(seeds: int, ways: list[str]) -> int:
+    """Returns the exit code."""
+    global left_out
+    watch_waits()
+    init_process_group(300, "cuda")
+    failures, seen = [], 0
+    for way in ways:
+        shifts = Shifts(way)
+        for seed in range(1, seeds + 1):
+            if difference := shifts.differs(seed - 1, seed):
+                failures.append(f"{way}, seed {seed}: {difference}")
+                print("FAILED", failures[-1], flush=True)
+        print(f"{way}: {seeds} seeds, {len(failures)} of all unlike at once", flush=True)
+        found = [(site, name, True) for site, name in sites.items()]
+        found += [(site, name, False) for site, name in shifts.in_worker("sites").items()]
+        for site, name, here in found:
+            outcome = shifts.without(site, here)
+            seen += bool(outcome)
+            print(f"{way}, {'trainer' if here else 'worker'}: without {site} ({name}): {outcome or 'not seen'}", flush=True)
+            if outcome:  # policy and engine may be out of step
+                left_out = ""
+                shifts.resources.close()
+                shifts = Shifts(way)
+        shifts.resources.close()
+    destroy_process_group()
+    print(f"{seen} waits seen")
+    return int(bool(failures) or seen < 10)
+
+
+if __name__ == "__main__":
+    processes.start_guardian()
+    processes.run(lambda: main(int(sys.argv[1]), sys.argv[2:] or list(WAYS)))
