@@ -26,19 +26,21 @@ check() {
     sed 's/^\[softgpu [0-9]*\] //' "$SOFTGPU_LOG" | sort | uniq -c
 }
 
-# Two steps of the arithmetic recipe, whose gap must be that of float32: run NAME RANKS [--section.key value ...]
-run() { check "$1" two_steps "$@"; }
-two_steps() {
-    local name=softgpu_$1 ranks=$2
-    shift 2
-    "$python" -m trainer.launcher --nproc-per-node "$ranks" -m trainer train scripts/recipes/arithmetic.yaml --checkpoint.resume none \
-        --run.name "$name" --run.steps 2 --eval.every 0 --batch.prompts_per_step 8 --run.step_deadline_s 900 \
-        --run.first_step_deadline_s 900 --sync.timeout_s 600 --engine.start_timeout_s 900 "$@" || return
-    "$python" - "runs/$name/metrics.jsonl" <<'END'
+# Two steps of a recipe (arithmetic), with every sync verified in full and a gap (1e-4 nats) of float32's:
+# [recipe=NAME] [limit=NATS] run NAME RANKS [--section.key value ...]
+run() { check "$1" steps 2 "$@" --eval.every 0 --batch.prompts_per_step 8; }
+steps() {
+    local count=$1 name=softgpu_$2 ranks=$3
+    shift 3
+    "$python" -m trainer.launcher --nproc-per-node "$ranks" -m trainer train "scripts/recipes/${recipe:-arithmetic}.yaml" --run.name "$name" \
+        --checkpoint.resume none --run.steps "$count" --run.step_deadline_s 900 --run.first_step_deadline_s 900 --sync.timeout_s 600 \
+        --engine.start_timeout_s 900 "$@" || return
+    "$python" - "runs/$name/metrics.jsonl" "${limit:-1e-4}" "$count" <<'END'
 import json, sys
-gaps = [step["gap/max"] for step in map(json.loads, open(sys.argv[1])) if "gap/max" in step]
-print("largest gap between trainer and engine:", max(gaps))
-sys.exit(not len(gaps) or max(gaps) > 1e-4)
+steps = [row for row in map(json.loads, open(sys.argv[1])) if "gap/max" in row]
+gaps, verified = [row["gap/max"] for row in steps], [row["sync/verified"] for row in steps]
+print("largest gap between trainer and engine:", gaps, "verified:", verified)
+sys.exit(not (len(steps) == int(sys.argv[3]) and max(gaps) <= float(sys.argv[2]) and verified[-1] >= len(steps)))
 END
 }
 
@@ -59,6 +61,19 @@ run zero_copy 1 --sync.way zero_copy
 run staged_ranks 2 --sync.way staged
 run pull_ranks 2 --sync.way pull
 run ppo 1 --algorithm.preset ppo
+run slices 1 --rollout.slice_tokens 3
+run offload_optimizer 1 --sync.way staged --policy.offload optimizer
+run offload_all 2 --sync.way staged --policy.offload all
+for stage in 1 2 3; do run zero$stage 2 --policy.backend deepspeed --policy.zero_stage $stage; done
+run lora 1 --lora.rank 8
+run lora_merged 2 --lora.rank 8 --lora.sync merged
+run sequence_parallel 2 --policy.sequence_parallel 2
+run apart 2 --engine.apart 1
+run ray 2 --engine.apart ray
+run tensor_parallel 2 --engine.tensor_parallel_size 2
+limit=1.0 run bfloat16 1 --policy.dtype bfloat16
+recipe=arithmetic_moe limit=1.0 run mixture 2
+recipe=shapes run images 1
 [ "${#failed[@]}" = 0 ] && echo "softgpu: all passed in $SECONDS s" && exit
 printf 'softgpu: FAILED: %s\n' "${failed[@]}"
 exit 1

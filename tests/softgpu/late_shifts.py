@@ -70,7 +70,7 @@ class Shifts:
     def __init__(self, way: str) -> None:
         self.way, self.resources = way, ExitStack()
         folder = Path(self.resources.enter_context(tempfile.TemporaryDirectory()))
-        make_tiny_model(folder, vocab_size=512, hidden_size=64)
+        make_tiny_model(folder, vocab_size=512, hidden_size=64, heads=2, kv_heads=1, layers=2)
         config = doctor_trials.recipe(folder, "cuda", way, 1)
         config = config.model_copy(update={"sync": config.sync.model_copy(update={"timeout_s": 20})})
         self.trial = doctor_trials.Trial(config, self.resources)
@@ -152,7 +152,10 @@ def main(seeds: int, ways: list[str]) -> int:
         for site, name, here in found:
             outcome = shifts.without(site, here)
             seen += bool(outcome)
-            print(f"{way}, {'trainer' if here else 'worker'}: without {site} ({name}): {outcome or 'not seen'}", flush=True)
+            print(
+                f"{way}, {'trainer' if here else 'worker'}: without {site} ({name}): {outcome or 'not seen'}",
+                flush=True,
+            )
             if outcome:  # policy and engine may be out of step
                 left_out = ""
                 shifts.resources.close()

@@ -25,11 +25,11 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Process:
-    """A process that calls the GPU in software (tests/softgpu/calls.py)."""
+    """A process that calls the GPU in software (softgpu_calls.py)."""
 
     def __init__(self, folder: Path, settings: dict[str, str]) -> None:
         self.child = subprocess.Popen(
-            [sys.executable, str(FOLDER / "calls.py"), str(folder)],
+            [sys.executable, str(Path(__file__).with_name("softgpu_calls.py")), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -173,7 +173,7 @@ def test_a_child_of_a_process_that_has_used_cuda_cannot_use_it(start: Starts) ->
     ("fault", "call", "errors"),
     [
         ("malloc:3", "cuda.cudaMalloc(byref(c_void_p()), 1)", [0, 2, 2]),
-        ("malloc:3:calls.py", "cuda.cudaMalloc(byref(c_void_p()), 1)", [0, 2, 2]),
+        ("malloc:3:softgpu_calls.py", "cuda.cudaMalloc(byref(c_void_p()), 1)", [0, 2, 2]),
         ("malloc:3:another", "cuda.cudaMalloc(byref(c_void_p()), 1)", [0, 0, 0]),
         ("lost:2", "cuda.cudaMemset(p, 0, 8)", [0, 719, 719]),
     ],

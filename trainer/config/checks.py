@@ -243,6 +243,9 @@ def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:
         yield f"lora.rank is {lora.rank}, but vLLM takes adapters up to {LORA_RANKS[-1]}: set lora.sync to merged"
     if config.engine.load_format == "dummy":
         yield "engine.load_format is dummy, but engines load the base of an adapter themselves: set it to auto"
+    dtype = config.engine.dtype or config.policy.dtype
+    if dtype == "float32" and resolve_device(config) == "cuda":  # an assertion in vllm/lora/ops/triton_ops
+        yield "lora.sync is adapter, but vLLM on CUDA has none in float32: set engine.dtype to bfloat16 or it to merged"
 
 
 def _check_divides(key: str, value: int, what: str, divisor: int) -> Iterator[str]:

@@ -183,6 +183,15 @@ def test_expandable_segments_are_refused_on_cuda(
     assert problems(config, {"run": {"device": "cpu"}}, **{variable: setting}) == []
 
 
+def test_adapters_in_float32_are_refused_on_cuda(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.config.checks.cuda_problem", lambda: None)
+    keys: dict = {"run": {"device": "cuda"}, "lora": {"rank": 8}, "policy": {"dtype": "float32"}}
+    (sentence,) = problems(config, keys)
+    assert sentence.startswith("lora.sync is adapter, but vLLM on CUDA has none in float32")
+    mended = ({"engine": {"dtype": "bfloat16"}}, {"lora": {"rank": 8, "sync": "merged"}}, {"run": {"device": "cpu"}})
+    assert [problems(config, keys | change) for change in mended] == [[], [], []]
+
+
 @pytest.mark.parametrize(
     ("extra", "key"),
     [

@@ -1,6 +1,6 @@
 """A process that calls the GPU in software as its standard input asks: lines of Python, each answered by one of JSON.
 
-`python calls.py FOLDER`, with the libraries that build.sh has made in FOLDER. No torch.
+`python softgpu_calls.py FOLDER`, with the libraries that build.sh has made in FOLDER. No torch.
 """
 
 import ctypes
