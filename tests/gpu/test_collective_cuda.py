@@ -22,7 +22,6 @@ pytestmark = pytest.mark.gpu
 PROMPT = [14, 50, 77, 120, 9]
 
 
-@pytest.mark.covers("N11")
 def test_weights_reach_an_engine_on_another_gpu(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL joins no two processes on one GPU: needs two")

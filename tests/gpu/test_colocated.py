@@ -54,7 +54,6 @@ def both(model: Path, kept: tuple[ExitStack, list[Colocated]], request: pytest.F
         stack.close()
 
 
-@pytest.mark.covers("P5", "P12")
 def test_logprobs_after_sleep_wake_and_sync_are_the_trainers(both: Colocated) -> None:
     for seed in (1, 2):
         both.policy.randomise(seed)
@@ -64,7 +63,6 @@ def test_logprobs_after_sleep_wake_and_sync_are_the_trainers(both: Colocated) ->
         assert_as_close_as_bfloat16(both.policy, PROMPT, sampled)
 
 
-@pytest.mark.covers("P2", "P4")
 def test_twenty_cycles_leave_device_memory_flat(both: Colocated) -> None:
     asleep = []
     opened, closed = both.manager.staging_opened, both.manager.staging_closed
@@ -77,7 +75,6 @@ def test_twenty_cycles_leave_device_memory_flat(both: Colocated) -> None:
     assert abs(asleep[-1] - asleep[2]) < 64 << 20
 
 
-@pytest.mark.covers("P1")
 def test_sleep_gives_weights_and_kv_cache_back(both: Colocated) -> None:
     before, _total = torch.cuda.mem_get_info()
     both.manager.wake(both.policy)
@@ -88,7 +85,6 @@ def test_sleep_gives_weights_and_kv_cache_back(both: Colocated) -> None:
     assert abs(after - before) < 64 << 20
 
 
-@pytest.mark.covers("P1", "P2")
 def test_weights_in_one_memory_under_cuda_graphs_beside_a_kv_cache_that_sleeps(model: Path) -> None:
     free = []
     with asleep(model, shared=True, enforce_eager=False) as both:

@@ -51,7 +51,6 @@ def said() -> str:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.covers("V20", "P17")
 def test_a_random_tool_for_fifty_turns_leaves_two_ranks_with_the_same_ids(
     tiny_model: "TinyModel", tmp_path: Path
 ) -> None:
@@ -98,7 +97,6 @@ def rollout_on_two_ranks(recipe: str) -> None:
     destroy_process_group()
 
 
-@pytest.mark.covers("V21", "V22")
 def test_an_object_reaches_all_ranks_of_a_group_whatever_it_is() -> None:
     run_ranks(broadcasts, 4)
 

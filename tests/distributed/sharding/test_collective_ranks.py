@@ -116,6 +116,5 @@ def check_ranks(model: str, folder: str) -> None:
 
 
 @pytest.mark.timeout(560)
-@pytest.mark.covers("N11", "T33")
 def test_sharded_ranks_serve_a_tensor_parallel_engine_apart(tiny_qwen2: Path, tmp_path: Path) -> None:
     run_ranks(check_ranks, nproc=4, timeout=500, arguments=[str(tiny_qwen2), str(tmp_path / "weights")])

@@ -85,7 +85,6 @@ def exchanges(path: str) -> None:
     assert ranks.rank() == 0 and ranks.world_size() == 1
 
 
-@pytest.mark.covers("P18")
 def test_an_error_on_some_ranks_is_raised_on_all_and_names_them() -> None:
     run_ranks(disagreement, RANKS)
 

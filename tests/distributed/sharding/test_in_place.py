@@ -94,7 +94,6 @@ def test_checkpoints_are_exchanged_with_fsdp(one_rank: None, models: Path, dtype
 
 
 @DTYPES
-@pytest.mark.covers("P6")
 def test_masters_and_moments_are_put_away_and_the_weights_stay(one_rank: None, models: Path, dtype: str) -> None:
     away, _ = make_pair(checks.model_folder(models), dtype, offload="all")
     stays, _ = make_pair(checks.model_folder(models), dtype)

@@ -171,7 +171,6 @@ def found(models: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.covers("P8")
 def test_shards_that_others_map_are_the_policy_s_and_what_goes_wrong_is_named(found: dict[str, str], name: str) -> None:
     assert found[name] == ""
 

@@ -61,7 +61,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize(("kind", "tied"), SEEING)
 @pytest.mark.parametrize("case", SEEING_CASES)
-@pytest.mark.covers("P8")
 def test_what_ranks_send_of_models_that_see_is_what_vllm_loads(
     seen: dict[str, str], case: str, kind: str, tied: bool
 ) -> None:
@@ -71,7 +70,6 @@ def test_what_ranks_send_of_models_that_see_is_what_vllm_loads(
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in CASES.items() for case in cases])
-@pytest.mark.covers("P8")
 def test_what_ranks_send_is_what_vllm_loads(found: dict[int, dict[str, str]], ranks: int, case: str, name: str) -> None:
     assert found[ranks][f"{name} {case}"] == ""
 
@@ -79,7 +77,6 @@ def test_what_ranks_send_is_what_vllm_loads(found: dict[int, dict[str, str]], ra
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("name", reach_checks.ADAPTED)
 @pytest.mark.parametrize("case", WITH_ADAPTERS)
-@pytest.mark.covers("P8", "P9")
 def test_what_workers_add_up_of_bases_and_adapters_is_what_vllm_loads_of_the_merged_checkpoint(
     found: dict[int, dict[str, str]], case: str, name: str
 ) -> None:

@@ -118,7 +118,6 @@ def check_failures(folder: str) -> None:
     leave()
 
 
-@pytest.mark.covers("P24")
 def test_what_goes_wrong_on_one_rank_is_the_error_of_all(tmp_path: Path) -> None:
     """Staging memory that cannot be had, which the next update repairs; a killed worker; a rank that is gone."""
     run_ranks(check_failures, nproc=2, timeout=150, arguments=[str(tmp_path)], lost=(1,))

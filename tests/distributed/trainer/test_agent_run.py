@@ -3,13 +3,10 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import TinyModel
 from tests.distributed.real_run import ROOT, Run, write_recipe
 
 
-@pytest.mark.covers("V24", "V31")
 def test_episodes_of_several_turns_train_on_two_ranks(tiny_model: TinyModel, tmp_path: Path) -> None:
     """The trainer's log-probabilities of what was sampled in every turn are the engines', at every step: same ids, same
     masks, same weights. The rollout is the example's, named by its file, with a setting of its own."""

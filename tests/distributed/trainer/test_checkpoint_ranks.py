@@ -61,7 +61,6 @@ class ShardedPolicy:
 
 
 @pytest.mark.parametrize(("savers", "loaders"), [(2, 1), (1, 3)])
-@pytest.mark.covers("P20")
 def test_saved_by_some_ranks_loaded_by_others(tmp_path: Path, savers: int, loaders: int) -> None:
     run_ranks(saves, savers, arguments=[str(tmp_path)])
     run_ranks(loads, loaders, arguments=[str(tmp_path)])
@@ -162,7 +161,6 @@ def one_finds_damage(folder: str) -> None:
     distributed.destroy_process_group()
 
 
-@pytest.mark.covers("P20")
 def test_a_rank_that_cannot_write_spoils_it_for_all_and_leaves_the_last_one(tmp_path: Path) -> None:
     run_ranks(one_cannot_write, 2, arguments=[str(tmp_path)])
 

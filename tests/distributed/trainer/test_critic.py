@@ -25,7 +25,6 @@ def test_a_head_on_the_shared_trunk(one_rank: None, models: Path) -> None:
     critic_checks.check_head_on_shared_trunk(models)
 
 
-@pytest.mark.covers("P20")
 def test_a_restored_critic_goes_on_bit_for_bit(one_rank: None, models: Path) -> None:
     critic_checks.check_state(models)
 

@@ -30,13 +30,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "zero 3, offloaded",
     ],
 )
-@pytest.mark.covers("P14")
 def test_three_steps_like_one_process(found: dict[str, str], backend: str) -> None:
     """Losses, gradients and weights. On four ranks: test_hsdp.py."""
     assert found[f"steps {backend}"] == ""
 
 
-@pytest.mark.covers("P14")
 def test_given_routes_and_balance_are_those_of_one_process(found: dict[str, str]) -> None:
     assert found["routed"] == ""
 
@@ -46,25 +44,21 @@ def test_names_that_torch_has_changed_are_not_spoken_of_in_every_step(found: dic
 
 
 @STAGES
-@pytest.mark.covers("P15")
 def test_nan_on_one_rank_skips_on_all(found: dict[str, str], stage: int) -> None:
     assert found[f"nan {stage}"] == ""
 
 
 @STAGES
-@pytest.mark.covers("P20")
 def test_checkpoints_go_from_fsdp_to_zero_and_back(found: dict[str, str], stage: int) -> None:
     assert found[f"checkpoint {stage}"] == ""
 
 
 @STAGES
-@pytest.mark.covers("P1")
 def test_memory_put_away_between_updates_changes_none(found: dict[str, str], stage: int) -> None:
     assert found[f"shifts {stage}"] == ""
 
 
 @pytest.mark.parametrize("weights", ["whole", "cut"])
-@pytest.mark.covers("P20")
 def test_export_opens_in_plain_transformers(found: dict[str, str], weights: str) -> None:
     assert found[f"export {weights}"] == ""
 
@@ -80,13 +74,11 @@ def test_a_checkpoint_in_the_compute_dtype_is_read_once(found: dict[str, str], s
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.covers("P11")
 def test_a_step_at_1e_6_moves_the_masters(found: dict[str, str], stage: int) -> None:
     assert found[f"small steps {stage}"] == ""
 
 
 @pytest.mark.parametrize("weights", ["whole", *(f"cut {kind} {tied}" for kind, tied in checks.KINDS)])
-@pytest.mark.covers("P8")
 def test_the_engine_is_sent_the_checkpoint(found: dict[str, str], weights: str) -> None:
     """From ZeRO-1, where every rank has all of it, and from ZeRO-3."""
     assert found[f"sent {weights}"] == ""

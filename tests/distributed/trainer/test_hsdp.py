@@ -22,7 +22,6 @@ def found(one_rank: None, models: Path) -> dict[str, str]:
     return json.loads((models / "found.json").read_text())
 
 
-@pytest.mark.covers("P14")
 def test_three_steps_like_one_process(found: dict[str, str]) -> None:
     assert found["steps"] == ""
 
@@ -31,7 +30,6 @@ def test_all_models_share_the_groups_of_one_mesh(found: dict[str, str]) -> None:
     assert found["groups"] == ""
 
 
-@pytest.mark.covers("P20")
 def test_a_checkpoint_goes_to_two_by_two_ranks_and_back(found: dict[str, str], models: Path) -> None:
     assert found["handed over"] == ""
     policy = hsdp_checks.make_policy(models, shard_size=None)
@@ -39,13 +37,11 @@ def test_a_checkpoint_goes_to_two_by_two_ranks_and_back(found: dict[str, str], m
     hsdp_checks.check_next_steps(policy, models, 3, 3)
 
 
-@pytest.mark.covers("P8")
 def test_half_a_model_on_a_rank_is_sent_and_exported_whole(found: dict[str, str]) -> None:
     assert found["shards"] == ""
 
 
 @pytest.mark.parametrize(("kind", "tied"), checks.KINDS)
-@pytest.mark.covers("P8")
 def test_four_ranks_send_the_checkpoint(found: dict[str, str], kind: str, tied: bool) -> None:
     """A quarter of the model on each."""
     assert found[f"sent {checks.model_folder(Path(), kind, tied).name}"] == ""

@@ -157,7 +157,6 @@ def check_nothing_left(run: Run) -> str:
 
 @pytest.mark.parametrize("mode", ["early", "steady"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.covers("P24")
 def test_nothing_is_left_when_the_launcher_is_signalled(tmp_path: Path, number: signal.Signals, mode: str) -> None:
     run = Run(tmp_path, mode)
     if mode == "steady":
@@ -173,7 +172,6 @@ def test_nothing_is_left_when_the_launcher_is_signalled(tmp_path: Path, number: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.covers("P24")
 def test_nothing_is_left_when_one_rank_is_signalled(tmp_path: Path, number: signal.Signals) -> None:
     run = Run(tmp_path, "steady")
     os.kill(run.pids[1], number)
@@ -185,7 +183,6 @@ def test_nothing_is_left_when_one_rank_is_signalled(tmp_path: Path, number: sign
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("which", ["inner", "outer"])
-@pytest.mark.covers("P24")
 def test_nothing_is_left_when_a_guardian_is_signalled(tmp_path: Path, which: str, number: signal.Signals) -> None:
     run = Run(tmp_path, "steady")
     run.guardians(1)[["inner", "outer"].index(which)].send_signal(number)
@@ -207,7 +204,6 @@ def test_nothing_of_a_reward_is_left_when_launcher_and_guardians_are_killed_at_o
     assert wait_until(lambda: run.launcher.poll() is not None and not processes(), DEADLINE), processes()
 
 
-@pytest.mark.covers("P24")
 def test_nothing_is_left_when_one_rank_raises(tmp_path: Path) -> None:
     run = Run(tmp_path, "fail")
     log = check_nothing_left(run)
@@ -215,14 +211,12 @@ def test_nothing_is_left_when_one_rank_raises(tmp_path: Path) -> None:
     assert "ValueError: rank 1 is broken" in log
 
 
-@pytest.mark.covers("P24")
 def test_nothing_is_left_after_a_clean_end(tmp_path: Path) -> None:
     run = Run(tmp_path, "clean")
     log = check_nothing_left(run)
     assert run.launcher.returncode == 0, log
 
 
-@pytest.mark.covers("P24")
 def test_a_rank_that_ignores_the_interruption_is_ended_with_its_stacks(tmp_path: Path) -> None:
     run = Run(tmp_path, "stuck", ranks=1, torchrun=False)
     run.launcher.send_signal(signal.SIGTERM)
@@ -233,7 +227,6 @@ def test_a_rank_that_ignores_the_interruption_is_ended_with_its_stacks(tmp_path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.covers("P24")
 def test_the_exit_code_names_the_signal(tmp_path: Path, number: signal.Signals) -> None:
     run = Run(tmp_path, "steady", ranks=1, torchrun=False)
     run.launcher.send_signal(number)
@@ -341,7 +334,6 @@ def test_a_held_sigterm_leaves_time_and_no_more(tmp_path: Path, case: str, signa
     assert "still in phase" not in output  # the main thread left by itself
 
 
-@pytest.mark.covers("P24")
 def test_a_run_leaves_its_neighbour_alone(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -19,12 +19,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("what", [*lora_checks.BACKENDS, "untied"])
-@pytest.mark.covers("P9", "P14")
 def test_two_steps_like_peft_in_one_process(found: dict[str, str], what: str) -> None:
     assert found[f"steps {what}"] == ""
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "zero 2"])
-@pytest.mark.covers("P20")
 def test_adapters_go_on_under_another_backend_and_open_in_peft(found: dict[str, str], backend: str) -> None:
     assert found[f"files {backend}"] == ""

@@ -28,33 +28,28 @@ def two_ranks(models: Path) -> dict[str, str]:
 
 
 @BY_KIND
-@pytest.mark.covers("P8")
 def test_loads_like_from_pretrained_on_one_rank(one_rank: None, models: Path, kind: str, tied: bool) -> None:
     checks.check_loading(models, kind, tied)
 
 
 @BY_KIND
-@pytest.mark.covers("P8")
 def test_loads_like_from_pretrained_on_two_ranks(two_ranks: dict[str, str], kind: str, tied: bool) -> None:
     assert two_ranks[f"loading {kind} {tied}"] == ""
 
 
 @BY_KIND
-@pytest.mark.covers("P8")
 def test_one_rank_sends_the_checkpoint(one_rank: None, models: Path, kind: str, tied: bool) -> None:
     """On four ranks: test_hsdp.py; from ZeRO: test_deepspeed.py; what an engine makes of it: engine/test_sync.py."""
     checks.check_sent(checks.make_policy(checks.model_folder(models, kind, tied)))
 
 
 @BY_KIND
-@pytest.mark.covers("P8")
 def test_two_ranks_send_the_checkpoint(two_ranks: dict[str, str], kind: str, tied: bool) -> None:
     assert two_ranks[f"sent {kind} {tied}"] == ""
 
 
 @pytest.mark.parametrize("name", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("budget", [10_000, 40])
-@pytest.mark.covers("P14")
 def test_gradients_of_one_and_four_micro_batches(one_rank: None, models: Path, budget: int, name: str) -> None:
     batches = checks.own_batches(checks.make_samples(), budget)
     assert len(batches) == (1 if budget > 40 else 4)
@@ -94,7 +89,6 @@ def test_compiled_norms_and_mlps_have_the_gradients_of_plain_ones_in_few_graphs(
 
 @pytest.mark.parametrize("packing", [False, True])
 @BY_KIND
-@pytest.mark.covers("P14")
 def test_gradients_of_two_ranks_with_uneven_micro_batches(
     two_ranks: dict[str, str], kind: str, tied: bool, packing: bool
 ) -> None:
@@ -102,7 +96,6 @@ def test_gradients_of_two_ranks_with_uneven_micro_batches(
 
 
 @pytest.mark.parametrize("layers", ["none", "full"])
-@pytest.mark.covers("P14")
 def test_given_routes_and_balance_on_two_ranks_are_those_of_one_process(two_ranks: dict[str, str], layers: str) -> None:
     assert two_ranks[f"routed {layers}"] == ""
 
@@ -145,39 +138,32 @@ def test_memory_settings_do_not_change_gradients(two_ranks: dict[str, str], how:
     assert two_ranks[f"gradients {how}"] == ""
 
 
-@pytest.mark.covers("P15")
 def test_nan_on_one_rank_skips_on_all_and_the_third_in_a_row_raises(two_ranks: dict[str, str]) -> None:
     assert two_ranks["nan"] == ""
 
 
-@pytest.mark.covers("P16")
 def test_one_long_seven_short_and_none(models: Path) -> None:
     run_ranks(checks.three_ranks, 3, timeout=120, arguments=[str(models), str(models / "three.json")])
     assert json.loads((models / "three.json").read_text()) == {"uneven": ""}
 
 
-@pytest.mark.covers("P11")
 def test_a_step_at_1e_6_moves_the_masters(two_ranks: dict[str, str]) -> None:
     assert two_ranks["small steps"] == ""
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3_moe"])
-@pytest.mark.covers("P20")
 def test_export_opens_in_plain_transformers(two_ranks: dict[str, str], kind: str) -> None:
     assert two_ranks[f"export {kind}"] == ""
 
 
-@pytest.mark.covers("P20")
 def test_a_restored_policy_goes_on_bit_for_bit(two_ranks: dict[str, str]) -> None:
     assert two_ranks["state"] == ""
 
 
-@pytest.mark.covers("P1")
 def test_memory_put_away_between_updates_changes_none(two_ranks: dict[str, str]) -> None:
     assert two_ranks["shifts"] == ""
 
 
-@pytest.mark.covers("P1")
 def test_a_reference_is_away_but_while_it_scores(two_ranks: dict[str, str]) -> None:
     assert two_ranks["reference"] == ""
 

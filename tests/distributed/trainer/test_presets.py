@@ -21,7 +21,6 @@ def trained(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("preset", checks.SHARED)
-@pytest.mark.covers("P14")
 def test_ranks_that_share_sequences_are_no_further_from_their_engines(trained: dict[str, Any], preset: str) -> None:
     gaps = {name: max(row["gap/max"] for row in found["rows"]) for name, found in trained.items()}
     assert gaps[preset] <= 1e-4 and all(row["gap/mean"] > 0 for row in trained[preset]["rows"]), gaps

@@ -69,7 +69,6 @@ def overdue(recipe: Path) -> Run:
     return run
 
 
-@pytest.mark.covers("P23")
 def test_a_run_leaves_the_record_it_promises(whole: Run) -> None:
     rows = whole.rows()
     assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
@@ -117,7 +116,6 @@ def test_a_run_listens_on_loopback_alone(whole: Run) -> None:
     assert "is open to the network" not in whole.output()
 
 
-@pytest.mark.covers("P19", "P20")
 def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(
     recipe: Path, whole: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +195,6 @@ def test_a_run_in_shared_memory_learns_and_is_continued_by_one_that_copies(
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 4, "sync": "merged"}])
-@pytest.mark.covers("P8", "P9")
 def test_a_run_whose_engines_read_the_ranks_shards_is_the_run_that_stages_them(
     tiny_model: TinyModel, tmp_path: Path, lora: dict[str, object]
 ) -> None:
@@ -247,12 +244,10 @@ def test_the_exported_model_answers_alike_in_plain_transformers_and_plain_vllm(w
     assert json.loads(answers[0].removeprefix("ANSWERS ")) == expected
 
 
-@pytest.mark.covers("P24")
 def test_two_runs_side_by_side_both_finish(side_by_side: tuple[Run, Run]) -> None:
     assert [json.loads((run.folder / "summary.json").read_text())["steps"] for run in side_by_side] == [6, 2]
 
 
-@pytest.mark.covers("P17")
 def test_two_tensor_parallel_ranks_sample_what_one_engine_would(side_by_side: tuple[Run, Run]) -> None:
     """One scheduler serves the group, so ranks cannot drift apart; nor do answers depend on how a model is cut."""
     whole, run = side_by_side
@@ -267,7 +262,6 @@ def answers(run: Run) -> list[str]:
     return [row["text"] for row in rows if row["train/step"] == 1]
 
 
-@pytest.mark.covers("P24")
 def test_evaluation_changes_nothing(overdue: Run, whole: Run) -> None:
     rows = overdue.comparable_rows()[:3]
     assert [row["eval/pass@1"] <= row["eval/pass@3"] for row in rows] == [True] * 3
@@ -275,7 +269,6 @@ def test_evaluation_changes_nothing(overdue: Run, whole: Run) -> None:
     assert [line for line in found if " eval/" not in line and " sync/verified:" not in line] == []
 
 
-@pytest.mark.covers("P24")
 def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
     """A reward worker, an engine and a guardian are killed, a rank is stopped for a while, a start is interrupted.
 
@@ -289,7 +282,6 @@ def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(re
     assert sum("has ended: starting again, 2 of engine.restarts left in this hour" in output for output in outputs) == 1
 
 
-@pytest.mark.covers("P24")
 def test_a_run_comes_to_its_end_by_itself_when_an_engine_and_the_launcher_are_killed(recipe: Path, whole: Run) -> None:
     """Under a supervisor. tests/distributed/killed_run.py --alone kills forty times."""
     kills = [(2, "engine", "rollout", 0.05), (4, "launcher", "update", 0.0)]

@@ -26,14 +26,12 @@ def four_ranks(models: Path) -> dict[str, str]:
 
 
 @BY_KIND
-@pytest.mark.covers("P14")
 def test_two_ranks_find_the_log_probabilities_of_one(two_ranks: dict[str, str], kind: str, tied: bool) -> None:
     """With sliding windows, norms of queries, tied heads, experts and latent attention, too."""
     assert two_ranks[f"scores {kind} {tied}"] == ""
 
 
 @BY_KIND
-@pytest.mark.covers("P14")
 def test_two_ranks_find_the_loss_and_gradients_of_one(two_ranks: dict[str, str], kind: str, tied: bool) -> None:
     assert two_ranks[f"update {kind} {tied}"] == ""
 
@@ -76,14 +74,12 @@ def test_supervised_steps_are_those_of_ranks_that_share_nothing(two_ranks: dict[
     assert two_ranks["sft"] == ""
 
 
-@pytest.mark.covers("P20")
 def test_a_checkpoint_goes_on_where_nothing_is_shared(two_ranks: dict[str, str]) -> None:
     assert two_ranks["alone again"] == ""
 
 
 @pytest.mark.parametrize("ways", [2, 4])
 @pytest.mark.parametrize("kind", ["qwen2", "gemma3"])
-@pytest.mark.covers("P14")
 def test_two_pairs_and_one_four_find_the_gradients_of_one(four_ranks: dict[str, str], kind: str, ways: int) -> None:
     """Four ranks have more than the two heads of keys and values, which are repeated."""
     assert four_ranks[f"update {kind} {ways}"] == ""
@@ -98,6 +94,5 @@ def test_pairs_share_sequences_within_replicas_of_the_model(four_ranks: dict[str
 
 
 @pytest.mark.parametrize("ways", [2, 4])
-@pytest.mark.covers("P16")
 def test_ranks_without_a_token_join_every_exchange(four_ranks: dict[str, str], ways: int) -> None:
     assert four_ranks[f"idle {ways}"] == ""

@@ -59,7 +59,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.covers("P14")
 def test_two_ranks_train_like_one(trained: Path) -> None:
     one, two = losses(trained, "on_1"), losses(trained, "on_2")
     assert len(one) == STEPS
@@ -67,7 +66,6 @@ def test_two_ranks_train_like_one(trained: Path) -> None:
     assert sum(one[-10:]) < 0.7 * sum(one[:10])
 
 
-@pytest.mark.covers("P20")
 def test_the_result_opens_in_plain_transformers(trained: Path) -> None:
     folder = trained / "runs" / "on_2" / "model"
     tokenizer = AutoTokenizer.from_pretrained(folder)

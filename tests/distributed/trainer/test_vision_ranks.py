@@ -20,7 +20,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("kind", "case"), vision_checks.RUNS)
-@pytest.mark.covers("P14")
 def test_gradients_like_one_process_where_a_rank_has_no_image(found: dict[str, str], kind: str, case: str) -> None:
     """Without the blank image, rank 1 would not enter the encoder's collectives, and rank 0 would wait for it
     (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819). Shared: both have all rows, and a part of their tokens.

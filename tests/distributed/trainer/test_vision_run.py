@@ -20,7 +20,6 @@ SEEING: dict[str, Any] = {"preloaded": True, "images": True}
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.covers("P19")
 def test_a_run_with_images_that_is_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     """Bit for bit: rows of 0, 1 and 2 images, answers that are carried from step to step, evaluation with k of two."""
     model, sections = seeing_sections(tmp_path)

@@ -97,7 +97,6 @@ def test_on_a_terminal_an_answer_is_printed_as_it_comes(
     assert len(list(filter(None, pieces[True]))) > 10
 
 
-@pytest.mark.covers("P12", "P13", "P22")
 def test_logprobs_are_the_trainers_whatever_the_models_own_settings(leader: Leader, model: Path) -> None:
     """Temperature 1 and no truncation, with ids the tokenizer does not know, and with PAD among what was sampled."""
     policy = HfPolicy(model)

@@ -96,7 +96,6 @@ def free(leader: Leader) -> Iterator[OpenAIServer]:
     yield from serving(leader, api_key="secret", keep_exact_ids=False)
 
 
-@pytest.mark.covers("N14")
 def test_what_is_served_and_where(leader: Leader, server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
     assert logging.getLogger("generation").isEnabledFor(logging.WARNING)  # vLLM's server would silence this process
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
@@ -132,7 +131,6 @@ def test_what_is_served_and_where(leader: Leader, server: OpenAIServer, free: Op
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("echo", ["messages as they came", "role and content only"])
-@pytest.mark.covers("N13", "N14")
 def test_an_unmodified_client_is_captured_exactly(
     server: OpenAIServer, leader: Leader, tiny_qwen2: Path, stream: bool, echo: str
 ) -> None:
@@ -219,7 +217,6 @@ QUESTIONS = ["2+2?", "sure?", "really?"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.covers("N13", "N14")
 def test_a_conversation_is_captured_alike_by_whichever_interface(
     server: OpenAIServer, leader: Leader, stream: bool
 ) -> None:
@@ -237,7 +234,6 @@ def test_a_conversation_is_captured_alike_by_whichever_interface(
 
 
 @pytest.mark.parametrize("way", ["chat", "responses", "responses by id"])
-@pytest.mark.covers("N13")
 def test_an_empty_answer_that_the_client_leaves_out_is_in_the_ids_all_the_same(
     server: OpenAIServer, leader: Leader, tiny_qwen2: Path, way: str
 ) -> None:
@@ -263,7 +259,6 @@ def test_an_empty_answer_that_the_client_leaves_out_is_in_the_ids_all_the_same(
 CALL = {"name": "add", "arguments": {"a": 4}}
 
 
-@pytest.mark.covers("N13", "N14")
 def test_calls_of_tools_stay_in_one_trajectory_of_responses(leader: Leader) -> None:
     """The template writes a call in another way than it was sampled, and the client's answer does not repeat it."""
     for server in serving(leader):
@@ -365,7 +360,6 @@ REFUSED_ELSEWHERE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "changes", "sentence"), REFUSED_ELSEWHERE)
-@pytest.mark.covers("N14")
 def test_other_interfaces_are_refused_in_their_own_words(
     server: OpenAIServer, path: str, changes: dict[str, Any], sentence: str
 ) -> None:
@@ -377,7 +371,6 @@ def test_other_interfaces_are_refused_in_their_own_words(
         assert refused.json()["error"]["message"].startswith(sentence)
 
 
-@pytest.mark.covers("N14")
 def test_figures_are_for_those_with_the_servers_own_key(free: OpenAIServer, leader: Leader) -> None:
     """They tell of all trajectories; a trajectory's own key opens it and no more."""
     key = opened(free, leader)
@@ -397,7 +390,6 @@ def _figures(text: str) -> str:
     return "\n" + "\n".join(line for line in text.splitlines() if not line.startswith("#")) + "\n"
 
 
-@pytest.mark.covers("N13")
 def test_tools_that_change_begin_another_trajectory(server: OpenAIServer, leader: Leader) -> None:
     """The ids so far do not know the tools, so going on from them would hide these from the policy."""
     key = opened(server, leader)
@@ -412,7 +404,6 @@ def test_tools_that_change_begin_another_trajectory(server: OpenAIServer, leader
     assert (first.turns, second.turns, first.metrics["server/retemplated"]) == (1, 1, 1.0)
 
 
-@pytest.mark.covers("N14")
 def test_conversations_at_once_do_not_mix(server: OpenAIServer, leader: Leader) -> None:
     """Twelve conversations of two turns each; the same seeds give the same answers again."""
 
@@ -440,7 +431,6 @@ def test_conversations_at_once_do_not_mix(server: OpenAIServer, leader: Leader) 
     assert taken(server, leader, "a key of one's own")[0].turns == 2
 
 
-@pytest.mark.covers("N14")
 def test_streams_and_completions_carry_what_was_sampled(server: OpenAIServer, leader: Leader) -> None:
     chunks = list(client(server).chat.completions.create(model="policy", messages=QUESTION, stream=True, seed=3))
     prompt, generated, logprobs = carried(next(c for c in chunks if c.choices[0].finish_reason).choices[0].delta)
@@ -452,7 +442,6 @@ def test_streams_and_completions_carry_what_was_sampled(server: OpenAIServer, le
     assert all(len(carried(choice)[1]) == len(carried(choice)[2]) <= 5 for choice in answer.choices)
 
 
-@pytest.mark.covers("N14")
 def test_tool_calls_are_captured_and_recognised(free: OpenAIServer, leader: Leader) -> None:
     """Forced calls, streamed and not; the template writes a call in another way than it was sampled."""
     for stream in (False, True):
@@ -477,7 +466,6 @@ def test_tool_calls_are_captured_and_recognised(free: OpenAIServer, leader: Lead
         assert sum(t.turns for t in trajectories) == 2
 
 
-@pytest.mark.covers("N13")
 def test_a_required_prefix_is_heeded_over_http(server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
     first = tokenizer(tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True))["input_ids"]
@@ -510,7 +498,6 @@ def test_a_required_prefix_is_heeded_over_http(server: OpenAIServer, free: OpenA
     ("changes", "status", "sentence"),
     REFUSED,
 )
-@pytest.mark.covers("N14")
 def test_what_is_not_trained_is_refused(
     server: OpenAIServer, changes: dict[str, Any], status: int, sentence: str
 ) -> None:
@@ -523,7 +510,6 @@ def test_what_is_not_trained_is_refused(
         assert sentence in str(caught.value)
 
 
-@pytest.mark.covers("N14")
 def test_strict_tools_are_taken_in_training_and_change_nothing(
     leader: Leader, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -545,7 +531,6 @@ def test_strict_tools_are_taken_in_training_and_change_nothing(
     assert len(said) == 1 and len(said[0]) < 300
 
 
-@pytest.mark.covers("N14")
 def test_calls_that_cannot_be_read_are_one_line_and_a_count(
     free: OpenAIServer, leader: Leader, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -564,7 +549,6 @@ def test_calls_that_cannot_be_read_are_one_line_and_a_count(
     ]
 
 
-@pytest.mark.covers("N14")
 def test_only_a_servers_own_key_opens_it(free: OpenAIServer, leader: Leader) -> None:
     own = opened(free, leader)
     for key, served in (("secret", True), ("wrong", False), (own, True)):
@@ -581,7 +565,6 @@ def test_only_a_servers_own_key_opens_it(free: OpenAIServer, leader: Leader) -> 
         taken(free, leader, own)
 
 
-@pytest.mark.covers("N14")
 def test_an_engine_that_sleeps_or_is_being_updated_is_503(server: OpenAIServer, leader: Leader) -> None:
     engine, thread = leader.engine, leader.thread
 
@@ -606,7 +589,6 @@ def test_an_engine_that_sleeps_or_is_being_updated_is_503(server: OpenAIServer, 
     assert client(server).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
 
 
-@pytest.mark.covers("N14")
 def test_an_answer_that_sleep_cuts_off_is_an_error_and_not_captured(free: OpenAIServer, leader: Leader) -> None:
     key = opened(free, leader)
     endless = {"ignore_eos": True, "min_tokens": 400}
@@ -621,7 +603,6 @@ def test_an_answer_that_sleep_cuts_off_is_an_error_and_not_captured(free: OpenAI
     assert taken(free, leader, key) == []
 
 
-@pytest.mark.covers("N14")
 def test_a_stopped_server_leaves_no_socket(leader: Leader) -> None:
     servers = serving(leader)
     server = next(servers)
@@ -696,7 +677,6 @@ def test_level_6_a_hostile_client_of_each_kind_costs_its_episode_only(leader: Le
 SUMS = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
 
 
-@pytest.mark.covers("V29")
 def test_level_6_plays_an_environment_of_verifiers_in_its_own_python(leader: Leader, tiny_qwen2: Path) -> None:
     """The real package, in the environment that scripts/try_ecosystem.sh makes: its tasks, rewards and metrics."""
     python = ROOT / "runs" / "ecosystem" / "verifiers" / "bin" / "python"
@@ -962,7 +942,6 @@ def test_hostile_requests_are_answered_with_a_sentence(
     print(dict(tally))
 
 
-@pytest.mark.covers("N14")
 def test_malformed_requests_are_4xx_and_the_engine_lives(server: OpenAIServer, free: OpenAIServer) -> None:
     """From the schema to one server, by hand to both: one forgives nothing, the other hands everything on to vLLM."""
     before = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message

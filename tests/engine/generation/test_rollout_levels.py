@@ -138,7 +138,6 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokenizer(text)["input_ids"]
 
 
-@pytest.mark.covers("V01")
 def test_the_default_is_one_generation_with_the_same_seed(leader: Leader, tokenizer: PreTrainedTokenizerBase) -> None:
     """Token by token what vLLM gives; naming the default or a function that does the same changes nothing.
 
@@ -161,7 +160,6 @@ def test_the_default_is_one_generation_with_the_same_seed(leader: Leader, tokeni
         assert list(leader.thread.run(request, 60, "vLLM").outputs[0].token_ids) == done.response_ids
 
 
-@pytest.mark.covers("V16")
 def test_inline_calls_give_906_and_305(leader: Leader, tokenizer: PreTrainedTokenizerBase) -> None:
     """Stopped at by the engine in the text, answered, gone on; what the tool said is context."""
     inline = inline_rollout(agent(tokenizer, multiply, add))
@@ -185,7 +183,6 @@ def check_logprobs(leader: Leader, trajectories: list[Trajectory], temperature: 
             assert abs(ours - theirs) < 1e-4 if mask else ours == 0.0
 
 
-@pytest.mark.covers("V30")
 def test_a_typed_function_is_a_tool(leader: Leader, tokenizer: PreTrainedTokenizerBase) -> None:
     (done,) = run(leader, tokenizer, tool_rollout(agent(tokenizer, calculate)), [chat_prompt(tokenizer)])
     assert done.prompt_ids + done.response_ids == by_heart(tokenizer)[2][:-1]  # but for the template's last newline
@@ -212,7 +209,6 @@ class Desk:
         return float(trajectory.text == "It is 42.")
 
 
-@pytest.mark.covers("V31")
 def test_an_environments_methods_are_tools_and_its_rewards_count(
     leader: Leader, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -224,7 +220,6 @@ def test_an_environments_methods_are_tools_and_its_rewards_count(
     assert done.turn_rewards == [0.25, 0.25] and done.reward == 1.5
 
 
-@pytest.mark.covers("V08", "V15")
 def test_several_turns_of_ones_own_have_the_engines_logprobs(
     leader: Leader, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -242,7 +237,6 @@ def test_several_turns_of_ones_own_have_the_engines_logprobs(
     check_logprobs(leader, results, temperature=1.3)
 
 
-@pytest.mark.covers("V10", "V13")
 def test_a_tool_that_hangs_costs_its_own_trajectory_an_error(
     leader: Leader, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -268,7 +262,6 @@ def test_a_tool_that_hangs_costs_its_own_trajectory_an_error(
     assert sum("<tool_response>42</tool_response>" in tokenizer.decode(t.response_ids) for t in results) == 15
 
 
-@pytest.mark.covers("V19")
 def test_no_tokenizer_is_loaded_while_rolling_out(
     leader: Leader, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

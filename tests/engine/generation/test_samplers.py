@@ -106,7 +106,6 @@ def assert_on_policy(model: Path, trajectories: list[Trajectory], temperature: f
         assert all(b == 0 for b, mask in zip(t.logprobs, t.loss_mask, strict=True) if not mask)
 
 
-@pytest.mark.covers("V01", "V03")
 def test_one_shot_samples_what_the_default_samples(leader: Leader, tokenizer: Any) -> None:
     how = settings(group=3)
     waiting = [0, 1]
@@ -139,7 +138,6 @@ class ThreeCalls:
         return r1
 
 
-@pytest.mark.covers("V04", "V15")
 def test_all_answers_of_a_sampler_with_three_calls_are_trained_on(leader: Leader, tokenizer: Any, model: Path) -> None:
     found = sample(leader, tokenizer, ThreeCalls(), chats(tokenizer, ["hi", "and you?", "hi"]))
     assert_on_policy(model, found)
@@ -159,7 +157,6 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-@pytest.mark.covers("V04", "V14")
 def test_functions_are_called_between_chats(leader: Leader, tokenizer: Any) -> None:
     """Each conversation is made to call a function in every turn: well, unknown, and not readable."""
     texts = [
@@ -201,7 +198,6 @@ class TrlEnvironment:
         return [o.outputs[0].token_ids for o in outputs]
 
 
-@pytest.mark.covers("V28")
 def test_an_environment_that_returns_ids(leader: Leader, tokenizer: Any) -> None:
     expected = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=2))
     found = sample(leader, tokenizer, make_sampler(TrlEnvironment), how=settings(group=2))
@@ -217,7 +213,6 @@ class Texts:
         return await llm.generate_async(second, sampling_params)
 
 
-@pytest.mark.covers("V02", "V09")
 def test_a_coroutine_that_deals_in_texts(leader: Leader, tokenizer: Any, model: Path) -> None:
     """The tiny model samples bytes that are no text: decoded and encoded again they would be others."""
     found = sample(leader, tokenizer, Texts(), how=settings(group=4))
@@ -229,7 +224,6 @@ def test_a_coroutine_that_deals_in_texts(leader: Leader, tokenizer: Any, model: 
     ]
 
 
-@pytest.mark.covers("V06")
 def test_a_processor_works_on_the_requests_that_ask_for_it(leader: Leader, tokenizer: Any) -> None:
     llm = facade(leader, tokenizer)
     scripts = [[40, 41, 42, 43], None, [50, 51]]
@@ -250,7 +244,6 @@ class OldProcessors:
         return llm.generate(prompts, SamplingParams(logits_processors=[lambda ids, scores: scores], max_tokens=200))
 
 
-@pytest.mark.covers("V06")
 def test_processors_given_with_a_request_name_the_new_way(leader: Leader, tokenizer: Any) -> None:
     for sampler in (
         OldProcessors(),
@@ -262,7 +255,6 @@ def test_processors_given_with_a_request_name_the_new_way(leader: Leader, tokeni
         assert "name a class or factory in the recipe, engine.logits_processors" in errors.pop()
 
 
-@pytest.mark.covers("V32")
 def test_parameters_are_changed_for_a_block_and_put_back(leader: Leader, tokenizer: Any) -> None:
     llm = facade(leader, tokenizer)
     before = llm.sampling_params
@@ -294,7 +286,6 @@ class Endless:
             ids = [[*o.prompt_token_ids, *o.outputs[0].token_ids, *[30] * 40] for o in outputs]
 
 
-@pytest.mark.covers("P22")
 def test_the_context_ends_the_episode_and_not_the_run(leader: Leader, tokenizer: Any) -> None:
     for t in sample(leader, tokenizer, Endless()):
         assert (t.finish_reason, t.error) == ("length", "")
@@ -375,7 +366,6 @@ MODULE = {
 }
 
 
-@pytest.mark.covers("C04", "C10", "C11")
 def test_the_example_of_the_page_runs(leader: Leader, tokenizer: Any) -> None:
     module = VLLMPolicyInference(MODULE, facade(leader, tokenizer))
     module.setup()
@@ -397,7 +387,6 @@ def test_the_example_of_the_page_runs(leader: Leader, tokenizer: Any) -> None:
     assert len(outputs[0].prompt_logprobs) == len(rows[0]["input_ids"])
 
 
-@pytest.mark.covers("C29")
 def test_prompt_logprobs_are_whole_though_the_prefix_is_cached(leader: Leader, tokenizer: Any) -> None:
     module = VLLMPolicyInference(MODULE | {"n": 1, "seq_length": 256}, facade(leader, tokenizer))
     row = module.build_dataset(["a prompt that is longer than a block of the cache, so that it can be cached " * 2])[0]
@@ -407,13 +396,11 @@ def test_prompt_logprobs_are_whole_though_the_prefix_is_cached(leader: Leader, t
     assert max(abs(a[token].logprob - b[token].logprob) for a, b, token in pairs) < 1e-4
 
 
-@pytest.mark.covers("C24")
 def test_engine_and_trainer_agree_at_another_temperature(leader: Leader, tokenizer: Any, model: Path) -> None:
     how = settings(group=4, temperature=0.7)
     assert_on_policy(model, sample(leader, tokenizer, OneShotRolloutSampler(), how=how), temperature=0.7)
 
 
-@pytest.mark.covers("C02")
 def test_a_module_samples_for_training_as_any_sampler(leader: Leader, tokenizer: Any) -> None:
     sizes = {"seq_length": 64, "max_new_tokens": 12}
     expected = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=2))
@@ -449,7 +436,6 @@ def test_a_modules_requests_stop_and_go_on_as_it_says_in_training(leader: Leader
     assert sample(leader, tokenizer, VLLMModule(sizes | {"temperature": 1.0, "eval_temperature": 0.0}), how=evaluation)
 
 
-@pytest.mark.covers("C20", "C30", "C32", "C33")
 def test_a_module_starts_and_stops_an_engine_of_its_own(model: Path) -> None:
     args = {"model": str(model), "seq_length": 96, "max_new_tokens": 8, "n": 3, "block_size": 32,
             "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 32 << 20, "generation_batch_size": 8,

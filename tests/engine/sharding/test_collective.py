@@ -87,7 +87,6 @@ def apart(tiny_model: TinyModel) -> Iterator[Apart]:
         stop(leader)
 
 
-@pytest.mark.covers("N11", "T34")
 def test_broadcast_weights_are_the_policys_on_every_engine(apart: Apart) -> None:
     for _ in range(2):
         apart.send()
@@ -129,7 +128,6 @@ def replace_parameter(apart: Apart, patch: pytest.MonkeyPatch, old: str, changes
     ],
     ids=["renamed", "missing", "wrong-shape", "wrong-dtype"],
 )
-@pytest.mark.covers("T05", "D11")
 def test_a_weight_that_does_not_fit_ends_the_update_on_all_and_the_next_repairs_it(
     apart: Apart, name: str, changes: dict[str, Any], message: str
 ) -> None:
@@ -143,7 +141,6 @@ def test_a_weight_that_does_not_fit_ends_the_update_on_all_and_the_next_repairs_
 
 
 @pytest.mark.parametrize(("extra", "message"), [(1, "arrived a second time"), (-1, "announced but never sent")])
-@pytest.mark.covers("T34")
 def test_a_weight_that_comes_twice_or_not_at_all_is_an_error(apart: Apart, extra: int, message: str) -> None:
     parameters = apart.sender._parameters
     sent = [*parameters, parameters[-1]] if extra > 0 else parameters[:-1]
@@ -154,7 +151,6 @@ def test_a_weight_that_comes_twice_or_not_at_all_is_an_error(apart: Apart, extra
     assert parameters[-1].name in error
 
 
-@pytest.mark.covers("N8")
 def test_one_workers_refusal_is_everybodys_error_and_names_it(apart: Apart) -> None:
     """Only the second engine was promised something else; the first, which loaded all, may not keep it."""
     info = apart.sender.refit_info()
@@ -198,7 +194,6 @@ def test_a_wrong_byte_on_the_way_is_found_by_comparing(apart: Apart) -> None:
     assert "do not hold what was sent: model.norm.weight (on weights rank 1) differ" in error
 
 
-@pytest.mark.covers("D14", "T35")
 def test_memory_is_bounded_by_two_buckets_and_nothing_stays(apart: Apart) -> None:
     apart.send()
     largest = max(parameter.nbytes for parameter in apart.sender._parameters)
@@ -214,7 +209,6 @@ def test_memory_is_bounded_by_two_buckets_and_nothing_stays(apart: Apart) -> Non
     assert resident[-1] - resident[3] < 4 << 20
 
 
-@pytest.mark.covers("T31")
 def test_engine_and_trainer_agree_on_names_shapes_and_dtypes(apart: Apart) -> None:
     for leader in apart.engines:
         (answer,) = leader.thread.run(leader.engine.call_workers("hotbunk_model_metadata"), 30, "metadata")
@@ -225,7 +219,6 @@ def test_engine_and_trainer_agree_on_names_shapes_and_dtypes(apart: Apart) -> No
         assert differences(on_disk, answer["weights"]) == []
 
 
-@pytest.mark.covers("T04", "D12")
 def test_joining_twice_changes_nothing_and_wrong_places_are_named(apart: Apart) -> None:
     engine, thread = apart.engines[0].engine, apart.engines[0].thread
     sender = apart.sender
@@ -255,7 +248,6 @@ def test_joining_twice_changes_nothing_and_wrong_places_are_named(apart: Apart) 
     assert max(apart.gaps()) < 1e-4
 
 
-@pytest.mark.covers("T06", "D11")
 def test_a_silent_engine_ends_the_update_by_its_deadline_and_a_new_group_repairs_it(apart: Apart) -> None:
     apart.sender.close()
     apart.sender = apart.join(SyncSettings("off", 1 << 16, timeout=2.0))
@@ -285,7 +277,6 @@ def test_an_engine_waits_for_a_silent_trainer_no_longer_than_it_was_told(apart: 
     apart.send()
 
 
-@pytest.mark.covers("T07", "D16", "D27")
 def test_weights_from_a_folder_are_the_policys_or_an_error(apart: Apart, tmp_path: Path) -> None:
     def load() -> list[Future[Any]]:
         return apart.call(lambda engine: engine.load_weights_from_storage_async(str(tmp_path)))
@@ -309,7 +300,6 @@ def test_weights_from_a_folder_are_the_policys_or_an_error(apart: Apart, tmp_pat
     assert max(apart.gaps()) < 1e-4
 
 
-@pytest.mark.covers("D11")
 def test_a_killed_engine_ends_the_update_on_all(apart: Apart) -> None:
     """The last test of this file: it leaves one engine."""
     first, second = apart.engines

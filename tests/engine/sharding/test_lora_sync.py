@@ -119,7 +119,6 @@ def check_shifts(shifts: ShardingManager, leader: Leader, policy: FsdpPolicy, ba
         assert largest(sampled.logprobs, adapted[len(PROMPT) - 1 :]) < 1e-4
 
 
-@pytest.mark.covers("P7", "P9")
 def test_an_adapter_alone_is_what_peft_says(
     leaders: tuple[Leader, Leader], policy: FsdpPolicy, tiny_qwen2: Path, tmp_path: Path
 ) -> None:
@@ -164,7 +163,6 @@ def check_prefix_mismatch(leader: Leader, policy: FsdpPolicy) -> None:
         leader.engine.state.usable_version()
 
 
-@pytest.mark.covers("P9")
 def test_merged_copies_are_what_peft_says(
     leaders: tuple[Leader, Leader], policy: FsdpPolicy, tiny_qwen2: Path, tmp_path: Path
 ) -> None:
@@ -175,7 +173,6 @@ def test_merged_copies_are_what_peft_says(
         assert shifts.report.verified == "full"
 
 
-@pytest.mark.covers("P9")
 def test_adapters_on_a_mixtures_attention_are_merged_and_computed_by_the_engines_routes(
     mixture: Leader, one_rank: None
 ) -> None:

@@ -38,7 +38,6 @@ PROMPT = [14, 50, 77, 120, 9]
 
 
 @pytest.mark.parametrize(("architecture", "tied"), MODELS, ids=[f"{a}-{'tied' if t else 'untied'}" for a, t in MODELS])
-@pytest.mark.covers("P8", "P12")
 def test_sync_of_random_weights_equals_a_fresh_engine(architecture: str, tied: bool, tmp_path: Path) -> None:
     """Of weights that are replaced where they are, and of packed ones, which vLLM reloads layer by layer."""
     folder = make_tiny_model(tmp_path / "start", architecture=architecture, tied=tied, layers=2)
@@ -74,7 +73,6 @@ def synced(folder: Path, architecture: str, plain: bool, trained: Path) -> Gener
     return greedy
 
 
-@pytest.mark.covers("P8")
 def test_a_mixtures_experts_are_compared_as_all_else_is(tmp_path: Path) -> None:
     """A wrong byte is found in any weight, in the first update and later, and the weight is named."""
     folder = make_tiny_model(tmp_path / "start", architecture="qwen3_moe", tied=False, layers=2)

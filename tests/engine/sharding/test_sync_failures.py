@@ -76,7 +76,6 @@ def rename(both: Colocated, monkeypatch: pytest.MonkeyPatch, old: str, new: str 
         ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.qq_proj.bias"),
     ],
 )
-@pytest.mark.covers("P8")
 def test_a_renamed_or_missing_weight_is_fatal_and_named(
     both: Colocated, monkeypatch: pytest.MonkeyPatch, name: str, new: str | None
 ) -> None:
@@ -88,7 +87,6 @@ def test_a_renamed_or_missing_weight_is_fatal_and_named(
     assert_repaired(both)
 
 
-@pytest.mark.covers("P8")
 def test_a_weight_of_the_wrong_shape_is_fatal_and_named(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.layers.1.post_attention_layernorm.weight"
     parameters = [
@@ -125,7 +123,6 @@ def test_a_wrong_byte_in_what_was_sent_is_found(both: Colocated, monkeypatch: py
     assert_repaired(both)
 
 
-@pytest.mark.covers("P5")
 def test_generating_asleep_or_stale_raises_and_names_both_versions(both: Colocated) -> None:
     if both.leader.engine.state.memory.value != "asleep":
         both.manager.sleep()
@@ -139,7 +136,6 @@ def test_generating_asleep_or_stale_raises_and_names_both_versions(both: Colocat
         both.complete(PROMPT, SAMPLING)
 
 
-@pytest.mark.covers("P7")
 def test_cached_prefixes_of_old_weights_are_forgotten(both: Colocated) -> None:
     """The engine stays awake between two syncs, so nothing but the reset stands between old blocks and new weights."""
     prompt = [20 + i for i in range(64)]  # several blocks of the prefix cache
@@ -152,7 +148,6 @@ def test_cached_prefixes_of_old_weights_are_forgotten(both: Colocated) -> None:
     assert both.gap(prompt, sampled, 1.0) < 1e-4
 
 
-@pytest.mark.covers("P7")
 def test_a_refused_reset_of_the_prefix_cache_is_an_error(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse() -> bool:
         return False
@@ -176,7 +171,6 @@ def kinds_of_messages(both: Colocated) -> list[str]:
     return list(dict.fromkeys(kinds))
 
 
-@pytest.mark.covers("P5")
 def test_an_update_interrupted_at_any_message_leaves_no_version_and_the_next_repairs_it(both: Colocated) -> None:
     """Ctrl-C in the trainer, with the worker wherever it is then."""
     kinds = kinds_of_messages(both)
@@ -195,7 +189,6 @@ def test_an_update_interrupted_at_any_message_leaves_no_version_and_the_next_rep
         assert_repaired(both)
 
 
-@pytest.mark.covers("P5")
 def test_a_message_garbled_on_its_way_is_refused_by_the_worker_and_the_next_update_repairs_it(
     both: Colocated,
 ) -> None:
@@ -233,7 +226,6 @@ def staging_in_use() -> list[tuple[int, int]]:
     return sorted(filter(any, counts))
 
 
-@pytest.mark.covers("P4", "P6")
 def test_two_hundred_syncs_open_the_staging_memory_once_and_leave_nothing_behind(both: Colocated) -> None:
     """Halves are compared: a leak of 50 KiB a sync would make 5 MiB between them."""
     assert_repaired(both)
@@ -254,7 +246,6 @@ def test_two_hundred_syncs_open_the_staging_memory_once_and_leave_nothing_behind
         assert mean(side[110:]) - mean(side[20:110]) < 4 << 20
 
 
-@pytest.mark.covers("P4")
 def test_staging_memory_that_is_given_back_after_each_sync_is_closed_as_often_as_it_was_opened(
     both: Colocated,
 ) -> None:
@@ -270,13 +261,11 @@ def test_staging_memory_that_is_given_back_after_each_sync_is_closed_as_often_as
     assert (both.manager.staging_opened, both.manager.staging_closed) == (opened + 5, closed + 5)
 
 
-@pytest.mark.covers("P1")
 def test_staging_is_bounded_by_two_buckets(both: Colocated) -> None:
     largest = max(parameter.nbytes for parameter in both.manager._parameters)
     assert both.manager.report.staging_bytes <= 2 * max(1 << 18, largest + 512)
 
 
-@pytest.mark.covers("P1", "P8")
 def test_weights_larger_than_a_bucket_reach_the_engine_in_parts(
     both: Colocated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,7 +300,6 @@ def test_verifying_samples_compares_other_weights_each_time_and_all_in_the_end(
         assert both.manager.report.verified == ("sample" if both.manager._plain else "probe")
 
 
-@pytest.mark.covers("P24")
 def test_a_worker_killed_in_the_middle_ends_the_update_with_its_name(tiny_model: TinyModel) -> None:
     """An engine of its own, since nothing repairs it."""
     in_use = staging_in_use()

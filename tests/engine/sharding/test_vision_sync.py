@@ -104,7 +104,6 @@ def play(both: Colocated, prompts: list[Sample], sampling: SamplingSettings) -> 
 @pytest.mark.parametrize(
     ("kind", "tied", "shared"), [("qwen2_5_vl", True, False), ("qwen3_vl", False, True), ("llava", False, False)]
 )
-@pytest.mark.covers("P8", "P12")
 def test_an_engine_sees_through_the_weights_that_it_was_sent(
     kind: str, tied: bool, shared: bool, tiny_vlm: TinyModel, tmp_path: Path
 ) -> None:

@@ -96,7 +96,6 @@ def test_an_optimizer_step_is_the_sync_and_a_wrong_byte_is_still_found(trained: 
         assert manager.report.nbytes == 0 and gap(trained, ids) < 0.02
 
 
-@pytest.mark.covers("P5")
 def test_an_update_of_shared_weights_interrupted_at_any_message_leaves_no_version_and_the_next_repairs_it(
     trained: Any,
 ) -> None:

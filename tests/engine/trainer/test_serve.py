@@ -22,7 +22,6 @@ from tests.pictures import images
 from trainer.cli import main
 
 
-@pytest.mark.covers("V33")
 def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(tiny_qwen2), AutoModelForCausalLM.from_pretrained(tiny_qwen2)
     messages = [{"role": "user", "content": "what is 2+2?"}]

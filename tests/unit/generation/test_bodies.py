@@ -20,7 +20,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "sentence"), WRONG)
-@pytest.mark.covers("N14")
 def test_the_error_told_is_that_of_the_type_that_the_value_comes_closest_to(body: dict, sentence: str) -> None:
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 

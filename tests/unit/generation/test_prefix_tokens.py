@@ -76,7 +76,6 @@ class Words:
         return "".join(self.said.get(i, f"<{i}>") for i in ids if not (skip_special_tokens and i == 2))
 
 
-@pytest.mark.covers("N13")
 def test_the_examples_of_the_seed() -> None:
     model, until = [11, 12, 13, 40, 41, 220, 17, 2], [11, 12, 13, 40, 41, 1001, 2]
     whole = [*until, 21, 22, 40, 41]
@@ -93,7 +92,6 @@ def test_the_examples_of_the_seed() -> None:
         replace_prefix_tokens(Words(), [11, 12, 2], [11, 12, 2], [11])
 
 
-@pytest.mark.covers("N13")
 def test_without_an_end_there_is_no_splice(tokenizer: PreTrainedTokenizerFast) -> None:
     class Endless(Words):
         eos_token_id = None  # type: ignore[assignment]
@@ -113,7 +111,6 @@ def test_without_an_end_there_is_no_splice(tokenizer: PreTrainedTokenizerFast) -
     assert history.retemplated == 1
 
 
-@pytest.mark.covers("N13")
 def test_text_after_the_end_is_the_templates(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt = rendered(tokenizer, SIGNED, talk("q0"), True)
     ids = [*prompt, *tokenizer("so")["input_ids"], tokenizer.eos_token_id]
@@ -124,7 +121,6 @@ def test_text_after_the_end_is_the_templates(tokenizer: PreTrainedTokenizerFast)
 
 
 @pytest.mark.parametrize("template", [CHAT + OPENING, FORGETFUL, INSTRUCT, SHORT])
-@pytest.mark.covers("N13")
 def test_thoughts_and_turns_that_a_template_drops_stay(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
     """Four turns; each prompt begins with the whole of the turn before, and ends with all that followed its answer."""
     messages, ids = talk("q0"), rendered(tokenizer, template, talk("q0"), True)
@@ -142,7 +138,6 @@ def test_thoughts_and_turns_that_a_template_drops_stay(tokenizer: PreTrainedToke
     assert [tokenizer.decode(ids).count(f"q{turn}") for turn in range(4)] == [1, 1, 1, 1]
 
 
-@pytest.mark.covers("N13")
 def test_counting_ends_would_lose_a_users_turn(tokenizer: PreTrainedTokenizerFast) -> None:
     """A tool's reply and a question follow the answer, and the template has dropped two turns before it."""
     template = CHAT.replace("in messages", "in messages[-4:]") + OPENING
@@ -167,7 +162,6 @@ def test_counting_ends_would_lose_a_users_turn(tokenizer: PreTrainedTokenizerFas
         ("q0", "one two", "q1", "an answer more", "next"),
     ],
 )
-@pytest.mark.covers("N13")
 def test_messages_of_another_conversation_are_refused(
     tokenizer: PreTrainedTokenizerFast, template: str, said: tuple[str, ...]
 ) -> None:
@@ -178,7 +172,6 @@ def test_messages_of_another_conversation_are_refused(
     assert spliced(tokenizer, template, ids, talk("q0", "one  two", "next"))[: len(ids)] == ids
 
 
-@pytest.mark.covers("N13")
 def test_any_of_several_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizerFast) -> None:
     """The policy ended with another EOS than the template writes; what was sampled stays."""
     prompt, pad = rendered(tokenizer, CHAT + OPENING, talk("q0"), True), tokenizer.pad_token_id
@@ -190,7 +183,6 @@ def test_any_of_several_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizer
     assert tokenizer.decode(result[len(ids) :]) == "\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.covers("N13")
 def test_a_tool_call_written_otherwise(tokenizer: PreTrainedTokenizerFast) -> None:
     """Whitespace, key order and escapes of a call's JSON are the template's when it is rendered; the ids are kept."""
     call = {"function": {"name": "add", "arguments": {"a": 1, "b": "é"}}, "type": "function", "id": "x"}
@@ -213,7 +205,6 @@ SAMPLED = st.lists(st.integers(3, 290), max_size=12)  # bytes that are no text, 
 
 @settings(max_examples=30, deadline=None)
 @given(turns=st.lists(st.tuples(SAMPLED, st.booleans(), st.text(max_size=8)), min_size=1, max_size=5))
-@pytest.mark.covers("P21")
 def test_turn_k1_begins_with_turn_k_whatever_was_sampled(turns: list[tuple[list[int], bool, str]]) -> None:
     """ChatHistory with random ids, some answers cut short, random texts of tools."""
     tokenizer = TOKENIZER
@@ -234,7 +225,6 @@ def test_turn_k1_begins_with_turn_k_whatever_was_sampled(turns: list[tuple[list[
     assert history.retemplated == 0
 
 
-@pytest.mark.covers("P21")
 def test_a_conversation_renders_twice_a_turn_however_long(tokenizer: PreTrainedTokenizerFast) -> None:
     class Counting:
         calls = 0

@@ -154,7 +154,6 @@ def test_a_stray_that_came_first_and_says_nothing_is_not_in_the_way(tmp_path: Pa
         channel.close()
 
 
-@pytest.mark.covers("P24")
 def test_what_is_sent_to_a_worker_that_has_gone_is_an_error(tmp_path: Path) -> None:
     listener = Listener(tmp_path, "weights-0")
     with pytest.raises(SyncError, match="nobody is connected to send 'begin' to"):

@@ -32,7 +32,6 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=3), st.integers(1, 4), st.sampled_from([512, 2048, 5120]))
-@pytest.mark.covers("P1")
 def test_parts_hold_every_element_once_where_the_gather_puts_it(sizes: list[int], shards: int, bound: int) -> None:
     """A parameter of several tensors, whose elements are their own numbers; cut, padded and gathered by hand."""
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
@@ -68,7 +67,6 @@ def test_what_has_to_be_whole_is_not_cut() -> None:
         assert BucketPlan([SourceParameter("ab", 6000, pieces, 2)], 1024, whole).capacity == capacity
 
 
-@pytest.mark.covers("P1")
 def test_the_largest_weights_of_7b_in_bfloat16_go_through_a_gibibyte() -> None:
     embedding = 152064 * 3584 * 2
     for ranks in (1, 2, 4, 8, 64):
@@ -82,7 +80,6 @@ VIEWS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, ma
 
 @settings(max_examples=500, deadline=None)
 @given(VIEWS, st.integers(0, 9), st.integers(0, 60), st.integers(1, 60))
-@pytest.mark.covers("P8")
 def test_a_copy_is_cut_to_what_counting_elements_says(
     dimensions: list[tuple[int, int]], offset: int, first: int, count: int
 ) -> None:
@@ -121,7 +118,6 @@ def assert_holds(model: SmallModel, weights: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
-@pytest.mark.covers("P1", "P8")
 def test_after_the_first_update_staging_is_bounded_and_workers_find_their_slices(
     tmp_path: Path, rank: int, ranks: int
 ) -> None:
@@ -139,7 +135,6 @@ def test_after_the_first_update_staging_is_bounded_and_workers_find_their_slices
     manager.close()
 
 
-@pytest.mark.covers("P1")
 def test_what_only_a_loader_understands_comes_whole(tmp_path: Path) -> None:
     both, weights = started(tmp_path, times=60, bucket_bytes=512)
     both.sync(2)
@@ -148,7 +143,6 @@ def test_what_only_a_loader_understands_comes_whole(tmp_path: Path) -> None:
     both.manager.close()
 
 
-@pytest.mark.covers("P1")
 def test_staging_is_as_large_as_before_where_nothing_is_recorded(tmp_path: Path) -> None:
     both, weights = started(tmp_path, replay=False)
     kept = both.manager.staging_opened, both.manager.staging_closed
@@ -180,7 +174,6 @@ CHANGES: dict[str, Callable[[list[Stretch]], list[Stretch]]] = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-@pytest.mark.covers("P8")
 def test_a_part_that_is_missing_doubled_or_beside_its_place_is_named(tmp_path: Path, message: str) -> None:
     both, weights = started(tmp_path, verify="off")
     with altered(CHANGES[message]), pytest.raises(RemoteError, match=message):  # type: ignore[attr-defined]
@@ -190,7 +183,6 @@ def test_a_part_that_is_missing_doubled_or_beside_its_place_is_named(tmp_path: P
     both.manager.close()
 
 
-@pytest.mark.covers("P1")
 def test_weights_come_whole_again_to_a_worker_that_has_forgotten_its_record(tmp_path: Path) -> None:
     both, weights = started(tmp_path)
     both.sync(2)
@@ -222,7 +214,6 @@ def test_a_wrong_byte_in_a_part_is_found_and_named(tmp_path: Path, name: str, st
     both.manager.close()
 
 
-@pytest.mark.covers("P1")
 def test_weights_sent_again_for_comparison_fit_into_staging(tmp_path: Path) -> None:
     """Some of them share a bucket that have none in common with all others between them."""
     weights = {name: torch.randn(count) for name, count in {"a": 384, "b": 512, "c": 256, "d": 512}.items()}

@@ -92,7 +92,6 @@ DTYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torc
 
 @pytest.mark.parametrize(("own", "dtype"), DTYPES)
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
-@pytest.mark.covers("P8")
 def test_a_worker_reads_what_it_needs_and_only_computed_weights_are_staged(
     tmp_path: Path, own: torch.dtype, dtype: torch.dtype, rank: int, ranks: int
 ) -> None:
@@ -109,7 +108,6 @@ def test_a_worker_reads_what_it_needs_and_only_computed_weights_are_staged(
 
 @pytest.mark.parametrize(("own", "dtype"), DTYPES)
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
-@pytest.mark.covers("P8", "P9")
 def test_a_worker_adds_the_adapters_of_what_it_reads_and_nothing_more_is_staged(
     tmp_path: Path, own: torch.dtype, dtype: torch.dtype, rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

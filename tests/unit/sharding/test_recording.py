@@ -70,7 +70,6 @@ def record(model: nn.Module, sent: list[tuple[str, Tensor]], whole: bool = False
     return recording
 
 
-@pytest.mark.covers("P8")
 def test_a_replay_leaves_what_the_loaders_would() -> None:
     """New weights elsewhere in memory, parameters forgotten: as after a sleep."""
     model, twin = Fused(), Fused()

@@ -121,7 +121,6 @@ def test_a_worker_reads_shared_weights_only_after_the_trainer_s_stream_has_writt
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["weights compared", "probed"])
-@pytest.mark.covers("P1")
 def test_the_trainer_leaves_before_the_engine_comes_and_returns_after_it_went(tmp_path: Path, plain: bool) -> None:
     events: Events = []
     manager = RecordingManager(events, tmp_path, plain)
@@ -150,7 +149,6 @@ def test_the_trainer_leaves_before_the_engine_comes_and_returns_after_it_went(tm
     assert {"offload", "onload"} <= manager.report.seconds.keys()
 
 
-@pytest.mark.covers("P1")
 def test_weights_that_are_shared_are_so_before_the_policy_s_own_go_and_never_sleep(tmp_path: Path) -> None:
     events: Events = []
     manager = RecordingManager(events, tmp_path, plain=True, shared=True)

@@ -68,7 +68,6 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.covers("T07", "D15")
 def test_what_is_read_is_what_was_written_every_tensor_of_it(tmp_path: Path) -> None:
     for version in range(4):
         writer(tmp_path, weights(version)).write(version)
@@ -79,7 +78,6 @@ def test_what_is_read_is_what_was_written_every_tensor_of_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-@pytest.mark.covers("T07")
 def test_as_many_buckets_are_read_at_a_time_as_threads_are_asked_for(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +104,6 @@ def test_as_many_buckets_are_read_at_a_time_as_threads_are_asked_for(
     assert_equal(found, tensors)
 
 
-@pytest.mark.covers("D16")
 def test_a_reader_keeps_its_update_while_the_next_one_is_written(tmp_path: Path) -> None:
     writer(tmp_path, weights(0)).write(0)
 
@@ -120,7 +117,6 @@ def test_a_reader_keeps_its_update_while_the_next_one_is_written(tmp_path: Path)
     assert read(tmp_path)[0] == 1
 
 
-@pytest.mark.covers("D16")
 def test_a_writer_waits_for_the_readers_of_the_slot_it_is_to_write(tmp_path: Path) -> None:
     writer(tmp_path, weights(0)).write(0)
     refused: list[str] = []
@@ -141,7 +137,6 @@ def test_a_writer_waits_for_the_readers_of_the_slot_it_is_to_write(tmp_path: Pat
     assert_equal(read(tmp_path)[1], weights(2))
 
 
-@pytest.mark.covers("D16")
 def test_a_reader_of_a_moment_ago_gets_the_update_that_overtook_it(tmp_path: Path) -> None:
     """Two updates are completed between a reader's look at the manifest and its lock on the slot."""
     writer(tmp_path, weights(0)).write(0)
@@ -167,7 +162,6 @@ def test_a_writer_that_fails_leaves_the_update_before_it(tmp_path: Path, monkeyp
     assert_equal(found, weights(0))
 
 
-@pytest.mark.covers("T07")
 def test_damage_is_found_and_named(tmp_path: Path) -> None:
     with pytest.raises(SyncError, match=r"holds no complete weights: manifest\.json is missing"):
         read(tmp_path)
@@ -199,7 +193,6 @@ def test_the_manifest_holds_the_digests_of_what_is_on_disk(tmp_path: Path) -> No
     assert manifest["weights"] == {n: [list(t.shape), "float32"] for n, t in weights(3).items()}
 
 
-@pytest.mark.covers("T33")
 def test_ranks_of_engines_in_the_weights_group() -> None:
     assert engine_ranks(2, 2) == (5, [1, 3])
     assert engine_ranks(1, 1) == (2, [1])
@@ -210,13 +203,11 @@ def test_ranks_of_engines_in_the_weights_group() -> None:
 
 
 @given(st.integers(1, 20), st.integers(1, 16))
-@pytest.mark.covers("T33")
 def test_every_rank_belongs_to_one_member(engines: int, workers: int) -> None:
     world_size, offsets = engine_ranks(engines, workers)
     assert [0, *(first + k for first in offsets for k in range(workers))] == list(range(world_size))
 
 
-@pytest.mark.covers("T31")
 def test_differences_name_every_weight_that_does_not_fit() -> None:
     sent = {"a": [[2, 3], "float32"], "b": [[4], "bfloat16"], "d": [[1], "float32"]}
     expected = {"a": [[3, 2], "float32"], "b": [[4], "float32"], "c": [[5], "float32"]}
@@ -232,13 +223,11 @@ def test_differences_name_every_weight_that_does_not_fit() -> None:
         check_manifest(sent, expected, "float32")
 
 
-@pytest.mark.covers("T05")
 def test_a_dtype_that_the_engine_would_cast_in_silence_is_refused() -> None:
     with pytest.raises(SyncError, match="w comes as float64, the engine computes in float32"):
         check_manifest({"w": [[2], "float64"]}, None, "float32")
 
 
-@pytest.mark.covers("T34")
 def test_two_weights_of_one_name_are_an_error() -> None:
     twice = [SourceParameter(n, 4, (Piece("w", "float32", (1,), 0),)) for n in ("first", "second")]
     with pytest.raises(SyncError, match="two weights of the name w"):
@@ -246,7 +235,6 @@ def test_two_weights_of_one_name_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.covers("T31", "D27")
 def test_a_checkpoints_manifest_leaves_out_what_is_tied(tmp_path: Path, tied: bool) -> None:
     save_file({"embed": torch.zeros(4, 2, dtype=torch.bfloat16)}, tmp_path / "model-1.safetensors")
     save_file({"lm_head.weight": torch.zeros(4, 2)}, tmp_path / "model-2.safetensors")
@@ -259,7 +247,6 @@ def test_a_checkpoints_manifest_leaves_out_what_is_tied(tmp_path: Path, tied: bo
 
 @settings(max_examples=30)
 @given(st.permutations(["embed", "norm", "up", "bias", "down"]), st.integers(512, 9000))
-@pytest.mark.covers("T34", "D14")
 def test_a_stream_in_any_order_is_what_is_sent(order: list[str], bucket_bytes: int) -> None:
     tensors = weights(5)
     info = {name: [list(tensor.shape), "bfloat16"] for name, tensor in tensors.items()}
@@ -274,7 +261,6 @@ def test_a_stream_in_any_order_is_what_is_sent(order: list[str], bucket_bytes: i
     assert_equal(held, {name: tensor.bfloat16() for name, tensor in tensors.items()})
 
 
-@pytest.mark.covers("T34")
 def test_a_stream_takes_no_more_than_it_needs_for_a_bucket() -> None:
     tensors, taken = weights(5), []
 
@@ -299,14 +285,12 @@ def test_a_stream_takes_no_more_than_it_needs_for_a_bucket() -> None:
         (["wide", "b"], "brought wide unasked"),
     ],
 )
-@pytest.mark.covers("T34")
 def test_missing_double_and_strange_weights_of_a_stream_are_named(names: list[str], message: str) -> None:
     source = StreamSource({n: [[2], "float32"] for n in "ab"}, ((n, torch.ones(2)) for n in names))
     with pytest.raises(SyncError, match=message):
         source.gather_into(["a", "b"], [torch.zeros(8, dtype=torch.uint8) for _ in range(2)])
 
 
-@pytest.mark.covers("D11")
 def test_messages_of_the_group_keep_their_order_and_every_wait_ends() -> None:
     store = listen("127.0.0.1", 0, 10)
     trainer, worker = GroupStore(store, "here"), GroupStore(connect_store("127.0.0.1", store.port, 10), "here")
@@ -326,7 +310,6 @@ def test_messages_of_the_group_keep_their_order_and_every_wait_ends() -> None:
         back.receive(30, "bucket")
 
 
-@pytest.mark.covers("T32")
 def test_two_senders_listen_at_once_each_on_a_port_of_its_own() -> None:
     stores = [listen("127.0.0.1", 0, 10) for _ in range(3)]
     assert len({store.port for store in stores}) == 3

@@ -29,7 +29,6 @@ def parameter(number: int, nbytes: int) -> SourceParameter:
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(1, 5000), max_size=30), st.integers(ALIGNMENT, 8000))
-@pytest.mark.covers("P1")
 def test_buckets_hold_every_parameter_once_in_order_within_their_bound(sizes: list[int], bound: int) -> None:
     plan = BucketPlan([parameter(i, size) for i, size in enumerate(sizes)], bound)
     assert [piece.name for bucket in plan.buckets for piece in bucket.pieces()] == [f"p{i}" for i in range(len(sizes))]
@@ -51,7 +50,6 @@ def test_a_bucket_smaller_than_its_alignment_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.covers("P11")
 def test_what_is_sent_equals_the_master_cast_once(dtype: torch.dtype) -> None:
     tensors = {"a": torch.randn(7, 3), "b": torch.randn(5), "c": torch.randn(2, 2, 2)}
     source = FsdpWeightSource(list(tensors.items()), dtype)
@@ -87,7 +85,6 @@ buffers[0][0] = 77
 """
 
 
-@pytest.mark.covers("P4")
 def test_another_process_sees_the_staging_memory_and_nothing_is_left_of_it() -> None:
     before = shared_memory.files()
     staging = make_staging(1000, torch.device("cpu"))
@@ -129,7 +126,6 @@ def test_a_stranger_without_the_secret_is_refused_and_named(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.covers("P4")
 def test_a_worker_on_another_device_is_refused_and_both_are_named(tmp_path: Path) -> None:
     listener = Listener(tmp_path, "socket")
     worker = connect(listener.endpoint, listener.secret, "GPU-b", pid=1)
@@ -152,7 +148,6 @@ def test_waiting_for_a_worker_has_a_deadline_and_notices_its_death(tmp_path: Pat
     listener.close()
 
 
-@pytest.mark.covers("P24")
 def test_telling_a_worker_that_has_gone_is_an_error_not_a_wait(tmp_path: Path) -> None:
     listener = Listener(tmp_path, "weights-0")
     worker = subprocess.Popen([sys.executable, "-c", HELLO, listener.endpoint, listener.secret], cwd=ROOT)

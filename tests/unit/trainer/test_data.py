@@ -43,7 +43,6 @@ def held_out(data: DataConfig, **named: dict[str, Any]) -> dict[str, PromptDatas
 
 
 @pytest.mark.parametrize(("length", "size"), [(10, 4), (7, 7), (5, 12), (1, 3)])
-@pytest.mark.covers("P19")
 def test_a_stop_at_any_step_changes_nothing(length: int, size: int) -> None:
     steps = 3 * length // size + 1
     dataset = numbered(length)
@@ -57,7 +56,6 @@ def test_a_stop_at_any_step_changes_nothing(length: int, size: int) -> None:
 
 
 @given(length=st.integers(1, 40), size=st.integers(1, 50), seed=st.integers(0, 2**63))
-@pytest.mark.covers("P19")
 def test_each_epoch_shows_each_prompt_once(length: int, size: int, seed: int) -> None:
     dataset = numbered(length)
     steps = -(-3 * length // size)
@@ -66,7 +64,6 @@ def test_each_epoch_shows_each_prompt_once(length: int, size: int, seed: int) ->
         assert Counter(ids[epoch * length : (epoch + 1) * length]) == Counter(range(length))
 
 
-@pytest.mark.covers("P19")
 def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
     orders = {epoch_order(seed, epoch, 100) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
@@ -74,13 +71,11 @@ def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
     assert epoch_order(0, 0, 8) == (3, 7, 6, 2, 0, 5, 4, 1)
 
 
-@pytest.mark.covers("P19")
 def test_order_is_uniform_enough() -> None:
     firsts = Counter(epoch_order(seed, 0, 4)[0] for seed in range(4000))
     assert all(850 < firsts[index] < 1150 for index in range(4)), firsts
 
 
-@pytest.mark.covers("P19")
 def test_changed_data_have_another_fingerprint() -> None:
     prompts = [Prompt(index, (index, 7), {"answer": str(index)}) for index in range(5)]
     same = PromptDataset(prompts).fingerprint

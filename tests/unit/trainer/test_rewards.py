@@ -131,7 +131,6 @@ def test_good_rewards_are_weighted_and_summed(pool: RewardPool) -> None:
     assert (wrong.reward, wrong.parts) == (1.0, {"rogue": 0.5, "exact_match": 0.0})
 
 
-@pytest.mark.covers("P18")
 def test_a_bad_reward_costs_only_its_own_answer(pool: RewardPool) -> None:
     pool.take_counts()
     before = len(psutil.Process().children())
@@ -264,13 +263,11 @@ def test_a_question_of_megabytes_is_asked_and_too_long_an_extract_is_refused(tmp
         assert "extracted a text of" in pool._first_errors["Long"]
 
 
-@pytest.mark.covers("P18")
 def test_ten_megabytes_of_output_disturb_nobody(pool: RewardPool, capfd: pytest.CaptureFixture[str]) -> None:
     assert score(pool, "print")[0].error == ""
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.covers("P18")
 def test_a_worker_that_dies_between_answers_is_replaced(rogue: str) -> None:
     with RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], timeout_s=5, workers=1)) as lonely:
         (dying,) = score(lonely, "pid")
@@ -314,14 +311,12 @@ def test_a_sum_that_is_too_large_cannot_be_a_reward(rogue: str) -> None:
         assert result.error == f"{sentence}, which is not a finite float32"
 
 
-@pytest.mark.covers("P18")
 def test_a_row_that_cannot_be_sent_is_counted(pool: RewardPool) -> None:
     (result,) = score(pool, "good", row={"answer": lambda: 0})
     assert result.reward == -1.0
     assert "cannot be given this row" in result.error
 
 
-@pytest.mark.covers("P18")
 def test_functions_that_load_only_in_the_trainer_are_named(tmp_path: Path) -> None:
     path = tmp_path / "shy.py"
     path.write_text(
@@ -333,7 +328,6 @@ def test_functions_that_load_only_in_the_trainer_are_named(tmp_path: Path) -> No
     assert all("AssertionError" in result.error for result in results), results
 
 
-@pytest.mark.covers("P18")
 def test_the_run_ends_only_past_the_error_rate(rogue: str) -> None:
     pool = RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], max_error_rate=0.1, timeout_s=5, workers=1))
     counts = {"reward/calls": 100.0, "reward/errors/rogue": 10.0}
@@ -353,7 +347,6 @@ def test_workers_do_not_load_torch_and_stay(pool: RewardPool) -> None:
     assert {result.parts["rogue"] for result in pids} <= {float(child.pid) for child in children()}
 
 
-@pytest.mark.covers("P18")
 def test_workers_ignore_ctrl_c(pool: RewardPool) -> None:
     before = {child.pid for child in children()}
     for pid in before:
@@ -362,7 +355,6 @@ def test_workers_ignore_ctrl_c(pool: RewardPool) -> None:
     assert {child.pid for child in children()} == before
 
 
-@pytest.mark.covers("P18")
 def test_workers_die_with_their_parent(rogue: str, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
@@ -487,7 +479,6 @@ def test_signatures_that_fit_are_accepted(signatures: Path, name: str, kwargs: d
     assert reward("text", offered) == 1.0
 
 
-@pytest.mark.covers("V34")
 def test_rewards_may_be_async_and_see_the_trajectory(signatures: Path) -> None:
     """In the pool's own process, where the trajectory goes only because a function asks for it."""
     functions = [RewardFunction(name=f"{signatures}:{name}") for name in ("later", "tools_used")]

@@ -77,7 +77,6 @@ def gap(policy: HfPolicy, output: Any) -> float:
     return max(abs(a - b) for a, b in zip(own, told, strict=True))
 
 
-@pytest.mark.covers("T10", "D09")
 def test_every_form_of_input_has_its_form_of_output(service: AsyncVLLM) -> None:
     one = service.generate([5, 6, 7], GREEDY)
     assert list(one.prompt_token_ids) == [5, 6, 7]
@@ -96,7 +95,6 @@ def test_every_form_of_input_has_its_form_of_output(service: AsyncVLLM) -> None:
     assert len(service.generate("1+1=").outputs[0].token_ids) <= 16  # vLLM's own default
 
 
-@pytest.mark.covers("T10", "D26")
 def test_order_and_parameters_of_each_prompt(service: AsyncVLLM) -> None:
     """Lengths that end in another order than they began in, and one prompt with several answers."""
     lengths = [40, 1, 23, 2, 60, 5, 9, 3]
@@ -110,7 +108,6 @@ def test_order_and_parameters_of_each_prompt(service: AsyncVLLM) -> None:
         service.generate(["a", "b", "c"], [GREEDY, GREEDY])
 
 
-@pytest.mark.covers("T13", "T26", "D25")
 def test_a_deadline_is_one_prompts_and_ends_in_the_engine(service: AsyncVLLM) -> None:
     params = [SamplingParams(max_tokens=1), ENDLESS, SamplingParams(max_tokens=2, ignore_eos=True)]
     for replica in range(2):
@@ -128,7 +125,6 @@ def test_a_deadline_is_one_prompts_and_ends_in_the_engine(service: AsyncVLLM) ->
     assert nothing_unfinished(service)
 
 
-@pytest.mark.covers("T26", "D25")
 def test_prompts_that_vllm_refuses_lose_nobody(service: AsyncVLLM) -> None:
     prompts: list[Any] = ["fine", [5] * 300, "fine, too", [10**6]]
     results = service.generate(prompts, GREEDY, return_exceptions=True)
@@ -149,7 +145,6 @@ def test_a_cancelled_future_drops_its_request(service: AsyncVLLM) -> None:
     assert nothing_unfinished(service)
 
 
-@pytest.mark.covers("T25", "T37")
 def test_an_engine_by_its_index(service: AsyncVLLM) -> None:
     assert service.generate("a", GREEDY, actor_index=1).finished
     for call in (
@@ -164,7 +159,6 @@ def test_an_engine_by_its_index(service: AsyncVLLM) -> None:
     assert service.get_num_unfinished_requests(1) == 0
 
 
-@pytest.mark.covers("T25")
 def test_several_engines_need_a_load_balancer(service: AsyncVLLM) -> None:
     kept, service._load_balancer = service._load_balancer, None
     try:
@@ -176,7 +170,6 @@ def test_several_engines_need_a_load_balancer(service: AsyncVLLM) -> None:
     service._load_balancer = kept
 
 
-@pytest.mark.covers("T16", "T17", "D01", "D05", "D06")
 def test_loads_are_counted_here_and_real(service: AsyncVLLM) -> None:
     """A burst is spread before any engine has answered, and the KV cache's use is what vLLM's scheduler says."""
     futures = [service.submit([7, 8, 9], ENDLESS, timeout_seconds=60) for _ in range(24)]
@@ -193,7 +186,6 @@ def test_loads_are_counted_here_and_real(service: AsyncVLLM) -> None:
     assert [(s["pending_requests"], s["cache_usage"]) for s in stats["actor_stats"]] == [(0, 0.0), (0, 0.0)]
 
 
-@pytest.mark.covers("T15", "T28")
 def test_workers_answer_in_order(service: AsyncVLLM) -> None:
     assert service.collective_rpc("report_device_id", timeout=60) == [["cpu:0"], ["cpu:0"]]
     memory = service.collective_rpc("hotbunk_memory_bytes")
@@ -202,7 +194,6 @@ def test_workers_answer_in_order(service: AsyncVLLM) -> None:
         service.collective_rpc("no_such_method", args=(1,), kwargs={"a": 2})
 
 
-@pytest.mark.covers("T51")
 def test_eight_threads_may_ask_at_once(service: AsyncVLLM) -> None:
     def work(thread: int) -> list[list[int]]:
         outputs = [service.generate([20 + thread, i], SamplingParams(max_tokens=2)) for i in range(25)]
@@ -214,7 +205,6 @@ def test_eight_threads_may_ask_at_once(service: AsyncVLLM) -> None:
     assert nothing_unfinished(service)
 
 
-@pytest.mark.covers("T20")
 def test_a_second_start_starts_nothing(service: AsyncVLLM, caplog: pytest.LogCaptureFixture) -> None:
     before = {p.pid for p in engine_processes()}
     service.start()
@@ -223,7 +213,6 @@ def test_a_second_start_starts_nothing(service: AsyncVLLM, caplog: pytest.LogCap
     assert len(before) == 2
 
 
-@pytest.mark.covers("T08", "D19", "D23")
 def test_vllms_own_arguments_are_taken(model: Path) -> None:
     args = AsyncEngineArgs(model=str(model), max_num_seqs=3, enable_prefix_caching=False, block_size=16)
     before, environment = repr(args), dict(os.environ)
@@ -238,7 +227,6 @@ def test_vllms_own_arguments_are_taken(model: Path) -> None:
     assert dict(os.environ) == environment
 
 
-@pytest.mark.covers("T05", "T31", "T34", "D13", "D14", "D17")
 def test_weights_reach_engines_by_broadcast(service: AsyncVLLM, model: Path) -> None:
     """Engines compute with what was sent, old prefixes are forgotten, and what does not fit is named."""
     policy = HfPolicy(model)
@@ -276,7 +264,6 @@ def test_weights_reach_engines_by_broadcast(service: AsyncVLLM, model: Path) -> 
         (lambda w: [*w, ("lm_head.weight", w[0][1] + 1)], "lm_head.weight differs from the embedding"),
     ],
 )
-@pytest.mark.covers("T34")
 def test_weights_that_do_not_fit_are_fatal_until_some_do(
     service: AsyncVLLM, model: Path, change: Any, message: str
 ) -> None:
@@ -406,7 +393,6 @@ def test_a_weight_without_a_group_is_an_outcome_too(service: AsyncVLLM, model: P
     service.update_weights(HfPolicy(model).model.named_parameters())
 
 
-@pytest.mark.covers("T33", "D12")
 def test_a_trainers_own_sender_reaches_the_engines(service: AsyncVLLM, model: Path) -> None:
     """A trainer that keeps its own group: futures of the engines tell success and failure."""
     policy = HfPolicy(model)
@@ -428,7 +414,6 @@ def test_a_trainers_own_sender_reaches_the_engines(service: AsyncVLLM, model: Pa
     service.update_weights(policy.model.named_parameters(), version=41)
 
 
-@pytest.mark.covers("D18")
 def test_answers_are_of_one_version_each(service: AsyncVLLM, model: Path) -> None:
     """Requests before, during and after an update: each is answered, with the weights that it says."""
     policy = HfPolicy(model)
@@ -454,7 +439,6 @@ def test_answers_are_of_one_version_each(service: AsyncVLLM, model: Path) -> Non
     assert service.generate("a", GREEDY).weight_version == old + 1
 
 
-@pytest.mark.covers("T07")
 def test_weights_are_read_from_a_folder(service: AsyncVLLM, model: Path, tmp_path: Path) -> None:
     policy = HfPolicy(model)
     policy.randomise(11)
@@ -489,7 +473,6 @@ def test_a_dead_engine_is_an_error_and_no_wait(service: AsyncVLLM) -> None:
         service.collective_rpc("report_device_id", timeout=60)
 
 
-@pytest.mark.covers("T29", "D24")
 def test_the_end_lets_requests_end_and_leaves_nothing(service: AsyncVLLM) -> None:
     futures = [service._submit({"prompt_token_ids": [i]}, ENDLESS, 1, None, {}) for i in range(4)]
     service.shutdown()
@@ -501,7 +484,6 @@ def test_the_end_lets_requests_end_and_leaves_nothing(service: AsyncVLLM) -> Non
         service.generate("a")
 
 
-@pytest.mark.covers("T20", "D22")
 def test_a_start_that_fails_leaves_nothing(service: AsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "0.01")
     with pytest.raises(TimeoutError, match="no answer from engine 0, 1 within 0 s"):

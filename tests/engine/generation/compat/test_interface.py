@@ -88,7 +88,6 @@ def generation(model: Path) -> Iterator[VllmGeneration]:
         yield generation
 
 
-@pytest.mark.covers("N2")
 def test_outputs_have_the_promised_shapes_types_and_logprobs(generation: VllmGeneration, model: Path) -> None:
     """Log-probabilities are those of the distribution drawn from: temperature, top-k and top-p applied."""
     data = padded(PROMPTS * 4)
@@ -125,7 +124,6 @@ def truncated_logprobs(network: torch.nn.Module, ids: list[int]) -> torch.Tensor
     return torch.stack(kept).float()
 
 
-@pytest.mark.covers("N2")
 def test_greedy_is_what_transformers_would_say(generation: VllmGeneration, model: Path) -> None:
     output = generation.generate(padded(PROMPTS), greedy=True)
     policy = HfPolicy(model)
@@ -137,7 +135,6 @@ def test_greedy_is_what_transformers_would_say(generation: VllmGeneration, model
     assert responses(generation.generate(padded(PROMPTS), greedy=True)) == responses(output)
 
 
-@pytest.mark.covers("N2")
 def test_an_empty_batch_gives_an_empty_batch(generation: VllmGeneration) -> None:
     output = generation.generate(padded([]))
     assert set(output) == KEYS
@@ -151,7 +148,6 @@ async def collect(results: Any) -> list[tuple[int, BatchedDataDict]]:
     return [result async for result in results]
 
 
-@pytest.mark.covers("N7")
 def test_stop_strings_hold_for_their_own_sample(generation: VllmGeneration, model: Path) -> None:
     """Merged over the batch, either sample's string would end the other's answer, too."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -165,7 +161,6 @@ def test_stop_strings_hold_for_their_own_sample(generation: VllmGeneration, mode
     assert output["truncated"].tolist() == [False, *([plain[-1] != 2] * 2)]
 
 
-@pytest.mark.covers("N12")
 def test_one_samples_failure_is_nobody_elses(generation: VllmGeneration) -> None:
     prompts = [PROMPTS[0], [5] * 70, [10**6, 1], [], [7] * 64, PROMPTS[2]]
     output = generation.generate(padded(prompts), greedy=True)
@@ -179,7 +174,6 @@ def test_one_samples_failure_is_nobody_elses(generation: VllmGeneration) -> None
     assert [responses(output)[0], responses(output)[5]] == alone
 
 
-@pytest.mark.covers("N2")
 def test_truncated_says_why_an_answer_ended(generation: VllmGeneration) -> None:
     output = generation.generate(padded([*PROMPTS, [7] * 60]))
     for response, cut in zip(responses(output), output["truncated"].tolist(), strict=True):
@@ -187,7 +181,6 @@ def test_truncated_says_why_an_answer_ended(generation: VllmGeneration) -> None:
     assert len(responses(output)[4]) <= 4  # the context ends
 
 
-@pytest.mark.covers("N12")
 def test_results_come_as_they_are_ready_and_say_which_they_are(generation: VllmGeneration) -> None:
     prompts = [PROMPTS[0], PROMPTS[1], [7] * 63]  # the last has room for a single token
     worker = generation.workers[0]
@@ -203,7 +196,6 @@ def test_results_come_as_they_are_ready_and_say_which_they_are(generation: VllmG
     assert {output["gen_leader_worker_idx"][0] for _, output in results} == {0, 1}
 
 
-@pytest.mark.covers("N12")
 def test_who_stops_listening_leaves_no_request_behind(generation: VllmGeneration) -> None:
     """Until then, weights are not updated under the running ones."""
     worker = generation.workers[0]
@@ -220,7 +212,6 @@ def test_who_stops_listening_leaves_no_request_behind(generation: VllmGeneration
     assert generation.invalidate_kv_cache() is True  # no block is in use, either
 
 
-@pytest.mark.covers("N7")
 def test_texts_in_give_texts_out(generation: VllmGeneration, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = ["1+1=", "what", "x" * 500]
@@ -235,7 +226,6 @@ def test_texts_in_give_texts_out(generation: VllmGeneration, model: Path) -> Non
         generation.generate_text(padded(PROMPTS))
 
 
-@pytest.mark.covers("N12")
 def test_the_workers_own_methods_can_be_called(generation: VllmGeneration) -> None:
     """The blocking worker and the asynchronous one answer as `VllmGeneration` does."""
     worker = generation.workers[0]
@@ -252,7 +242,6 @@ def test_the_workers_own_methods_can_be_called(generation: VllmGeneration) -> No
     assert worker.get_num_unfinished_requests() == 0
 
 
-@pytest.mark.covers("N6")
 def test_which_engine_answers_changes_nothing(generation: VllmGeneration) -> None:
     """Seeds are made of the call and the place; both engines are used."""
     first, second = generation.workers
@@ -274,7 +263,6 @@ def _noting(numbers: Iterator[int], served: list[int], engine: int) -> Iterator[
         yield number
 
 
-@pytest.mark.covers("N6")
 def test_what_an_engines_state_forbids_raises(generation: VllmGeneration) -> None:
     """Level 1 keeps the weights; after level 2 there are none until an update, which comes last in this file."""
     before = responses(generation.generate(padded(PROMPTS), greedy=True))
@@ -297,7 +285,6 @@ def test_what_an_engines_state_forbids_raises(generation: VllmGeneration) -> Non
         generation.finish_generation(level=3)
 
 
-@pytest.mark.covers("N12")
 def test_the_openai_server_of_each_engine(generation: VllmGeneration) -> None:
     urls = generation.dp_openai_server_base_urls
     assert len(set(urls)) == 2
@@ -308,7 +295,6 @@ def test_the_openai_server_of_each_engine(generation: VllmGeneration) -> None:
         assert httpx.get(f"{url}/models", timeout=60).json()["data"][0]["max_model_len"] == 64
 
 
-@pytest.mark.covers("N6")
 def test_weights_by_broadcast_between_sleep_and_generation(generation: VllmGeneration, model: Path) -> None:
     """One trainer process, two engines: asleep without weights, weights mapped, weights sent, KV cache mapped."""
     policy = HfPolicy(model)
@@ -330,7 +316,6 @@ def test_weights_by_broadcast_between_sleep_and_generation(generation: VllmGener
     generation.prepare_refit_info({})
 
 
-@pytest.mark.covers("N12")
 def test_weights_from_the_rank_on_the_same_device(
     generation: VllmGeneration, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

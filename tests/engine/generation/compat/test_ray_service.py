@@ -84,7 +84,6 @@ def engine_processes() -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.covers("T10", "T26")
 def test_answers_in_order_and_errors_of_their_own(service: AsyncVLLM) -> None:
     lengths = [30, 2, 17, 1]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
@@ -97,7 +96,6 @@ def test_answers_in_order_and_errors_of_their_own(service: AsyncVLLM) -> None:
     assert "128" in str(caught.value.exceptions[0])
 
 
-@pytest.mark.covers("T13", "D25")
 def test_deadlines_and_cancelling_end_in_the_engine(service: AsyncVLLM) -> None:
     with pytest.raises(TimeoutError, match=r"vLLM generation timed out after 0\.05 seconds"):
         service.generate("a", ENDLESS, timeout_seconds=0.05)
@@ -112,7 +110,6 @@ def test_deadlines_and_cancelling_end_in_the_engine(service: AsyncVLLM) -> None:
         assert time.monotonic() < deadline
 
 
-@pytest.mark.covers("T17", "D01")
 def test_kv_cache_use_comes_from_the_actors(service: AsyncVLLM) -> None:
     deadline = time.monotonic() + 60
     while None in service.get_cache_usage():
@@ -128,7 +125,6 @@ def test_kv_cache_use_comes_from_the_actors(service: AsyncVLLM) -> None:
     assert 0.0 < max(seen) <= 1.0
 
 
-@pytest.mark.covers("T15", "T28")
 def test_workers_run_their_own_methods_in_actors(service: AsyncVLLM) -> None:
     assert service.collective_rpc("report_device_id") == [["cpu:0"], ["cpu:0"]]
     assert [replica.submit("greet", "you").result(60) for replica in service.actors] == ["hello you"] * 2
@@ -188,7 +184,6 @@ def test_a_balancer_polls_handles_and_calls_of_workers_are_references(service: A
     assert ray.get(references, timeout=60) == service.collective_rpc("report_device_id") == [["cpu:0"], ["cpu:0"]]
 
 
-@pytest.mark.covers("T05", "T34")
 def test_weights_reach_actors(service: AsyncVLLM, model: Path) -> None:
     policy = HfPolicy(model)
     policy.randomise(3)
@@ -203,7 +198,6 @@ def test_weights_reach_actors(service: AsyncVLLM, model: Path) -> None:
         assert output.weight_version == 1
 
 
-@pytest.mark.covers("T29")
 def test_a_dead_actor_is_an_error_and_the_end_leaves_nothing(service: AsyncVLLM) -> None:
     """Last: it ends the service."""
     deadline = time.monotonic() + 60  # others than these end at some time

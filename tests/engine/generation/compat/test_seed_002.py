@@ -108,7 +108,6 @@ def test_the_printed_abstract_methods_are_all_that_a_backend_needs() -> None:
     assert GenerationInterface.__abstractmethods__ == abstract
 
 
-@pytest.mark.covers("N6")
 def test_the_example_of_nemo_rl_runs_as_printed(model: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     # Configure VLLM generation
@@ -161,7 +160,6 @@ def test_the_example_of_nemo_rl_runs_as_printed(model: Path) -> None:
         generation.generate(input_data)
 
 
-@pytest.mark.covers("N12")
 def test_the_printed_configurations_run(model: Path) -> None:
     """Token ids only, on two workers of one engine."""
     config = yaml.safe_load(CONFIGURATION)["generation"]

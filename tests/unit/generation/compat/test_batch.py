@@ -48,7 +48,6 @@ def samples(batch: BatchedDataDict) -> list[int]:
     return batch["names"]
 
 
-@pytest.mark.covers("N5")
 def test_from_batches_pads_on_the_right_with_each_keys_own_value() -> None:
     a = BatchedDataDict(
         {"ids": torch.tensor([[1, 2]]), "mask": torch.ones(1, 2), "names": ["a"], "n": torch.tensor([5])}
@@ -65,7 +64,6 @@ def test_from_batches_pads_on_the_right_with_each_keys_own_value() -> None:
     assert cube["x"].tolist() == [[[1, 1], [1, 1]], [[1, 1], [7, 7]]]
 
 
-@pytest.mark.covers("N5")
 def test_from_batches_of_nothing_and_with_a_key_missing() -> None:
     assert BatchedDataDict.from_batches([]) == {}
     assert samples(BatchedDataDict.from_batches([BatchedDataDict(), numbered(2)])) == [0, 1]
@@ -74,7 +72,6 @@ def test_from_batches_of_nothing_and_with_a_key_missing() -> None:
 
 
 @given(st.integers(0, 12), st.integers(1, 5))
-@pytest.mark.covers("N5")
 def test_uneven_shards_are_the_batch_cut_up(size: int, shards: int) -> None:
     parts = [samples(part) for part in numbered(size).shard_by_batch_size(shards, allow_uneven_shards=True)]
     assert len(parts) == shards
@@ -82,7 +79,6 @@ def test_uneven_shards_are_the_batch_cut_up(size: int, shards: int) -> None:
     assert all(len(part) <= -(-size // shards) for part in parts)
 
 
-@pytest.mark.covers("N5")
 def test_a_batch_is_sharded_by_batch_size() -> None:
     assert [len(p["names"]) for p in numbered(5).shard_by_batch_size(4, allow_uneven_shards=True)] == [2, 2, 1, 0]
     parts = numbered(8).shard_by_batch_size(2, batch_size=4)
@@ -95,14 +91,12 @@ def test_a_batch_is_sharded_by_batch_size() -> None:
 
 
 @given(st.permutations(range(6)))
-@pytest.mark.covers("N5")
 def test_reorder_undoes_a_selection(order: list[int]) -> None:
     chosen = numbered(6).select_indices(order)
     assert samples(chosen) == order
     assert samples(chosen.reorder_data(order)) == list(range(6))
 
 
-@pytest.mark.covers("N5")
 def test_parts_of_a_batch_are_the_rows_asked_for() -> None:
     batch = numbered(6)
     assert samples(batch.slice(1, 3)) == [1, 2]
@@ -125,14 +119,12 @@ def test_parts_of_a_batch_are_the_rows_asked_for() -> None:
             wrong()
 
 
-@pytest.mark.covers("N5")
 def test_repeated_samples_are_copies() -> None:
     batch = BatchedDataDict({"log": [[]]}).repeat_interleave(2)
     batch["log"][0].append("said")
     assert batch["log"] == [["said"], []]
 
 
-@pytest.mark.covers("N2")
 def test_rows_of_a_batch_and_back() -> None:
     data = BatchedDataDict(
         {
@@ -164,7 +156,6 @@ def test_rows_of_a_batch_and_back() -> None:
         ({"stop_strings": ["a", "b"]}, "list of strings, or None, for each of the 2 samples"),
     ],
 )
-@pytest.mark.covers("N2")
 def test_batches_that_cannot_be_generated_from(change: dict, message: str) -> None:
     data = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]), "input_lengths": torch.tensor([2, 3])} | change
     with pytest.raises(ValueError, match=message):
@@ -189,7 +180,6 @@ CONFIG = VllmConfig(
 )
 
 
-@pytest.mark.covers("N1")
 def test_a_configuration_becomes_settings() -> None:
     config: VllmConfig = {
         **CONFIG,
@@ -227,13 +217,11 @@ def test_a_configuration_becomes_settings() -> None:
         ({"vllm_kwargs": {}}, r"load_format is 'dummy': .*worker_extension_cls sharding\.WORKER_EXTENSION"),
     ],
 )
-@pytest.mark.covers("N1")
 def test_a_configuration_that_cannot_be_is_one_sentence(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_config({**CONFIG, **change})
 
 
-@pytest.mark.covers("N1")
 def test_the_tokenizer_decides_what_was_left_open() -> None:
     tokenizer = SimpleNamespace(pad_token_id=3, eos_token_id=2)
     plain = VllmConfig({**CONFIG, "vllm_cfg": {"max_model_len": 32}})
@@ -247,13 +235,11 @@ def test_the_tokenizer_decides_what_was_left_open() -> None:
     assert plain["vllm_cfg"] == {"max_model_len": 32}
 
 
-@pytest.mark.covers("N1")
 def test_required_keys_are_named() -> None:
     with pytest.raises(ValueError, match="generation lacks max_new_tokens, model_name"):
         check_config({"backend": "vllm", "temperature": 1.0, "vllm_cfg": {"max_model_len": 8}})
 
 
-@pytest.mark.covers("N6")
 def test_on_cpu_the_cache_holds_the_longest_sequences_and_no_more(tiny_qwen2: Path) -> None:
     model = AutoConfig.from_pretrained(tiny_qwen2)
     engine = {"max_model_len": 100, "max_num_seqs": 3}
@@ -312,7 +298,6 @@ def test_a_world_without_the_trainers_ranks_is_the_engines(world: int, trainers:
             generation.init_collective("ip", 1, world, trainers)
 
 
-@pytest.mark.covers("N7")
 def test_a_samples_stop_strings_stand_beside_the_configurations() -> None:
     engine = CONFIG["vllm_cfg"] | {"skip_tokenizer_init": False}
     config = VllmConfig({**CONFIG, "stop_strings": ["a"], "vllm_cfg": engine})
@@ -321,7 +306,6 @@ def test_a_samples_stop_strings_stand_beside_the_configurations() -> None:
     assert worker._sampling([], greedy=True) == replace(sampling_settings(config), temperature=0.0)
 
 
-@pytest.mark.covers("N12")
 def test_without_a_checkpoint_there_is_nothing_to_generate_with(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = VllmAsyncGenerationWorker(CONFIG)
 
@@ -355,7 +339,6 @@ class Smallest(GenerationInterface):
         return True
 
 
-@pytest.mark.covers("N4")
 def test_four_methods_make_a_backend_and_the_others_say_what_it_cannot() -> None:
     backend = Smallest()
     assert backend.shutdown() is True
@@ -379,7 +362,6 @@ async def listened(seconds: list[float], timeout: float | None = None) -> list[t
     return [found async for found in as_ready(map(late, seconds), timeout)]
 
 
-@pytest.mark.covers("N6")
 def test_results_in_order_of_readiness_and_never_after_the_deadline() -> None:
     assert asyncio.run(listened([0.2, 0.0])) == [(1, 0.0), (0, 0.2)]
     assert asyncio.run(listened([])) == []
@@ -387,7 +369,6 @@ def test_results_in_order_of_readiness_and_never_after_the_deadline() -> None:
         asyncio.run(listened([0.0, 60.0], timeout=0.3))
 
 
-@pytest.mark.covers("N6")
 def test_the_first_failure_or_the_deadline_ends_the_others() -> None:
     done, failed, waiting = Future[int](), Future[int](), Future[int]()
     done.set_result(1)

@@ -54,7 +54,6 @@ def module(llm: FakeLLM | None = None, **args: Any) -> VLLMModule:
     return VLLMModule(SIZES | args, llm or FakeLLM())
 
 
-@pytest.mark.covers(*(f"C{row}" for row in range(20, 41)))
 def test_every_hyper_parameter_of_the_page_is_known() -> None:
     assert set(PAGE) <= KNOWN
 
@@ -92,7 +91,6 @@ def test_every_hyper_parameter_of_the_page_is_known() -> None:
         ({"enforce_eager": False, "disable_custom_all_reduce": True}, "engine.enforce_eager", False),
     ],
 )
-@pytest.mark.covers(*(f"C{row}" for row in range(20, 41)))
 def test_hyper_parameters_mean_what_they_mean_today(args: dict[str, Any], where: str, expected: Any) -> None:
     found: Any = read_settings(SIZES | args)
     for part in where.split("."):
@@ -123,13 +121,11 @@ def test_hyper_parameters_mean_what_they_mean_today(args: dict[str, Any], where:
         ({"max_new_tokens": 64}, "must be an integer greater than 0: seq_length - max_new_tokens = 64 - 64"),
     ],
 )
-@pytest.mark.covers(*(f"C{row}" for row in range(20, 41)))
 def test_what_has_no_meaning_is_refused_with_a_remedy(args: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         read_settings(SIZES | args)
 
 
-@pytest.mark.covers("C27", "C30")
 def test_suspicious_values_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="empty entry"):
         assert read_settings(SIZES | {"stop_token_list": "a;;b"}).stop == ["a", "b"]
@@ -137,7 +133,6 @@ def test_suspicious_values_are_warned_of() -> None:
         read_settings(SIZES | {"max_num_batched_tokens": 16, "max_num_seqs": 32})
 
 
-@pytest.mark.covers("C13", "C37")
 def test_hyper_parameters_come_from_files_that_include_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.yaml").write_text("seq_length: ${HOTBUNK_TEST_LENGTH:32}\ntemperature: 0.5\n")
     (tmp_path / "engine.yaml").write_text("includes: [model.yaml]\nmax_new_tokens: 8\ntemperature: 0.9\n")
@@ -186,7 +181,6 @@ def test_the_names_of_the_page_come_from_one_package() -> None:
     assert {*names} <= {*generation.__all__}
 
 
-@pytest.mark.covers("C05", "C06")
 def test_a_dataset_has_ids_and_text_and_no_empty_prompt() -> None:
     rows = module().build_dataset(["ab", "c"])
     tokenizer = small_tokenizer()
@@ -210,7 +204,6 @@ class WordTokenizer:
         return "".join(tokens)
 
 
-@pytest.mark.covers("C07")
 def test_prompts_are_measured_in_tokens_and_never_cut_at_their_end() -> None:
     """The page cut characters: a prompt of 100 characters and 20 tokens lost 70 of them at a limit of 30 tokens."""
     tokenizer: Any = WordTokenizer()
@@ -227,7 +220,6 @@ def test_prompts_are_measured_in_tokens_and_never_cut_at_their_end() -> None:
     assert tokenizer.decode(cut[0]["input_ids"]) == cut[0]["prompt"]
 
 
-@pytest.mark.covers("C28")
 def test_answers_are_limited_or_fill_the_context() -> None:
     generator = random.Random(1)
     for limited in (True, False):
@@ -240,7 +232,6 @@ def test_answers_are_limited_or_fill_the_context() -> None:
             made._sampling_params([5] * 64, is_eval=False)
 
 
-@pytest.mark.covers("C08", "C20", "C26")
 def test_a_batch_is_asked_in_either_mode_prompt_after_prompt() -> None:
     llm = FakeLLM()
     made = module(llm, n=2, temperature=1.0, eval_temperature=0.25, stop_token_list="</s>;ab")
@@ -274,7 +265,6 @@ class Old(VLLMModule):
         )
 
 
-@pytest.mark.covers("C04")
 def test_what_the_scheduler_handed_out_is_refused_with_a_remedy() -> None:
     remedy = r"return self\.execute_step\(data\) from forward_step"
     made = Old(SIZES, FakeLLM())
@@ -291,7 +281,6 @@ def test_what_the_scheduler_handed_out_is_refused_with_a_remedy() -> None:
         _ = made.else_where
 
 
-@pytest.mark.covers("C08")
 def test_iterations_and_modes_are_checked() -> None:
     made = module()
     for iteration, mode in ((-1, False), (0.5, False), (True, False), (0, 1)):
@@ -301,7 +290,6 @@ def test_iterations_and_modes_are_checked() -> None:
         VLLMModule(SIZES).generate([])
 
 
-@pytest.mark.covers("C36")
 def test_another_tokenizer_than_the_policys_is_refused() -> None:
     check_tokenizer(small_tokenizer(), small_tokenizer(None))
     other = small_tokenizer()

@@ -75,14 +75,12 @@ def at(balancer: LoadBalancer, index: int) -> str:
         ((engines(0), None, 8, 0.0), "overload_threshold above 0"),
     ],
 )
-@pytest.mark.covers("T40")
 def test_what_makes_no_sense_is_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         LoadBalancer(*arguments)
     assert message in str(caught.value)
 
 
-@pytest.mark.covers("T40")
 def test_defaults_and_a_single_strategy() -> None:
     balancer = LoadBalancer(Service(0, 0))
     assert balancer.strategies == ["prefix-aware", "requests"]
@@ -90,7 +88,6 @@ def test_defaults_and_a_single_strategy() -> None:
     assert LoadBalancer(engines(0), "kv-cache").strategies == ["kv-cache"]
 
 
-@pytest.mark.covers("T41")
 def test_strategies_are_tried_in_order(caplog: pytest.LogCaptureFixture) -> None:
     listed = [Broken(), Broken(), Broken()]
     balancer = LoadBalancer(listed, ["requests", "kv-cache", "round-robin"])
@@ -101,7 +98,6 @@ def test_strategies_are_tried_in_order(caplog: pytest.LogCaptureFixture) -> None
         balancer.select_actor()
 
 
-@pytest.mark.covers("T41")
 def test_the_last_resort_is_random_and_repeatable(caplog: pytest.LogCaptureFixture) -> None:
     def draws(seed: int) -> list[int]:
         balancer = LoadBalancer([Broken()] * 4, ["prefix-aware", "requests"], seed=seed)
@@ -112,13 +108,11 @@ def test_the_last_resort_is_random_and_repeatable(caplog: pytest.LogCaptureFixtu
     assert "All strategies ['prefix-aware', 'requests'] failed. Falling back to random selection." in caplog.text
 
 
-@pytest.mark.covers("T41")
 def test_prefix_aware_needs_a_prompt() -> None:
     assert chosen(LoadBalancer(engines(3, 0, 3))) == {1}
 
 
 @pytest.mark.parametrize(("pending", "expected"), [((3, 1, 2), {1}), ((5, 2, 2), {1, 2}), ((0, 0, 0), {0, 1, 2})])
-@pytest.mark.covers("T42")
 def test_the_engine_with_fewest_requests_is_chosen(pending: tuple[int, ...], expected: set[int]) -> None:
     assert chosen(LoadBalancer(engines(*pending), "requests")) == expected
     assert chosen(LoadBalancer(Service(*pending), "requests")) == expected
@@ -128,17 +122,14 @@ def test_the_engine_with_fewest_requests_is_chosen(pending: tuple[int, ...], exp
     ("usages", "expected"),
     [((0.1, 0.1 + 5e-7), {0, 1}), ((0.1, 0.1 + 2e-6), {0}), ((0.9, 0.2, 0.5), {1}), ((0.0, 0.0), {0, 1})],
 )
-@pytest.mark.covers("T43")
 def test_the_engine_with_the_least_kv_cache_in_use_is_chosen(usages: tuple[float, ...], expected: set[int]) -> None:
     assert chosen(LoadBalancer([Engine(0, usage) for usage in usages], "kv-cache")) == expected
 
 
-@pytest.mark.covers("T43")
 def test_equal_kv_cache_is_decided_by_requests() -> None:
     assert chosen(LoadBalancer([Engine(4, 0.5), Engine(1, 0.5), Engine(0, 0.9)], "kv-cache")) == {1}
 
 
-@pytest.mark.covers("D01")
 def test_unknown_kv_cache_use_is_no_number(caplog: pytest.LogCaptureFixture) -> None:
     """The seed made one up; here the next strategy decides."""
     balancer = LoadBalancer([Engine(2, 0.1), Engine(0, None)], ["kv-cache", "requests"])
@@ -146,7 +137,6 @@ def test_unknown_kv_cache_use_is_no_number(caplog: pytest.LogCaptureFixture) -> 
     assert "engine 1 has not reported its KV-cache use" in caplog.text
 
 
-@pytest.mark.covers("T44")
 def test_the_prefix_decides_and_what_follows_does_not() -> None:
     balancer = LoadBalancer(engines(*[0] * 16), prefix_length=3)
     assert balancer.select_actor([5, 6, 7, 8]) == balancer.select_actor([5, 6, 7, 9, 10])
@@ -156,7 +146,6 @@ def test_the_prefix_decides_and_what_follows_does_not() -> None:
     assert max(spread.values()) < 160  # 100 each, give or take
 
 
-@pytest.mark.covers("T44", "T45", "D02")
 def test_the_same_engine_in_every_process() -> None:
     program = (
         "from generation.compat.load_balancer import LoadBalancer\n"
@@ -181,14 +170,12 @@ def test_the_same_engine_in_every_process() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n", [], {}, {"prompt_embeds": 1}, 3.5, [1, "a"], {"prompt": " "}])
-@pytest.mark.covers("T44")
 def test_nothing_to_go_by_leaves_it_to_the_next_strategy(prompt: Any) -> None:
     assert chosen(LoadBalancer(engines(1, 1, 0)), prompt) == {2}
     with pytest.raises(ValueError):
         routing_key(prompt, 8)
 
 
-@pytest.mark.covers("T39", "D08")
 def test_all_forms_of_one_prompt_go_the_same_way() -> None:
     ids = [17, 4, 99, 3]
     forms: list[Any] = [
@@ -214,7 +201,6 @@ def test_sessions_stay_together() -> None:
     assert balancer.select_actor("x", {"user": "me"}) == balancer.select_actor("x")
 
 
-@pytest.mark.covers("T46")
 def test_round_robin_survives_an_engine_that_leaves() -> None:
     listed = engines(9, 0, 0)
     balancer = LoadBalancer(listed, "round-robin")
@@ -228,14 +214,12 @@ def test_round_robin_survives_an_engine_that_leaves() -> None:
     ("pending", "overloaded"),
     [((3, 1), False), ((4, 1), True), ((15, 5, 10), False), ((16, 5, 10), True), ((6, 0, 0), True)],
 )
-@pytest.mark.covers("T47")
 def test_an_overloaded_engine_loses_its_prefix(pending: tuple[int, ...], overloaded: bool) -> None:
     balancer = LoadBalancer(engines(*pending))
     assert (0 not in chosen(balancer, at(balancer, 0))) == overloaded
 
 
 @pytest.mark.parametrize("pending", [(1, 0), (3, 0), (2, 0, 0, 0)])
-@pytest.mark.covers("T47", "D07")
 def test_a_few_requests_are_no_overload(pending: tuple[int, ...]) -> None:
     balancer = LoadBalancer(engines(*pending))
     assert chosen(balancer, at(balancer, 0)) == {0}
@@ -243,13 +227,11 @@ def test_a_few_requests_are_no_overload(pending: tuple[int, ...]) -> None:
     assert 0 not in chosen(strict, at(strict, 0))
 
 
-@pytest.mark.covers("T47")
 def test_unreadable_counts_are_no_overload() -> None:
     balancer = LoadBalancer([Broken(), Broken()])
     assert chosen(balancer, at(balancer, 1)) == {1}
 
 
-@pytest.mark.covers("T48")
 def test_statistics_have_the_promised_keys() -> None:
     keys = {
         "strategies",
@@ -276,7 +258,6 @@ def test_statistics_have_the_promised_keys() -> None:
     assert LoadBalancer(Service(1, 2)).get_stats()["actor_stats"][1]["pending_requests"] == 2
 
 
-@pytest.mark.covers("D05")
 def test_an_engine_is_asked_once_a_choice() -> None:
     """And never over a wire: the answers are attributes of objects in this process."""
     listed = engines(9, 0, 0, 0)
@@ -286,7 +267,6 @@ def test_an_engine_is_asked_once_a_choice() -> None:
 
 
 @pytest.mark.parametrize("strategy", [None, "requests"])
-@pytest.mark.covers("D06")
 def test_a_burst_is_routed_on_what_was_just_submitted(strategy: str | None) -> None:
     """64 requests with one prompt before any of them finishes: no engine gets more than its overload allows."""
     loads = [EngineLoad() for _ in range(4)]
@@ -298,7 +278,6 @@ def test_a_burst_is_routed_on_what_was_just_submitted(strategy: str | None) -> N
     assert max(counts) <= (25 if strategy is None else 16)
 
 
-@pytest.mark.covers("T51")
 def test_eight_threads_lose_no_count() -> None:
     loads = [EngineLoad() for _ in range(5)]
     balancer = LoadBalancer(loads, ["round-robin"])

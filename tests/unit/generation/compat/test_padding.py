@@ -23,7 +23,6 @@ def batch(ids: list[list[int]], lengths: list[int]) -> BatchedDataDict:
         ([[1, 9, 9]], [1], 9),
     ],
 )
-@pytest.mark.covers("N3")
 def test_right_padded_batches_pass(ids: list[list[int]], lengths: list[int], pad: int) -> None:
     assert verify_right_padding(batch(ids, lengths), pad) == (True, None)
 
@@ -39,7 +38,6 @@ def test_right_padded_batches_pass(ids: list[list[int]], lengths: list[int], pad
         ([[1, 2]], [1, 2], "input_ids has 1 rows, input_lengths has 2 entries"),
     ],
 )
-@pytest.mark.covers("N3")
 def test_what_is_wrong_is_told_or_raised(ids: list[list[int]], lengths: list[int], message: str) -> None:
     ok, told = verify_right_padding(batch(ids, lengths), pad_value=0, raise_error=False)
     assert not ok
@@ -48,7 +46,6 @@ def test_what_is_wrong_is_told_or_raised(ids: list[list[int]], lengths: list[int
         verify_right_padding(batch(ids, lengths), 0, raise_error=True)
 
 
-@pytest.mark.covers("N3")
 def test_the_idiom_of_nemo_rl_reaches_its_message() -> None:
     """`is_padded, error_msg = verify_right_padding(...)` raised before it could say anything."""
     is_padded, error_msg = verify_right_padding(batch([[0, 1]], [1]), pad_value=0)
@@ -56,7 +53,6 @@ def test_the_idiom_of_nemo_rl_reaches_its_message() -> None:
     assert "positions [1]" in str(error_msg)
 
 
-@pytest.mark.covers("N3")
 def test_outputs_are_checked_by_their_unpadded_lengths() -> None:
     output = BatchedDataDict({"output_ids": torch.tensor([[1, 2, 0]]), "unpadded_sequence_lengths": torch.tensor([2])})
     assert verify_right_padding(output) == (True, None)
@@ -79,14 +75,12 @@ def test_outputs_are_checked_by_their_unpadded_lengths() -> None:
         ("input_lengths", torch.tensor([3.0])),
     ],
 )
-@pytest.mark.covers("N3")
 def test_shapes_and_types_are_named(key: str, value: object) -> None:
     data = batch([[1, 2, 3]], [3])
     data[key] = value
     assert str(verify_right_padding(data)[1]).startswith(f"{key} must be a tensor of integers with")
 
 
-@pytest.mark.covers("N3")
 def test_no_batch_and_no_pad_value_are_errors_either_way() -> None:
     with pytest.raises(TypeError, match="must be a BatchedDataDict, not dict"):
         verify_right_padding({"input_ids": torch.ones(1, 1)}, raise_error=False)  # type: ignore[arg-type]
@@ -94,14 +88,12 @@ def test_no_batch_and_no_pad_value_are_errors_either_way() -> None:
         verify_right_padding(batch([[1]], [1]), None, raise_error=False)  # type: ignore[arg-type]
 
 
-@pytest.mark.covers("N3")
 def test_empty_batches_pass() -> None:
     empty = BatchedDataDict({"input_ids": torch.zeros(0, 0, dtype=torch.long), "input_lengths": torch.zeros(0).long()})
     assert verify_right_padding(empty) == (True, None)
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=4, max_size=4), st.integers(-2, 6)), min_size=1))
-@pytest.mark.covers("N3")
 def test_the_whole_batch_at_once_says_what_a_loop_says(rows: list[tuple[list[int], int]]) -> None:
     def good(ids: list[int], length: int) -> bool:
         return 0 <= length <= len(ids) and all(token == 1 for token in ids[length:])

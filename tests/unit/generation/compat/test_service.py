@@ -48,7 +48,6 @@ def settings(**changes: Any) -> EngineSettings:
     return EngineSettings(**({"model": "m", "max_model_len": 64} | changes))
 
 
-@pytest.mark.covers("T01")
 def test_without_vllm_everything_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     calls: list[Callable[[], Any]] = [
@@ -62,7 +61,6 @@ def test_without_vllm_everything_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
             call()
 
 
-@pytest.mark.covers("T01", "T02")
 def test_importing_needs_neither_vllm_nor_ray() -> None:
     program = (
         "import sys\n"
@@ -79,7 +77,6 @@ def test_importing_needs_neither_vllm_nor_ray() -> None:
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("600", 600.0), ("0.5", 0.5), (None, 300.0)])
-@pytest.mark.covers("T03", "D04")
 def test_the_time_to_start_is_a_number(text: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     if text is None:
         monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS", raising=False)
@@ -89,7 +86,6 @@ def test_the_time_to_start_is_a_number(text: str | None, seconds: float, monkeyp
 
 
 @pytest.mark.parametrize("text", ["ten minutes", "", "-1", "0", "nan", "inf"])
-@pytest.mark.covers("D04")
 def test_a_time_that_is_none_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", text)
     with pytest.raises(ValueError, match="TORCHRL_VLLM_TIMEOUT_SECONDS must be a positive number of seconds"):
@@ -113,7 +109,6 @@ def test_a_time_that_is_none_is_an_error(text: str, monkeypatch: pytest.MonkeyPa
         (None, [[1, 2, 3]], [IDS], False),
     ],
 )  # fmt: skip
-@pytest.mark.covers("T10", "T23", "T24", "D09")
 def test_all_forms_of_input_are_understood(
     prompts: Any, ids: Any, expected: list[dict[str, Any]], single: bool
 ) -> None:
@@ -135,14 +130,12 @@ def test_all_forms_of_input_are_understood(
         ([{"text": "a"}], None, "prompt 0 is a dictionary without any of prompt_token_ids, prompt,"),
     ],
 )
-@pytest.mark.covers("T11")
 def test_what_is_no_prompt_is_named(prompts: Any, ids: Any, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         prompt_dictionaries(prompts, ids)
     assert message in str(caught.value)
 
 
-@pytest.mark.covers("D23")
 def test_the_callers_prompt_is_not_changed() -> None:
     ids = [1, 2]
     made = prompt_dictionaries(ids)[0][0]
@@ -150,7 +143,6 @@ def test_the_callers_prompt_is_not_changed() -> None:
     assert ids == [1, 2]
 
 
-@pytest.mark.covers("T18")
 def test_the_gpus_of_a_replica_are_counted() -> None:
     assert (
         gpus_per_replica(SimpleNamespace(tensor_parallel_size=2, data_parallel_size=3, pipeline_parallel_size=4)) == 24
@@ -159,7 +151,6 @@ def test_the_gpus_of_a_replica_are_counted() -> None:
     assert gpus_per_replica(settings(tensor_parallel_size=2, extra={"pipeline_parallel_size": 2})) == 4
 
 
-@pytest.mark.covers("T19")
 def test_a_new_service_is_not_launched() -> None:
     service = AsyncVLLM(settings(tensor_parallel_size=2), num_replicas=3)
     assert len(service.service_id) == 8
@@ -187,13 +178,11 @@ def test_a_new_service_is_not_launched() -> None:
         (lambda s: s.collective_rpc("x"), "before calling workers"),
     ],
 )
-@pytest.mark.covers("T33", "T34", "T37", "T38")
 def test_nothing_works_before_the_launch(call: Callable[[AsyncVLLM], Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=f"AsyncVLLM service must be launched {message}"):
         call(AsyncVLLM(settings()))
 
 
-@pytest.mark.covers("T29")
 def test_shutdown_before_the_launch_does_nothing() -> None:
     service = AsyncVLLM(settings())
     service.shutdown()
@@ -210,7 +199,6 @@ def test_constructor_arguments_are_checked() -> None:
         AsyncVLLM(settings(extra={"data_parallel_size": 2}))
 
 
-@pytest.mark.covers("T08", "D19", "D23")
 def test_engine_arguments_are_kept_and_the_callers_stay_as_they_are() -> None:
     given = settings(extra={"block_size": 16})
     service = AsyncVLLM(given, enable_prefix_caching=False)
@@ -219,14 +207,12 @@ def test_engine_arguments_are_kept_and_the_callers_stay_as_they_are() -> None:
     assert engine_arguments(service.settings)["enable_prefix_caching"] is False
 
 
-@pytest.mark.covers("T50")
 def test_prefix_caching_is_on_unless_switched_off() -> None:
     assert engine_arguments(from_arguments({"model": "m", "max_model_len": 64}))["enable_prefix_caching"] is True
     off = from_arguments({"model": "m", "max_model_len": 64, "enable_prefix_caching": False})
     assert engine_arguments(off)["enable_prefix_caching"] is False
 
 
-@pytest.mark.covers("T22", "T49")
 def test_what_make_async_vllm_engine_starts() -> None:
     made = resolve("m", 2, True, True, max_model_len=64, kv_cache_memory_bytes=7, block_size=16, dtype="bfloat16")
     assert (made.model, made.tensor_parallel_size, made.enforce_eager, made.fp32_head) == ("m", 2, False, True)
@@ -244,7 +230,6 @@ def test_what_make_async_vllm_engine_starts() -> None:
         resolve("m", max_model_len=64, distributed_executor_backend="ray")
 
 
-@pytest.mark.covers("T49", "D20")
 def test_compile_is_no_unknown_compilation_config() -> None:
     assert resolve("m", compile=False, max_model_len=64).enforce_eager
     assert "compilation_config" not in resolve("m", compile=True, max_model_len=64).extra
@@ -266,7 +251,6 @@ def test_a_float32_head_is_vllms_head_dtype() -> None:
     assert plain.extra == {"hf_overrides": {"rope_theta": 1.0}}
 
 
-@pytest.mark.covers("T20")
 def test_devices_are_dealt_out() -> None:
     pair = settings(tensor_parallel_size=2)
     assert [s.device_indices for s in of_replicas(pair, 2, 4, shared=True)] == [(0, 1), (2, 3)]
@@ -311,7 +295,6 @@ def test_weights_are_sent_from_a_gpu_without_an_engine(monkeypatch: pytest.Monke
         service._sending_device()
 
 
-@pytest.mark.covers("T33")
 def test_ranks_of_the_workers() -> None:
     """Two engines of two workers: a world of five, their first workers at ranks 1 and 3 (the trainer's is 0)."""
 
@@ -334,7 +317,6 @@ def test_ranks_of_the_workers() -> None:
     ]
 
 
-@pytest.mark.covers("T12")
 def test_arguments_that_vllm_has_no_more_are_refused() -> None:
     service = AsyncVLLM(settings())
     with pytest.raises(ValueError, match="guided_options_request: set SamplingParams"):
@@ -345,7 +327,6 @@ def test_arguments_that_vllm_has_no_more_are_refused() -> None:
         service.generate("a", max_tokens=3)
 
 
-@pytest.mark.covers("D18")
 def test_an_update_runs_alone_and_nobody_is_lost() -> None:
     async def scene() -> list[str]:
         gate, events = UpdateGate(), []
@@ -378,7 +359,6 @@ def test_an_update_runs_alone_and_nobody_is_lost() -> None:
     assert len(events) == 10
 
 
-@pytest.mark.covers("D18")
 def test_an_update_that_cannot_begin_leaves_the_gate_open() -> None:
     async def scene() -> None:
         gate = UpdateGate()
@@ -405,7 +385,6 @@ def ended(result: Any) -> "Future[Any]":
     return future
 
 
-@pytest.mark.covers("T26", "D25")
 def test_one_failing_prompt_does_not_lose_the_others() -> None:
     futures = [ended("a"), ended(TimeoutError("late")), ended("c"), ended(ValueError("bad"))]
     results = [answer_or_error(future, place) for place, future in enumerate(futures)]
@@ -544,7 +523,6 @@ def test_a_load_from_a_folder_that_fails_on_one_engine_is_over_on_all(monkeypatc
     assert slow.done()
 
 
-@pytest.mark.covers("T20", "D25")
 def test_waits_for_engines_end() -> None:
     never: Future[Any] = Future()
     assert results_of([ended([1]), ended([2])], 1, "x") == [[1], [2]]

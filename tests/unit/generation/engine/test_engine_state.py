@@ -24,7 +24,6 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize(("memory", "action"), list(itertools.product(Memory, ACTIONS)))
-@pytest.mark.covers("P1")
 def test_every_order_but_the_right_one_raises(memory: Memory, action: str) -> None:
     state = EngineLifecycle()
     state.memory = memory
@@ -37,7 +36,6 @@ def test_every_order_but_the_right_one_raises(memory: Memory, action: str) -> No
         assert state.memory is memory
 
 
-@pytest.mark.covers("P5")
 def test_a_version_is_gained_by_a_complete_sync_only_and_lost_by_everything_else() -> None:
     state = EngineLifecycle()
     with pytest.raises(EngineStateError, match="no version"):
@@ -65,7 +63,6 @@ def test_a_version_is_gained_by_a_complete_sync_only_and_lost_by_everything_else
         state.begin_sync()
 
 
-@pytest.mark.covers("P5")
 def test_the_usable_version_is_that_of_whole_weights_in_an_engine_that_is_awake() -> None:
     state = EngineLifecycle()
     with pytest.raises(EngineStateError, match="weights of no version"):

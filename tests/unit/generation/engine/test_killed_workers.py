@@ -5,8 +5,6 @@ import sys
 import uuid
 from pathlib import Path
 
-import pytest
-
 from generation.engine.engine import Engine
 from generation.engine.settings import EngineSettings
 from generation.engine.vllm_compat import worker_memory
@@ -20,7 +18,6 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.covers("P24")
 def test_what_killed_workers_shared_is_removed_with_their_engine() -> None:
     own, foreign = (Path(f"/dev/shm/vllm_dist_{uuid.uuid4().hex}-tp:0-[0-1]-cpushm_0") for _ in range(2))
     worker = Engine(EngineSettings("no model", 64))

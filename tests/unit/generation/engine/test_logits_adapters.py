@@ -51,7 +51,6 @@ def expected(output_ids: list[int], asked: bool, calls: int = 1) -> torch.Tensor
     return row * 2
 
 
-@pytest.mark.covers("V06", "V18")
 def test_the_first_interface_keeps_a_state_for_each_request() -> None:
     processor = First(CONFIG, torch.device("cpu"), False)
     outputs: list[list[int]] = [[1, 2], [3], [4]]
@@ -68,7 +67,6 @@ def test_the_first_interface_keeps_a_state_for_each_request() -> None:
     assert not processor.is_argmax_invariant()
 
 
-@pytest.mark.covers("V06", "V18")
 def test_the_second_interface_keeps_a_state_for_each_slot() -> None:
     tokens = torch.zeros(4, 16, dtype=torch.int64)
     tokens[3, :4] = torch.tensor([9, 9, 1, 2])  # a prompt of two, then what was generated

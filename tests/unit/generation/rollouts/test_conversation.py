@@ -39,7 +39,6 @@ def agent(tokenizer: Any, replies: list[str], turns: int, **bounds: Any) -> Agen
 
 @limits(max_examples=60, deadline=None)
 @given(ANSWERS, REPLIES)
-@pytest.mark.covers("V08", "P21")
 def test_every_prompt_begins_with_all_ids_before_it(answers: list[list[int]], replies: list[str]) -> None:
     sampled = iter(answers)
     engine = ScriptedEngine(lambda ids, seed: next(sampled))
@@ -89,7 +88,6 @@ def test_a_template_that_hides_answers_is_named() -> None:
         encode_following(small_tokenizer("{{ messages[-1].content }}"), [{"role": "user", "content": "x"}], {})
 
 
-@pytest.mark.covers("P22")
 def test_pad_and_end_in_one_and_tools_that_say_them() -> None:
     """The mask goes by position, through to the trainer's sample, and by nothing else."""
     tokenizer = merging_tokenizer(pad_is_eos=True)
@@ -110,7 +108,6 @@ def test_the_response_budget_is_what_the_context_leaves() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [100_000, 50])
-@pytest.mark.covers("P22")
 def test_a_huge_reply_ends_its_episode_or_is_cut_and_costs_nobody_else_anything(max_tokens: int) -> None:
     """70,000 characters: more than the context, or cut to 50 tokens first."""
     engine = ScriptedEngine(lambda ids, seed: [7, END], max_model_len=400)
@@ -171,7 +168,6 @@ def test_an_episode_that_fails_is_its_own() -> None:
     assert "must return a Trajectory" in errors[2]
 
 
-@pytest.mark.covers("V11", "V12")
 def test_a_trajectory_goes_on_and_is_seen_whatever_the_others_do() -> None:
     """The first has three turns while the other is still at its only one; a lock-step rollout would never end."""
     three_turns = asyncio.Event()

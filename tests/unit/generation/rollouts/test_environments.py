@@ -114,7 +114,6 @@ def test_a_function_that_makes_environments_does_as_well_as_their_class() -> Non
         environment_class(dict, {})
 
 
-@pytest.mark.covers("V31")
 def test_environments_have_state_rewards_and_an_end_of_their_own() -> None:
     """Two trajectories in turn with each other; rewards for turns and at the end, sync and async; and a function."""
     Shop.made.clear()
@@ -192,7 +191,6 @@ class StoppingEngine(ScriptedEngine):
         return spoken
 
 
-@pytest.mark.covers("V16")
 def test_the_threads_two_prompts_give_906_and_305() -> None:
     calls = {5: "<function> multiply(3, 302) </function>", 6: "<function> add(3, 302) </function>"}
     after = ". Can I assist with anything else?"
@@ -222,7 +220,6 @@ def test_a_recipe_may_name_other_tags() -> None:
     ]
 
 
-@pytest.mark.covers("V17")
 def test_a_tag_is_found_however_it_tokenises() -> None:
     """A thousand contexts in canonical and in torn tokens: comparing ids of the tag alone would miss most."""
     rng = random.Random(0)
@@ -242,7 +239,6 @@ def test_a_tag_is_found_however_it_tokenises() -> None:
     assert pending_call("2</function>", InlineTags()) == "" and pending_call("<function>2", InlineTags()) is None
 
 
-@pytest.mark.covers("V18")
 def test_interleaved_trajectories_never_see_each_others_calls() -> None:
     """A hundred at once with calls of their own; a shared buffer would mix them up (the thread's second report)."""
     texts = {p: [f"<function>multiply({p}, {k})</function>" for k in (2, 3, 4)] for p in range(5, 105)}

@@ -37,7 +37,6 @@ def turned(outputs: list[RequestOutput]) -> Trajectory:
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("others", [0, 2])
-@pytest.mark.covers("V07", "V15")
 def test_a_trajectory_is_made_of_plain_outputs(flat: bool, others: int) -> None:
     """Sampled tokens, their log-probabilities, and 0 on whatever stood between them: against a count by hand."""
     turns = [([1, 2], [3, 4]), ([1, 2, 3, 4, 50, 51], [5]), ([1, 2, 3, 4, 50, 51, 5, 60], [6, 7])]
@@ -49,7 +48,6 @@ def test_a_trajectory_is_made_of_plain_outputs(flat: bool, others: int) -> None:
     assert tokens.answer_start == 6
 
 
-@pytest.mark.covers("V07")
 def test_outputs_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match="does not begin with the 4 ids before it"):
         turned([output([1, 2], [3, 4]), output([1, 2, 3, 5, 6], [7])])
@@ -59,7 +57,6 @@ def test_outputs_that_do_not_belong_together_are_refused() -> None:
         turned([bare])
 
 
-@pytest.mark.covers("P22")
 def test_masks_of_random_conversations_count_what_was_sampled() -> None:
     generator = random.Random(0)
     for _ in range(100):
@@ -94,7 +91,6 @@ def history_of(batch: list[PromptText], turns: int = 1) -> tuple[History, list[R
     return history, last
 
 
-@pytest.mark.covers("V02")
 def test_what_a_sampler_returns_is_checked_index_by_index() -> None:
     batch = batch_of(3)
     history, outputs = history_of(batch)
@@ -120,7 +116,6 @@ def test_what_a_sampler_returns_is_checked_index_by_index() -> None:
             trajectories(returned, batch, history)
 
 
-@pytest.mark.covers("V02")
 def test_an_answer_drawn_from_another_distribution_is_not_trained_on() -> None:
     batch = batch_of(2)
     history, outputs = history_of(batch)
@@ -129,7 +124,6 @@ def test_an_answer_drawn_from_another_distribution_is_not_trained_on() -> None:
         trajectories(outputs, batch, history)
 
 
-@pytest.mark.covers("V28")
 def test_lists_of_ids_stand_for_answers_and_whole_conversations() -> None:
     batch = batch_of(2, samples=2)
     history, outputs = history_of(batch, turns=3)
@@ -151,7 +145,6 @@ def test_an_answer_may_be_cut_but_not_changed() -> None:
     assert cut.loss_mask == [1, 1, 0, 1]
 
 
-@pytest.mark.covers("P22")
 def test_a_conversation_ends_before_the_turn_that_had_no_room() -> None:
     batch = batch_of(1)
     history, _ = history_of(batch)
@@ -208,7 +201,6 @@ def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[Prompts, Pro
     return Prompts(tokenizer, settings, [start], history), start, answer
 
 
-@pytest.mark.covers("V08", "V09")
 def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
     """7 and 8 are tokens, but not those of the text that came of them: decoded and encoded they would be others."""
     prompts, start, answer = prompts_after("ab", [7, 8, 2])
@@ -224,7 +216,6 @@ def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
     assert tokenizer.decode(chat.token_ids[len(answer.ids) :]) == "<user>more<assistant>"
 
 
-@pytest.mark.covers("V08")
 def test_an_answer_without_text_is_gone_on_from_and_not_taken_for_a_question_asked_again() -> None:
     """EOS alone has no text; in the words of a sampler nothing was said, but it was sampled."""
     prompts, start, answer = prompts_after("", [2])
@@ -235,7 +226,6 @@ def test_an_answer_without_text_is_gone_on_from_and_not_taken_for_a_question_ask
     assert followed.token_ids[: len(answer.ids)] == answer.ids
 
 
-@pytest.mark.covers("V09")
 def test_prompts_come_in_all_forms() -> None:
     prompts, start, _ = prompts_after("x", [7])
     ids = start.token_ids
@@ -257,7 +247,6 @@ def test_prompts_come_in_all_forms() -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "ids", "chat"])
-@pytest.mark.covers("V18")
 def test_equal_samples_are_told_apart_where_positions_change(form: str) -> None:
     """Two prompts, two samples each, all with the same answer; the first prompt is done, and left out."""
     tokenizer = small_tokenizer()
@@ -303,7 +292,6 @@ class Environment:
         return [1]
 
 
-@pytest.mark.covers("V05", "V28")
 def test_what_a_recipe_names_becomes_a_sampler() -> None:
     assert make_sampler(load(f"{__file__}:Called"), {"answer": 4})(None, [], None) == [4]
     assert make_sampler(Called(3))(None, [], None) == [3]
@@ -323,7 +311,6 @@ def no_sevens(params: SamplingParams) -> Any:
     return lambda output_ids, logits: logits
 
 
-@pytest.mark.covers("V06")
 def test_processors_reach_the_engine_in_the_form_it_takes() -> None:
     here = f"{__file__}:no_sevens"
     assert engine_arguments([], v2=False) == {}
@@ -353,13 +340,11 @@ def test_processors_reach_the_engine_in_the_form_it_takes() -> None:
         ({"qualname": "math.sin", "args": [1]}, "arguments come with requests, in extra_args"),
     ],
 )
-@pytest.mark.covers("V06")
 def test_what_cannot_process_logits_is_refused(entry: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         engine_arguments([entry], v2=False)
 
 
-@pytest.mark.covers("V06")
 def test_processors_given_with_a_request_are_answered_with_the_new_way() -> None:
     with pytest.raises(ValueError, match=r"engine\.logits_processors: \[pkg\.mod:Name\]"):
         check_request({"temperature": 1.0, "logits_processors": [print]})
@@ -370,7 +355,6 @@ def test_processors_given_with_a_request_are_answered_with_the_new_way() -> None
     assert new_way(other) is other
 
 
-@pytest.mark.covers("V06")
 def test_the_interface_follows_the_device() -> None:
     assert not uses_v2(on_cpu=True, environ={})
     assert uses_v2(on_cpu=False, environ={})

@@ -155,7 +155,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("kind", MISTAKES)
-@pytest.mark.covers("V14")
 def test_mistakes_become_text_and_are_counted(kind: str) -> None:
     call, text = MISTAKES[kind]
     texts, counted = replies([call, ToolCall("later", {"x": 1})], explode, later, endless, timeout_s=0.3)
@@ -163,14 +162,12 @@ def test_mistakes_become_text_and_are_counted(kind: str) -> None:
     assert counted == {"tools/calls": 2.0, "tools/errors": 1.0, f"tools/errors/{kind}": 1.0, "tools/truncated": 0.0}
 
 
-@pytest.mark.covers("V14")
 def test_an_oversized_reply_is_cut_by_tokens_and_counted() -> None:
     texts, counted = replies([ToolCall("long"), ToolCall("later", {"x": 1})], long, later, max_tokens=3)
     assert texts == ["hellohellohello [cut after 3 tokens]", "2"]
     assert counted == {"tools/calls": 2.0, "tools/truncated": 1.0}
 
 
-@pytest.mark.covers("V14")
 def test_other_ways_to_fail_and_another_way_to_say_so() -> None:
     calls = [ToolCall(name) for name in ("silent", "quits", "quits_later", "endless_later")]
     calls += [ToolCall("later", {"x": 1, "y": 2}), ToolCall("later"), ToolCall("later", positional=(1, 2))]
@@ -195,7 +192,6 @@ def test_characters_are_not_torn_and_texts_that_fit_stay_as_they_are() -> None:
     assert cut == 2
 
 
-@pytest.mark.covers("V10", "V13")
 def test_calls_run_together_within_the_bound_and_none_waits_for_a_slow_one() -> None:
     active, most, lock = [0], [0], threading.Lock()
     together = threading.Barrier(4)
@@ -216,7 +212,6 @@ def test_calls_run_together_within_the_bound_and_none_waits_for_a_slow_one() -> 
     assert texts[1] == "6" and counted["tools/errors/timeout"] == 1
 
 
-@pytest.mark.covers("V13")
 def test_a_tool_with_a_rate_is_called_so_often_and_no_other_waits_for_it() -> None:
     """Calls begin no earlier than their turn, in order, though there is room for all; waiting is not a call's time."""
     begun: list[tuple[str, float]] = []
@@ -254,7 +249,6 @@ def test_calls_as_hermes_writes_them() -> None:
     assert "not an object" in named_call("add", "[1]").malformed
 
 
-@pytest.mark.covers("V30")
 def test_five_lines_are_a_tool_using_rollout() -> None:
     """A function, a list with it in, and the policy's calls reach it: nothing else is needed."""
     script = iter([say('<tool_call>{"name": "add", "arguments": {"x": 3, "y": 302}}</tool_call>'), say("305")])
@@ -273,7 +267,6 @@ def test_max_turns_ends_an_episode_with_its_last_call_unanswered() -> None:
     assert sum(done.loss_mask) == 3 * len(call) and done.response_ids[-len(call) :] == call
 
 
-@pytest.mark.covers("V20")
 def test_a_tool_runs_once_for_each_call() -> None:
     seen: list[str] = []
 

@@ -53,7 +53,6 @@ def test_max_rl_refuses_negative_rewards() -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("rewards", [[[5.0]], [[0.1] * 8], [[1e8] * 3], [[0.0] * 4], [[1 / 3] * 7]])
-@pytest.mark.covers("P15")
 def test_groups_of_one_and_without_spread_get_exactly_zero(name: str, rewards: list[list[float]]) -> None:
     assert torch.equal(ESTIMATORS[name](torch.tensor(rewards)), torch.zeros(1, len(rewards[0])))
 
@@ -89,7 +88,6 @@ def test_reinforce_pp_with_a_baseline_is_the_centred_rewards_whitened_over_the_s
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -7.3, 1e8])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (50, 40)])
-@pytest.mark.covers("P15")
 def test_a_step_without_spread_is_whitened_to_exactly_zero(value: float, shape: tuple[int, int]) -> None:
     """The difference of two sums of squares is not 0 then, and may even be negative."""
     values, mask, zeros = torch.full(shape, value, dtype=torch.float64), torch.ones(shape), torch.zeros(shape)
@@ -193,7 +191,6 @@ def test_turn_relative_against_a_loop(normalize: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
-@pytest.mark.covers("P15")
 def test_turns_that_are_all_alike_get_exactly_zero(size: int) -> None:
     """Whatever the rounding of their mean, which is off for some of these."""
     alike = torch.randn(20, 1, 4).expand(20, size, 4)

@@ -155,7 +155,6 @@ def test_groups_are_informative_where_rewards_differ() -> None:
         ("111", 3, SamplingDecision([0, 1, 2], 0, 0)),
     ],
 )
-@pytest.mark.covers("P15")
 def test_dynamic_sampling_ends_at_its_bound(signals: str, rounds: int, expected: SamplingDecision) -> None:
     got = dynamic_sampling([s == "1" for s in signals], wanted=3, rounds=rounds, max_rounds=3, oversampling=1.5)
     assert got == expected

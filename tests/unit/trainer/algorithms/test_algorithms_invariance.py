@@ -6,7 +6,6 @@ hold arbitrary numbers.
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,7 +111,6 @@ def loss_of(batch: Rows, name: str, correction: str, estimator: str, how: str, c
     estimator=st.sampled_from(["k1", "k2", "k3", "unbiased_k3"]),
     garbage=st.sampled_from([0.0, -50.0, 3.0]),
 )
-@pytest.mark.covers("P14")
 def test_no_split_and_no_padding_changes_loss_or_gradient(step, correction, estimator, garbage) -> None:
     sequences, parts, padding, seed = step
     rows, lengths = tensors(sequences, seed), [len(row) for row in sequences]
@@ -136,7 +134,6 @@ def test_no_split_and_no_padding_changes_loss_or_gradient(step, correction, esti
 
 @settings(max_examples=15, deadline=None, database=None)
 @given(step=steps(), discount=st.sampled_from([1.0, 0.9]), trace=st.sampled_from([1.0, 0.95, 0.0]))
-@pytest.mark.covers("P14")
 def test_token_advantages_do_not_depend_on_the_split(step, discount: float, trace: float) -> None:
     """Whitened over the step from moments of its parts; padding and masked positions are not seen."""
     sequences, parts, padding, seed = step

@@ -330,7 +330,6 @@ def test_what_would_be_refused_is_said_after_the_plan(
     assert ("answers a step" in captured.out) == planned
 
 
-@pytest.mark.covers("C33")
 def test_what_does_not_fit_on_a_device_is_refused_with_its_numbers(
     tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

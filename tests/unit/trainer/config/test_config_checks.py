@@ -142,14 +142,12 @@ def test_what_is_wrong_is_named(config: dict, changes: dict, world: int, sentenc
 
 
 @pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 20), ("top_k", 1), ("min_p", 0.05)])
-@pytest.mark.covers("P13")
 def test_truncated_sampling_is_refused_in_training(config: dict, key: str, value: float) -> None:
     (sentence,) = problems(config, {"sampling": {key: value}})
     assert sentence.startswith(f"sampling.{key} is {value}, but when sampling is truncated the engine's probabilities")
     assert problems(config, {"eval": {"top_p": 0.9}}) == []
 
 
-@pytest.mark.covers("P13")
 def test_both_spellings_of_no_top_k_are_fine(config: dict) -> None:
     assert problems(config, {"sampling": {"top_k": 0}}) == []
 
@@ -170,7 +168,6 @@ def test_both_spellings_of_no_top_k_are_fine(config: dict) -> None:
         ("", None),
     ],
 )
-@pytest.mark.covers("P3")
 def test_expandable_segments_are_refused_on_cuda(
     config: dict, variable: str, setting: str, kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +198,6 @@ def test_adapters_in_float32_are_refused_on_cuda(config: dict, monkeypatch: pyte
         ({"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}}, "hf_overrides.quantization_config"),
     ],
 )
-@pytest.mark.covers("P10")
 def test_quantised_engines_and_models_are_refused_in_training(
     config: dict, tmp_path: Path, extra: dict, key: str
 ) -> None:

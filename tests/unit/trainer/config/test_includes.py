@@ -17,7 +17,6 @@ def write(folder: Path, **files: str) -> Path:
     return folder / f"{next(iter(files))}.yaml"
 
 
-@pytest.mark.covers("C13", "C37")
 def test_what_is_nearer_wins(tmp_path: Path) -> None:
     recipe = write(
         tmp_path,
@@ -34,7 +33,6 @@ def test_what_is_nearer_wins(tmp_path: Path) -> None:
     assert load_config(recipe, []).run.seed == 2
 
 
-@pytest.mark.covers("C13")
 def test_a_section_includes_a_file_of_its_own_relative_to_it(tmp_path: Path) -> None:
     write(tmp_path / "sizes", engine="includes: smaller.yaml\nmax_num_seqs: 7\n", smaller="max_model_len: 99\n")
     recipe = write(
@@ -44,14 +42,12 @@ def test_a_section_includes_a_file_of_its_own_relative_to_it(tmp_path: Path) -> 
     assert (engine.max_num_seqs, engine.max_model_len, engine.sleep) == (7, 99, False)
 
 
-@pytest.mark.covers("C13")
 def test_a_cycle_is_named_from_end_to_end(tmp_path: Path) -> None:
     recipe = write(tmp_path, a="includes: [b.yaml]\n", b="includes: [c.yaml]\n", c="includes: [./a.yaml]\n")
     with pytest.raises(UserError, match=r"a\.yaml includes b\.yaml includes c\.yaml includes a\.yaml"):
         load_config(recipe, [])
 
 
-@pytest.mark.covers("C13")
 def test_the_same_file_twice_is_no_cycle(tmp_path: Path) -> None:
     recipe = write(
         tmp_path,
@@ -73,7 +69,6 @@ def test_the_same_file_twice_is_no_cycle(tmp_path: Path) -> None:
         ("includes: [base.yaml]\nrun: {steps: '${HOTBUNK_TEST_X:[1}'}", "cannot be read|no valid YAML"),
     ],
 )
-@pytest.mark.covers("C13")
 def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     recipe = write(tmp_path, recipe=text, base="model: {path: m}\ndata: {path: d}\n", list="- a\n")
     with pytest.raises(UserError, match=sentence) as caught:
@@ -81,7 +76,6 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, text: str, sentence
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.covers("C13")
 def test_defaults_stand_until_the_environment_says_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = write(
         tmp_path,
@@ -102,7 +96,6 @@ def test_defaults_stand_until_the_environment_says_otherwise(tmp_path: Path, mon
     assert changed.run.output_dir == Path("elsewhere")
 
 
-@pytest.mark.covers("C13")
 def test_values_from_the_environment_are_typed_as_in_a_file() -> None:
     values = {
         "a": "${N:1}",

@@ -47,7 +47,6 @@ def test_pack_padded_keeps_every_sequence_once_within_the_budget(lengths: list[i
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8))
-@pytest.mark.covers("P16")
 def test_assignment_is_balanced_and_complete(lengths: list[int], ranks: int) -> None:
     assigned = assign_to_ranks(lengths, ranks)
     assert len(assigned) == ranks
@@ -91,7 +90,6 @@ def test_tensors_hold_what_the_samples_say(lengths: list[int], budget: int, extr
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 100), st.integers(0, 3))
 @example([8, 8, 9, 47, 48], 63, 0)  # the first pack is not the fullest
-@pytest.mark.covers("P16")
 def test_packed_micro_batches_are_level_where_the_budget_allows(lengths: list[int], budget: int, extra: int) -> None:
     """A rank that has to run more micro-batches than it needs has smaller ones; never more than the budget."""
     samples = [sample(length) for length in lengths]
@@ -116,7 +114,6 @@ def test_one_long_answer_and_many_short_ones_make_no_table_of_answers_by_longest
 
 @settings(deadline=None)
 @given(LENGTHS.filter(bool), st.integers(1, 5))
-@pytest.mark.covers("P16")
 def test_ranks_that_share_a_pack_have_every_token_and_target_once(lengths: list[int], ways: int) -> None:
     """In order, as many tokens each, but for one more or less; alone, a rank has it as it is."""
     (batch,) = micro_batches([sample(n, seed) for seed, n in enumerate(lengths)], 10**4, 0, "cpu", 1, packing=True)
@@ -149,7 +146,6 @@ def test_work_is_levelled_with_what_attention_adds() -> None:
     assert rows(worth=lambda length: length + length * length // 60) == [[0], [1, 2, 3]]
 
 
-@pytest.mark.covers("P22")
 def test_a_sampled_pad_token_stays_in_the_loss() -> None:
     """The mask is by position: a token the policy sampled counts, whatever its id."""
     pad = 0

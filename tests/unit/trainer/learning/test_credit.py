@@ -319,7 +319,6 @@ def test_negative_rewards_are_named_where_they_cannot_be(algorithm: dict[str, An
         credited(step, make_config(algorithm=algorithm))
 
 
-@pytest.mark.covers("P15")
 def test_a_group_without_a_spread_has_no_advantages_whatever_its_size() -> None:
     alike = [Trajectory(p, s, [1], [2, 3], [1, 1], [-1.0] * 2, reward=0.1) for p in range(2) for s in range(3)]
     for advantage in ("group", "leave_one_out", "max_rl", "reinforce_pp", "reinforce_pp_baseline"):

@@ -56,7 +56,6 @@ class RecordingPolicy:
         return UpdateStats(loss, 1.0, 1e-3, False, totals)
 
 
-@pytest.mark.covers("P22")
 def test_a_sampled_pad_token_stays_in_the_loss() -> None:
     sample = to_sample(trajectory(0, 0, 1.0, [PAD, 9, PAD]))
     assert sample.input_ids == [5, 6, PAD, 9, PAD]
@@ -76,7 +75,6 @@ def test_failed_samples_are_left_out_before_the_groups_mean_is_taken() -> None:
     assert sorted(policy.advantages) == [-0.5, 0.5]
 
 
-@pytest.mark.covers("P15")
 def test_a_step_without_signal_updates_nothing() -> None:
     policy = RecordingPolicy()
     learner = Learner(config(), policy, None, pad_id=PAD)  # type: ignore[arg-type]
@@ -241,7 +239,6 @@ class RecordingCritic:
         return UpdateStats(self.losses[-1], 1.0, 1e-3, False, sums)
 
 
-@pytest.mark.covers("P15")
 def test_a_critic_learns_from_a_step_without_a_signal_for_the_policy() -> None:
     """Whitened advantages are all 0 when all answers are the same; the returns are 1 all the same, the values 0.5."""
     policy, critic = RecordingPolicy(), RecordingCritic()

@@ -92,7 +92,6 @@ def learned(
 @pytest.mark.parametrize("choice", CHOICES)
 @settings(max_examples=1, deadline=None, database=None, phases=[Phase.generate])
 @given(seed=st.integers(0, 10**6), updates=st.integers(1, 3), budget=st.integers(10, 60))
-@pytest.mark.covers("P14")
 def test_the_learner_learns_the_same_however_a_step_is_split(choice: str, seed: int, updates: int, budget: int) -> None:
     for loss, aggregation in combinations(choice):
         algorithm = {**CHOICES[choice], **LOSSES[loss], "aggregation": aggregation}

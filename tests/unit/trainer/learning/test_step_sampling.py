@@ -65,7 +65,6 @@ def test_rounds_go_on_until_enough_groups_have_a_signal(oversampling: float, pos
 
 
 @pytest.mark.parametrize("at_bound", ["fewer", "fill"])
-@pytest.mark.covers("P15")
 def test_rounds_have_a_bound(at_bound: str) -> None:
     sampled = sampling(sampling_rounds=3, at_bound=at_bound)
     hopeless = [p for p in PROMPTS.take(0, 30, seed=5) if p.id % 3 == 0]
@@ -91,7 +90,6 @@ def test_failed_answers_do_not_make_a_signal() -> None:
     assert sampled.missing == 4
 
 
-@pytest.mark.covers("P19")
 def test_a_run_that_continues_samples_what_it_would_have() -> None:
     """Steps take as many prompts as they need, so the position, not the step, is what is kept."""
 

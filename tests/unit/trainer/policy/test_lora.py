@@ -60,7 +60,6 @@ def merging_source(model: PreTrainedModel) -> MergingWeightSource:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3_moe"])
-@pytest.mark.covers("P9")
 def test_names_lead_to_the_checkpoint_and_to_peft_files(tiny_model, architecture: str) -> None:
     folder = tiny_model(architecture=architecture)
     model, plain = with_adapters(folder, seed=1), load(folder)
@@ -71,7 +70,6 @@ def test_names_lead_to_the_checkpoint_and_to_peft_files(tiny_model, architecture
     assert lora.low_rank(model).keys() <= parameter_names(model).keys()
 
 
-@pytest.mark.covers("P9")
 def test_what_is_sent_is_what_peft_merges(tiny_qwen2: Path) -> None:
     model = with_adapters(tiny_qwen2, seed=1)
     merged = dict(peft_twin(tiny_qwen2, model).merge_and_unload().named_parameters())
@@ -85,7 +83,6 @@ def test_what_is_sent_is_what_peft_merges(tiny_qwen2: Path) -> None:
     assert changed == len(lora.low_rank(model)) == 2 * 7
 
 
-@pytest.mark.covers("P9")
 def test_the_base_is_bit_equal_after_fifty_rounds(tiny_qwen2: Path) -> None:
     model = with_adapters(tiny_qwen2)
     source, base = merging_source(model), {n: p.detach().clone() for n, p in parameter_names(model).items()}

@@ -27,7 +27,6 @@ def test_views_are_freed_once_and_all_come_back() -> None:
     offload.restore()
 
 
-@pytest.mark.covers("P6")
 def test_a_hundred_shifts_have_the_host_memory_of_one() -> None:
     tensor = torch.zeros(1000)
     offload = Offload(lambda: [tensor])

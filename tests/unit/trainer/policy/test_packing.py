@@ -110,7 +110,6 @@ def total_loss(module: PolicyModule, batches: list[MicroBatch]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.covers("P14")
 def test_values_and_gradients_are_those_of_sequences_alone(kind: str) -> None:
     model, samples = make_model(kind), make_samples(LENGTHS)
     alone = [plain(model, sample) for sample in samples]
@@ -140,7 +139,6 @@ def windowed() -> PreTrainedModel:
     st.integers(0, 2),
     st.booleans(),
 )
-@pytest.mark.covers("P14")
 def test_any_split_packed_or_padded_is_the_same_loss_and_gradient(
     windowed: PreTrainedModel, lengths: list[int], budget: int, fillers: int, packing: bool
 ) -> None:
@@ -168,7 +166,6 @@ def test_a_sequence_does_not_see_its_neighbours(kind: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)), changed
 
 
-@pytest.mark.covers("P22")
 def test_masked_and_missing_targets_add_nothing() -> None:
     """Rows without any target, one of them a filler's single token, among rows that have some."""
     model = make_model()

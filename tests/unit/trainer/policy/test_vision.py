@@ -273,7 +273,6 @@ def test_the_plan_knows_of_encoders(tiny_vlm: TinyModel) -> None:
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, "gemma3"])
-@pytest.mark.covers("P8")
 def test_weights_keep_the_names_of_their_checkpoint_and_an_export_has_the_processor(
     tiny_vlm: TinyModel, kind: str, tmp_path: Path
 ) -> None:

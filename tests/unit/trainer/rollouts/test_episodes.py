@@ -66,7 +66,6 @@ def plan(**rollout: Any) -> RolloutLevel:
     return RolloutLevel(config(**rollout), TOKENIZER)
 
 
-@pytest.mark.covers("V01", "V05")
 def test_levels_are_chosen_by_import_string(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(code.parent)
     assert plan().function is one_shot and plan().messages([Prompt(0, (1,), {"prompt": "x"})]) is None
@@ -105,7 +104,6 @@ def test_levels_are_chosen_by_import_string(code: Path, monkeypatch: pytest.Monk
         ({"client": "FILE:number"}, "rollout.client: a client is a function"),
     ],
 )
-@pytest.mark.covers("V05")
 def test_what_cannot_be_used_is_named(code: Path, rollout: dict[str, Any], reason: str) -> None:
     named = {k: [s.replace("FILE", str(code)) for s in v] if k == "tools" else v.replace("FILE", str(code))
              for k, v in rollout.items()}  # fmt: skip
@@ -166,7 +164,6 @@ def problems(about: str, **settings: Any) -> list[str]:
     return [problem for problem in find_problems(config(**settings), "train") if problem.startswith(about)]
 
 
-@pytest.mark.covers("V34")
 def test_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_answer() -> None:
     tokenizer = small_tokenizer()
     ids = tokenizer("callTOOLfinal", add_special_tokens=False)["input_ids"]
@@ -296,7 +293,6 @@ def test_too_many_failed_episodes_end_the_run_with_the_first_error() -> None:
         check_failures(as_answers(failed), 0.19)
 
 
-@pytest.mark.covers("V14", "V15")
 def test_figures_count_what_the_policy_sampled_and_what_tools_did() -> None:
     def done(sample: int, **metrics: float) -> Trajectory:
         return Trajectory(0, sample, [1], [7, 8, 9], [1, 0, 1], [-1.0, 0.0, -1.0], turns=2, metrics=dict(metrics))
@@ -309,7 +305,6 @@ def test_figures_count_what_the_policy_sampled_and_what_tools_did() -> None:
     assert "tools/calls" not in rollout_metrics(as_answers([done(0)]))
 
 
-@pytest.mark.covers("V15")
 def test_tool_tokens_have_no_part_in_loss_kl_or_gradient() -> None:
     """Whatever the trainer thinks of them: other log-probabilities there change nothing."""
     import torch

@@ -69,7 +69,6 @@ def constant(value: float) -> WeightsOnly:
     return policy
 
 
-@pytest.mark.covers("P20")
 def test_what_is_loaded_is_what_was_saved_random_states_included(tmp_path: Path) -> None:
     policy = TinyPolicy()
     saved = {key: value.clone() for key, value in policy.model.state_dict().items()}
@@ -162,7 +161,6 @@ def save_and_die(folder: Path, last: int) -> bool:
     return code != 0
 
 
-@pytest.mark.covers("P20")
 def test_killed_at_every_write_the_newest_complete_one_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         os, "fsync", lambda _: None
@@ -190,7 +188,6 @@ def test_killed_at_every_write_the_newest_complete_one_loads(tmp_path: Path, mon
     assert seen == sorted(seen) and set(seen) == {2, 3}  # one moment at which it becomes visible, and never a step back
 
 
-@pytest.mark.covers("P20")
 def test_unfinished_checkpoints_are_invisible_refused_and_named_when_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,7 +211,6 @@ def test_unfinished_checkpoints_are_invisible_refused_and_named_when_removed(
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(0, [10]), (1, [10]), (2, [9, 10]), (3, [2, 9, 10]), (9, [1, 2, 9, 10])])
-@pytest.mark.covers("P20")
 def test_prune_counts_complete_ones_by_number_and_spares_the_newest(tmp_path: Path, keep: int, kept: list[int]) -> None:
     for step in (1, 2, 9, 10, 11):
         (tmp_path / f"step_{step}").mkdir()
@@ -250,7 +246,6 @@ def digest_again(path: Path) -> None:
         (3, 0, "score", [7, 8, 9]),
     ],
 )
-@pytest.mark.covers("P20")
 def test_neither_the_newest_nor_the_best_are_deleted(
     tmp_path: Path, keep: int, best: int, metric: str, kept: list[int]
 ) -> None:
@@ -262,7 +257,6 @@ def test_neither_the_newest_nor_the_best_are_deleted(
     assert {path.name for path in tmp_path.iterdir()} == {f"step_{step}" for step in kept}
 
 
-@pytest.mark.covers("P20")
 def test_a_run_that_starts_over_leaves_its_former_checkpoints_behind(tmp_path: Path) -> None:
     save_scores(tmp_path, {1: 0.0, 2: 0.0, 10: 0.0})
     (tmp_path / "step_11.tmp").mkdir()
@@ -307,7 +301,6 @@ def test_links_that_lead_nowhere_or_to_what_is_unfinished_do_no_harm(tmp_path: P
     assert not any(path.is_symlink() for path in run.iterdir()) and (tmp_path / "away" / "extra.json").is_file()
 
 
-@pytest.mark.covers("P20")
 def test_a_snapshot_on_the_host_is_not_changed_by_training(tmp_path: Path) -> None:
     policy = TinyPolicy()
     wanted = {key: value.clone() for key, value in policy.model.state_dict().items()}
@@ -323,7 +316,6 @@ def test_a_snapshot_on_the_host_is_not_changed_by_training(tmp_path: Path) -> No
     assert int(other.optimizer.state_dict()["state"][0]["step"]) == 1
 
 
-@pytest.mark.covers("P20")
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, {"policy": constant(1.0)}, {"attempt": 1})
     path = checkpoint.save(tmp_path, 1, {"policy": constant(5.0)}, {"attempt": 2})
@@ -333,7 +325,6 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
 
 
-@pytest.mark.covers("P20")
 def test_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 1, {"policy": TinyPolicy()}, {})
     with pytest.raises(UserError, match="does not fit this model: policy.model.weight is .*size") as caught:

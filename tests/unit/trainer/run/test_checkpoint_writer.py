@@ -63,7 +63,6 @@ def writer(folder: Path, timeout: float = 20, **settings: Any) -> CheckpointWrit
     return CheckpointWriter(folder, CheckpointConfig(**({"patience_s": 0.0} | settings)), timeout)
 
 
-@pytest.mark.covers("P20")
 def test_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path: Path, disk: Disk) -> None:
     counter, saving = Counter(), writer(tmp_path)
     saving.save(1, {"counter": counter}, {}, {})
@@ -75,14 +74,12 @@ def test_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path: Path
     assert disk.written == [(1, 0.0), (2, 1.0)]
 
 
-@pytest.mark.covers("P20")
 def test_without_background_it_is_written_when_save_returns(tmp_path: Path, disk: Disk) -> None:
     disk.may_write.set()
     writer(tmp_path, background=False).save(1, {"counter": Counter()}, {}, {})
     assert disk.written == [(1, 0.0)]
 
 
-@pytest.mark.covers("P20")
 def test_at_most_one_is_under_way(tmp_path: Path, disk: Disk) -> None:
     counter, saving = Counter(), writer(tmp_path)
     saving.save(1, {"counter": counter}, {}, {})
@@ -93,7 +90,6 @@ def test_at_most_one_is_under_way(tmp_path: Path, disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("told_by", ["wait", "save"])
-@pytest.mark.covers("P20")
 def test_what_went_wrong_is_told_once_by_whatever_comes_next(tmp_path: Path, disk: Disk, told_by: str) -> None:
     disk.error = OSError(28, "No space left on device")
     saving = writer(tmp_path)
@@ -133,7 +129,6 @@ def test_a_full_disk_is_waited_for_and_training_goes_on(
     assert len(pauses) == 2  # waiting does not mend that
 
 
-@pytest.mark.covers("P20")
 def test_a_disk_that_hangs_has_a_deadline(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     saving = writer(tmp_path, timeout=0.1)
     for waits in (saving.wait, lambda: saving.save(2, {}, {}, {})):

@@ -38,7 +38,6 @@ def refusal(model: Path, allowed: list[str], fingerprint: str = "rows", **sectio
     return ""
 
 
-@pytest.mark.covers("P19")
 def test_the_same_run_goes_on_whatever_machine_and_length_it_has(model: Path) -> None:
     assert refusal(model, []) == ""
     batch = {"tokens_per_micro_batch": 77}
@@ -72,7 +71,6 @@ def test_another_algorithm_is_refused_unless_permitted(model: Path, sections: di
     assert refusal(model, ["data", "model"], **sections) == sentence
 
 
-@pytest.mark.covers("P19")
 def test_other_data_are_refused_unless_permitted(model: Path) -> None:
     assert 'was trained with data = "rows" (now "others"): restore' in refusal(model, [], fingerprint="others")
     assert refusal(model, ["data"], fingerprint="others") == ""

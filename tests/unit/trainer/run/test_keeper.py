@@ -51,7 +51,6 @@ class Run:
         return self.notes.calls
 
 
-@pytest.mark.covers("P20")
 def test_every_so_many_steps_and_at_the_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     assert run.steps(5) == [(2, {"loss": 2.0}), (4, {"loss": 4.0})]
@@ -61,7 +60,6 @@ def test_every_so_many_steps_and_at_the_end_once(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("resume", "saved"), [("auto", []), ("runs/other/step_4", [(4, {})])])
-@pytest.mark.covers("P20")
 def test_a_finished_run_that_is_started_again_keeps_what_it_has(
     monkeypatch: pytest.MonkeyPatch, resume: str, saved: list[Any]
 ) -> None:
@@ -71,7 +69,6 @@ def test_a_finished_run_that_is_started_again_keeps_what_it_has(
 
 
 @pytest.mark.parametrize("every", [0, 2])
-@pytest.mark.covers("P24")
 def test_asked_to_end_it_saves_after_the_step_and_leaves(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     run = Run(monkeypatch, every=every)
     run.steps(2)
@@ -79,7 +76,6 @@ def test_asked_to_end_it_saves_after_the_step_and_leaves(monkeypatch: pytest.Mon
     assert run.steps(1) == [(3, {"loss": 3.0}), "wait", "left"]
 
 
-@pytest.mark.covers("P24")
 def test_a_step_given_up_is_saved_as_the_step_before_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     run.steps(3)
@@ -88,7 +84,6 @@ def test_a_step_given_up_is_saved_as_the_step_before_left_it(monkeypatch: pytest
     assert run.notes.calls == [(3, {"loss": 3.0}), "wait", "left"]
 
 
-@pytest.mark.covers("P20")
 def test_a_checkpoint_that_could_not_be_written_ends_the_step_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     run.steps(2)

@@ -77,7 +77,6 @@ def read(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().split("\n")[:-1]]
 
 
-@pytest.mark.covers("P23")
 def test_one_call_a_step_and_the_step_is_a_metric(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
     run(tmp_path, range(5))
     run(tmp_path, range(3, 7), resumed_from=2)
@@ -191,7 +190,6 @@ def test_real_wandb_without_a_network_goes_on_offline(
 
 
 @pytest.mark.parametrize(("last", "sent"), [(0, [1, 2, 3, 4, 5, 6]), (2, [3, 4, 5, 6]), (4, [5, 6]), (9, [])])
-@pytest.mark.covers("P23")
 def test_a_resumed_run_sends_each_step_that_the_server_lacks_once(
     tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, last: int, sent: list[int]
 ) -> None:
@@ -203,7 +201,6 @@ def test_a_resumed_run_sends_each_step_that_the_server_lacks_once(
     assert [call[1]["train/step"] for call in calls if call[0] == "log"] == sent
 
 
-@pytest.mark.covers("P23")
 def test_a_step_is_logged_once_and_in_order(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
     tracker = make_tracker(tmp_path, {}, name="demo", wandb="disabled", resumed_from=4)
     for step in (4, 3):
@@ -218,7 +215,6 @@ def test_a_step_is_logged_once_and_in_order(tmp_path: Path, calls: list[tuple[An
 
 
 @pytest.mark.parametrize("stopped_after", [3, 4, 5])
-@pytest.mark.covers("P23")
 def test_a_resumed_file_equals_an_uninterrupted_one(
     tmp_path: Path, calls: list[tuple[Any, ...]], stopped_after: int
 ) -> None:
@@ -243,7 +239,6 @@ def test_floats_read_back_bit_equal_and_what_is_not_finite_is_null(tmp_path: Pat
     assert second == {"train/step": 2, "loss": None, "grad_norm": None}
 
 
-@pytest.mark.covers("P6")
 def test_completions_are_bounded_in_number_and_length(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path, {}, name="demo", wandb="disabled", completions_per_step=2)
     tracker.completions(1, [{"text": "é" * 10_000, "reward": 1.0}] * 5)
@@ -264,7 +259,6 @@ def test_summary_grows_and_is_always_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["import", "init", "log", "summary", "finish"])
-@pytest.mark.covers("P23")
 def test_a_wandb_that_is_missing_or_raises_does_not_stop_training(
     tmp_path: Path,
     calls: list[tuple[Any, ...]],
@@ -289,7 +283,6 @@ def test_a_wandb_that_is_missing_or_raises_does_not_stop_training(
     assert capsys.readouterr().err.count("no further copy in Weights & Biases") == 1
 
 
-@pytest.mark.covers("P23")
 def test_a_wandb_that_hangs_does_not_stop_training(
     tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,7 +355,6 @@ def test_real_wandb_writes_an_offline_run_that_holds_every_step(
     assert not list((tmp_path / "wandb").glob("*/files/output.log"))  # the console is not captured
 
 
-@pytest.mark.covers("P23")
 def test_real_wandb_continues_an_offline_run_in_a_folder_that_holds_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
