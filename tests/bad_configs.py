@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -203,8 +204,10 @@ class Folder:
         values = json.loads(json.dumps(self._values))
         for key, value in case.items():
             if key not in ("env", "files"):
-                section, name = key.split(".")
-                values.setdefault(section, {})[name] = self._filled(key, value)
+                *sections, name = key.split(".")
+                reduce(lambda outer, inner: outer.setdefault(inner, {}), sections, values)[name] = self._filled(
+                    key, value
+                )
         texts = {"recipe.yaml": yaml.dump(values), **case.get("files", {})}
         model = self.folder / "model" / "config.json"
         if isinstance(config := texts.get("model/config.json"), dict):

@@ -274,14 +274,6 @@ def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
 
 
 def _check_sampling(config: TrainConfig) -> Iterator[str]:
-    """When sampling is truncated, the engine renormalises over what is left and the trainer does not."""
-    for key, off in {"top_p": 1.0, "top_k": -1, "min_p": 0.0}.items():
-        value = getattr(config.sampling, key)
-        if value != off and not (key == "top_k" and value == 0):
-            yield (
-                f"sampling.{key} is {value:g}, but when sampling is truncated the engine's probabilities are not the "
-                f"policy's: training needs {off:g}"
-            )
     if config.sampling.temperature == 0:
         yield "sampling.temperature is 0, but greedy answers to one prompt are all the same: training needs it above 0"
     if config.sync.verify != "off" and (limit := config.engine.max_model_len) < LEAST_MODEL_LEN:

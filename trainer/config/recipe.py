@@ -36,6 +36,9 @@ RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {
 }
 """Keys that had another name: their name of today, and old values, or types of them, that are written differently."""
 
+TRUNCATING = ("sampling.top_p", "sampling.top_k", "sampling.min_p")
+"""Keys that only evaluation has: an engine renormalises over the tokens that are left, and the trainer does not."""
+
 
 def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
     """Read a recipe, apply overrides (`section.key=value`, value in YAML), and check types and ranges.
@@ -188,6 +191,9 @@ def _sentence(key: str, errors: list[ErrorDetails]) -> str:
         if isinstance(value, bool | int):
             words = str(values.get(value, values.get(type(value), words))).format(words)
         return f"{key} is now {new}: write {new}: {words}"
+    if error["type"] == "extra_forbidden" and key in TRUNCATING:
+        why = "when sampling is truncated the engine's probabilities are not the policy's"
+        return f"{key} is {shown(error['input'])}, but {why}: leave it out"
     if error["type"] == "extra_forbidden":
         return f"{key} is not a known key{_nearest(key)}"
     if error["type"] == "missing":

@@ -108,9 +108,6 @@ class SamplingConfig(Section):
 
     temperature: Temperature = key(1.0, "divides the logits in the engine and in the trainer alike")
     max_tokens: Count = key(1024, "longest answer in tokens")
-    top_p: Portion = key(1.0, "must stay 1: truncation biases the gradient")
-    top_k: Annotated[int, Field(ge=-1, le=10**9)] = key(-1, "must stay -1 (off): truncation biases the gradient")
-    min_p: Share = key(0.0, "must stay 0: truncation biases the gradient")
     stop: list[Text] = key([], "strings that end an answer")
 
 

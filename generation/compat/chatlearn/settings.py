@@ -45,12 +45,12 @@ _RECIPE = {  # the recipe's keys that decide in training
     "seq_length": "engine.max_model_len",
     "max_new_tokens": "sampling.max_tokens",
     "n": "algorithm.group_size",
-    **{name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p")},
+    "temperature": "sampling.temperature",
     **{f"eval_{name}": f"eval.{name}" for name in ("temperature", "top_p")},
     **{name: OWN_ARGUMENTS.get(name) or f"engine.extra.{name}" for name in _ENGINE if name != "tokenizer"},
     **{alias: f"engine.{name}" for name, aliases in _ALIASES.items() for alias in aliases},
 }
-_FIXED = {"top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
+_FIXED = {"top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
           "new_token_limit": True}  # of what a recipe has no key for, in training or in evaluation  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def asked_in_training(args: dict[str, Any]) -> tuple[Any, ...]:
     [
         ({"algorithm": {"group_size": 4}}, {"n": 4}),
         ({"sampling": {"temperature": 0.7}, "eval": {"top_p": 0.9}}, {"temperature": 0.7, "eval_top_p": 0.9}),
-        ({"sampling": {"top_k": -1}}, {"top_k": 0, "min_p": 0.0, "eval_top_k": -1, "repetition_penalty": 1.0}),
+        ({}, {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "eval_top_k": -1, "repetition_penalty": 1.0}),
         (
             {"engine": {"kv_cache_gib": 0.0625, "enforce_eager": False}},
             {"kv_cache_memory_bytes": 1 << 26, "enforce_eager": False},

@@ -314,7 +314,7 @@ def test_a_plan_is_shown_without_loading_weights_or_data(
     ("words", "sentence", "planned"),
     [
         (["--ranks", "5"], "must be divisible by the number of ranks (5)", True),
-        (["--sampling.top_p", "0.9"], "sampling.top_p is 0.9", True),
+        (["--sampling.temperature", "0"], "sampling.temperature is 0", True),
         (["--model.path", "absent/model/x"], "model.path: there is no folder absent/model/x", False),
         (["--ranks", "0"], "--ranks must be at least 1", False),
         (["--ranks", "many"], "invalid int value", False),

@@ -99,7 +99,7 @@ def test_overrides_are_told_from_options() -> None:
         "--run.steps",
         "3",
         "r.yaml",
-        "--sampling.top_k",
+        "--reward.error_reward",
         "-1",
         "--dry-run",
         "--run.name=a=b",
@@ -108,7 +108,7 @@ def test_overrides_are_told_from_options() -> None:
     ]
     assert split_overrides(words) == (
         ["train", "r.yaml", "--dry-run"],
-        ["run.steps=3", "sampling.top_k=-1", "run.name=a=b", "data.path="],
+        ["run.steps=3", "reward.error_reward=-1", "run.name=a=b", "data.path="],
     )
 
 
@@ -154,7 +154,7 @@ def test_every_key_is_explained_once() -> None:
         assert len(re.findall(rf"\n{key}: " if section else rf"  --{re.escape(key)}\s", text)) == 1, key
         assert section or field.description, f"{key} has no description"
     assert max(map(len, text.splitlines())) <= 100
-    assert "--sampling.top_k  int = -1" in text
+    assert "--eval.top_p  float = 1.0" in text
     assert "--engine.dtype  float32|bfloat16|null = null" in text
     assert "--model.path  text, required" in text
 

@@ -141,17 +141,6 @@ def test_what_is_wrong_is_named(config: dict, changes: dict, world: int, sentenc
     assert re.search(sentence, found[0]), found[0]
 
 
-@pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 20), ("top_k", 1), ("min_p", 0.05)])
-def test_truncated_sampling_is_refused_in_training(config: dict, key: str, value: float) -> None:
-    (sentence,) = problems(config, {"sampling": {key: value}})
-    assert sentence.startswith(f"sampling.{key} is {value}, but when sampling is truncated the engine's probabilities")
-    assert problems(config, {"eval": {"top_p": 0.9}}) == []
-
-
-def test_both_spellings_of_no_top_k_are_fine(config: dict) -> None:
-    assert problems(config, {"sampling": {"top_k": 0}}) == []
-
-
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
 @pytest.mark.parametrize(
     ("setting", "kept"),
@@ -344,7 +333,7 @@ def test_a_complete_checkpoint_is_accepted(config: dict, tmp_path: Path) -> None
 def test_all_problems_are_named_at_once(config: dict) -> None:
     changes = {
         "model": {"path": "/absent"},
-        "sampling": {"top_p": 0.5, "temperature": 0},
+        "sampling": {"max_tokens": 4096, "temperature": 0},
         "algorithm": {"group_size": 1},
     }
     found = problems(config, changes)

@@ -1,4 +1,4 @@
-"""Keys that had another name: refused in one sentence that gives the name of today."""
+"""Keys that had another name, or are gone: refused in one sentence that says what to do."""
 
 from pathlib import Path
 
@@ -21,3 +21,15 @@ def test_an_old_key_is_refused_with_its_new_name(tmp_path: Path, override: list[
     with pytest.raises(UserError) as caught:
         load_config(recipe, override)
     assert str(caught.value) == "algorithm.trace is now algorithm.gae_lambda: write algorithm.gae_lambda: 0.9"
+
+
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", -1), ("min_p", 0.05)])
+def test_truncated_sampling_is_refused_in_training(tmp_path: Path, key: str, value: float) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: {{path: m}}\ndata: {{path: d}}\nsampling: {{{key}: {value}}}\n")
+    with pytest.raises(UserError) as caught:
+        load_config(recipe, [])
+    why = "when sampling is truncated the engine's probabilities are not the policy's"
+    assert str(caught.value) == f"sampling.{key} is {value}, but {why}: leave it out"
+    recipe.write_text("model: {path: m}\ndata: {path: d}\neval: {top_p: 0.9}\n")
+    assert load_config(recipe, []).eval.top_p == 0.9
