@@ -1,13 +1,11 @@
 """Held-out prompts, and the figures of the answers to them: in training between two steps, or by `hotbunk eval`.
 
 pass@k and majority@k are estimated from n ≥ k answers without bias and without drawing: they are expectations over all
-subsets of k of the n answers, computed in whole numbers, and so exact for any n.
+subsets of k of the n answers.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
-from functools import lru_cache
 from math import comb
 from typing import TYPE_CHECKING
 
@@ -40,42 +38,23 @@ def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) ->
         k: from 1 to n. Of answers that tie, each wins equally often.
     """
     counts = Counter(vote for vote in votes if vote is not None)
-    won = _wins(tuple(sorted(counts.values())), len(votes) - counts.total(), k)
-    verdicts = Counter(vote for vote, verdict in zip(votes, right, strict=True) if verdict and vote is not None)
-    return float(sum(won[count] * Fraction(verdicts[vote], count) for vote, count in counts.items()))
-
-
-@lru_cache(maxsize=4096)
-def _wins(counts: tuple[int, ...], abstaining: int, k: int) -> dict[int, Fraction]:
-    """For every number of votes that an answer has among all n: the chance that such an answer wins among k of them."""
-    everything = comb(sum(counts) + abstaining, k)
-    won = {}
-    for count in set(counts):
-        others = list(counts)
-        others.remove(count)
-        ways = Fraction(0)
-        for own in range(1, min(count, k) + 1):
-            for ties, rest in _ways(others, abstaining, own, k - own).items():
-                ways += Fraction(comb(count, own) * rest, ties + 1)
-        won[count] = ways / everything
-    return won
-
-
-def _ways(counts: Sequence[int], abstaining: int, most: int, cast: int) -> Counter[int]:
-    """In how many ways `cast` ballots fall to these answers, none of which gets more than `most`, and to abstainers.
-
-    Counted by how many answers get exactly `most`.
-    """
-    left = sum(min(count, most) for count in counts)  # ballots that the answers still to come can take
-    ways = Counter({(0, k): comb(abstaining, k) for k in range(max(0, cast - left), min(abstaining, cast) + 1)})
-    for count in counts:
-        left -= min(count, most)
-        grown: Counter[tuple[int, int]] = Counter()
-        for (ties, so_far), number in ways.items():
-            for own in range(max(0, cast - left - so_far), min(count, most, cast - so_far) + 1):
-                grown[ties + (own == most), so_far + own] += number * comb(count, own)
-        ways = grown
-    return Counter({ties: number for (ties, _), number in ways.items()})
+    verdicts = Counter(vote for vote, verdict in zip(votes, right, strict=True) if verdict)
+    expected = 0.0
+    for most in range(1, min(k, max(counts.values(), default=0)) + 1):  # votes of the winners
+        # By the number of winners so far and the ballots left: the chance of that, and the winners' worth times it.
+        states, pool = {(0, k): (1.0, 0.0)}, len(votes)
+        for vote, count in counts.items():
+            grown: dict[tuple[int, int], tuple[float, float]] = {}
+            for (winners, left), (chance, worth) in states.items():
+                for ballots in range(max(0, left - pool + count), min(count, most, left) + 1):
+                    share = comb(count, ballots) * comb(pool - count, left - ballots) / comb(pool, left)
+                    wins = ballots == most
+                    before = grown.get(state := (winners + wins, left - ballots), (0.0, 0.0))
+                    gained = chance * verdicts[vote] / count if wins else 0.0
+                    grown[state] = before[0] + chance * share, before[1] + (worth + gained) * share
+            states, pool = grown, pool - count
+        expected += sum(worth / winners for (winners, _), (_, worth) in states.items() if winners)
+    return expected
 
 
 Metrics = dict[str, float]

@@ -4,14 +4,14 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from fractions import Fraction
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from generation.trajectory import by_episode
-from sharding.ranks import all_reduce_max, all_reduce_sum, allreduce_objects, exchange, sum_counts
+from sharding.ranks import all_reduce_max, all_reduce_sum, exchange, sum_counts
 from trainer.algorithms.corrections import correction_metrics
 from trainer.algorithms.losses import LEVELS
 from trainer.config.schema import AlgorithmConfig, TrainConfig
@@ -224,29 +224,18 @@ def reward_errors(answers: list[Answer]) -> Metrics:
     return {name: total for name, (total, _) in errors.items()}
 
 
-def named_sums(own: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:
+def named_sums(pairs: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:
     """The sum of all ranks' numbers by name, and how many there are, in the order of names. Collective.
 
     A sum is rounded once, so that it does not depend on which rank has what; where it cannot be, it is NaN.
     """
     numbers: dict[str, list[float]] = {}
-    for name, number in own:
-        numbers.setdefault(name, []).append(number)
-    sums = {name: (_exact_sum(each), len(each)) for name, each in numbers.items()}
-    totals = allreduce_objects(sums, _both_sums)
-    return {name: (float(Fraction(total)) if total else math.nan, n) for name, (total, n) in sorted(totals.items())}
+    for name, number in pairs:
+        numbers.setdefault(name, []).append(float(number))
+    ranks = exchange(numbers)
+    columns = {name: [number for rank in ranks for number in rank.get(name, ())] for name in sorted({*chain(*ranks)})}
+    return {name: (_sum(column), len(column)) for name, column in columns.items()}
 
 
-_Sums = dict[str, tuple[str, int]]  # by name a sum as a fraction, empty where there is none, and the count
-
-
-def _exact_sum(numbers: Iterable[float]) -> str:
-    return str(sum(map(Fraction, numbers))) if all(map(math.isfinite, numbers)) else ""
-
-
-def _both_sums(one: _Sums, other: _Sums) -> _Sums:
-    both = dict(one)
-    for name, (more, number) in other.items():
-        total, seen = both.get(name, ("0", 0))
-        both[name] = str(Fraction(total) + Fraction(more)) if total and more else "", seen + number
-    return both
+def _sum(numbers: list[float]) -> float:
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
