@@ -28,7 +28,7 @@ MACHINE_FIGURES = ("time/", "throughput/", "memory/")
 
 def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> Path:
     """A recipe for a few steps on generated additions; `overrides` are merged into its sections."""
-    from arithmetic import write_arithmetic
+    from scripts.examples.tasks.arithmetic import write_arithmetic
 
     write_arithmetic(folder / "data", eval_size=16, sft_size=8)
     rows = (folder / "data" / "train.jsonl").read_text().splitlines(keepends=True)

@@ -51,7 +51,7 @@ check doctor "$python" -m trainer doctor --output "$work/doctor"
 if [ ! -e runs/arithmetic_start/model ]; then # on the CPU
     (
         export SOFTGPU_OFF=1
-        "$python" scripts/make_tiny.py runs/arithmetic_start/tiny && "$python" scripts/arithmetic.py runs/arithmetic_start/data &&
+        "$python" -m scripts.examples.make arithmetic &&
             "$python" -m trainer sft scripts/recipes/arithmetic_sft.yaml --resume none
     ) || exit
 fi

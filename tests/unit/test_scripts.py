@@ -14,13 +14,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import arithmetic
-import chain_sums
 import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts.examples.tasks import arithmetic, chain_sums
 from tests.conftest import ROOT
 from trainer.commands import tiny_model
 
@@ -354,6 +353,23 @@ def test_a_slurm_job_that_is_out_of_time_saves_and_is_queued_again(clone: Path, 
     done = run_script(clone, "slurm.sh", "r.yaml", **slurm)
     assert done.stdout.splitlines() == ["saved", *["scontrol requeue 30007"] * queued], done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "task", "warm"), [(["smoke.sh"], "arithmetic", True), (["examples/run.sh", "shapes"], "shapes", False)]
+)
+def test_an_example_is_made_warmed_up_and_trained(clone: Path, words: list[str], task: str, warm: bool) -> None:
+    write_stub(clone / "scripts" / "setup.sh", ":")
+    write_stub(clone / "scripts" / "train.sh", 'echo "$NPROC_PER_NODE ranks: $@"')
+    write_stub(clone / ".venv/bin/python", 'echo "$@"')
+    done = run_script(clone, *words, "--run.steps", "2")
+    recipe = f"scripts/recipes/{task}"
+    assert [line for line in done.stdout.splitlines() if line[0] != "·"] == [
+        f"-m scripts.examples.make {task}",
+        *[f"2 ranks: sft {recipe}_sft.yaml --resume none"] * warm,
+        f"2 ranks: {recipe}.yaml --checkpoint.resume none --run.steps 2",
+    ], done.stderr
+    assert run_script(clone, "examples/run.sh", "calculators").returncode == 2
 
 
 def test_train_restarts_a_run_only_where_that_is_asked_for(launched: Callable[..., list[str]]) -> None:

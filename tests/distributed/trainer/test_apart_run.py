@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arithmetic import correct
 from safetensors.torch import load_file
 
+from scripts.examples.tasks.arithmetic import correct
 from tests.conftest import TinyModel
 from tests.distributed.killed_run import unequal
 from tests.distributed.real_run import ROOT, Run, differences, write_recipe

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.arithmetic import write_arithmetic
+from scripts.examples.tasks.arithmetic import write_arithmetic
 from tests.conftest import ROOT, TinyModel
 from tests.distributed.real_run import write_recipe
 from tests.forked import PYTHON

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.arithmetic import write_arithmetic
+from scripts.examples.tasks.arithmetic import write_arithmetic
 from tests.distributed.launch import run_ranks
 from trainer.commands import sft
 from trainer.commands.exporting import export

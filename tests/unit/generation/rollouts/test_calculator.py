@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calculator import write_calculator
 
 from generation.importing import load
 from generation.rollouts.tools import parse_hermes
+from scripts.examples.tasks.calculator import write_calculator
 from tests.conftest import ROOT
 from trainer.config.recipe import load_config
 
@@ -56,7 +56,7 @@ def test_the_same_arguments_give_the_same_bytes(folder: Path, tmp_path: Path) ->
 
 
 def test_the_recipes_follow_one_another() -> None:
-    start, agent = (load_config(ROOT / f"scripts/recipes/calculator_{name}.yaml", []) for name in ("sft", "agent"))
+    start, agent = (load_config(ROOT / f"scripts/recipes/{name}.yaml", []) for name in ("calculator_sft", "calculator"))
     assert str(start.run.folder / "model") == agent.model.path
     assert Path(start.data.path).parent == Path(agent.data.path).parent
     assert agent.rollout.max_turns > 2 and agent.rollout.tools == ["scripts/examples/calculator.py:calculate"]

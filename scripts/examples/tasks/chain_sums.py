@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
-"""The data of scripts/chain_sums.sh: all of reasoning-gym's sums and differences of two digits. Three files:
-
-    python scripts/chain_sums.py FOLDER [--sft-size 12000] [--eval-size 64]
+"""All of reasoning-gym's sums and differences of two digits (pip install reasoning-gym). Three files:
 
     train.jsonl   questions for reinforcement
     eval.jsonl    questions held out from it
@@ -10,13 +7,12 @@
 What is left to learn by reinforcement is to look at the sign, also in questions that did not come up.
 """
 
-import argparse
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from arithmetic import write_jsonl
+from scripts.examples.tasks.arithmetic import write_jsonl
 
 TASKS = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1&size=6000&seed=1"
 """`data.path` takes such text itself; but there are 200 such questions, and each would be trained on."""
@@ -46,16 +42,13 @@ def write_chain_sums(folder: Path, tasks: list[dict[str, Any]], *, eval_size: in
     write_jsonl(folder / "sft.jsonl", transcripts(tasks[:1000], sft_size))
 
 
-def main() -> None:
-    from generation.rollouts.environments import reasoning_gym
+def make(folder: Path) -> None:
+    """The model to warm-start, and the data."""
+    from trainer.commands.tiny_model import make_tiny_model
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--sft-size", type=int, default=12000, help="transcripts for the warm start")
-    parser.add_argument("--eval-size", type=int, default=64, help="questions held out")
-    options = vars(parser.parse_args())
-    write_chain_sums(options.pop("folder"), reasoning_gym.rows(TASKS), **options)
-
-
-if __name__ == "__main__":
-    main()
+    try:
+        from generation.rollouts.environments import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"chain_sums: pip install reasoning-gym first ({error})") from None
+    make_tiny_model(folder / "tiny", layers=3, intermediate_size=256)
+    write_chain_sums(folder / "data", reasoning_gym.rows(TASKS))

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Sums and differences of three numbers for a tiny model with a calculator that takes two numbers at a time.
 
 A prompt such as `(37+42)-15` needs two calls, the second of which uses what the first gave. Three files:
@@ -9,13 +8,14 @@ A prompt such as `(37+42)-15` needs two calls, the second of which uses what the
                   which are left to unlearn: guessing without a call, or taking the first result for the last
 """
 
-import argparse
 import json
 import operator
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from scripts.examples.tasks.arithmetic import write_jsonl
 
 Question = tuple[int, str, int, str, int]
 """Two operations on three numbers, the first of them in brackets."""
@@ -76,11 +76,6 @@ def row(question: Question) -> dict[str, str]:
     return {"prompt": text(question), "answer": str(steps(question)[-1][1])}
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """One JSON object a line."""
-    path.write_text("".join(json.dumps(values) + "\n" for values in rows))
-
-
 def write_calculator(
     folder: Path,
     *,
@@ -100,18 +95,9 @@ def write_calculator(
     write_jsonl(folder / "sft.jsonl", sft_rows(train, sft_size, (guess_share, early_share), seed + 1))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--train-size", type=int, default=4096, help="prompts to train on")
-    parser.add_argument("--eval-size", type=int, default=128, help="prompts held out")
-    parser.add_argument("--sft-size", type=int, default=16384, help="transcripts for the warm start")
-    parser.add_argument("--guess-share", type=float, default=0.4, help="share of transcripts that only guess")
-    parser.add_argument("--early-share", type=float, default=0.3, help="share of transcripts that stop after one call")
-    parser.add_argument("--seed", type=int, default=0)
-    options = vars(parser.parse_args())
-    write_calculator(options.pop("folder"), **options)
+def make(folder: Path) -> None:
+    """The model to warm-start, and the data."""
+    from trainer.commands.tiny_model import make_tiny_model
 
-
-if __name__ == "__main__":
-    main()
+    make_tiny_model(folder / "tiny", layers=3, intermediate_size=256)
+    write_calculator(folder / "data")

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Two-digit addition that a tiny model learns by reinforcement within a minute.
 
 Prompts are zero-padded (`07+85=`), answers are the three digits of the sum, least significant first (`290`), so that
@@ -10,11 +9,11 @@ each digit depends on digits already written. Three files, each row with prompt,
                   has digits below five only, where nothing carries: learned early, it teaches where to look
 """
 
-import argparse
 import json
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 Pair = tuple[int, int]
 
@@ -53,7 +52,7 @@ def row(a: int, b: int) -> dict[str, str]:
     return {"prompt": f"{a:02d}+{b:02d}=", "answer": correct(a, b)}
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """One JSON object a line."""
     path.write_text("".join(json.dumps(values) + "\n" for values in rows))
 
@@ -69,16 +68,9 @@ def write_arithmetic(
     write_jsonl(folder / "sft.jsonl", sft_rows(train, sft_size, drop_share, seed + 1))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--eval-size", type=int, default=256, help="pairs held out")
-    parser.add_argument("--sft-size", type=int, default=16384, help="transcripts for the warm start")
-    parser.add_argument("--drop-share", type=float, default=0.7, help="share of transcripts that forget carries")
-    parser.add_argument("--seed", type=int, default=0)
-    options = vars(parser.parse_args())
-    write_arithmetic(options.pop("folder"), **options)
+def make(folder: Path) -> None:
+    """The model to warm-start, and the data."""
+    from trainer.commands.tiny_model import make_tiny_model
 
-
-if __name__ == "__main__":
-    main()
+    make_tiny_model(folder / "tiny")
+    write_arithmetic(folder / "data")

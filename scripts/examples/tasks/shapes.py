@@ -1,16 +1,11 @@
-#!/usr/bin/env python3
 """Shapes in small pictures that a tiny vision-language model learns to name by reinforcement within minutes.
 
-    python scripts/shapes.py runs/shapes_start
-
-makes a folder with pictures, train.jsonl and eval.jsonl (prompt, image, answer), and a model warmed up on other
-pictures, most of which it was told wrong: their shape's neighbour in the list. So it sees shapes, and which of two it
-should say is left to learn. Prompts are text; their picture goes first.
+`make` writes pictures, train.jsonl and eval.jsonl (prompt, image, answer), and a model warmed up on other pictures,
+most of which it was told wrong: their shape's neighbour in the list. So it sees shapes, and which of two it should say
+is left to learn. Prompts are text; their picture goes first.
 """
 
-import argparse
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -23,7 +18,6 @@ import torch  # noqa: E402
 from PIL import Image as Pillow  # noqa: E402
 from PIL import ImageDraw  # noqa: E402
 from transformers import AutoModelForImageTextToText  # noqa: E402
-from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from generation.images import Image, ImageProcessor  # noqa: E402
 from trainer.commands.tiny_vlm import make_tiny_vlm  # noqa: E402
@@ -100,25 +94,12 @@ def batch_loss(model: Any, processor: ImageProcessor, batch: list[dict[str, Any]
     return model(input_ids=ids, labels=labels, mm_token_type_ids=kinds, **features).loss
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=700, help="of the warm-up")
-    parser.add_argument("--wrong", type=float, default=0.6, help="share of pictures that are told wrong in it")
-    parser.add_argument("--train", type=int, default=512)
-    parser.add_argument("--eval", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which gets loaded, would warn of no GPU
-    transformers_logging.disable_progress_bar()
-    torch.manual_seed(options.seed)
+def make(folder: Path, *, steps: int = 700, wrong: float = 0.6, seed: int = 0) -> None:
+    """Data, and the model after its warm-up: so many steps, with a share of the pictures told wrong."""
+    torch.manual_seed(seed)
     torch.set_num_threads(1)  # more would wait for one another: the matrices are small
-    rng = random.Random(options.seed)
-    write_rows(options.folder / "data", "train", options.train, rng)
-    write_rows(options.folder / "data", "eval", options.eval, rng)
-    make_tiny_vlm(options.folder / "model", layers=2, vision_layers=1, largest_image=2, seed=options.seed)
-    warm_up(options.folder / "model", options.steps, options.wrong, rng)
-
-
-if __name__ == "__main__":
-    main()
+    rng = random.Random(seed)
+    write_rows(folder / "data", "train", 512, rng)
+    write_rows(folder / "data", "eval", 128, rng)
+    make_tiny_vlm(folder / "model", layers=2, vision_layers=1, largest_image=2, seed=seed)
+    warm_up(folder / "model", steps, wrong, rng)

@@ -1,0 +1,27 @@
+"""Makes the tiny model and the data of an example task, in runs/TASK_start.
+
+python -m scripts.examples.make arithmetic|calculator|chain_sums|shapes
+"""
+
+import argparse
+import os
+from importlib import import_module
+from pathlib import Path
+
+TASKS = ("arithmetic", "calculator", "chain_sums", "shapes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", choices=TASKS)
+    task = parser.parse_args().task
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which gets loaded, would warn of no GPU
+    module = import_module(f"scripts.examples.tasks.{task}")
+    from transformers.utils import logging  # after `shapes`, which shows it torchvision
+
+    logging.disable_progress_bar()
+    module.make(Path("runs") / f"{task}_start")
+
+
+if __name__ == "__main__":
+    main()
