@@ -10,6 +10,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from generation.images import Image, ImageProcessor
 from tests.distributed import policy_checks as checks
+from tests.row_advantages import advantage
 from trainer.types import Sample
 
 
@@ -36,7 +37,7 @@ def make_sample(processor: ImageProcessor, parts: list[int | Image], seed: int, 
     if sampled > 3:
         ids[-3] = placeholder
     mask = [0] * (len(ids) - sampled) + [1] * sampled
-    return Sample(ids, mask, [0.0] * len(ids), advantage=0.5 - seed, images=tuple(images), image_spans=tuple(spans))
+    return Sample(ids, mask, [0.0] * len(ids), images=tuple(images), image_spans=tuple(spans))
 
 
 def make_rows(processor: ImageProcessor) -> list[Sample]:
@@ -54,7 +55,7 @@ def make_rows(processor: ImageProcessor) -> list[Sample]:
     answer = range(start - 4, start - 1)
     mask = [int(position in answer) for position in range(start + size)]
     kept = cut.input_ids[: start + size]
-    rows.append(Sample(kept, mask, [0.0] * len(kept), -1.0, images=cut.images, image_spans=cut.image_spans))
+    rows.append(Sample(kept, mask, [0.0] * len(kept), images=cut.images, image_spans=cut.image_spans))
     return rows
 
 
@@ -93,5 +94,5 @@ def plain_gradients(folder: Path, processor: ImageProcessor, samples: list[Sampl
     total = sum(sample.trainable for sample in samples)
     for sample in samples:
         logprobs, entropy = plain_outputs(model, processor, sample, checks.TEMPERATURE)
-        ((-sample.advantage * logprobs - 0.1 * entropy).sum() / total).backward()
+        ((-advantage(sample.input_ids) * logprobs - 0.1 * entropy).sum() / total).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

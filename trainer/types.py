@@ -45,7 +45,6 @@ class Sample:
     # 1 where the policy sampled the token, 0 elsewhere, so 0 on the whole prompt; by position, not by id
     loss_mask: list[int]
     engine_logprobs: list[float]  # nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0
-    advantage: float = 0.0  # the same for every token of the sequence, where it is known beforehand
     routes: Tensor | None = None  # by `RouteFormat`, of every token but the last, which predicts nothing
     ages: list[int] = field(default_factory=list)  # updates of the policy since each was sampled; empty: none since any
     images: "tuple[Image, ...]" = ()  # in the order of the tokens that stand for them

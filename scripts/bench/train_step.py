@@ -104,13 +104,15 @@ class Answers:
 def ours(policy: FsdpPolicy, batch: Answers, budget: int, packing: bool) -> Step:
     """As the learner makes it."""
     samples = [
-        Sample(p + a, [0] * len(p) + [1] * len(a), [0.0] * len(p + a), advantage)
-        for p, a, advantage in zip(batch.prompts, batch.answers, batch.advantages, strict=True)
+        Sample(p + a, [0] * len(p) + [1] * len(a), [0.0] * len(p + a))
+        for p, a in zip(batch.prompts, batch.answers, strict=True)
     ]
     algorithm = AlgorithmConfig.model_validate({"aggregation": "sequence_mean", "tis_cap": None})
 
     def step() -> float:
         batches = micro_batches(samples, budget, 0, policy.device, packing=packing)
+        for micro in batches:
+            micro.advantages += torch.tensor(batch.advantages, device=policy.device)[micro.rows, None]
         loss = PolicyLoss(algorithm, MiniBatch([], batches, batch.scored, len(samples)), longest=0)
         return policy.update(batches, loss, 1.0).grad_norm
 

@@ -13,6 +13,7 @@ from sharding.ranks import is_main
 from tests.distributed import policy_checks as checks
 from tests.distributed.deepspeed_checks import _collected
 from tests.gathering import sent
+from tests.row_advantages import advantage
 from trainer.build import weight_source
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.distributed import init_process_group
@@ -53,7 +54,7 @@ class Reference:
         for sample in samples:
             logprobs, entropy = checks.plain_logprobs(self.model, sample)
             mask = torch.tensor(sample.loss_mask[1:], dtype=torch.float32)
-            loss = loss + ((-sample.advantage * logprobs - 0.1 * entropy) * mask).sum()
+            loss = loss + ((-advantage(sample.input_ids) * logprobs - 0.1 * entropy) * mask).sum()
         self.optimizer.zero_grad()
         (loss / sum(sum(s.loss_mask[1:]) for s in samples)).backward()
         self.optimizer.step()

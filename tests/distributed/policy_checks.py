@@ -29,6 +29,7 @@ from transformers.utils import logging
 from sharding.ranks import agree, all_reduce_sum, rank, sum_counts, world_size
 from sharding.send.source import FsdpWeightSource
 from tests.gathering import assert_ranks_hold, sent, sent_in_parts
+from tests.row_advantages import advantage, advantages
 from trainer.algorithms import aggregation
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.distributed import destroy_process_group, init_process_group
@@ -119,7 +120,7 @@ def make_samples(lengths: list[int] = LENGTHS) -> list[Sample]:
     for i, length in enumerate(lengths):
         ids = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
         mask = [int(i != 2 and position >= 1 and position % 4 != 3) for position in range(length)]
-        samples.append(Sample(ids, mask, [0.0] * length, advantage=(-1.0) ** i * (0.5 + i / 4)))
+        samples.append(Sample(ids, mask, [0.0] * length))
     return samples
 
 
@@ -141,7 +142,7 @@ def plain_loss(model: PreTrainedModel, samples: list[Sample], name: str) -> Tens
     for sample, mask in zip(samples, masks, strict=True):
         logprobs, entropy = plain_logprobs(model, sample)
         weight = mask / (1 if name == "token_mean" else max(1, mask.sum()))
-        loss = loss + ((-sample.advantage * logprobs - 0.1 * entropy) * weight).sum() / total
+        loss = loss + ((-advantage(sample.input_ids) * logprobs - 0.1 * entropy) * weight).sum() / total
     return loss
 
 
@@ -156,7 +157,7 @@ def make_loss(batches: list[MicroBatch], name: str = "token_mean", factor: float
     counts = all_reduce_sum({"count": float(sum(counted)) / ways})
 
     def loss_fn(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
-        per_token = -batch.advantages * outputs.logprobs - 0.1 * outputs.entropy
+        per_token = -advantages(batch) * outputs.logprobs - 0.1 * outputs.entropy
         loss = (per_token * aggregation.weights(batch.loss_mask, name, counts["count"], counts["count"], 1)).sum()
         return loss * factor, {"tokens": batch.loss_mask.sum()}
 
@@ -282,7 +283,7 @@ def check_routed(
     assert torch.equal(module.routing.pull, policy.routing.pull)
     tokens = sum(sample.trainable for sample in samples)
     found = outputs(module, whole[0], TEMPERATURE)
-    ((-whole[0].advantages * found.logprobs - 0.1 * found.entropy) * whole[0].loss_mask / tokens).sum().backward()
+    ((-advantages(whole[0]) * found.logprobs - 0.1 * found.entropy) * whole[0].loss_mask / tokens).sum().backward()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert_gradients_equal(gradients(policy, batches, "token_mean"), expected)
     counts = [routing.take_counts() for routing in (module.routing, policy.routing)]

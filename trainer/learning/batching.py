@@ -124,7 +124,7 @@ def micro_batches(
         return _pad(samples, rows, pad_id, packing, ways).to(device)
 
     batches = [padded([samples[i] for i in group], group) for group in groups]
-    filler = Sample(input_ids=[pad_id], loss_mask=[0], engine_logprobs=[0.0], advantage=0.0)
+    filler = Sample(input_ids=[pad_id], loss_mask=[0], engine_logprobs=[0.0])
     return batches + [padded([filler], []) for _ in range(count - len(groups))]
 
 
@@ -156,7 +156,6 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, packed: bool, ways
 
     mask = table([sample.loss_mask for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
     logprobs = table([sample.engine_logprobs for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
-    advantages = torch.tensor([sample.advantage for sample in samples]).unsqueeze(1)
     routes = [sample.routes for sample in samples if sample.routes is not None]
     sizes = [max(1, length - 1) if packed else width - 1 for length in lengths]
     ages = table([sample.ages for sample in samples], 0, torch.uint8)[:, 1:] if any(s.ages for s in samples) else None
@@ -168,7 +167,7 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, packed: bool, ways
         input_ids=table([sample.input_ids for sample in samples], pad_id, torch.int64),
         loss_mask=mask,
         engine_logprobs=logprobs,
-        advantages=advantages.expand_as(mask).contiguous(),
+        advantages=torch.zeros_like(mask),
         lengths=lengths,
         layout=layout,
         rows=rows,

@@ -45,7 +45,7 @@ def test_new_weights_are_the_engine_s_without_being_sent(architecture: str, tied
 def update(policy: InPlacePolicy) -> None:
     """One step of AdamW that makes a sequence of random tokens likelier."""
     ids = torch.randint(5, 60, (24,), generator=torch.Generator().manual_seed(policy.version)).tolist()
-    batches = micro_batches([Sample(ids, [1] * 24, [0.0] * 24, 1.0)], 1000, 0, CPU)
+    batches = micro_batches([Sample(ids, [1] * 24, [0.0] * 24)], 1000, 0, CPU)
     policy.update(batches, lambda batch, outputs: (-outputs.logprobs.sum(), {}), 1.0)
 
 

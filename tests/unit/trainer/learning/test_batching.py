@@ -16,7 +16,7 @@ LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 def sample(length: int, seed: int = 0) -> Sample:
     ids = [1 + (seed * 31 + i) % 9 for i in range(length)]
     mask = [int(i >= length // 2) for i in range(length)]
-    return Sample(ids, mask, [-0.25 * (i + 1) * m for i, m in enumerate(mask)], advantage=float(seed))
+    return Sample(ids, mask, [-0.25 * (i + 1) * m for i, m in enumerate(mask)])
 
 
 @settings(deadline=None)
@@ -74,7 +74,7 @@ def test_tensors_hold_what_the_samples_say(lengths: list[int], budget: int, extr
         height, width = batch.input_ids.shape
         assert width >= 2 and batch.loss_mask.shape == batch.engine_logprobs.shape == (height, width - 1)
         if not batch.rows:
-            assert not batch.loss_mask.any() and not batch.advantages.any()
+            assert not batch.loss_mask.any()
         for r, index in enumerate(batch.rows):
             s, n = samples[index], len(samples[index].input_ids)
             assert batch.input_ids[r].tolist() == s.input_ids + [0] * (width - n)
@@ -82,7 +82,6 @@ def test_tensors_hold_what_the_samples_say(lengths: list[int], budget: int, extr
                 inside = column + 1 < n
                 assert float(batch.loss_mask[r, column]) == (s.loss_mask[column + 1] if inside else 0)
                 assert float(batch.engine_logprobs[r, column]) == (s.engine_logprobs[column + 1] if inside else 0.0)
-            assert torch.equal(batch.advantages[r], torch.full((width - 1,), s.advantage))
             assert batch.lengths[r] == len(s.input_ids)
     assert sorted(seen) == list(range(len(samples)))
 
@@ -149,15 +148,13 @@ def test_work_is_levelled_with_what_attention_adds() -> None:
 def test_a_sampled_pad_token_stays_in_the_loss() -> None:
     """The mask is by position: a token the policy sampled counts, whatever its id."""
     pad = 0
-    batches = micro_batches(
-        [Sample([5, 6, pad, pad], [0, 0, 1, 1], [0, 0, -1, -2], 1.0), sample(6)], 100, pad, "cpu", 1
-    )
+    batches = micro_batches([Sample([5, 6, pad, pad], [0, 0, 1, 1], [0, 0, -1, -2]), sample(6)], 100, pad, "cpu", 1)
     row = batches[0].rows.index(0)
     assert batches[0].loss_mask[row].tolist() == [0, 1, 1, 0, 0]
 
 
 def test_awkward_inputs_are_packed_or_refused() -> None:
-    one = micro_batches([Sample([7], [1], [0.0], 1.0)], 10, 0, "cpu", None)
+    one = micro_batches([Sample([7], [1], [0.0])], 10, 0, "cpu", None)
     assert one[0].input_ids.tolist() == [[7, 0]] and one[0].loss_mask.tolist() == [[0.0]]
     nothing = micro_batches([], 10, 0, "cpu", None)
     assert len(nothing) == 1 and nothing[0].rows == [] and not nothing[0].loss_mask.any()
@@ -165,9 +162,9 @@ def test_awkward_inputs_are_packed_or_refused() -> None:
     with pytest.raises(ValueError, match="2 micro-batches are needed"):
         micro_batches([sample(50), sample(50)], 10, 0, "cpu", 1)
     with pytest.raises(ValueError, match="equally many"):
-        Sample([1, 2], [1], [0.0], 1.0)
+        Sample([1, 2], [1], [0.0])
     with pytest.raises(ValueError, match="at least one"):
-        Sample([], [], [], 1.0)
+        Sample([], [], [])
 
 
 def test_right_padding_needs_no_attention_mask() -> None:

@@ -23,6 +23,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from tests.row_advantages import advantages
 from tests.waits import Waits
 from trainer.config.algorithm import PRESETS
 from trainer.config.schema import AlgorithmConfig
@@ -66,11 +67,11 @@ def a_batch(packing: bool) -> MicroBatch:
     for number, length in enumerate(LENGTHS):
         ids = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
         mask = [int(position > 1 and (position + number) % 4 != 3) for position in range(length)]
-        samples.append(Sample(ids, mask, [-1.0 * m for m in mask], advantage=0.5 - number))
+        samples.append(Sample(ids, mask, [-1.0 * m for m in mask]))
     (batch,) = micro_batches(samples, 1000, 0, "cpu", 1, packing)
     for name in ("old_logprobs", "ref_logprobs", "old_values", "returns"):
         setattr(batch, name, torch.randn(batch.loss_mask.shape, generator=generator))
-    batch.decisive = batch.loss_mask.bool()
+    batch.decisive, batch.advantages = batch.loss_mask.bool(), advantages(batch).expand_as(batch.loss_mask)
     return batch
 
 

@@ -27,6 +27,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.row_advantages import advantage, advantages
 from trainer.config.schema import ModelConfig
 from trainer.errors import UserError
 from trainer.learning.batching import micro_batches
@@ -78,7 +79,7 @@ def make_samples(lengths: list[int], seed: int = 1) -> list[Sample]:
     for i, length in enumerate(lengths):
         ids = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
         mask = [int(position >= 1 and (position + i) % 4 != 3) for position in range(length)]
-        samples.append(Sample(ids, mask, [0.0] * length, advantage=0.5 - i))
+        samples.append(Sample(ids, mask, [0.0] * length))
     return samples
 
 
@@ -105,15 +106,17 @@ def loss_of(logprobs: Tensor, entropy: Tensor, advantage: Tensor | float) -> Ten
 
 
 def total_loss(module: PolicyModule, batches: list[MicroBatch]) -> Tensor:
-    results = [(outputs(module, batch, TEMPERATURE), batch.advantages) for batch in batches]
-    return torch.stack([loss_of(out.logprobs, out.entropy, advantages) for out, advantages in results]).sum()
+    results = [(outputs(module, batch, TEMPERATURE), advantages(batch)) for batch in batches]
+    return torch.stack([loss_of(out.logprobs, out.entropy, factor) for out, factor in results]).sum()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_values_and_gradients_are_those_of_sequences_alone(kind: str) -> None:
     model, samples = make_model(kind), make_samples(LENGTHS)
     alone = [plain(model, sample) for sample in samples]
-    expected = gradients(model, sum(loss_of(*pair, s.advantage) for pair, s in zip(alone, samples, strict=True)))
+    expected = gradients(
+        model, sum(loss_of(*pair, advantage(s.input_ids)) for pair, s in zip(alone, samples, strict=True))
+    )
     for packing in (True, False):
         module = make_module(model)
         (batch,) = micro_batches(samples, 1000, 0, "cpu", 1, packing)
@@ -230,7 +233,7 @@ def test_memory_grows_neither_with_vocabulary_times_tokens_nor_with_tokens_squar
     module = make_module(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
     largest = []
     for length in (tokens // 40, tokens // 20):
-        samples = [Sample([1] * length, [1] * length, [0.0] * length, 1.0) for _ in range(20)]
+        samples = [Sample([1] * length, [1] * length, [0.0] * length) for _ in range(20)]
         (batch,) = micro_batches(samples, 10**6, 0, "cpu", 1, packing=True)
         with LargestTensor() as mode:
             out = outputs(module, batch, TEMPERATURE)

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.row_advantages import advantages
 from tests.unit.trainer.policy.test_packing import make_samples
 from trainer.errors import UserError
 from trainer.learning.batching import micro_batches
@@ -89,14 +90,14 @@ def routed_samples(format: RouteFormat, lengths: list[int] = LENGTHS) -> list[Sa
 
 
 def total(module: PolicyModule, batches: list[MicroBatch]) -> Tensor:
-    return torch.stack([(outputs(module, b, 0.7).logprobs * b.advantages).sum() for b in batches]).sum()
+    return torch.stack([(outputs(module, b, 0.7).logprobs * advantages(b)).sum() for b in batches]).sum()
 
 
 def updated(module: PolicyModule, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
     """As a policy does: forward and backward of one micro-batch after the other."""
     loss = 0.0
     for batch in batches:
-        own = (outputs(module, batch, 0.7).logprobs * batch.advantages).sum()
+        own = (outputs(module, batch, 0.7).logprobs * advantages(batch)).sum()
         own.backward()
         loss += own.item()
     return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}

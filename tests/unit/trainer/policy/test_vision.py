@@ -11,6 +11,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from generation.images import ImageProcessor
 from tests.conftest import TinyModel
+from tests.row_advantages import advantages
 from tests.seen_rows import make_rows, plain_outputs
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
 from trainer.errors import UserError
@@ -48,7 +49,7 @@ def total_loss(module: PolicyModule, samples: list[Sample], packing: bool, budge
     """The loss of all micro-batches."""
     batches = micro_batches(samples, budget, 0, "cpu", packing=packing)
     found = [(outputs(module, batch, TEMPERATURE), batch) for batch in batches]
-    return torch.stack([(out.logprobs * batch.advantages + 0.1 * out.entropy).sum() for out, batch in found]).sum()
+    return torch.stack([(out.logprobs * advantages(batch) + 0.1 * out.entropy).sum() for out, batch in found]).sum()
 
 
 def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor | None]:
