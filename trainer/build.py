@@ -23,6 +23,7 @@ from trainer.config.machine import resolve_device
 from trainer.config.placement import generating_ranks, placement, training_ranks
 from trainer.config.schema import TrainConfig
 from trainer.distributed import destroy_process_group, init_process_group, say, store
+from trainer.engines import rank_device
 from trainer.learning.learner import updates_asked
 from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
 from trainer.policy.critic import Critic, make_critic

@@ -2,14 +2,14 @@
 
     python -m tests.softgpu.late_shifts SEEDS [WAY ...]
 
-in environment.sh's environment. A shift: an optimizer step, the engine awake, a verified sync, answers, the engine asleep. Policy and
-engine are started once for each way. Prints for every wait that a shift has in Python, of this process and of the engine's worker, at
-which seed a shift without it differs or fails. Exit code 1: a seed gave other bits, or fewer than ten waits were seen.
+in environment.sh's environment. A shift: an optimizer step, the engine awake, a verified sync, answers, the engine
+asleep. Policy and engine start once for each way. Prints for every wait that a shift has in Python, of this process and
+of the engine's worker, at which seed a shift without it differs or fails. Exit code 1: a seed gave other bits, or fewer
+than ten waits were seen.
 """
 
 import ctypes
 import hashlib
-import os
 import sys
 import tempfile
 from collections.abc import Callable

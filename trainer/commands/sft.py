@@ -395,7 +395,7 @@ def _masked(pieces: list[list[int]], mine: list[bool], eos: int) -> Transcript:
     end = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)
     if input_ids[end - 1] != eos:  # a template without one; yet the model has to learn to stop
         input_ids, mask, end = [*input_ids[:end], eos], [*mask[:end], 1], end + 1
-    return Transcript(input_ids[:end], mask[:end], [0.0] * end, advantage=0.0)
+    return Transcript(input_ids[:end], mask[:end], [0.0] * end)
 
 
 def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[list[int]]:
