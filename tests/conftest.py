@@ -1,9 +1,13 @@
 """What all tests share: tiny models made once, GPU tests skipped elsewhere."""
 
 import gc
+import multiprocessing.util
 import os
 import shlex
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -79,6 +83,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """In the first of pytest's processes; the others are forked as what they test is, unless they may need a GPU."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
+    # Engines leave sockets, and processes that are killed their folders: all of it goes with this one.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+    remove = partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
+    multiprocessing.util.Finalize(None, remove, exitpriority=-1000)  # after multiprocessing's own folder there
     forked.start_servers()
     if has_cpu_build():
         seeing = f"popen//python=env {hotbunk_torchvision.SHOWN}=1 {shlex.join(forked.PYTHON)}"
