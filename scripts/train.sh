@@ -10,7 +10,7 @@
 set -euo pipefail
 trap 'exit 130' INT # one that reaches bash alone would be lost while it waits for a command
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=$root/.venv/bin/python
+python=${HOTBUNK_VENV:-$root/.venv}/bin/python
 # The folder this is started in may have a trainer, a generation or a sharding of its own.
 export PYTHONSAFEPATH=1 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 

@@ -28,7 +28,7 @@ check() {
 
 # Two steps of a recipe (arithmetic), with every sync verified in full and a gap (1e-4 nats) of float32's:
 # [recipe=NAME] [limit=NATS] run NAME RANKS [--section.key value ...]
-run() { check "$1" steps 2 "$@" --eval.every 0 --batch.prompts_per_step 8; }
+run() { check "$1" steps 2 "$@" --eval.every 0 --batch.prompts_per_step 4; }
 steps() {
     local count=$1 name=softgpu_$2 ranks=$3
     shift 3
@@ -41,6 +41,23 @@ steps = [row for row in map(json.loads, open(sys.argv[1])) if "gap/max" in row]
 gaps, verified = [row["gap/max"] for row in steps], [row["sync/verified"] for row in steps]
 print("largest gap between trainer and engine:", gaps, "verified:", verified)
 sys.exit(not (len(steps) == int(sys.argv[3]) and max(gaps) <= float(sys.argv[2]) and verified[-1] >= len(steps)))
+END
+}
+
+# Eight steps, and the same on the CPU: greedy answers to the held-out prompts are the same before the first step. Other samples are drawn
+# from then on, so that what is learned is printed and not compared.
+eight() { check "$1" eight_steps "$@"; }
+eight_steps() {
+    local name=$1 ranks=$2
+    shift 2
+    set -- --eval.every 8 --data.eval_size 64 --batch.prompts_per_step 8 --policy.lr 1e-4 "$@"
+    steps 8 "$name" "$ranks" "$@" && SOFTGPU_OFF=1 steps 8 cpu_"$name" "$ranks" "$@" || return
+    "$python" - runs/softgpu_"$name" runs/softgpu_cpu_"$name" <<'END'
+import json, sys
+rows, answers = ([[json.loads(line) for line in open(f"{run}/{file}")] for run in sys.argv[1:]] for file in ("metrics.jsonl", "completions.jsonl"))
+first = [[(row["prompt"], row["text"], row["reward"]) for row in some if row["train/step"] == 0] for some in answers]
+print("held-out reward, on the GPU in software and on the CPU:", [[row["eval/reward"] for row in some if "eval/reward" in row] for some in rows])
+sys.exit(not first[0] or first[0] != first[1] or rows[0][0]["eval/reward"] != rows[1][0]["eval/reward"])
 END
 }
 
@@ -65,7 +82,7 @@ run slices 1 --rollout.slice_tokens 3
 run offload_optimizer 1 --sync.way staged --policy.offload optimizer
 run offload_all 2 --sync.way staged --policy.offload all
 for stage in 1 2 3; do run zero$stage 2 --policy.backend deepspeed --policy.zero_stage $stage; done
-run lora 1 --lora.rank 8
+limit=1.0 run lora 1 --lora.rank 8 --policy.dtype bfloat16
 run lora_merged 2 --lora.rank 8 --lora.sync merged
 run sequence_parallel 2 --policy.sequence_parallel 2
 run apart 2 --engine.apart 1
@@ -74,6 +91,11 @@ run tensor_parallel 2 --engine.tensor_parallel_size 2
 limit=1.0 run bfloat16 1 --policy.dtype bfloat16
 recipe=arithmetic_moe limit=1.0 run mixture 2
 recipe=shapes run images 1
+eight eight_staged 1 --sync.way staged
+eight eight_zero_copy 1 --sync.way zero_copy
+eight eight_pull 1 --sync.way pull
+eight eight_staged_ranks 2 --sync.way staged
+eight eight_pull_ranks 2 --sync.way pull
 [ "${#failed[@]}" = 0 ] && echo "softgpu: all passed in $SECONDS s" && exit
 printf 'softgpu: FAILED: %s\n' "${failed[@]}"
 exit 1

@@ -197,6 +197,23 @@ def after_triton_attention(module: ModuleType) -> None:
     module.triton_reshape_and_cache_flash, module.unified_attention = write_cache, attention
 
 
+def after_gumbel(module: ModuleType) -> None:
+    """vLLM's sampling in plain operations, with other random numbers: the interpreter takes most of a rollout for it."""
+    import torch
+
+    def gumbel_sample(logits, mapping, temperature, seed, pos, apply_temperature, *_, **__):
+        rows = mapping.long().clamp(min=0)
+        heat = torch.where(mapping >= 0, temperature[rows].float(), 0.0)[:, None]
+        keys = (seed[rows] * 1000003 + pos)[:, None] * 1000003 + torch.arange(logits.shape[1], device=logits.device)
+        for factor in (0x7FB5D329728EA185, 0x1B873593CC9E2D51, 0x2545F4914F6CDD1D):
+            keys = (keys ^ (keys >> 27)) * factor
+        noise = -(-((keys >> 40 & 0xFFFFFF) + 0.5).div(1 << 24).log()).log()
+        scaled = logits.float() / torch.where(heat > 0, heat, 1.0) if apply_temperature else logits.float()
+        return (scaled + noise * (heat > 0)).argmax(-1)
+
+    module.gumbel_sample = gumbel_sample
+
+
 def after_c10d(module: ModuleType) -> None:
     """NCCL's groups are Gloo's, which take CUDA tensors: NCCL's own collectives are kernels."""
 
@@ -244,8 +261,11 @@ def after_engine_thread(module: ModuleType) -> None:
 
 def after_extension(module: ModuleType) -> None:
     """A test may evaluate an expression in a module in the engine's worker."""
-    call = lambda _, name, code: eval(code, vars(importlib.import_module(name)))  # noqa: E731
-    module.VllmInternalWorkerExtension.softgpu = call
+
+    def softgpu(_: object, name: str, code: str) -> dict[str, Any]:
+        return {"error": None, "value": eval(code, vars(importlib.import_module(name)))}
+
+    module.VllmInternalWorkerExtension.softgpu = softgpu
 
 
 HOOKS: dict[str, Callable[[ModuleType], None]] = {
@@ -254,6 +274,7 @@ HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "triton.runtime.interpreter": after_triton_interpreter,
     "vllm.model_executor.layers.vocab_parallel_embedding": after_embedding,
     "vllm.v1.attention.backends.triton_attn": after_triton_attention,
+    "vllm.v1.worker.gpu.sample.gumbel": after_gumbel,
     "generation.engine.vllm_compat": after_vllm_compat,
     "generation.engine.thread": after_engine_thread,
     "sharding.worker.extension": after_extension,
@@ -286,7 +307,9 @@ def install() -> None:
         return
     # vLLM's tensor parallelism asks torch's groups, which are Gloo's, rather than NCCL and kernels of its own.
     off = dict.fromkeys(("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"), "0")
-    on = dict.fromkeys(("TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "VLLM_DISABLE_PYNCCL"), "1")
+    on = dict.fromkeys(
+        ("TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "VLLM_DISABLE_PYNCCL", "HUMMING_DISABLE_PARALLEL_BUILD"), "1"
+    )
     os.environ.update(on | off)
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # whoever asks for them by name gets those that are loaded
         libraries.append(ctypes.CDLL(f"{LIBRARIES}/{name}", mode=ctypes.RTLD_GLOBAL))

@@ -3,9 +3,9 @@
     python -m tests.softgpu.late_shifts SEEDS [WAY ...]
 
 in environment.sh's environment. A shift: an optimizer step, the engine awake, a verified sync, answers, the engine
-asleep. Policy and engine start once for each way. Prints for every wait that a shift has in Python, of this process and
-of the engine's worker, at which seed a shift without it differs or fails. Exit code 1: a seed gave other bits, or fewer
-than ten waits were seen.
+asleep. Policy and engine are started once for each way. Prints for every wait that a shift has in Python, of this
+process and of the engine's worker, at which seed a shift without it differs or fails. Exit code 1: a seed gave other
+bits, or fewer than ten waits were seen.
 """
 
 import ctypes
@@ -69,6 +69,7 @@ class Shifts:
 
     def __init__(self, way: str) -> None:
         self.way, self.resources = way, ExitStack()
+        doctor_trials.PROMPTS, doctor_trials.TOKENS = 2, 4
         folder = Path(self.resources.enter_context(tempfile.TemporaryDirectory()))
         make_tiny_model(folder, vocab_size=512, hidden_size=64, heads=2, kv_heads=1, layers=2)
         config = doctor_trials.recipe(folder, "cuda", way, 1)
@@ -103,7 +104,7 @@ class Shifts:
     def in_worker(self, code: str) -> Any:
         """The value of an expression in the engine's worker, in this module."""
         leader = self.trial.leader
-        return leader.thread.run(leader.engine.ask_workers("softgpu", __spec__.name, code), 60, code)[0]
+        return leader.thread.run(leader.engine.ask_workers("softgpu", __spec__.name, code), 60, code)[0]["value"]
 
     def delay(self, seed: int) -> None:
         delay(seed)

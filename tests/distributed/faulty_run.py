@@ -1,0 +1,172 @@
+"""Runs in which CUDA fails: each ends in a sentence that names phase and device, or goes on, and leaves nothing behind.
+
+    python -m tests.distributed.faulty_run [NAME ...]           in the environment of tests/softgpu/environment.sh
+    … -m tests.distributed.faulty_run KIND N STEP PHASE WHO train RECIPE …              one rank of such a run
+
+In the latter, on rank 0, the N-th call of a KIND (those of SOFTGPU_FAULT, or kill) fails, counted from where a phase of
+a step begins, in WHO: the trainer, or the engine's worker.
+"""
+
+import ctypes
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from typing import Any
+
+OOM = r"OutOfMemoryError.*(cuda:0|GPU 0)"
+LOST = r"AcceleratorError.* on cuda:0"
+# Name: ranks, arguments, and what the launcher's last lines have; empty: the run goes on to its end.
+RUNS: dict[str, tuple[int, str, str]] = {
+    "handle": (1, "open 1 1 sync engine", r"phase .* failed on rank 0: .*cannot be opened|mapping of buffer object"),
+    "lost in update": (1, "lost 5 2 update trainer", rf"in phase step 2 > update.*|{LOST}"),
+    "lost in sync": (1, "lost 1 2 sync trainer", rf"in phase step 2 > generation shift.*|{LOST}"),
+    "lost in sync, engine": (1, "lost 1 2 sync engine", r"phase .* failed on rank 0: .*cuda:0"),
+    "lost in rollout": (1, "lost 5 2 rollout engine", ""),
+    "full in update": (1, "malloc 1 2 update trainer", r"in phase step 2 > update on cuda:0.*out of memory"),
+    "killed": (2, "kill 1 2 rollout trainer", r"rank 0: was ended by SIGKILL"),
+}
+
+
+def arm(kind: str, number: int) -> None:
+    """From now on the `number`-th call of this kind fails in this process."""
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    ctypes.CDLL("libcuda.so.1").sg_arm(kind.encode(), ctypes.c_long(number))
+
+
+def rank(kind: str, number: str, step: str, place: str, who: str, *words: str) -> int:
+    """hotbunk's command line, with a fault. Returns the exit code."""
+    from sharding.manager import ShardingManager
+    from trainer import cli
+    from trainer.loop import RLTrainer
+    from trainer.run import processes
+    from trainer.run.watchdog import Watchdog
+
+    trainers: list[Any] = []
+    phase, sync, start = Watchdog.phase, ShardingManager._sync, RLTrainer.start_engine
+
+    def strike(place_now: str) -> None:
+        if place_now != place or not trainers or f"step {step}" not in trainers[0].watchdog.current_phase():
+            return
+        leader = trainers.pop().leader  # once
+        if who == "trainer":
+            arm(kind, int(number))
+        else:
+            call = leader.engine.ask_workers("softgpu", "tests.distributed.faulty_run", f"arm({kind!r}, {number})")
+            leader.thread.run(call, 60, "arming")
+
+    def watched_phase(self: Any, name: str, *arguments: Any) -> Any:
+        strike(name)
+        return phase(self, name, *arguments)
+
+    def watched_sync(self: Any, *arguments: Any) -> None:
+        strike("sync")
+        sync(self, *arguments)
+
+    def watched_start(self: Any, *arguments: Any) -> None:
+        start(self, *arguments)
+        trainers.extend([self] * (os.environ.get("RANK") == "0"))
+
+    Watchdog.phase, ShardingManager._sync, RLTrainer.start_engine = watched_phase, watched_sync, watched_start  # type: ignore
+    processes.put_current_folder_last()
+    return cli.main(list(words))
+
+
+def run(name: str, ranks: int, module: list[str], wanted: str, environment: dict[str, str] | None = None) -> bool:
+    """Whether a run ended as it should."""
+    words = [
+        "scripts/recipes/arithmetic.yaml",
+        "--run.name",
+        "softgpu_fault",
+        "--checkpoint.resume",
+        "none",
+        "--run.steps",
+        "2",
+    ]
+    words += [
+        "--eval.every",
+        "0",
+        "--batch.prompts_per_step",
+        "4",
+        "--sync.way",
+        "pull" if name == "killed" else "staged",
+    ]
+    command = [sys.executable, "-m", "trainer.launcher", "--nproc-per-node", str(ranks), "-m", *module, "train", *words]
+    done = subprocess.run(
+        command, env=os.environ | (environment or {}), capture_output=True, text=True, timeout=900, check=False
+    )
+    last = [line for line in done.stderr.splitlines() if line.startswith("[hotbunk]   ")]
+    left = subprocess.run(["pgrep", "-f", "softgpu_fault"], capture_output=True, text=True, check=False).stdout.split()
+    fine = not left and (
+        done.returncode == 0 if not wanted else done.returncode != 0 and re.search(wanted, " ".join(last))
+    )
+    print(
+        f"{name}: {'ok' if fine else 'FAILED'}: exit {done.returncode}: {' '.join(last)[:500]} {left or ''}", flush=True
+    )
+    if not fine:
+        print(done.stderr[-3000:], flush=True)
+    return bool(fine)
+
+
+def starts(count: int = 30) -> bool:
+    """Out of memory at drawn allocations of a start, of either process."""
+    draw, fine = random.Random(0), True
+    for number in range(count):
+        part, most = draw.choice([("trainer train", 12), ("spawn_main", 60)])
+        fault = {"SOFTGPU_FAULT": f"malloc:{draw.randint(1, most)}:{part}"}
+        wanted = r"phase|[Oo]ut of memory"
+        fine &= run(f"start {number} {fault['SOFTGPU_FAULT']}", 1, ["trainer"], wanted, fault)
+    return fine
+
+
+def shift(count: int = 100) -> bool:
+    """Out of memory at each of the first allocations of a shift, of the trainer and of the worker."""
+    from tests.softgpu.late_shifts import Shifts
+    from trainer.distributed import init_process_group
+
+    init_process_group(300, "cuda")
+    shifts, fine = Shifts("staged"), True
+    for who in ("trainer", "worker"):
+        for number in range(1, count + 1):
+            shifts.outcome(0)
+            arm("malloc", number) if who == "trainer" else shifts.in_worker(
+                f"ctypes.CDLL('libcuda.so.1').sg_arm(b'malloc', {number})"
+            )
+            try:
+                shifts.outcome(1)
+                print(f"{who}: a shift has {number - 1} allocations", flush=True)
+                arm("malloc", 0)
+                break
+            except Exception as error:
+                text = " ".join(f"{type(error).__name__}: {error}".split())
+                named = bool(re.search(r"(phase .* failed on rank 0: )?.*[Oo]ut of memory", text))
+                fine &= named
+                print(f"{who}, allocation {number}: {'ok' if named else 'FAILED'}: {text[:300]}", flush=True)
+            try:
+                shifts.trial.manager.sleep()
+                shifts.outcome(0)
+                print("  went on", flush=True)
+            except Exception as error:
+                print(f"  anew, as {str(error)[:150]}", flush=True)
+                shifts.resources.close()
+                shifts = Shifts("staged")
+    return fine
+
+
+def main(names: list[str]) -> int:
+    """Returns the exit code."""
+    fine = True
+    for name, (ranks, words, wanted) in RUNS.items():
+        if not names or name in names:
+            fine &= run(name, ranks, ["tests.distributed.faulty_run", *words.split()], wanted)
+    for name, several in (("starts", starts), ("shift", shift)):
+        if not names or name in names:
+            fine &= several()
+    return int(not fine)
+
+
+if __name__ == "__main__":
+    sys.exit(rank(*sys.argv[1:]) if "train" in sys.argv else main(sys.argv[1:]))
