@@ -152,8 +152,17 @@ def add_flash_attention(library: Any) -> None:
 
 
 def after_triton_interpreter(module: ModuleType) -> None:
-    """Triton's interpreter copies tensors to the host and back; here they are there."""
-    module.GridExecutor._init_args_hst = lambda self, args, kwargs: (list(args), kwargs)
+    """Triton's interpreter copies tensors to the host and back; here they are there. A kernel waits for its turn."""
+    import torch
+
+    runtime = ctypes.CDLL("libcudart.so.13")
+
+    def arguments(_: object, args: Any, kwargs: Any) -> Any:
+        if error := runtime.sg_launch(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)):
+            torch.cuda.check_error(error)
+        return list(args), kwargs
+
+    module.GridExecutor._init_args_hst = arguments
     module.GridExecutor._restore_args_dev = lambda *_: None
     patch, patched = module._patch_lang, set()
 
@@ -198,7 +207,7 @@ def after_triton_attention(module: ModuleType) -> None:
 
 
 def after_gumbel(module: ModuleType) -> None:
-    """vLLM's sampling in plain operations, with other random numbers: the interpreter takes most of a rollout for it."""
+    """vLLM's sampling in plain operations, with other random numbers: most of a rollout was the interpreter's."""
     import torch
 
     def gumbel_sample(logits, mapping, temperature, seed, pos, apply_temperature, *_, **__):

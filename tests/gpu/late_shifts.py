@@ -1,6 +1,6 @@
 """Shifts whose work runs late, by seeds, against the same shifts at once; then with one wait at a time left out.
 
-    python -m tests.softgpu.late_shifts SEEDS [WAY ...]
+    python -m tests.gpu.late_shifts SEEDS [WAY ...]
 
 in environment.sh's environment. A shift: an optimizer step, the engine awake, a verified sync, answers, the engine
 asleep. Policy and engine are started once for each way. Prints for every wait that a shift has in Python, of this

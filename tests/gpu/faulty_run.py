@@ -1,7 +1,7 @@
 """Runs in which CUDA fails: each ends in a sentence that names phase and device, or goes on, and leaves nothing behind.
 
-    python -m tests.distributed.faulty_run [NAME ...]           in the environment of tests/softgpu/environment.sh
-    … -m tests.distributed.faulty_run KIND N STEP PHASE WHO train RECIPE …              one rank of such a run
+    python -m tests.gpu.faulty_run [NAME ...]           in the environment of tests/softgpu/environment.sh
+    … -m tests.gpu.faulty_run KIND N STEP PHASE WHO train RECIPE …              one rank of such a run
 
 In the latter, on rank 0, the N-th call of a KIND (those of SOFTGPU_FAULT, or kill) fails, counted from where a phase of
 a step begins, in WHO: the trainer, or the engine's worker.
@@ -55,7 +55,7 @@ def rank(kind: str, number: str, step: str, place: str, who: str, *words: str) -
         if who == "trainer":
             arm(kind, int(number))
         else:
-            call = leader.engine.ask_workers("softgpu", "tests.distributed.faulty_run", f"arm({kind!r}, {number})")
+            call = leader.engine.ask_workers("softgpu", "tests.gpu.faulty_run", f"arm({kind!r}, {number})")
             leader.thread.run(call, 60, "arming")
 
     def watched_phase(self: Any, name: str, *arguments: Any) -> Any:
@@ -124,7 +124,7 @@ def starts(count: int = 30) -> bool:
 
 def shift(count: int = 100) -> bool:
     """Out of memory at each of the first allocations of a shift, of the trainer and of the worker."""
-    from tests.softgpu.late_shifts import Shifts
+    from tests.gpu.late_shifts import Shifts
     from trainer.distributed import init_process_group
 
     init_process_group(300, "cuda")
@@ -161,7 +161,7 @@ def main(names: list[str]) -> int:
     fine = True
     for name, (ranks, words, wanted) in RUNS.items():
         if not names or name in names:
-            fine &= run(name, ranks, ["tests.distributed.faulty_run", *words.split()], wanted)
+            fine &= run(name, ranks, ["tests.gpu.faulty_run", *words.split()], wanted)
     for name, several in (("starts", starts), ("shift", shift)):
         if not names or name in names:
             fine &= several()
